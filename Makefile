@@ -1,0 +1,36 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: run test lint setup coverage clean gpu-acceptance
+
+run: setup
+	$(BIN)/autotune run --model tiny-gemma-2 --gpus auto --budget 150s --study demo-$$(date +%Y%m%d-%H%M%S) --yes
+
+test: setup
+	$(BIN)/python -m pytest
+
+setup: $(VENV)/.installed
+
+# torch first, by its exact version: anything looser may pull another build of several gigabytes.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q torch==2.13.0
+	$(BIN)/python -m pip install -q "setuptools>=77" wheel ninja -c constraints.txt
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[dev]" -c constraints.txt
+	touch $@
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+coverage: setup
+	$(BIN)/python -m coverage erase
+	COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(BIN)/python -m pytest --cov --cov-report=term-missing
+
+gpu-acceptance: setup
+	$(BIN)/python benchmarks/gpu_acceptance.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

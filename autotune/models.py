@@ -1,0 +1,96 @@
+"""Models by name, folder, file or Hub id, as configurations; nothing here loads weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import UserError, near
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model as its transformers configuration."""
+
+    name: str
+    config: dict[str, Any]  # config.json, `model_type` included
+    source: str  # where the configuration comes from
+    parameters: int | None = None  # the published count, where there is one
+    trust_remote_code: bool = False
+
+
+@cache
+def shipped_models() -> dict[str, ModelSpec]:
+    """The models that resolve offline, by name."""
+    found = {}
+    for entry in (resources.files("autotune") / "data" / "models").iterdir():
+        if entry.name.endswith(".json"):
+            data = json.loads(entry.read_text())
+            name = entry.name.removesuffix(".json")
+            found[name] = ModelSpec(name, data["config"], data["source"], data["parameters"])
+    return dict(sorted(found.items()))
+
+
+def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelSpec:
+    """The model of a shipped name, a folder with `config.json`, a `config.json`, or a Hub id.
+
+    Raises:
+        UserError: there is no such model, or its configuration cannot be read.
+    """
+    if not name.strip():
+        raise UserError("the model's name is empty: give a shipped name (`autotune models`), a folder or a Hub id")
+    shipped = shipped_models()
+    plain = name.lower().split("/")[-1]
+    if name.lower() in shipped:
+        return shipped[name.lower()]
+    path = Path(name).expanduser()
+    if path.exists():
+        return _from_path(path, trust_remote_code)
+    if name.startswith((".", "/", "~")) or name.endswith(".json"):
+        raise UserError(f"no model at {name}: expected a folder with config.json, or that file")
+    by_source = {spec.source.split("huggingface.co/")[-1].lower(): spec for spec in shipped.values()}
+    if name.lower() in by_source:  # its Hub id: the same facts without the network
+        return by_source[name.lower()]
+    if "/" not in name:
+        raise UserError(f"unknown model {name!r}{near(plain, shipped)} (`autotune models` lists the names)")
+    return _from_hub(name, trust_remote_code)
+
+
+def _from_path(path: Path, trust_remote_code: bool) -> ModelSpec:
+    file = path / "config.json" if path.is_dir() else path
+    name = path.name if path.is_dir() else path.parent.resolve().name
+    try:
+        config = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise UserError(f"no config.json in {path}: expected the folder of a transformers model") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {file}: {error}") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}:{error.lineno}: not JSON ({error.msg}); expected a transformers config.json") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise UserError(f"{file}: no \"model_type\"; expected a transformers config.json like the Hub's")
+    if "auto_map" in config and not trust_remote_code:
+        raise UserError(f"{file} runs code of its own (auto_map): add --trust-remote-code if you trust it")
+    if "auto_map" in config:
+        config = {**config, "_name_or_path": str(file.parent.resolve())}
+    return ModelSpec(name, config, str(file.resolve()), trust_remote_code=trust_remote_code)
+
+
+def _from_hub(name: str, trust_remote_code: bool) -> ModelSpec:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        known = shipped_models()
+        hint = near(name.split("/")[-1], known) or "; a folder with its config.json works offline"
+        raise UserError(f"model {name!r} could not be read from the Hub: {first[:200]}{hint}") from None
+    data = {key: value for key, value in config.to_dict().items() if key != "transformers_version"}
+    if trust_remote_code:
+        data["_name_or_path"] = name
+    return ModelSpec(name.split("/")[-1], json.loads(json.dumps(data, default=str)), name, None, trust_remote_code)

@@ -1,0 +1,107 @@
+"""What a trial gave: an Outcome, with the Measurement where there is one. Plain data, JSON both ways."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Kind(StrEnum):
+    """The class of an Outcome; each has its own policy in `search/`."""
+
+    OK = "ok"
+    OOM_DEVICE = "oom_device"  # the accelerator, or a CPU rank's cap
+    OOM_HOST = "oom_host"  # main memory, pinned memory, shared memory
+    TIMEOUT = "timeout"  # a phase passed its deadline
+    INVALID = "invalid"  # DeepSpeed refused the config
+    CRASH = "crash"  # the model's or the script's own error, or death by a signal
+    FOREIGN = "foreign"  # another process took the device's memory meanwhile
+    INFRASTRUCTURE = "infrastructure"  # port, NCCL, disk: the machine, not the candidate
+    INTERRUPTED = "interrupted"  # the tuner was stopped while it ran
+
+    @property
+    def is_oom(self) -> bool:
+        return self in (Kind.OOM_DEVICE, Kind.OOM_HOST)
+
+    @property
+    def says_something_of_the_candidate(self) -> bool:
+        """Whether trying the candidate again would give the same."""
+        return self not in (Kind.FOREIGN, Kind.INFRASTRUCTURE, Kind.INTERRUPTED)
+
+
+class Phase(StrEnum):
+    """Where in its life a trial was."""
+
+    START = "start"
+    INIT = "init"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+    SAVE = "save"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """End-to-end figures of one candidate; memory is the worst rank's, speed the whole group's."""
+
+    step_seconds: float  # median of whole optimizer steps, or extrapolated (see extrapolated)
+    step_seconds_spread: float  # half the width of the 95 % interval of that median
+    steps: int
+    samples_per_second: float  # of all ranks
+    tokens_per_second: float  # of all ranks
+    peak_bytes: int  # the quantity that capacity is compared with: NVML's on CUDA, RLIMIT_DATA's on CPU
+    micro_step_seconds: float | None = None  # forward and backward off the boundary
+    boundary_seconds: float | None = None  # forward, backward, reduction and optimizer step on it
+    extrapolated: bool = False  # from micro-steps and boundary steps of a shortened accumulation
+    torch_allocated_bytes: int | None = None
+    torch_reserved_bytes: int | None = None
+    nvml_peak_bytes: int | None = None
+    live_tensor_bytes: int | None = None
+    alloc_retries: int = 0
+    host_peak_bytes: int | None = None  # RSS high water of one rank
+    pinned_bytes: int | None = None
+    model_tflops_per_gpu: float | None = None
+    mfu: float | None = None
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+
+    def per_gpu(self, ranks: int) -> tuple[float, float]:
+        """Samples and tokens per second of one rank."""
+        return self.samples_per_second / ranks, self.tokens_per_second / ranks
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of one trial of one candidate."""
+
+    kind: Kind
+    phase: Phase = Phase.STEP
+    measurement: Measurement | None = None
+    reason: str = ""  # one line for people
+    evidence: str = ""  # what decided the kind: exception type, exit status, counter, or log text
+    missing_bytes: int | None = None  # by how much an allocation failed, where an allocator said so
+    peak_bytes: int | None = None  # the highest the gauge saw, also of a failed trial
+    rank: int | None = None  # which rank failed first
+    log: str | None = None
+    seconds: float = 0.0  # wall time the trial cost
+    outside_seconds: float = 0.0  # of it, outside measured steps
+
+    @property
+    def ok(self) -> bool:
+        return self.kind is Kind.OK
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: value for key, value in dataclasses.asdict(self).items() if value not in (None, "")}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Outcome:
+        """Reads `to_json`'s output; fields of a newer version are dropped."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        values = {key: value for key, value in data.items() if key in known}
+        values["kind"] = Kind(values["kind"])
+        values["phase"] = Phase(values.get("phase", Phase.STEP))
+        if values.get("measurement"):
+            fields = {f.name for f in dataclasses.fields(Measurement)}
+            values["measurement"] = Measurement(**{k: v for k, v in values["measurement"].items() if k in fields})
+        return cls(**values)

@@ -1,0 +1,93 @@
+"""Parse and print durations, bytes and counts."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from autotune.errors import UserError
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?", re.ASCII)
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(b|[kmgt]i?b?)?", re.ASCII | re.IGNORECASE)
+_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of `90s`, `30m`, `1h30m`, `1h`, or a bare number of seconds.
+
+    Raises:
+        UserError: the text is no duration, or not above zero.
+    """
+    match = _DURATION.fullmatch(text.strip().lower())
+    if not match or not any(match.groups()):
+        raise UserError(f"{text!r} is no duration: write it like 90s, 30m or 1h30m")
+    hours, minutes, seconds = (float(group or 0) for group in match.groups())
+    total = hours * 3600 + minutes * 60 + seconds
+    if not 0 < total < 1e9:
+        raise UserError(f"a duration of {text!r} is not possible: give more than 0 s, like 90s, 30m or 1h30m")
+    return total
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of `24GiB`, `24GB` (decimal), `512MiB`, `24g` (binary), or a bare number of bytes.
+
+    Raises:
+        UserError: the text is no size, or not above zero.
+    """
+    match = _BYTES.fullmatch(text.strip())
+    if not match:
+        raise UserError(f"{text!r} is no size: write it like 24GiB, 512MiB or 80GB")
+    unit = (match[2] or "b").lower()
+    factor = 1 if unit == "b" else _DECIMAL[unit[0]] if unit.endswith("b") and "i" not in unit else _BINARY[unit[0]]
+    size = float(match[1]) * factor
+    if not 1 <= size < 2**60:
+        raise UserError(f"a size of {text!r} is not possible: write it like 24GiB, 512MiB or 80GB")
+    return int(size)
+
+
+def parse_share(text: str) -> float:
+    """A share between 0 and 1 of `5%`, `5 %` or `0.05`.
+
+    Raises:
+        UserError: the text is no share of [0, 1).
+    """
+    body = text.strip()
+    try:
+        share = float(body[:-1]) / 100 if body.endswith("%") else float(body)
+    except ValueError:
+        raise UserError(f"{text!r} is no share: write it like 5% or 0.05") from None
+    if not 0 <= share < 1:
+        raise UserError(f"a share of {text!r} is not possible: give at least 0 and less than 1 (100%)")
+    return share
+
+
+def format_bytes(size: float) -> str:
+    """`1.50 GiB`, `12.0 MiB`, `512 B`."""
+    for unit, name, digits in ((GIB, "GiB", 2), (MIB, "MiB", 1), (KIB, "KiB", 1)):
+        if abs(size) >= unit:
+            return f"{size / unit:.{digits}f} {name}"
+    return f"{size:.0f} B"
+
+
+def format_duration(seconds: float) -> str:
+    """`1h30m`, `2m05s`, `12.3 s`, `45 ms`."""
+    if not math.isfinite(seconds):
+        return "—"
+    if seconds >= 3600:
+        minutes = round(seconds / 60)
+        return f"{minutes // 60}h{minutes % 60:02d}m"
+    if seconds >= 60:
+        whole = round(seconds)
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
+
+
+def format_count(number: float) -> str:
+    """`2.61 B`, `494 M`, `1234`."""
+    for factor, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M")):
+        if abs(number) >= factor:
+            return f"{number / factor:.3g}{suffix}"
+    return f"{number:.0f}"
