@@ -1,0 +1,89 @@
+"""JSON lines over a socket. Up: `phase`, `progress`, `measured`, `error`, `bye`. Down: `measure`, `certify`, `stop`.
+
+No pickle: a rank may run the user's code, and nothing it says is executed here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import select
+import socket
+import time
+from typing import Any
+
+Message = dict[str, Any]
+MAX_LINE_BYTES = 8 * 2**20
+
+
+class Channel:
+    """One end of a conversation in JSON lines. Lines that are no JSON objects are dropped: a log may stray in."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.closed = False
+        self._buffer = b""
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, socket.socket]:
+        """This process's end, and the socket for the other process."""
+        ours, theirs = socket.socketpair()
+        return cls(ours), theirs
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Sends one message; a peer that is gone is noticed by reading, not here."""
+        line = json.dumps({"type": kind, **fields}, default=str).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            self.sock.sendall(line)
+
+    def receive(self, timeout_seconds: float | None = None) -> Message | None:
+        """The next message, or None when the time is up or the peer has closed (then `closed` is set)."""
+        deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while True:
+            message = self._take()
+            if message is not None or self.closed:
+                return message
+            left = deadline - time.monotonic()
+            if left < 0 and timeout_seconds:
+                return None
+            ready, _, _ = select.select([self.sock], [], [], None if left == math.inf else max(0.0, left))
+            if not ready:
+                return None
+            self._fill()
+
+    def drain(self) -> list[Message]:
+        """Every message that is already here."""
+        found = []
+        while (message := self.receive(0)) is not None:
+            found.append(message)
+        return found
+
+    def _fill(self) -> None:
+        try:
+            data = self.sock.recv(65536)
+        except OSError:
+            data = b""
+        if not data:
+            self.closed = True
+        self._buffer += data
+        if len(self._buffer) > MAX_LINE_BYTES:
+            self._buffer = b""
+
+    def _take(self) -> Message | None:
+        while b"\n" in self._buffer:
+            line, self._buffer = self._buffer.split(b"\n", 1)
+            try:
+                message = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(message, dict) and isinstance(message.get("type"), str):
+                return message
+        return None
+
+    def close(self) -> None:
+        self.closed = True
+        self.sock.close()

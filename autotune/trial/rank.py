@@ -1,0 +1,306 @@
+"""What one rank of a trial does: build the engine once, then measure what the tuner asks for.
+
+Run as `python -m autotune.trial.rank SOCKET RANK` (a cold start), or called in a child of the fork server. Either way it
+connects to the tuner, says which rank it is, and gets its spec.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from typing import Any
+
+from autotune.trial.protocol import Channel, Message
+
+SETTLED = 0.05  # warm-up ends when two step times in a row differ by less
+MAX_WARMUP_STEPS = 6
+EXIT_REPORTED = 13  # the failure was reported over the channel
+
+
+def die_with_parent() -> None:
+    """The kernel kills this process when its parent dies: a killed tuner leaves no orphan."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def become_rank(address: str, number: int) -> None:
+    """Never returns: runs the rank, reports how it ended, leaves without waiting for its peers."""
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(address)
+    channel = Channel(sock)
+    channel.send("hello", rank=number, pid=os.getpid())
+    spec = channel.receive()
+    if spec is None:
+        os._exit(1)
+    for caught in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+        signal.signal(caught, signal.SIG_DFL)
+    _redirect_output(spec["log"])
+    rank = Rank(channel, spec)
+    code = 0
+    try:
+        rank.run()
+        channel.send("bye")
+    except BaseException as error:
+        rank.report(error)
+        code = EXIT_REPORTED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a peer may sit in a collective for ever: nothing here may wait for it
+
+
+def _redirect_output(path: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+
+
+class Rank:
+    """One rank, from its start to its end."""
+
+    def __init__(self, channel: Channel, spec: Message) -> None:
+        self.channel, self.spec = channel, spec
+        self.phase = "start"
+        self.device: Any = None
+
+    def enter(self, phase: str) -> None:
+        self.phase = phase
+        self.channel.send("phase", phase=phase)
+
+    def run(self) -> None:
+        from autotune.job import Job
+
+        self.enter("start")
+        self.job = Job.from_json(self.spec["job"])
+        self._environment()
+        import torch
+
+        from autotune.trial.devices import make_device
+
+        self.torch = torch
+        self.device = make_device(self.spec["device"])
+        self._fault("start")
+        self.device.setup(self.spec["rank"], self.spec["cap_bytes"], self.spec["threads"])
+        torch.manual_seed(self.spec["seed"])
+        self._join_group()
+        self.enter("init")
+        self._fault("init")
+        self._build()
+        self.channel.send("phase", phase="ready")
+        while (message := self.channel.receive()) is not None:
+            if message["type"] == "measure":
+                self._measure(message)
+            elif message["type"] == "certify":
+                self._certify(message)
+            elif message["type"] == "stop":
+                return
+
+    def _environment(self) -> None:
+        rank, world = str(self.spec["rank"]), str(self.spec["world"])
+        os.environ.update(
+            RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world,
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.spec.get("port", 29500)),
+            DS_ACCELERATOR=self.spec["device"], OMP_NUM_THREADS=str(self.spec["threads"]),
+            TOKENIZERS_PARALLELISM="false",
+        )  # fmt: skip
+        os.environ.update(self.spec.get("env", {}))
+
+    def _join_group(self) -> None:
+        # A file instead of a port: two studies on a machine cannot meet on it.
+        import datetime
+
+        torch = self.torch
+        store = torch.distributed.FileStore(self.spec["store"], self.spec["world"])
+        torch.distributed.init_process_group(
+            self.device.backend, store=store, rank=self.spec["rank"], world_size=self.spec["world"],
+            timeout=datetime.timedelta(hours=1),
+        )  # fmt: skip
+
+    def _build(self) -> None:
+        import deepspeed
+
+        from autotune.trial import workload
+
+        deepspeed.init_distributed(dist_backend=self.device.backend, verbose=False)
+        model = workload.build_model(self.job, self.device.torch_device(), self.spec["config"])
+        if self.spec["checkpointing"]:
+            workload.enable_checkpointing(model)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=self.spec["config"])
+        self.device.note()
+
+    def _fault(self, where: str) -> None:
+        """Faults that the tests plant: hang, die, or raise, on one rank at one point of its life."""
+        fault = self.spec.get("fault")
+        if not fault or fault["rank"] != self.spec["rank"] or fault["where"] != where:
+            return
+        if fault["what"] == "hang":
+            time.sleep(3600)
+        elif fault["what"] == "oom":
+            raise self.torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. (planted)")
+        elif fault["what"] == "raise":
+            raise RuntimeError(fault.get("text", "planted"))
+        else:
+            os.kill(os.getpid(), getattr(signal, fault["what"]))
+
+    def _measure(self, message: Message) -> None:
+        micro_batch, accumulation = message["micro_batch"], message["accumulation"]
+        full = message.get("full", False)
+        self._set_batch(micro_batch, accumulation)
+        self.device.reset_peaks()
+        data = _data(self, micro_batch)
+        began = time.perf_counter()
+        micros = accumulation if full or accumulation <= 3 else 3
+        whole = micros == accumulation
+        warm: list[float] = []
+        while len(warm) < MAX_WARMUP_STEPS:
+            warm.append(self._agree(sum(self._step(data, micros, whole))))
+            # The first step makes the optimizer's states and compiles kernels: never a pair with the second.
+            if len(warm) >= 3 and abs(warm[-1] - warm[-2]) <= SETTLED * warm[-2]:
+                break
+            if len(warm) >= 2 and sum(warm) > 0.4 * message["max_seconds"]:
+                break
+        warm_seconds = time.perf_counter() - began
+        times: list[list[float]] = []
+        steps: list[float] = []
+        skipped = getattr(self.engine, "skipped_steps", 0)
+        measuring = time.perf_counter()
+        while True:
+            parts = self._step(data, micros, whole)
+            steps.append(self._agree(_extrapolate(parts, accumulation)))
+            times.append(parts)
+            elapsed = self._agree(time.perf_counter() - measuring)
+            if len(steps) >= message["max_steps"] or elapsed > message["max_seconds"]:
+                break
+            if len(steps) >= message["min_steps"] and elapsed > message["min_seconds"]:
+                break
+        self.device.synchronize()
+        self.channel.send(
+            "measured",
+            step_seconds=steps,
+            warmup_steps=len(warm),
+            warmup_seconds=warm_seconds,
+            measured_seconds=time.perf_counter() - measuring,
+            micro_seconds=statistics.median(p for t in times for p in t[1:-1] or t[:1]) if not whole else None,
+            boundary_seconds=statistics.median(t[-1] for t in times) if not whole else None,
+            extrapolated=not whole,
+            skipped_steps=getattr(self.engine, "skipped_steps", 0) - skipped,
+            **self.device.peaks(),
+        )
+
+    def _set_batch(self, micro_batch: int, accumulation: int) -> None:
+        engine, world = self.engine, self.spec["world"]
+        engine.set_train_micro_batch_size(micro_batch)
+        engine.set_train_batch_size(micro_batch * accumulation * world)
+        if hasattr(engine.optimizer, "gradient_accumulation_steps"):
+            engine.optimizer.gradient_accumulation_steps = accumulation
+        engine.micro_steps = 0
+
+    def _step(self, data: Any, micros: int, whole: bool) -> list[float]:
+        """One optimizer step of `micros` micro-batches: seconds of the whole, or of each micro-batch."""
+        parts = []
+        self.device.synchronize()
+        begin = time.perf_counter()
+        for at in range(micros):
+            self.engine.set_gradient_accumulation_boundary(at == micros - 1)
+            self.phase = "forward"
+            batch = next(data)
+            self._fault("forward")
+            loss = self.engine(**batch).loss
+            self.device.note()
+            self.phase = "backward"
+            self._fault("backward")
+            self.engine.backward(loss)
+            self.device.note()
+            self.phase = "step"
+            self._fault("step")
+            self.engine.step()
+            del loss, batch
+            if not whole or at == micros - 1:
+                self.device.synchronize()
+                now = time.perf_counter()
+                parts.append(now - begin)
+                begin = now
+        self.device.note()
+        self.channel.send("progress")
+        return parts
+
+    def _agree(self, seconds: float) -> float:
+        """The slowest rank's time, so that all ranks take the same decisions."""
+        if self.spec["world"] == 1:
+            return seconds
+        value = self.torch.tensor([seconds], dtype=self.torch.float64 if self.device.name == "cpu" else None)
+        value = value.to(self.device.torch_device())
+        self.torch.distributed.all_reduce(value, op=self.torch.distributed.ReduceOp.MAX)
+        return float(value.item())
+
+    def _certify(self, message: Message) -> None:
+        """What training does besides steps: an evaluation forward, and a save of the gathered weights."""
+        torch = self.torch
+        data = _data(self, message["micro_batch"])
+        self.phase = "forward"
+        self.engine.eval()
+        with torch.no_grad():
+            self.engine(**next(data))
+        self.engine.train()
+        self.device.note()
+        self.phase = "save"
+        saved = False
+        free = shutil.disk_usage(message["folder"]).free
+        count = sum(getattr(p, "ds_numel", p.numel()) for p in self.engine.module.parameters())
+        if free > 2 * 4 * count:
+            with tempfile.TemporaryDirectory(dir=message["folder"]) as folder:
+                saved = bool(self.engine.save_16bit_model(folder))
+                if self.spec["world"] > 1:
+                    torch.distributed.barrier()
+        self.device.synchronize()
+        self.channel.send("measured", certified=True, saved=saved, **self.device.peaks())
+
+    def report(self, error: BaseException) -> None:
+        """Says what happened, the moment it is caught."""
+        if self.device is not None:
+            self.device.lift_cap()
+        kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]
+        trace = traceback.extract_tb(error.__traceback__)
+        text = "".join(traceback.format_exception(error))
+        self.channel.send(
+            "error",
+            phase=self.phase if self.phase != "ready" else "init",
+            kinds=kinds,
+            text=str(error)[:8000],
+            traceback=text[-16000:],
+            file=trace[-1].filename if trace else "",
+            files=[frame.filename for frame in trace],
+            rank=self.spec["rank"],
+        )
+        print(text, file=sys.stderr, flush=True)
+
+
+def _data(rank: Rank, micro_batch: int) -> Any:
+    from autotune.trial import workload
+
+    return workload.batches(rank.job, micro_batch, rank.device.torch_device(), rank.spec["seed"] + rank.spec["rank"])
+
+
+def _extrapolate(parts: list[float], accumulation: int) -> float:
+    """Seconds of a whole step from [first, middle, boundary] micro-batches; the first accumulates into nothing."""
+    if len(parts) < 2:
+        return parts[0]
+    return parts[0] + (accumulation - 2) * parts[1] + parts[-1]
+
+
+def main() -> None:
+    die_with_parent()
+    become_rank(sys.argv[1], int(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""The fork server: imports torch, deepspeed and transformers once, then forks one child a rank (10 ms against seconds).
+
+It touches no device, opens no process group and runs no torch operation: OpenMP's threads and a woken CUDA driver do not
+survive a fork. Run as `python -m autotune.trial.server FD`.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+from autotune.trial.protocol import Channel
+from autotune.trial.rank import become_rank, die_with_parent
+
+
+def prepare_environment(device: str) -> dict[str, str]:
+    """Variables that a rank's process needs before its first instruction."""
+    env = {
+        "DS_ACCELERATOR": device,
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() must not wake the driver
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+    if device == "cpu":
+        env |= {
+            # Large blocks straight from mmap and back: peak memory then repeats whatever ran before.
+            "MALLOC_MMAP_THRESHOLD_": "1048576",
+            "MALLOC_TRIM_THRESHOLD_": "0",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+    return env
+
+
+def preload(model_type: str | None, ops: list[str]) -> dict[str, Any]:
+    """Imports what every rank needs and loads DeepSpeed's JIT ops, building them where this machine has not yet."""
+    began = time.monotonic()
+    import deepspeed  # noqa: F401
+    import torch
+    import torch.distributed
+    import transformers
+    from transformers import AutoModelForCausalLM  # noqa: F401
+
+    if model_type:
+        with suppress(Exception):
+            from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+            MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
+    with suppress(Exception):
+        importlib.import_module("torch._dynamo")
+    imported = time.monotonic()
+    failed = load_ops(ops)
+    gc.collect()
+    gc.freeze()  # the children's collector leaves the shared pages alone
+    return {
+        "import_seconds": imported - began,
+        "ops_seconds": time.monotonic() - imported,
+        "failed_ops": failed,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "fork_safe": not torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork(),
+    }
+
+
+def load_ops(names: list[str]) -> dict[str, str]:
+    """Loads the named DeepSpeed ops; returns what failed and why."""
+    from deepspeed.accelerator import get_accelerator
+
+    failed = {}
+    for name in names:
+        try:
+            builder = get_accelerator().create_op_builder(name)
+            if builder is not None:
+                builder.load(verbose=False)
+        except Exception as error:
+            failed[name] = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+    return failed
+
+
+def serve(sock: socket.socket) -> None:
+    """Forks a rank for every `launch` message until the tuner closes the socket."""
+    channel = Channel(sock)
+    hello = channel.receive()
+    if hello is None:
+        return
+    channel.send("ready", **preload(hello.get("model_type"), hello.get("ops", [])))
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    os.set_blocking(wake_read, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_write)
+    children: set[int] = set()
+    while not channel.closed:
+        with suppress(InterruptedError):
+            select.select([sock, wake_read], [], [])
+        with suppress(BlockingIOError):
+            os.read(wake_read, 4096)
+        for pid in list(children):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                children.discard(pid)
+                channel.send("exited", pid=pid, status=os.waitstatus_to_exitcode(status))
+        for message in channel.drain():
+            if message["type"] == "launch":
+                pid = _fork(message["address"], message["rank"], [sock.fileno(), wake_read, wake_write])
+                children.add(pid)
+                channel.send("launched", pid=pid, rank=message["rank"])
+    for pid in children:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _fork(address: str, rank: int, inherited: list[int]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    signal.set_wakeup_fd(-1)
+    os.setsid()
+    die_with_parent()
+    for descriptor in inherited:
+        os.close(descriptor)
+    become_rank(address, rank)
+    raise AssertionError("unreachable")
+
+
+def main() -> None:
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the tuner decides
+    serve(socket.socket(fileno=int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()
