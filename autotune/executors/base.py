@@ -1,0 +1,54 @@
+"""What the tuner needs of an executor. The loop above does not know which one it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from autotune.candidate import Candidate
+from autotune.outcome import Outcome
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How carefully to measure."""
+
+    full: bool = False  # every micro-batch of a step, none extrapolated
+    certify: bool = False  # also an evaluation forward and a gathered save
+    min_steps: int = 3
+    max_steps: int = 30
+    min_seconds: float = 1.0  # of measured steps
+    max_seconds: float = 20.0
+
+
+SEARCH = Effort()
+VERIFY = Effort(full=True, certify=True, min_steps=5, max_steps=60, min_seconds=3.0, max_seconds=40.0)
+
+
+class Session(Protocol):
+    """One engine. Only micro-batch and accumulation may change while it lives."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether another candidate of the same family can be measured."""
+
+    def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
+        """The Outcome of the candidate, after at most the deadline and one kill grace. Never raises for a failed trial."""
+
+    def close(self) -> None: ...
+
+
+class Executor(Protocol):
+    """Runs candidates somewhere."""
+
+    def open(self, say: Callable[[str], None]) -> None:
+        """Everything that is done once and before the budget starts."""
+
+    def session(self, candidate: Candidate, name: str) -> Session:
+        """A new engine for the candidate's family; `name` is where its logs go."""
+
+    def now(self) -> float:
+        """Seconds on the executor's clock: the machine's, or a simulated one."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Peak memory and step time of a candidate without running it."""
