@@ -1,0 +1,248 @@
+"""The command line: thin, and fast to start. Everything heavy is imported inside a command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autotune import __version__
+from autotune.errors import NothingFits, UserError
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    help="Finds the fastest DeepSpeed config that fits your GPUs, by measuring it.",
+)  # fmt: skip
+spaces_app = typer.Typer(no_args_is_help=True, help="List, show and validate search spaces.")
+app.add_typer(spaces_app, name="spaces")
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
+StudyArgument = Annotated[str, typer.Argument(help="Name of the study, or its folder.")]
+StorageOption = Annotated[str | None, typer.Option(help="Database URL; default: runs/NAME/study.db.")]
+
+
+def console(stderr: bool = False) -> Any:
+    from rich.console import Console
+
+    return Console(stderr=stderr)
+
+
+def emit(data: Any) -> None:
+    print(json.dumps(data, indent=2, default=str))
+
+
+@app.command()
+def run(
+    model: Annotated[str, typer.Option(help="Shipped name (`autotune models`), folder or config.json, or Hub id.")],
+    gpus: Annotated[int | None, typer.Option(help="GPUs (or CPU ranks) to use; default: all.")] = None,
+    budget: Annotated[str, typer.Option(help="Time for this call, verification included: 90s, 30m, 1h30m.")] = "30m",
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    seq_len: Annotated[int | None, typer.Option(help="Tokens a sequence; default 2048 (CPU ranks: 64).")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: the best the device has.")] = None,
+    optimizer: Annotated[str, typer.Option(help="adamw, adam, fused_adam, lion, sgd or adagrad.")] = "adamw",
+    global_batch_size: Annotated[int | None, typer.Option(help="Sequences an optimizer step over all ranks, kept exactly.")] = None,
+    ds_config: Annotated[Path | None, typer.Option(help="Your own DeepSpeed config: what is not tuned is kept.")] = None,
+    space: Annotated[str | None, typer.Option(help="Search space: a file, or a name of `autotune spaces list`.")] = None,
+    memory_cap: Annotated[str | None, typer.Option(help="What one rank may use, like 24GiB.")] = None,
+    headroom: Annotated[str, typer.Option(help="Share of the capacity that the winner leaves free.")] = "5%",
+    study: Annotated[str | None, typer.Option(help="Name of the study; the same name resumes it.")] = None,
+    storage: StorageOption = None,
+    seed: Annotated[int, typer.Option(help="Of the sampler and of the data.")] = 0,
+    max_trials: Annotated[int | None, typer.Option(help="Stop after this many trials of this call.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where the winner goes; default: runs/NAME/NAME.json.")] = None,
+    isolation: Annotated[str, typer.Option(help="fork (pre-imported server) or spawn (cold starts).")] = "fork",
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Go on with a study of another job or machine.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Tune, verify and export; run again with the same study to go on."""
+    from autotune.run import Request, run_study
+
+    request = Request(
+        model, gpus, budget, device, seq_len, precision, optimizer, global_batch_size, ds_config, space, memory_cap,
+        headroom, study, storage, seed, max_trials, out, force, isolation, trust_remote_code,
+    )  # fmt: skip
+    ask = None if yes or as_json or not sys.stdin.isatty() else (lambda text: typer.confirm(text, default=True))
+    report = run_study(request, console(stderr=as_json), quiet=as_json, confirm=ask)
+    if as_json:
+        emit(report.to_json())
+    else:
+        for line in report.lines:
+            print(line)
+        for path in report.files:
+            print(f"wrote {path}")
+    if report.interrupted:
+        raise typer.Exit(130)
+
+
+@app.command()
+def show(study: StudyArgument, storage: StorageOption = None, as_json: JsonFlag = False) -> None:
+    """A study's trials with their reasons, and its winner."""
+    from autotune import report
+    from autotune.search.study import StudyStore
+    from autotune.units import format_duration
+
+    store = StudyStore.load(study, storage)
+    if as_json:
+        emit(report.study_json(store))
+        return
+    records, calls = store.records(), store.calls()
+    out = console()
+    out.print(report.trials_table(records, store.job))
+    for reason, count in sorted(store.skips.items(), key=lambda item: -item[1])[:12]:
+        out.print(f"not tried ({count}): {reason}", markup=False, highlight=False, soft_wrap=True)
+    total = sum(call.used_seconds for call in calls)
+    if calls:
+        last = calls[-1]
+        print(
+            f"\n{len(records)} trials; this study used {format_duration(total)} in {len(calls)} calls, the last "
+            f"{format_duration(last.used_seconds)} of {format_duration(last.budget_seconds)} ({last.ended or 'not ended'})"
+        )
+    if (winner := store.winner) is not None:
+        for line in report.winner_lines(winner, records, store.job, store.hardware):
+            print(line)
+    else:
+        print("no winner yet")
+
+
+@app.command()
+def export(
+    study: StudyArgument,
+    style: Annotated[str, typer.Option("--format", help="deepspeed, accelerate or hf.")] = "deepspeed",
+    out: Annotated[Path | None, typer.Option(help="File to write; default: in the study's folder.")] = None,
+    trial: Annotated[int | None, typer.Option(help="A trial's number instead of the winner.")] = None,
+    storage: StorageOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write the winner as a DeepSpeed config, an accelerate config or TrainingArguments."""
+    from autotune.export import FORMATS
+    from autotune.run import export_record
+    from autotune.search.study import VERIFY, StudyStore
+
+    if style not in FORMATS:
+        raise UserError(f"--format {style}: expected one of {', '.join(FORMATS)}")
+    store = StudyStore.load(study, storage)
+    record = store.winner
+    if trial is not None:
+        record = next((one for one in store.records() if one.number == trial), None)
+        if record is None or record.outcome is None or not record.outcome.ok:
+            raise UserError(f"--trial {trial}: no measured trial of that number in {store.name} (`autotune show {study}`)")
+    if record is None:
+        raise UserError(f"study {store.name} has no winner yet: `autotune run --study {store.name} …` goes on")
+    suffix = {"deepspeed": ".json", "accelerate": ".accelerate.yaml", "hf": ".training_arguments.json"}[style]
+    target = out or (store.folder or Path()) / f"{store.name}{suffix}"
+    files = export_record(store, record, target, style, record.role == VERIFY)
+    if as_json:
+        emit({"files": [str(path) for path in files]})
+    else:
+        for path in files:
+            print(f"wrote {path}")
+
+
+@app.command()
+def models(as_json: JsonFlag = False) -> None:
+    """The models that resolve offline by name."""
+    from autotune.models import shipped_models
+    from autotune.units import format_count
+
+    found = shipped_models()
+    if as_json:
+        emit({name: {"parameters": spec.parameters, "source": spec.source} for name, spec in found.items()})
+        return
+    for name, spec in found.items():
+        print(f"{name:20} {format_count(spec.parameters) if spec.parameters else 'tiny':>8}  {spec.source}")
+
+
+@spaces_app.command("list")
+def spaces_list(as_json: JsonFlag = False) -> None:
+    """The shipped search spaces."""
+    from autotune.space import load_space, shipped_spaces
+
+    found = {name: load_space(name).about for name in shipped_spaces()}
+    if as_json:
+        emit(found)
+        return
+    for name, about in found.items():
+        print(f"{name:12} {about}")
+
+
+@spaces_app.command("show")
+def spaces_show(space: Annotated[str, typer.Argument(help="Name or file.")]) -> None:
+    """A search space's file, comments included."""
+    from autotune.space import load_space
+
+    print(load_space(space).text, end="")
+
+
+@spaces_app.command("validate")
+def spaces_validate(space: Annotated[str, typer.Argument(help="Name or file.")], as_json: JsonFlag = False) -> None:
+    """Check a search space, and count what it holds."""
+    from autotune.space import load_space
+
+    found = load_space(space)
+    families = sum(1 for _ in found.families())
+    if as_json:
+        emit({"name": found.name, "families": families, "knobs": {n: list(d.values) for n, d in found.knobs.items()}})
+        return
+    for name, domain in found.knobs.items():
+        when = "; ".join(f"{knob} in {list(values)}" for knob, values in domain.when)
+        print(f"{name:32} {', '.join(map(str, domain.values))}{f'  (when {when})' if when else ''}")
+    print(f"{found.name}: valid, {families} engines before batch shapes")
+
+
+@app.command()
+def doctor(
+    nvme_path: Annotated[Path | None, typer.Option(help="A folder that nvme offload would use.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check driver, torch, NCCL, DeepSpeed's ops, memory and disk; builds CPU Adam ahead of time."""
+    from autotune.doctor import examine
+
+    findings = examine(nvme_path)
+    if as_json:
+        emit([vars(finding) for finding in findings])
+    else:
+        for finding in findings:
+            print(f"{finding.level:5} {finding.what}: {finding.found}")
+            if finding.cost:
+                print(f"      costs: {finding.cost}\n      fix:   {finding.fix}")
+    if any(finding.level == "bad" for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.callback(invoke_without_command=True)
+def top(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Exit codes: 0 done, 2 bad input, 3 nothing feasible, 130 interrupted."""
+    try:
+        app(standalone_mode=False)
+    except UserError as error:
+        fail(str(error), 2)
+    except NothingFits as error:
+        fail(str(error), 3)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(0)
+    except Exception as error:
+        if hasattr(error, "format_message"):  # click's usage errors
+            fail(f"{error.format_message()} (`autotune --help`)", 2)
+        raise
+
+
+def fail(text: str, code: int) -> None:
+    print(f"autotune: {text}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""`autotune run`, without the command line: from a request to an exported winner."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from autotune.candidate import KNOBS
+from autotune.errors import NothingFits, UserError
+from autotune.export import meta, write_export
+from autotune.hardware import Hardware, detect
+from autotune.job import Job, load_ds_config, longest_sequence
+from autotune.models import resolve_model
+from autotune.outcome import Kind
+from autotune.report import PlainObserver, closest_lines, make_observer, record_json, winner_lines
+from autotune.search.study import Record, StudyStore, default_storage, fingerprint
+from autotune.space import Domain, SearchSpace, load_space
+from autotune.units import format_bytes, format_duration, parse_bytes, parse_duration, parse_share
+
+DEFAULT_SEQ_LEN = {"cuda": 2048, "cpu": 64}
+
+
+@dataclass
+class Request:
+    """What the user asked for; texts as typed."""
+
+    model: str
+    gpus: int | None = None
+    budget: str = "30m"
+    device: str = "auto"
+    seq_len: int | None = None
+    precision: str | None = None
+    optimizer: str = "adamw"
+    global_batch_size: int | None = None
+    ds_config: Path | None = None
+    space: str | None = None
+    memory_cap: str | None = None
+    headroom: str = "5%"
+    study: str | None = None
+    storage: str | None = None
+    seed: int = 0
+    max_trials: int | None = None
+    out: Path | None = None
+    force: bool = False
+    isolation: str = "fork"
+    trust_remote_code: bool = False
+    runs: Path = field(default_factory=lambda: Path("runs"))
+
+
+def build_job(request: Request, hardware: Hardware) -> Job:
+    """The Job of a request on this hardware.
+
+    Raises:
+        UserError: something in it is not possible.
+    """
+    model = resolve_model(request.model, trust_remote_code=request.trust_remote_code)
+    base = load_ds_config(request.ds_config) if request.ds_config else {}
+    longest = longest_sequence(model.config)
+    seq_len = request.seq_len or min(DEFAULT_SEQ_LEN[hardware.device], longest or 10**9)
+    if longest and seq_len > longest:
+        raise UserError(f"--seq-len {seq_len}: {model.name} takes at most {longest} tokens")
+    batch = request.global_batch_size
+    if batch is None and isinstance(base.get("train_batch_size"), int):
+        batch = base["train_batch_size"]
+    return Job(
+        model=model, ranks=hardware.count, seq_len=seq_len, precision=request.precision or _precision(base, hardware),
+        optimizer=request.optimizer, global_batch_size=batch, base_config=base,
+    )  # fmt: skip
+
+
+def _precision(base: dict[str, Any], hardware: Hardware) -> str:
+    for name in ("bf16", "fp16"):
+        section = base.get(name)
+        if isinstance(section, dict) and section.get("enabled") is True:
+            return name
+    if hardware.device == "cpu":
+        return "fp32"
+    return "bf16" if hardware.bf16 else "fp16"
+
+
+def with_base(space: SearchSpace, base: dict[str, Any]) -> SearchSpace:
+    """The space, with what the user's own config says of knobs that it does not tune held fixed."""
+    knobs = dict(space.knobs)
+    for name, knob in KNOBS.items():
+        if name in knobs or knob.path is None:
+            continue
+        value: Any = base
+        for part in knob.path.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if isinstance(value, bool | int | str) and value != "auto":
+            knobs[name] = Domain((value,))
+        elif isinstance(value, float) and value.is_integer():
+            knobs[name] = Domain((int(value),))
+    return dataclasses.replace(space, knobs=knobs)
+
+
+def study_name(job: Job, hardware: Hardware) -> str:
+    """The same for the same job on the same machine, so that the same command resumes."""
+    key = hashlib.sha256(json.dumps(fingerprint(job, hardware), sort_keys=True).encode()).hexdigest()[:6]
+    return f"{job.model.name}-{hardware.count}x{hardware.facts or hardware.device}-{key}"
+
+
+def study_folder(runs: Path, name: str) -> Path:
+    """`runs/NAME`, made and writable.
+
+    Raises:
+        UserError: it cannot be.
+    """
+    if not name or "/" in name or name.startswith(".") or len(name) > 120:
+        raise UserError(f"--study {name!r}: expected a plain name, without slashes and not starting with a dot")
+    folder = runs / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".probe"
+        probe.write_text("x" * 4096)
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror}): free or unlock it, or change directory") from None
+    return folder
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[threading.Event]:
+    """An event that Ctrl-C and SIGTERM set; a second Ctrl-C raises KeyboardInterrupt."""
+    stopped = threading.Event()
+
+    def handle(number: int, frame: object) -> None:
+        if stopped.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stopped.set()
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, handle)
+    try:
+        yield stopped
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@dataclass
+class Report:
+    """What a call of `run` gave."""
+
+    study: str
+    folder: Path
+    winner: Record | None
+    verified: bool
+    ended: str
+    interrupted: bool
+    files: list[Path]
+    lines: list[str]
+    used_seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "study": self.study, "folder": str(self.folder), "verified": self.verified, "ended": self.ended,
+            "interrupted": self.interrupted, "used_seconds": round(self.used_seconds, 2),
+            "files": [str(path) for path in self.files], "winner": record_json(self.winner) if self.winner else None,
+            "lines": self.lines,
+        }  # fmt: skip
+
+
+def run_study(request: Request, console: Console, *, quiet: bool = False, confirm: Callable[[str], bool] | None = None) -> Report:
+    """Tunes, verifies and exports.
+
+    Raises:
+        UserError: bad input, or a job that fails by itself.
+        NothingFits: no candidate is feasible.
+    """
+    from autotune.executors.local import LocalExecutor
+    from autotune.search.proposer import Proposer
+    from autotune.search.tuner import Tuner, too_short
+
+    budget_seconds = parse_duration(request.budget)
+    if why := too_short(budget_seconds):
+        raise UserError(why)
+    if request.max_trials is not None and request.max_trials < 1:
+        raise UserError(f"--max-trials {request.max_trials}: expected at least 1")
+    if request.isolation not in ("fork", "spawn"):
+        raise UserError(f"--isolation {request.isolation}: expected fork or spawn")
+    cap = parse_bytes(request.memory_cap) if request.memory_cap else None
+    hardware = detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=parse_share(request.headroom))
+    job = build_job(request, hardware)
+    space = with_base(load_space(request.space or ("default" if hardware.device == "cuda" else "cpu_demo")), job.base_config)
+    candidates = space.candidates(job)
+    if hardware.device == "cpu" and request.device == "auto":
+        console.print("no GPU found: running CPU ranks", style="yellow")
+        if confirm is not None and not confirm("tune on CPU ranks?"):
+            raise UserError("not started; on a GPU machine, `autotune doctor` says why no GPU is seen")
+    name = request.study or study_name(job, hardware)
+    folder = study_folder(request.runs, name)
+    out = request.out or folder / f"{name}.json"
+    with _disk_full(), stop_on_signals() as stopped:
+        storage = request.storage or default_storage(folder)
+        store, resumed = StudyStore.create_or_resume(name, storage, folder, job, hardware, space, force=request.force)
+        store.lock()
+        observer = make_observer(job, hardware, budget_seconds, console, quiet)
+        closed = store.close_interrupted()
+        _announce(observer, job, hardware, space, len(candidates), name, resumed, closed, store)
+        executor = LocalExecutor(
+            job, hardware, folder, candidates, isolation=request.isolation, seed=request.seed,
+            cancelled=stopped.is_set, on_phase=observer.phase,
+        )  # fmt: skip
+        try:
+            executor.open(observer.say)
+            proposer = Proposer(candidates, space, job, hardware, store, request.seed)
+            tuner = Tuner(
+                store, executor, proposer, space, hardware, budget_seconds=budget_seconds,
+                max_trials=request.max_trials, observer=observer, cancelled=stopped.is_set,
+            )  # fmt: skip
+            observer.start()
+            result = tuner.run()
+        finally:
+            with suppress(Exception):
+                observer.stop()
+            executor.close()
+        untried = list(proposer.open)
+        if result.winner is None:
+            if result.interrupted:
+                return Report(name, folder, None, False, result.ended, True, [], ["stopped before anything was measured"], result.used_seconds)
+            raise NothingFits("\n".join(["nothing fits yet" if untried else "nothing fits", *closest_lines(store.records(), hardware, untried)]))
+        files = export_record(store, result.winner, out, "deepspeed", result.verified)
+        lines = winner_lines(result.winner, store.records(), job, hardware)
+        if not result.verified:
+            lines.append("  not verified: the budget or the call ended first; run again to verify it")
+        counts = ", ".join(f"{count} {kind}" for kind, count in result.by_kind.most_common())
+        lines.append(f"  {sum(result.by_kind.values())} trials ({counts}) in {format_duration(result.used_seconds)}; {result.ended}")
+        return Report(name, folder, result.winner, result.verified, result.ended, result.interrupted, files, lines, result.used_seconds)
+
+
+def export_record(store: StudyStore, record: Record, out: Path, style: str, verified: bool) -> list[Path]:
+    """Writes a record's config and its meta file."""
+    assert record.outcome is not None
+    assert record.outcome.measurement is not None
+    data = meta(
+        record.candidate, store.job, record.outcome.measurement, study=store.name, trial=record.number, verified=verified,
+        fingerprint=store.study.user_attrs["fingerprint"], headroom=store.hardware.headroom,
+    )  # fmt: skip
+    try:
+        return write_export(record.candidate, store.job, out, data, style=style, device=store.hardware.device)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror}); the study keeps the winner: `autotune export`") from None
+
+
+def _announce(
+    observer: PlainObserver, job: Job, hardware: Hardware, space: SearchSpace, count: int, name: str, resumed: bool,
+    closed: int, store: StudyStore,
+) -> None:  # fmt: skip
+    batch = f"global batch {job.global_batch_size}" if job.global_batch_size else "batch free"
+    observer.say(f"{job.model.name}, {job.seq_len} tokens, {job.precision}, {job.optimizer}, {batch}, on {hardware}")
+    observer.say(f"space {space.name}: {count} candidates; winners use at most {format_bytes(hardware.ceiling_bytes)} a rank")
+    if resumed:
+        used = sum(call.used_seconds for call in store.calls())
+        done = [record for record in store.records() if record.outcome and record.outcome.kind is not Kind.INTERRUPTED]
+        interrupted = f", {closed} closed as interrupted" if closed else ""
+        observer.say(f"study {name} goes on: {len(done)} trials in {format_duration(used)} so far{interrupted}")
+    else:
+        observer.say(f"study {name} is new")
+
+
+@contextmanager
+def _disk_full() -> Iterator[None]:
+    """A full disk is said in one line; what is stored stays stored."""
+    from sqlalchemy.exc import OperationalError
+
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        raise UserError(f"the disk refuses to be written ({os.strerror(error.errno)}): make room and run again; "
+                        "what was measured is kept") from None  # fmt: skip
+    except OperationalError as error:
+        raise UserError(f"the study's database fails ({error.orig}): make room or repair it and run again; "
+                        "what was measured is kept") from None  # fmt: skip
+    except Exception as error:
+        if type(error).__name__ != "StorageInternalError":
+            raise
+        cause = error.__cause__ or error
+        raise UserError(f"the study's database fails ({str(cause).splitlines()[0][:160]}): make room or repair it and run "
+                        "again; what was measured is kept") from None  # fmt: skip

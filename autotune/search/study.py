@@ -1,0 +1,380 @@
+"""The study: everything that was asked and found, in an Optuna database from which any later run goes on."""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import json
+import os
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.trial import TrialState
+
+from autotune.candidate import Candidate, Value
+from autotune.errors import UserError, near
+from autotune.hardware import Hardware
+from autotune.job import Job
+from autotune.outcome import Kind, Outcome
+from autotune.space import SearchSpace
+from autotune.units import GIB
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+SEARCH, VERIFY = "search", "verify"
+_ADDRESS = re.compile(r"//([^:/@]*):([^@]*)@")
+
+
+@dataclass(frozen=True)
+class Record:
+    """A trial of the study as stored."""
+
+    number: int
+    candidate: Candidate
+    outcome: Outcome | None  # None while it runs
+    role: str  # SEARCH or VERIFY
+    note: str = ""  # why it was tried
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `autotune run` on the study."""
+
+    started: str
+    budget_seconds: float
+    used_seconds: float
+    ended: str = ""  # why it ended; empty while it runs, or after a SIGKILL
+
+
+def hide_password(url: str) -> str:
+    """The URL without its password."""
+    return _ADDRESS.sub(r"//\1:***@", url)
+
+
+def package_versions() -> dict[str, str]:
+    """Versions on which measurements depend."""
+    found = {}
+    for package in ("torch", "deepspeed", "transformers", "optuna"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "missing"
+    return found
+
+
+def fingerprint(job: Job, hardware: Hardware) -> dict[str, Any]:
+    """What a study is of: two runs may share it only if this is equal."""
+    machine = {key: hardware.to_json()[key] for key in ("device", "name", "count", "memory_bytes", "memory_cap_bytes")}
+    if hardware.device == "cpu":
+        del machine["memory_bytes"]  # a share of main memory, which differs a little from boot to boot
+    return {"job": job.to_json(), "hardware": machine, "versions": package_versions()}
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """`job.seq_len: 768 -> 1024` for every leaf that differs."""
+    lines = []
+    for key in sorted({*old, *new}, key=str):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            lines += differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            lines.append(f"{prefix}{key}: {_short(before)} -> {_short(after)}")
+    return lines
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def default_storage(folder: Path) -> str:
+    return f"sqlite:///{folder / 'study.db'}"
+
+
+def open_storage(url: str) -> optuna.storages.RDBStorage:
+    """The database behind a URL.
+
+    Raises:
+        UserError: it cannot be opened; the message never holds the password.
+    """
+    shown = hide_password(url)
+    if url.startswith("sqlite:///"):
+        _check_sqlite(Path(url.removeprefix("sqlite:///")))
+    try:
+        return optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 60}} if "sqlite" in url else None)
+    except Exception as error:
+        text = hide_password(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+        if password := _ADDRESS.search(url):
+            text = text.replace(password[2], "***") if password[2] else text
+        raise UserError(
+            f"--storage {shown} cannot be opened: {text[:200]}; expected something like sqlite:///runs/NAME/study.db "
+            "or postgresql://USER:PASSWORD@HOST/DB"
+        ) from None
+
+
+def _check_sqlite(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise UserError(f"--storage sqlite:///{path}: there is no folder {path.parent}; make it, or choose another")
+    if path.is_dir():
+        raise UserError(f"--storage sqlite:///{path} is a folder; expected a file")
+    if not os.access(path if path.exists() else path.parent, os.R_OK | os.W_OK):
+        raise UserError(f"{path} cannot be written: give this user the right to, or choose another --storage")
+    if path.exists() and path.stat().st_size:
+        try:
+            with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as connection:
+                connection.execute("select count(*) from sqlite_master").fetchone()
+        except sqlite3.DatabaseError as error:
+            raise UserError(
+                f"{path} is no SQLite database that can be read ({error}); it is kept as it is: move it away or restore "
+                "a copy, or choose another --study"
+            ) from None
+        finally:
+            with _ignore(UnboundLocalError):
+                connection.close()
+
+
+@contextmanager
+def _ignore(*kinds: type[BaseException]) -> Iterator[None]:
+    try:
+        yield
+    except kinds:
+        pass
+
+
+class StudyStore:
+    """One study in its database. Every write goes to storage first; nothing is kept only in memory."""
+
+    def __init__(self, study: optuna.Study, folder: Path | None) -> None:
+        self.study, self.folder = study, folder
+        self._lock_file: Any = None
+        self._open: dict[int, optuna.Trial] = {}
+        self._calls: list[dict[str, Any]] = list(study.user_attrs.get("calls", []))
+
+    @classmethod
+    def create_or_resume(
+        cls, name: str, storage: str, folder: Path, job: Job, hardware: Hardware, space: SearchSpace, *, force: bool = False
+    ) -> tuple[StudyStore, bool]:
+        """The study and whether it was there before.
+
+        Raises:
+            UserError: it belongs to another job, machine or package set and `force` is not given.
+        """
+        database = open_storage(storage)
+        names = optuna.get_all_study_names(database)
+        study = optuna.create_study(
+            study_name=name, storage=database, direction="maximize", load_if_exists=True,
+            sampler=optuna.samplers.RandomSampler(),
+        )  # fmt: skip
+        store, now = cls(study, folder), fingerprint(job, hardware)
+        if name not in names:
+            store._set("fingerprint", now)
+            store._set("hardware", hardware.to_json())
+            store._set("space", space.text)
+            store._set("objective", "samples per second, all ranks")
+            return store, False
+        before = study.user_attrs.get("fingerprint")
+        if before is None:
+            raise UserError(f"study {name!r} in {hide_password(storage)} was not made by autotune: choose another --study")
+        if changed := differences(before, now):
+            if not force:
+                raise UserError(
+                    f"study {name!r} is of another job or machine ({'; '.join(changed[:6])}): "
+                    "choose another --study, or --force to go on with it"
+                )
+            store._append("forced", {"at": _now(), "differences": changed})
+            store._set("fingerprint", now)
+        if study.user_attrs.get("space") != space.text:
+            store._set("space", space.text)
+        store._set("hardware", hardware.to_json())
+        return store, True
+
+    @classmethod
+    def load(cls, name: str, storage: str | None = None, runs: Path = Path("runs")) -> StudyStore:
+        """An existing study, by name or by the folder of its run.
+
+        Raises:
+            UserError: there is none of that name.
+        """
+        folder = Path(name) if (Path(name) / "study.db").exists() else runs / name
+        if storage is None:
+            if not (folder / "study.db").exists():
+                known = sorted(path.parent.name for path in runs.glob("*/study.db"))
+                hint = near(name, known) or (f"; there are {', '.join(known[:8])}" if known else "")
+                raise UserError(f"no study {name!r} in {runs}/{hint} (`--storage` reaches other databases)")
+            storage, name = default_storage(folder), folder.resolve().name
+        database = open_storage(storage)
+        try:
+            study = optuna.load_study(study_name=name, storage=database, sampler=optuna.samplers.RandomSampler())
+        except KeyError:
+            known = optuna.get_all_study_names(database)
+            raise UserError(f"no study {name!r} in {hide_password(storage)}{near(name, known)}") from None
+        if "fingerprint" not in study.user_attrs:
+            raise UserError(f"study {name!r} in {hide_password(storage)} was not made by autotune")
+        return cls(study, folder)
+
+    @property
+    def name(self) -> str:
+        return self.study.study_name
+
+    @property
+    def job(self) -> Job:
+        return Job.from_json(self.study.user_attrs["fingerprint"]["job"])
+
+    @property
+    def hardware(self) -> Hardware:
+        return Hardware.from_json(self.study.user_attrs["hardware"])
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return dict(self.study.user_attrs["fingerprint"]["versions"])
+
+    @property
+    def space_text(self) -> str:
+        return str(self.study.user_attrs["space"])
+
+    def lock(self) -> None:
+        """Holds the study for this process.
+
+        Raises:
+            UserError: another run holds it.
+        """
+        if self.folder is None:
+            return
+        self._lock_file = (self.folder / "lock").open("w")
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"another autotune run holds study {self.name!r}: wait for it, or choose another --study") from None
+
+    def _set(self, key: str, value: Any) -> None:
+        self.study.set_user_attr(key, value)
+
+    def _append(self, key: str, value: Any) -> None:
+        self._set(key, [*self.study.user_attrs.get(key, []), value])
+
+    # -- trials ------------------------------------------------------------------------------------------------------
+
+    def records(self) -> list[Record]:
+        """Every trial, in order."""
+        return [record for trial in self.study.get_trials(deepcopy=False) if (record := _record(trial))]
+
+    def start(self, candidate: Candidate, space: SearchSpace, role: str = SEARCH, note: str = "") -> int:
+        """Stores that the candidate is being tried; returns the trial's number."""
+        params = {name: value for name, value in candidate.knobs}
+        self.study.enqueue_trial(params, user_attrs={"candidate": params, "role": role, "note": note, "started": _now()})
+        trial = self.study.ask(distributions(candidate, space))
+        self._open[trial.number] = trial
+        return trial.number
+
+    def finish(self, number: int, outcome: Outcome) -> None:
+        """Stores how it ended. Memory is a graded constraint, never Optuna's FAIL, which samplers ignore and repeat."""
+        trial = self._open.pop(number)
+        trial.set_user_attr("outcome", outcome.to_json())
+        if not outcome.kind.says_something_of_the_candidate:
+            self.study.tell(trial, state=TrialState.FAIL)
+            return
+        hardware = self.hardware
+        for name, value in constraints(outcome, hardware).items():
+            trial.set_constraint(name, value)
+        speed = outcome.measurement.samples_per_second if outcome.measurement else 0.0
+        self.study.tell(trial, speed)
+
+    def close_interrupted(self) -> int:
+        """Closes what an earlier process left running or waiting, as interrupted; returns how many."""
+        closed = 0
+        left = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING, TrialState.WAITING))
+        for frozen in left:
+            outcome = Outcome(Kind.INTERRUPTED, reason="the tuner's process ended meanwhile", evidence="found running")
+            self.study._storage.set_trial_user_attr(frozen._trial_id, "outcome", outcome.to_json())
+            if frozen.state is TrialState.WAITING:
+                self.study._storage.set_trial_state_values(frozen._trial_id, TrialState.FAIL)
+            else:
+                self.study.tell(frozen.number, state=TrialState.FAIL)
+            closed += 1
+        return closed
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def begin_call(self, budget_seconds: float) -> None:
+        self._calls.append({"started": _now(), "budget_seconds": budget_seconds, "used_seconds": 0.0, "ended": ""})
+        self._set("calls", self._calls)
+
+    def update_call(self, used_seconds: float, ended: str = "") -> None:
+        if self._calls:
+            self._calls[-1] |= {"used_seconds": round(used_seconds, 1), "ended": ended}
+            self._set("calls", self._calls)
+
+    def calls(self) -> list[Call]:
+        return [Call(**call) for call in self.study.user_attrs.get("calls", [])]
+
+    def set_winner(self, number: int, why: str) -> None:
+        self._set("winner", {"number": number, "why": why})
+
+    @property
+    def winner(self) -> Record | None:
+        chosen = self.study.user_attrs.get("winner")
+        if not chosen:
+            return None
+        return next((record for record in self.records() if record.number == chosen["number"]), None)
+
+    def note_skips(self, skips: dict[str, int]) -> None:
+        """Why candidates were not tried: reason to count."""
+        self._set("skips", skips)
+
+    @property
+    def skips(self) -> dict[str, int]:
+        return dict(self.study.user_attrs.get("skips", {}))
+
+
+def _record(trial: optuna.trial.FrozenTrial) -> Record | None:
+    knobs = trial.user_attrs.get("candidate")
+    if knobs is None:
+        return None
+    stored = trial.user_attrs.get("outcome")
+    return Record(
+        trial.number, Candidate(tuple(sorted(knobs.items()))), Outcome.from_json(stored) if stored else None,
+        trial.user_attrs.get("role", SEARCH), trial.user_attrs.get("note", ""),
+    )  # fmt: skip
+
+
+def constraints(outcome: Outcome, hardware: Hardware) -> dict[str, float]:
+    """Optuna's constraints, feasible at 0 or less: GiB over the ceiling, and 1 for what failed otherwise."""
+    if outcome.measurement is not None:
+        over = (outcome.measurement.peak_bytes - hardware.ceiling_bytes) / GIB
+        return {"memory_gib_over": over, "failed": 0.0}
+    if outcome.kind.is_oom:
+        over = max((outcome.missing_bytes or 0) / GIB, 0.01) + hardware.capacity_bytes * hardware.headroom / GIB
+        return {"memory_gib_over": over, "failed": 0.0}
+    return {"memory_gib_over": 0.0, "failed": 1.0}
+
+
+def distributions(candidate: Candidate, space: SearchSpace) -> dict[str, BaseDistribution]:
+    """Optuna's view of the knobs that this candidate has: ordered numbers as ranges, the rest as choices."""
+    found: dict[str, BaseDistribution] = {}
+    for name, value in candidate.knobs:
+        values: tuple[Value, ...] = space.knobs[name].values if name in space.knobs else (value,)
+        found[name] = distribution(values, value)
+    return found
+
+
+def distribution(values: tuple[Value, ...], value: Value) -> BaseDistribution:
+    """A range that holds all the values and this one, or a choice."""
+    numbers = [v for v in (*values, value) if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(numbers) == len(values) + 1 and len(set(numbers)) > 1 and max(numbers) > 3:
+        low, high = min(numbers), max(numbers)
+        if all(isinstance(v, int) for v in numbers):
+            return IntDistribution(int(low), int(high), log=low >= 1)
+        return FloatDistribution(float(low), float(high), log=low > 0)
+    return CategoricalDistribution(values if value in values else (*values, value))
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
