@@ -43,9 +43,15 @@ def run(
     seq_len: Annotated[int | None, typer.Option(help="Tokens a sequence; default 2048 (CPU ranks: 64).")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: the best the device has.")] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, adam, fused_adam, lion, sgd or adagrad.")] = "adamw",
-    global_batch_size: Annotated[int | None, typer.Option(help="Sequences an optimizer step over all ranks, kept exactly.")] = None,
-    ds_config: Annotated[Path | None, typer.Option(help="Your own DeepSpeed config: what is not tuned is kept.")] = None,
-    space: Annotated[str | None, typer.Option(help="Search space: a file, or a name of `autotune spaces list`.")] = None,
+    global_batch_size: Annotated[
+        int | None, typer.Option(help="Sequences an optimizer step over all ranks, kept exactly.")
+    ] = None,
+    ds_config: Annotated[
+        Path | None, typer.Option(help="Your own DeepSpeed config: what is not tuned is kept.")
+    ] = None,
+    space: Annotated[
+        str | None, typer.Option(help="Search space: a file, or a name of `autotune spaces list`.")
+    ] = None,
     memory_cap: Annotated[str | None, typer.Option(help="What one rank may use, like 24GiB.")] = None,
     headroom: Annotated[str, typer.Option(help="Share of the capacity that the winner leaves free.")] = "5%",
     study: Annotated[str | None, typer.Option(help="Name of the study; the same name resumes it.")] = None,
@@ -130,7 +136,9 @@ def export(
     if trial is not None:
         record = next((one for one in store.records() if one.number == trial), None)
         if record is None or record.outcome is None or not record.outcome.ok:
-            raise UserError(f"--trial {trial}: no measured trial of that number in {store.name} (`autotune show {study}`)")
+            raise UserError(
+                f"--trial {trial}: no measured trial of that number in {store.name} (`autotune show {study}`)"
+            )
     if record is None:
         raise UserError(f"study {store.name} has no winner yet: `autotune run --study {store.name} …` goes on")
     suffix = {"deepspeed": ".json", "accelerate": ".accelerate.yaml", "hf": ".training_arguments.json"}[style]

@@ -104,7 +104,7 @@ def needs(candidate: Candidate, job: Job) -> list[str]:
         )
     if candidate.offload_optimizer != "none" and "optimizer" not in job.base_config:
         lines.append(
-            "give deepspeed.ops.adam.DeepSpeedCPUAdam as the optimizer, or an \"optimizer\" section: offload takes no "
+            'give deepspeed.ops.adam.DeepSpeedCPUAdam as the optimizer, or an "optimizer" section: offload takes no '
             "other unless zero_force_ds_cpu_optimizer is false, and that is slow"
         )
     if "optimizer" not in job.base_config:
@@ -113,8 +113,15 @@ def needs(candidate: Candidate, job: Job) -> list[str]:
 
 
 def meta(
-    candidate: Candidate, job: Job, measurement: Measurement, *, study: str, trial: int, verified: bool,
-    fingerprint: dict[str, Any], headroom: float,
+    candidate: Candidate,
+    job: Job,
+    measurement: Measurement,
+    *,
+    study: str,
+    trial: int,
+    verified: bool,
+    fingerprint: dict[str, Any],
+    headroom: float,
 ) -> dict[str, Any]:
     """What stands beside the config: what it was measured at, on what, by which study and trial."""
     samples, tokens = measurement.per_gpu(job.ranks)
@@ -140,7 +147,13 @@ def meta(
 
 
 def write_export(
-    candidate: Candidate, job: Job, out: Path, meta_data: dict[str, Any], *, style: str = "deepspeed", device: str = "cuda"
+    candidate: Candidate,
+    job: Job,
+    out: Path,
+    meta_data: dict[str, Any],
+    *,
+    style: str = "deepspeed",
+    device: str = "cuda",
 ) -> list[Path]:
     """Writes the files of a format and `NAME.meta.json` beside them; returns their paths."""
     stem = out.with_suffix("")
@@ -153,7 +166,9 @@ def write_export(
         config = stem.with_name(f"{stem.name}.deepspeed.json")
         plain = deepspeed_config(candidate, job)
         write_atomically(config, _json(plain))
-        write_atomically(out, yaml.safe_dump(accelerate_config(candidate, job, str(config.resolve()), device), sort_keys=False))
+        write_atomically(
+            out, yaml.safe_dump(accelerate_config(candidate, job, str(config.resolve()), device), sort_keys=False)
+        )
         written.append(config)
     meta_path = stem.with_name(f"{stem.name}.meta.json")
     write_atomically(meta_path, _json(meta_data))

@@ -177,9 +177,7 @@ def host_memory_bytes() -> int:
     return total
 
 
-def detect(
-    device: str, gpus: int | None, *, memory_cap_bytes: int | None = None, headroom: float = 0.05
-) -> Hardware:
+def detect(device: str, gpus: int | None, *, memory_cap_bytes: int | None = None, headroom: float = 0.05) -> Hardware:
     """The machine's own devices; `gpus=None` takes all GPUs, or two CPU ranks where there is none.
 
     Raises:
@@ -236,7 +234,9 @@ def _detect_cpu(gpus: int | None) -> Hardware:
     count = gpus or _cpu_ranks()
     cores = os.cpu_count() or 1
     if count > max(2, cores):
-        raise UserError(f"--gpus {count}: {cores} CPU cores carry at most {max(2, cores)} ranks; try --gpus {max(2, cores)}")
+        raise UserError(
+            f"--gpus {count}: {cores} CPU cores carry at most {max(2, cores)} ranks; try --gpus {max(2, cores)}"
+        )
     host = host_memory_bytes()
     name = platform.processor() or platform.machine()
     try:

@@ -72,7 +72,7 @@ def _from_path(path: Path, trust_remote_code: bool) -> ModelSpec:
     except json.JSONDecodeError as error:
         raise UserError(f"{file}:{error.lineno}: not JSON ({error.msg}); expected a transformers config.json") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise UserError(f"{file}: no \"model_type\"; expected a transformers config.json like the Hub's")
+        raise UserError(f'{file}: no "model_type"; expected a transformers config.json like the Hub\'s')
     if "auto_map" in config and not trust_remote_code:
         raise UserError(f"{file} runs code of its own (auto_map): add --trust-remote-code if you trust it")
     if "auto_map" in config:

@@ -113,7 +113,9 @@ class LiveObserver(PlainObserver):
     def _render(self) -> Panel:
         left = max(0.0, self._budget - (time.monotonic() - self._began))
         counts = "  ".join(f"[{_STYLE[kind]}]{kind.value} {number}[/]" for kind, number in sorted(self._counts.items()))
-        lines: list[Any] = [Text.from_markup(f"left {format_duration(left)} of {format_duration(self._budget)}   {counts}")]
+        lines: list[Any] = [
+            Text.from_markup(f"left {format_duration(left)} of {format_duration(self._budget)}   {counts}")
+        ]
         if self._best:
             lines.append(Text(f"best  {self._best[1]}  {outcome_line(self._best[2], self.job)}", style="bold green"))
         lines.append(Text(f"now   {self._running}  ({self._phase})"))
@@ -133,7 +135,9 @@ def trials_table(records: list[Record], job: Job) -> Table:
     """Every trial with its result or reason."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("#", "candidate", "outcome", "samples/s", "step", "peak", "why tried / what happened"):
-        table.add_column(heading, overflow="fold", justify="right" if heading in ("#", "samples/s", "step", "peak") else "left")
+        table.add_column(
+            heading, overflow="fold", justify="right" if heading in ("#", "samples/s", "step", "peak") else "left"
+        )
     for record in records:
         outcome = record.outcome
         if outcome is None:
@@ -222,7 +226,8 @@ def closest_lines(records: list[Record], hardware: Hardware, untried: list[Candi
     # furthest in its life first, then by the bytes missing
     order = ["start", "init", "forward", "backward", "step", "save"]
     missing, record, why = min(
-        over, key=lambda item: (-order.index(item[1].outcome.phase.value), item[0])  # type: ignore[union-attr]
+        over,
+        key=lambda item: (-order.index(item[1].outcome.phase.value), item[0]),  # type: ignore[union-attr]
     )
     lines = [f"closest: {record.candidate}: {why}, short of at least {format_bytes(missing)}"]
     candidate, changes = record.candidate, []
@@ -238,6 +243,10 @@ def closest_lines(records: list[Record], hardware: Hardware, untried: list[Candi
         changes.append("parameter offload to CPU")
     changes += ["a shorter --seq-len", "more GPUs (stages 1 to 3 split their states over them)", "--space low_memory"]
     tried = {r.candidate.but(**{MICRO_BATCH: 1, ACCUMULATION: 1}) for r in records}
-    hint = "" if any(c.but(**{MICRO_BATCH: 1, ACCUMULATION: 1}) not in tried for c in untried) else " (all of this space's tried)"
+    hint = (
+        ""
+        if any(c.but(**{MICRO_BATCH: 1, ACCUMULATION: 1}) not in tried for c in untried)
+        else " (all of this space's tried)"
+    )
     lines.append(f"cheapest changes to try{hint}: {'; '.join(changes[:5])}")
     return lines

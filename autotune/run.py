@@ -127,7 +127,9 @@ def study_folder(runs: Path, name: str) -> Path:
         probe.write_text("x" * 4096)
         probe.unlink()
     except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error.strerror}): free or unlock it, or change directory") from None
+        raise UserError(
+            f"{folder} cannot be written ({error.strerror}): free or unlock it, or change directory"
+        ) from None
     return folder
 
 
@@ -175,7 +177,9 @@ class Report:
         }  # fmt: skip
 
 
-def run_study(request: Request, console: Console, *, quiet: bool = False, confirm: Callable[[str], bool] | None = None) -> Report:
+def run_study(
+    request: Request, console: Console, *, quiet: bool = False, confirm: Callable[[str], bool] | None = None
+) -> Report:
     """Tunes, verifies and exports.
 
     Raises:
@@ -196,7 +200,9 @@ def run_study(request: Request, console: Console, *, quiet: bool = False, confir
     cap = parse_bytes(request.memory_cap) if request.memory_cap else None
     hardware = detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=parse_share(request.headroom))
     job = build_job(request, hardware)
-    space = with_base(load_space(request.space or ("default" if hardware.device == "cuda" else "cpu_demo")), job.base_config)
+    space = with_base(
+        load_space(request.space or ("default" if hardware.device == "cuda" else "cpu_demo")), job.base_config
+    )
     candidates = space.candidates(job)
     if hardware.device == "cpu" and request.device == "auto":
         console.print("no GPU found: running CPU ranks", style="yellow")
@@ -232,15 +238,44 @@ def run_study(request: Request, console: Console, *, quiet: bool = False, confir
         untried = list(proposer.open)
         if result.winner is None:
             if result.interrupted:
-                return Report(name, folder, None, False, result.ended, True, [], ["stopped before anything was measured"], result.used_seconds)
-            raise NothingFits("\n".join(["nothing fits yet" if untried else "nothing fits", *closest_lines(store.records(), hardware, untried)]))
+                return Report(
+                    name,
+                    folder,
+                    None,
+                    False,
+                    result.ended,
+                    True,
+                    [],
+                    ["stopped before anything was measured"],
+                    result.used_seconds,
+                )
+            raise NothingFits(
+                "\n".join(
+                    [
+                        "nothing fits yet" if untried else "nothing fits",
+                        *closest_lines(store.records(), hardware, untried),
+                    ]
+                )
+            )
         files = export_record(store, result.winner, out, "deepspeed", result.verified)
         lines = winner_lines(result.winner, store.records(), job, hardware)
         if not result.verified:
             lines.append("  not verified: the budget or the call ended first; run again to verify it")
         counts = ", ".join(f"{count} {kind}" for kind, count in result.by_kind.most_common())
-        lines.append(f"  {sum(result.by_kind.values())} trials ({counts}) in {format_duration(result.used_seconds)}; {result.ended}")
-        return Report(name, folder, result.winner, result.verified, result.ended, result.interrupted, files, lines, result.used_seconds)
+        lines.append(
+            f"  {sum(result.by_kind.values())} trials ({counts}) in {format_duration(result.used_seconds)}; {result.ended}"
+        )
+        return Report(
+            name,
+            folder,
+            result.winner,
+            result.verified,
+            result.ended,
+            result.interrupted,
+            files,
+            lines,
+            result.used_seconds,
+        )
 
 
 def export_record(store: StudyStore, record: Record, out: Path, style: str, verified: bool) -> list[Path]:
@@ -254,7 +289,9 @@ def export_record(store: StudyStore, record: Record, out: Path, style: str, veri
     try:
         return write_export(record.candidate, store.job, out, data, style=style, device=store.hardware.device)
     except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror}); the study keeps the winner: `autotune export`") from None
+        raise UserError(
+            f"{out} cannot be written ({error.strerror}); the study keeps the winner: `autotune export`"
+        ) from None
 
 
 def _announce(
@@ -263,7 +300,9 @@ def _announce(
 ) -> None:  # fmt: skip
     batch = f"global batch {job.global_batch_size}" if job.global_batch_size else "batch free"
     observer.say(f"{job.model.name}, {job.seq_len} tokens, {job.precision}, {job.optimizer}, {batch}, on {hardware}")
-    observer.say(f"space {space.name}: {count} candidates; winners use at most {format_bytes(hardware.ceiling_bytes)} a rank")
+    observer.say(
+        f"space {space.name}: {count} candidates; winners use at most {format_bytes(hardware.ceiling_bytes)} a rank"
+    )
     if resumed:
         used = sum(call.used_seconds for call in store.calls())
         done = [record for record in store.records() if record.outcome and record.outcome.kind is not Kind.INTERRUPTED]

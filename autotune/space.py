@@ -111,7 +111,9 @@ class SearchSpace:
                 knobs = {**family, MICRO_BATCH: micro_batch, ACCUMULATION: accumulation}
                 found.append(Candidate(tuple(sorted(knobs.items()))))
             if len(found) > MAX_CANDIDATES:
-                raise UserError(f"space {self.name!r} has over {MAX_CANDIDATES} candidates: give its ranges fewer values")
+                raise UserError(
+                    f"space {self.name!r} has over {MAX_CANDIDATES} candidates: give its ranges fewer values"
+                )
         if not found:
             raise UserError(f"space {self.name!r} has no valid candidate: `autotune spaces validate` shows its knobs")
         return found
@@ -136,7 +138,9 @@ def load_space(reference: str) -> SearchSpace:
     shipped = shipped_spaces()
     path = shipped.get(reference, Path(reference).expanduser())
     if reference not in shipped and not path.exists():
-        raise UserError(f"no search space {reference!r}{near(reference, shipped)}: give a file, or {', '.join(shipped)}")
+        raise UserError(
+            f"no search space {reference!r}{near(reference, shipped)}: give a file, or {', '.join(shipped)}"
+        )
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -202,7 +206,9 @@ class _Parser:
                     raise self.fail(("knobs", name, "when"), f"{condition!r} is no knob of this space")
                 if not set(allowed) & set(domains[condition].values):
                     raise self.fail(("knobs", name, "when"), f"{condition} is never one of {list(allowed)}")
-        space = SearchSpace(str(data.get("name") or Path(self.file).stem), str(data.get("about") or ""), domains, self.text)
+        space = SearchSpace(
+            str(data.get("name") or Path(self.file).stem), str(data.get("about") or ""), domains, self.text
+        )
         next(space.families(), None)
         return space
 
@@ -253,7 +259,8 @@ class _Parser:
         if not isinstance(when, dict):
             raise self.fail((*path, "when"), "expected a mapping of a knob to the values at which this one exists")
         conditions = tuple(
-            (short_name(str(name)), tuple(value) if isinstance(value, list) else (value,)) for name, value in when.items()
+            (short_name(str(name)), tuple(value) if isinstance(value, list) else (value,))
+            for name, value in when.items()
         )
         if "values" in raw:
             if not isinstance(raw["values"], list) or {"from", "to", "step", "scale", "points"} & set(raw):
@@ -318,29 +325,17 @@ class _Parser:
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.fail(path, f"expected a whole number, found {value!r}")
         if value < knob.low or (name == "zero_stage" and value > 3):
-            raise self.fail(path, f"{value} is out of range: expected {'0 to 3' if name == 'zero_stage' else f'at least {knob.low}'}")
+            raise self.fail(
+                path,
+                f"{value} is out of range: expected {'0 to 3' if name == 'zero_stage' else f'at least {knob.low}'}",
+            )
         return value
 
 
 # Read from deepspeed 0.19.8 (runtime/config.py, runtime/zero/config.py); a test compares them with the installed one.
 DS_ZERO_KEYS = frozenset(
-    """stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions
-    allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights elastic_checkpoint offload_param
-    offload_optimizer zenflow sub_group_size stage3_prefetch_bucket_size stage3_param_persistence_threshold
-    stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance
-    stage3_gather_16bit_weights_on_model_save stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params
-    stage3_allgather_sequential ignore_unused_parameters legacy_stage1 round_robin_gradients parameter_alignment
-    zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients
-    memory_efficient_linear override_module_apply log_trace_cache_warnings enable_sanity_checks mics_shard_size
-    mics_hierarchical_params_gather leaf_module prefetch_bucket_size param_persistence_threshold
-    model_persistence_threshold max_live_parameters max_reuse_distance module_granularity_threshold
-    use_all_reduce_for_fetch_params allgather_sequential gather_16bit_weights_on_model_save
-    zeropp_loco_param pipeline_loading_checkpoint""".split()
+    ["stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce", "allgather_partitions", "allgather_bucket_size", "overlap_comm", "compute_grad_norm", "load_from_fp32_weights", "elastic_checkpoint", "offload_param", "offload_optimizer", "zenflow", "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save", "stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "ignore_unused_parameters", "legacy_stage1", "round_robin_gradients", "parameter_alignment", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients", "memory_efficient_linear", "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks", "mics_shard_size", "mics_hierarchical_params_gather", "leaf_module", "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential", "gather_16bit_weights_on_model_save", "zeropp_loco_param", "pipeline_loading_checkpoint"]
 )
 DS_TOP_LEVEL = frozenset(
-    """zero_optimization bf16 fp16 amp optimizer scheduler gradient_clipping prescale_gradients
-    gradient_predivide_factor sparse_gradients communication_data_type data_types activation_checkpointing_config aio
-    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer torch_autocast compile seq_parallel_communication_data_type
-    graph_harvesting disable_allgather dataloader_drop_last use_data_before_expert_parallelism tensor_parallel
-    flops_profiler checkpoint communication_size seed timers eigenvalue""".split()
+    ["zero_optimization", "bf16", "fp16", "amp", "optimizer", "scheduler", "gradient_clipping", "prescale_gradients", "gradient_predivide_factor", "sparse_gradients", "communication_data_type", "data_types", "activation_checkpointing_config", "aio", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "torch_autocast", "compile", "seq_parallel_communication_data_type", "graph_harvesting", "disable_allgather", "dataloader_drop_last", "use_data_before_expert_parallelism", "tensor_parallel", "flops_profiler", "checkpoint", "communication_size", "seed", "timers", "eigenvalue"]
 )

@@ -106,7 +106,9 @@ class ForkLauncher:
         while not (message := channel.receive(5.0)):
             if channel.closed:
                 tail = log_tail(self._folder / "server.log").strip().splitlines()
-                raise UserError(f"the fork server died: {tail[-1] if tail else 'no output'} (log: {self._folder}/server.log)")
+                raise UserError(
+                    f"the fork server died: {tail[-1] if tail else 'no output'} (log: {self._folder}/server.log)"
+                )
             waited += 5
             if waited == 15:
                 say("building DeepSpeed's ops, once on this machine; this takes minutes on a slow CPU")
@@ -263,7 +265,9 @@ class LocalSession:
         peaks = self._seen()
         if effort.certify:
             self._enter(Phase.SAVE)
-            certificate = self._ask("certify", {"micro_batch": candidate.micro_batch, "folder": str(self._folder)}, deadline)
+            certificate = self._ask(
+                "certify", {"micro_batch": candidate.micro_batch, "folder": str(self._folder)}, deadline
+            )
             if isinstance(certificate, Outcome):
                 return self._finish(certificate, began)
             later = self._seen()

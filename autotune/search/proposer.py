@@ -28,7 +28,13 @@ class Proposer:
     """Holds what is still worth trying, and why the rest is not."""
 
     def __init__(
-        self, candidates: list[Candidate], space: SearchSpace, job: Job, hardware: Hardware, store: StudyStore, seed: int
+        self,
+        candidates: list[Candidate],
+        space: SearchSpace,
+        job: Job,
+        hardware: Hardware,
+        store: StudyStore,
+        seed: int,
     ) -> None:
         self.space, self.job, self.hardware, self.store = space, job, hardware, store
         self.open: dict[Candidate, None] = dict.fromkeys(candidates)
@@ -58,11 +64,15 @@ class Proposer:
             self.speed[candidate] = outcome.measurement.samples_per_second
             self._worked.append(candidate)
         elif outcome.kind is Kind.OOM_DEVICE:
-            self._skip(lambda other: needs_no_less(other, candidate), f"needs no less memory than {candidate}, which ran out")
+            self._skip(
+                lambda other: needs_no_less(other, candidate), f"needs no less memory than {candidate}, which ran out"
+            )
         elif outcome.kind is Kind.INVALID:
             self._learn_refusal(candidate, outcome.reason)
         else:  # a hang, a crash or the host's memory: the same engine would end the same way
-            self._skip(lambda other: other.family == candidate.family, f"same engine as {candidate}: {outcome.kind.value}")
+            self._skip(
+                lambda other: other.family == candidate.family, f"same engine as {candidate}: {outcome.kind.value}"
+            )
 
     def _skip(self, matches: Callable[[Candidate], bool], reason: str) -> None:
         for other in [other for other in self.open if matches(other)]:
@@ -109,7 +119,9 @@ class Proposer:
             if rung in self.open and rung.micro_batch == best.micro_batch and rung.accumulation > best.accumulation
         ]  # fmt: skip
         if longer:
-            return Proposal(max(longer, key=lambda rung: rung.accumulation), "longest accumulation at the best micro-batch")
+            return Proposal(
+                max(longer, key=lambda rung: rung.accumulation), "longest accumulation at the best micro-batch"
+            )
         return None
 
     def _seed_order(self) -> list[Candidate]:
@@ -207,5 +219,3 @@ def needs_no_less(candidate: Candidate, other: Candidate) -> bool:
         else:
             return False
     return True
-
-

@@ -109,7 +109,9 @@ def open_storage(url: str) -> optuna.storages.RDBStorage:
     if url.startswith("sqlite:///"):
         _check_sqlite(Path(url.removeprefix("sqlite:///")))
     try:
-        return optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 60}} if "sqlite" in url else None)
+        return optuna.storages.RDBStorage(
+            url, engine_kwargs={"connect_args": {"timeout": 60}} if "sqlite" in url else None
+        )
     except Exception as error:
         text = hide_password(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
         if password := _ADDRESS.search(url):
@@ -160,7 +162,15 @@ class StudyStore:
 
     @classmethod
     def create_or_resume(
-        cls, name: str, storage: str, folder: Path, job: Job, hardware: Hardware, space: SearchSpace, *, force: bool = False
+        cls,
+        name: str,
+        storage: str,
+        folder: Path,
+        job: Job,
+        hardware: Hardware,
+        space: SearchSpace,
+        *,
+        force: bool = False,
     ) -> tuple[StudyStore, bool]:
         """The study and whether it was there before.
 
@@ -182,7 +192,9 @@ class StudyStore:
             return store, False
         before = study.user_attrs.get("fingerprint")
         if before is None:
-            raise UserError(f"study {name!r} in {hide_password(storage)} was not made by autotune: choose another --study")
+            raise UserError(
+                f"study {name!r} in {hide_password(storage)} was not made by autotune: choose another --study"
+            )
         if changed := differences(before, now):
             if not force:
                 raise UserError(
@@ -252,7 +264,9 @@ class StudyStore:
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(f"another autotune run holds study {self.name!r}: wait for it, or choose another --study") from None
+            raise UserError(
+                f"another autotune run holds study {self.name!r}: wait for it, or choose another --study"
+            ) from None
 
     def _set(self, key: str, value: Any) -> None:
         self.study.set_user_attr(key, value)
@@ -269,7 +283,9 @@ class StudyStore:
     def start(self, candidate: Candidate, space: SearchSpace, role: str = SEARCH, note: str = "") -> int:
         """Stores that the candidate is being tried; returns the trial's number."""
         params = {name: value for name, value in candidate.knobs}
-        self.study.enqueue_trial(params, user_attrs={"candidate": params, "role": role, "note": note, "started": _now()})
+        self.study.enqueue_trial(
+            params, user_attrs={"candidate": params, "role": role, "note": note, "started": _now()}
+        )
         trial = self.study.ask(distributions(candidate, space))
         self._open[trial.number] = trial
         return trial.number

@@ -195,7 +195,7 @@ class Tuner:
         self.observer.trial_finished(number, candidate, role, outcome)
         self._save_call()
         self._counts[outcome.kind.value] += 1
-        if outcome.seconds and not outcome.ok or outcome.outside_seconds > 0:
+        if (outcome.seconds and not outcome.ok) or outcome.outside_seconds > 0:
             self._outside.append(outcome.outside_seconds)
         self._learn(number, candidate, outcome, role)
         self._apply_policy(candidate, outcome)

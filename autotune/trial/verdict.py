@@ -125,7 +125,9 @@ def _of_error(error: dict[str, Any], evidence: Evidence) -> Verdict:
     if "builtins.OSError" in kinds and text_kind:
         return verdict(text_kind[0], f"exception {name} with text {text_kind[1]!r}")
     if phase is Phase.INIT and "/deepspeed/" in error.get("file", "") and "/ops/" not in error.get("file", ""):
-        return verdict(Kind.INVALID, f"exception {name} raised by {'/'.join(error['file'].split('/')[-3:])} during init")
+        return verdict(
+            Kind.INVALID, f"exception {name} raised by {'/'.join(error['file'].split('/')[-3:])} during init"
+        )
     if text_kind:
         return verdict(text_kind[0], f"exception {name} with text {text_kind[1]!r}")
     return verdict(Kind.CRASH, f"exception {name}")
@@ -139,7 +141,9 @@ def _of_signal(rank: int, number: int, evidence: Evidence) -> Verdict:
 
     if number == signal.SIGKILL:
         if evidence.peaks.oom_kills > 0:
-            return verdict(Kind.OOM_HOST, "killed by the kernel for want of main memory", "SIGKILL, oom_kill counter rose")
+            return verdict(
+                Kind.OOM_HOST, "killed by the kernel for want of main memory", "SIGKILL, oom_kill counter rose"
+            )
         low = evidence.peaks.host_low
         if evidence.host_total_bytes and low < 0.03 * evidence.host_total_bytes:
             why = f"SIGKILL with {format_bytes(low)} of main memory left"
