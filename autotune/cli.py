@@ -106,7 +106,8 @@ def show(study: StudyArgument, storage: StorageOption = None, as_json: JsonFlag 
         last = calls[-1]
         print(
             f"\n{len(records)} trials; this study used {format_duration(total)} in {len(calls)} calls, the last "
-            f"{format_duration(last.used_seconds)} of {format_duration(last.budget_seconds)} ({last.ended or 'not ended'})"
+            f"{format_duration(last.used_seconds)} of {format_duration(last.budget_seconds)} "
+            f"({last.ended or 'not ended'})"
         )
     if (winner := store.winner) is not None:
         for line in report.winner_lines(winner, records, store.job, store.hardware):

@@ -34,7 +34,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def deepspeed_config(candidate: Candidate, job: Job) -> dict[str, Any]:
-    """The plain DeepSpeed config. The optimizer and its schedule come from the user's own config or stay the caller's."""
+    """The plain DeepSpeed config. Optimizer and schedule come from the user's own config or stay the caller's."""
     return candidate.ds_config(job)
 
 

@@ -144,12 +144,13 @@ def trials_table(records: list[Record], job: Job) -> Table:
             table.add_row(str(record.number), str(record.candidate), "running", "", "", "", record.note)
             continue
         measured = outcome.measurement
+        peak = measured.peak_bytes if measured else outcome.peak_bytes
         kind = f"{outcome.kind.value} (verify)" if record.role == VERIFY else outcome.kind.value
         table.add_row(
             str(record.number), str(record.candidate), Text(kind, style=_STYLE[outcome.kind]),
             f"{measured.samples_per_second:.4g}" if measured else "",
             format_duration(measured.step_seconds) if measured else "",
-            format_bytes(measured.peak_bytes if measured else outcome.peak_bytes or 0) if measured or outcome.peak_bytes else "",
+            format_bytes(peak) if peak else "",
             record.note if measured else f"{outcome.reason[:90]}",
         )  # fmt: skip
     return table
@@ -165,7 +166,8 @@ def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hard
     free = 100 * (1 - measured.peak_bytes / hardware.capacity_bytes)
     lines = [
         f"winner: {record.candidate}",
-        f"  {speed(measured.samples_per_second, job)}, ±{spread:.1f} %; a GPU: {samples:.4g} samples/s, {tokens:.5g} tokens/s",
+        f"  {speed(measured.samples_per_second, job)}, ±{spread:.1f} %; a GPU: {samples:.4g} samples/s, "
+        f"{tokens:.5g} tokens/s",
         f"  step {format_duration(measured.step_seconds)}; peak {format_bytes(measured.peak_bytes)} of "
         f"{format_bytes(hardware.capacity_bytes)} ({free:.0f} % free, headroom {100 * hardware.headroom:.0f} %)",
     ]

@@ -238,44 +238,23 @@ def run_study(
         untried = list(proposer.open)
         if result.winner is None:
             if result.interrupted:
-                return Report(
-                    name,
-                    folder,
-                    None,
-                    False,
-                    result.ended,
-                    True,
-                    [],
-                    ["stopped before anything was measured"],
-                    result.used_seconds,
-                )
-            raise NothingFits(
-                "\n".join(
-                    [
-                        "nothing fits yet" if untried else "nothing fits",
-                        *closest_lines(store.records(), hardware, untried),
-                    ]
-                )
-            )
+                lines = ["stopped before anything was measured"]
+                return Report(name, folder, None, False, result.ended, True, [], lines, result.used_seconds)
+            first = "nothing fits yet" if untried else "nothing fits"
+            raise NothingFits("\n".join([first, *closest_lines(store.records(), hardware, untried)]))
         files = export_record(store, result.winner, out, "deepspeed", result.verified)
         lines = winner_lines(result.winner, store.records(), job, hardware)
         if not result.verified:
             lines.append("  not verified: the budget or the call ended first; run again to verify it")
         counts = ", ".join(f"{count} {kind}" for kind, count in result.by_kind.most_common())
         lines.append(
-            f"  {sum(result.by_kind.values())} trials ({counts}) in {format_duration(result.used_seconds)}; {result.ended}"
+            f"  {sum(result.by_kind.values())} trials ({counts}) in {format_duration(result.used_seconds)}; "
+            f"{result.ended}"
         )
         return Report(
-            name,
-            folder,
-            result.winner,
-            result.verified,
-            result.ended,
-            result.interrupted,
-            files,
-            lines,
+            name, folder, result.winner, result.verified, result.ended, result.interrupted, files, lines,
             result.used_seconds,
-        )
+        )  # fmt: skip
 
 
 def export_record(store: StudyStore, record: Record, out: Path, style: str, verified: bool) -> list[Path]:
@@ -283,8 +262,8 @@ def export_record(store: StudyStore, record: Record, out: Path, style: str, veri
     assert record.outcome is not None
     assert record.outcome.measurement is not None
     data = meta(
-        record.candidate, store.job, record.outcome.measurement, study=store.name, trial=record.number, verified=verified,
-        fingerprint=store.study.user_attrs["fingerprint"], headroom=store.hardware.headroom,
+        record.candidate, store.job, record.outcome.measurement, study=store.name, trial=record.number,
+        verified=verified, fingerprint=store.study.user_attrs["fingerprint"], headroom=store.hardware.headroom,
     )  # fmt: skip
     try:
         return write_export(record.candidate, store.job, out, data, style=style, device=store.hardware.device)
@@ -331,5 +310,5 @@ def _disk_full() -> Iterator[None]:
         if type(error).__name__ != "StorageInternalError":
             raise
         cause = error.__cause__ or error
-        raise UserError(f"the study's database fails ({str(cause).splitlines()[0][:160]}): make room or repair it and run "
-                        "again; what was measured is kept") from None  # fmt: skip
+        raise UserError(f"the study's database fails ({str(cause).splitlines()[0][:160]}): make room or repair it and "
+                        "run again; what was measured is kept") from None  # fmt: skip

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ from autotune.errors import UserError, near
 from autotune.job import Job
 
 MAX_CANDIDATES = 2_000_000  # beyond it, enumerating takes minutes
+_DS_KEYS = json.loads((resources.files("autotune") / "data" / "deepspeed_keys.json").read_text())
+DS_ZERO_KEYS = frozenset(_DS_KEYS["zero_optimization"])
+DS_TOP_LEVEL = frozenset(_DS_KEYS["top_level"])
 
 
 @dataclass(frozen=True)
@@ -330,12 +335,3 @@ class _Parser:
                 f"{value} is out of range: expected {'0 to 3' if name == 'zero_stage' else f'at least {knob.low}'}",
             )
         return value
-
-
-# Read from deepspeed 0.19.8 (runtime/config.py, runtime/zero/config.py); a test compares them with the installed one.
-DS_ZERO_KEYS = frozenset(
-    ["stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce", "allgather_partitions", "allgather_bucket_size", "overlap_comm", "compute_grad_norm", "load_from_fp32_weights", "elastic_checkpoint", "offload_param", "offload_optimizer", "zenflow", "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save", "stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "ignore_unused_parameters", "legacy_stage1", "round_robin_gradients", "parameter_alignment", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients", "memory_efficient_linear", "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks", "mics_shard_size", "mics_hierarchical_params_gather", "leaf_module", "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential", "gather_16bit_weights_on_model_save", "zeropp_loco_param", "pipeline_loading_checkpoint"]
-)
-DS_TOP_LEVEL = frozenset(
-    ["zero_optimization", "bf16", "fp16", "amp", "optimizer", "scheduler", "gradient_clipping", "prescale_gradients", "gradient_predivide_factor", "sparse_gradients", "communication_data_type", "data_types", "activation_checkpointing_config", "aio", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "torch_autocast", "compile", "seq_parallel_communication_data_type", "graph_harvesting", "disable_allgather", "dataloader_drop_last", "use_data_before_expert_parallelism", "tensor_parallel", "flops_profiler", "checkpoint", "communication_size", "seed", "timers", "eigenvalue"]
-)

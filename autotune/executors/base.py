@@ -34,7 +34,7 @@ class Session(Protocol):
         """Whether another candidate of the same family can be measured."""
 
     def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
-        """The Outcome of the candidate, after at most the deadline and one kill grace. Never raises for a failed trial."""
+        """The candidate's Outcome, after at most the deadline and one kill grace. Never raises for a failed trial."""
 
     def close(self) -> None: ...
 

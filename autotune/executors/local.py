@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import select
 import shutil
@@ -69,7 +70,8 @@ class SpawnLauncher:
         with (self._folder / "spawn.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "autotune.trial.rank", address, str(rank)],
-                env=_environment(self._device), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env=_environment(self._device), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
             )  # fmt: skip
         self._processes[process.pid] = process
 
@@ -97,7 +99,8 @@ class ForkLauncher:
         with (self._folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "autotune.trial.server", str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                env=_environment(self._device), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env=_environment(self._device), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
             )  # fmt: skip
         theirs.close()
         self._channel = channel
@@ -355,9 +358,11 @@ class LocalSession:
                 return Outcome(Kind.INTERRUPTED, self._phase, reason="the study was stopped", evidence="stop requested")
             now = time.monotonic()
             silence = {Phase.START: deadlines.start, Phase.INIT: deadlines.init}.get(self._phase, deadlines.step)
-            if now > deadline or now - last > silence:
-                allowed = f"{silence:.0f} s of silence" if now <= deadline else "its share of the budget"
-                self._timed_out = f"{self._phase.value} took longer than {allowed}"
+            if now > deadline:  # says nothing of the candidate: it may be tried again with more time
+                why = f"its share of the budget ended in {self._phase.value}"
+                return Outcome(Kind.INTERRUPTED, self._phase, reason=why, evidence="deadline of the budget")
+            if now - last > silence:
+                self._timed_out = f"{self._phase.value}: nothing heard for {silence:.0f} s"
                 return self._fail()
             readable, _, _ = select.select(self._channels, [], [], 0.1)
             done = False
@@ -427,8 +432,6 @@ class LocalSession:
     def _finish(self, outcome: Outcome, began: float) -> Outcome:
         self.close()
         seconds = time.monotonic() - began
-        import dataclasses
-
         return dataclasses.replace(outcome, seconds=seconds, outside_seconds=seconds, log=str(self._folder))
 
     def _measurement(self, candidate: Candidate, results: list[Message], peaks: Peaks) -> Measurement:

@@ -9,11 +9,11 @@ from autotune.job import Job
 
 def dense_shape(config: dict[str, Any]) -> tuple[int, int, int] | None:
     """(layers, attention width = heads x head size, vocabulary) of a decoder, or None where the keys are unknown."""
-    text = config.get("text_config") or config
-    layers = text.get("num_hidden_layers", text.get("n_layer"))
-    hidden = text.get("hidden_size", text.get("n_embd"))
-    heads = text.get("num_attention_heads", text.get("n_head"))
-    vocabulary = text.get("vocab_size")
+    text: dict[str, Any] = config.get("text_config") or config
+    layers: Any = text.get("num_hidden_layers", text.get("n_layer"))
+    hidden: Any = text.get("hidden_size", text.get("n_embd"))
+    heads: Any = text.get("num_attention_heads", text.get("n_head"))
+    vocabulary: Any = text.get("vocab_size")
     if not all(isinstance(value, int) for value in (layers, hidden, heads, vocabulary)):
         return None
     head = text.get("head_dim") or hidden // heads
@@ -21,14 +21,14 @@ def dense_shape(config: dict[str, Any]) -> tuple[int, int, int] | None:
 
 
 def matmul_parameters(config: dict[str, Any]) -> int | None:
-    """Parameters that take part in a matrix product for every token: all but the embedding look-up, the head included."""
+    """Parameters in a matrix product for every token: all but the embedding look-up, the head included."""
     text = config.get("text_config") or config
     shape = dense_shape(config)
     hidden = text.get("hidden_size", text.get("n_embd"))
     if shape is None or not isinstance(hidden, int):
         return None
     layers, attention, vocabulary = shape
-    heads = text.get("num_attention_heads", text.get("n_head"))
+    heads: Any = text.get("num_attention_heads", text.get("n_head"))
     key_value = text.get("num_key_value_heads") or heads
     inner = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
     gated = text.get("model_type") not in ("gpt2", "phi", "gpt_neox", "opt", "mpt")

@@ -1,4 +1,4 @@
-"""What to try next: first a few engines of different kinds, then what Optuna's sampler advises; never what cannot fit."""
+"""What to try next: a few engines of each kind, then what Optuna's sampler advises; never what cannot fit."""
 
 from __future__ import annotations
 
@@ -140,12 +140,12 @@ class Proposer:
             if trial.number not in self._known_trials:
                 self._known_trials.add(trial.number)
                 self._shadow.add_trial(trial)
-        trial = self._shadow.ask()
+        asked = self._shadow.ask()
         wanted: dict[str, Value] = {}
         for name in (*self.space.order, MICRO_BATCH, ACCUMULATION):
             if name in self.space.knobs:
-                wanted[name] = self._suggest(trial, name)
-        self._shadow.tell(trial, state=optuna.trial.TrialState.FAIL)
+                wanted[name] = self._suggest(asked, name)
+        self._shadow.tell(asked, state=optuna.trial.TrialState.FAIL)
         target = Candidate.of(wanted)
         nearest = min(self.open, key=lambda other: _distance(target, other))
         return Proposal(nearest, "Optuna's sampler")
@@ -208,7 +208,7 @@ def needs_no_less(candidate: Candidate, other: Candidate) -> bool:
             if candidate.accumulation == 1:  # accumulating may need a gradient buffer of its own
                 return False
         elif name in _MORE_IS_MORE:
-            if a is None or b is None or a < b:
+            if not isinstance(a, int | float) or not isinstance(b, int | float) or a < b:
                 return False
         elif name == CHECKPOINTING or name in ("offload_optimizer", "offload_param"):
             if a not in (False, "none"):

@@ -135,8 +135,8 @@ def _check_sqlite(path: Path) -> None:
                 connection.execute("select count(*) from sqlite_master").fetchone()
         except sqlite3.DatabaseError as error:
             raise UserError(
-                f"{path} is no SQLite database that can be read ({error}); it is kept as it is: move it away or restore "
-                "a copy, or choose another --study"
+                f"{path} is no SQLite database that can be read ({error}); it is kept as it is: move it away or "
+                "restore a copy, or choose another --study"
             ) from None
         finally:
             with _ignore(UnboundLocalError):
@@ -282,7 +282,7 @@ class StudyStore:
 
     def start(self, candidate: Candidate, space: SearchSpace, role: str = SEARCH, note: str = "") -> int:
         """Stores that the candidate is being tried; returns the trial's number."""
-        params = {name: value for name, value in candidate.knobs}
+        params = dict(candidate.knobs)
         self.study.enqueue_trial(
             params, user_attrs={"candidate": params, "role": role, "note": note, "started": _now()}
         )

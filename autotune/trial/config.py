@@ -21,16 +21,16 @@ _QUIET = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "com
 
 def trial_config(candidate: Candidate, job: Job) -> dict[str, Any]:
     """The candidate's config without `"auto"`s and trackers, and with an optimizer where none is given."""
-    config = _without_auto(candidate.ds_config(job))
+    config: dict[str, Any] = _without_auto(candidate.ds_config(job))
     for key in _QUIET:
         config.pop(key, None)
     if not isinstance(config.get("optimizer"), dict) or "type" not in config["optimizer"]:
         config["optimizer"] = optimizer_section(job, candidate)
         config.pop("scheduler", None)
-    scheduler = config.get("scheduler")
-    if isinstance(scheduler, dict) and "total_num_steps" not in scheduler.get("params", {"total_num_steps": 0}):
-        if "Decay" in str(scheduler.get("type")):
-            del config["scheduler"]  # its length was "auto"; the learning rate changes neither time nor memory
+    scheduler: Any = config.get("scheduler")
+    params = scheduler.get("params") if isinstance(scheduler, dict) else None
+    if params is not None and "total_num_steps" not in params and "Decay" in str(scheduler.get("type")):
+        del config["scheduler"]  # its length was "auto"; the learning rate changes neither time nor memory
     if config["optimizer"]["type"].lower() not in ("adam", "adamw", "lion", "adagrad"):
         config.setdefault("zero_allow_untested_optimizer", True)
     config["steps_per_print"] = 10**9

@@ -1,7 +1,7 @@
 """What one rank of a trial does: build the engine once, then measure what the tuner asks for.
 
-Run as `python -m autotune.trial.rank SOCKET RANK` (a cold start), or called in a child of the fork server. Either way it
-connects to the tuner, says which rank it is, and gets its spec.
+Run as `python -m autotune.trial.rank SOCKET RANK` (a cold start), or called in a child of the fork server. Either way
+it connects to the tuner, says which rank it is, and gets its spec.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The fork server: imports torch, deepspeed and transformers once, then forks one child a rank (10 ms against seconds).
 
-It touches no device, opens no process group and runs no torch operation: OpenMP's threads and a woken CUDA driver do not
-survive a fork. Run as `python -m autotune.trial.server FD`.
+It touches no device, opens no process group and runs no torch operation: OpenMP's threads and a woken CUDA driver
+do not survive a fork. Run as `python -m autotune.trial.server FD`.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ def serve(sock: socket.socket) -> None:
         return
     channel.send("ready", **preload(hello.get("model_type"), hello.get("ops", [])))
     wake_read, wake_write = os.pipe()
+    watched: list[int] = [sock.fileno(), wake_read]
     os.set_blocking(wake_write, False)
     os.set_blocking(wake_read, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -100,7 +101,7 @@ def serve(sock: socket.socket) -> None:
     children: set[int] = set()
     while not channel.closed:
         with suppress(InterruptedError):
-            select.select([sock, wake_read], [], [])
+            select.select(watched, [], [])
         with suppress(BlockingIOError):
             os.read(wake_read, 4096)
         for pid in list(children):

@@ -1,4 +1,4 @@
-"""From evidence to an Outcome's class: exception type, then exit status and signal, then counters, and text only last."""
+"""From evidence to an Outcome's class: exception type, then exit status and signal, then counters, text last."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ _MACHINE_TEXTS = (
     r"Address already in use|EADDRINUSE",
     r"No space left on device|Disk quota exceeded",
     r"Too many open files",
-    r"nccl(?:SystemError|InternalError|RemoteError|UnhandledCudaError)|NCCL error|NCCL WARN|unhandled (?:cuda|system) error",
+    r"nccl(?:SystemError|InternalError|RemoteError|UnhandledCudaError)|NCCL error|NCCL WARN",
+    r"unhandled (?:cuda|system) error",
     r"CUDA driver|uncorrectable ECC|GPU has fallen off the bus|device unavailable|busy or unavailable",
 )
 _PEER_TEXTS = r"Connection (?:closed|reset|refused)|Broken pipe|peer|Socket (?:closed|Timeout)|application timeout"

@@ -53,6 +53,7 @@ def build_model(job: Job, device: torch.device, ds_config: dict[str, Any]) -> to
         model.to(device)
     fill_weights(model)
     model.train()
+    assert isinstance(model, torch.nn.Module)
     return model
 
 
