@@ -4,8 +4,12 @@ BIN := $(VENV)/bin
 
 .PHONY: run test lint setup coverage clean gpu-acceptance
 
+# On GPUs a real model; without one two CPU ranks, capped so that some trials really run out of memory.
+DEMO := $(shell nvidia-smi -L >/dev/null 2>&1 && echo "--model smollm2-360m --budget 10m" \
+	|| echo "--model tiny-gemma-2 --device cpu --gpus 2 --memory-cap 640MiB --budget 150s")
+
 run: setup
-	$(BIN)/autotune run --model tiny-gemma-2 --gpus auto --budget 150s --study demo-$$(date +%Y%m%d-%H%M%S) --yes
+	$(BIN)/autotune run $(DEMO) --study demo-$$(date +%Y%m%d-%H%M%S) --yes
 
 test: setup
 	$(BIN)/python -m pytest

@@ -37,7 +37,9 @@ def outcome_line(outcome: Outcome, job: Job) -> str:
         retries = f", {measured.alloc_retries} allocator retries" if measured.alloc_retries else ""
         return f"{speed(measured.samples_per_second, job)}, peak {format_bytes(measured.peak_bytes)}{retries}"
     missing = f", short of {format_bytes(outcome.missing_bytes)}" if outcome.missing_bytes else ""
-    return f"{outcome.kind.value} in {outcome.phase.value}{missing}: {outcome.reason[:110]}"
+    why = outcome.evidence if outcome.kind.is_oom else outcome.reason
+    who = f" on rank {outcome.rank}" if outcome.rank is not None else ""
+    return f"{outcome.kind.value} in {outcome.phase.value}{who}{missing}: {why[:110]}"
 
 
 class PlainObserver:
@@ -151,7 +153,7 @@ def trials_table(records: list[Record], job: Job) -> Table:
             f"{measured.samples_per_second:.4g}" if measured else "",
             format_duration(measured.step_seconds) if measured else "",
             format_bytes(peak) if peak else "",
-            record.note if measured else f"{outcome.reason[:90]}",
+            record.note if measured else outcome_line(outcome, job),
         )  # fmt: skip
     return table
 

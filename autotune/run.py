@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -223,11 +224,14 @@ def run_study(
             cancelled=stopped.is_set, on_phase=observer.phase,
         )  # fmt: skip
         try:
+            opening = time.monotonic()
             executor.open(observer.say)
+            # All of the call counts, but for building DeepSpeed's ops: that happens once a machine.
+            spent = time.monotonic() - opening - executor.build_seconds
             proposer = Proposer(candidates, space, job, hardware, store, request.seed)
             tuner = Tuner(
                 store, executor, proposer, space, hardware, budget_seconds=budget_seconds,
-                max_trials=request.max_trials, observer=observer, cancelled=stopped.is_set,
+                max_trials=request.max_trials, spent_seconds=spent, observer=observer, cancelled=stopped.is_set,
             )  # fmt: skip
             observer.start()
             result = tuner.run()

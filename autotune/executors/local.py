@@ -33,6 +33,7 @@ from autotune.trial.server import prepare_environment
 from autotune.trial.verdict import Evidence, judge, log_tail
 
 KILL_GRACE_SECONDS = 2.0
+_LOADING_SECONDS = 20.0  # ops that took longer were built, not loaded
 _SETTLE_SECONDS = 0.25  # after the first failure: a peer's secondary report must not outrun the cause
 
 
@@ -171,6 +172,7 @@ class LocalExecutor:
         self.isolation = isolation
         self._ops = needed_ops(candidates, job, hardware.device)
         self._launcher: Launcher | None = None
+        self.build_seconds = 0.0  # spent building DeepSpeed's ops, once a machine
         self.meter = make_meter(hardware)
 
     @property
@@ -188,6 +190,8 @@ class LocalExecutor:
         if self.isolation == "fork":
             fork = ForkLauncher(self.hardware.device, self.folder, self.job.model.config.get("model_type"), self._ops)
             fork.open(say)
+            seconds = float(fork.ready.get("ops_seconds", 0.0))
+            self.build_seconds += seconds if seconds > _LOADING_SECONDS else 0.0
             for op, why in fork.ready.get("failed_ops", {}).items():
                 say(f"DeepSpeed's {op} cannot be built ({why}); `autotune doctor` says what that costs")
             if fork.ready.get("fork_safe"):

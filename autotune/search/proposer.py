@@ -46,9 +46,7 @@ class Proposer:
         self._refused: dict[str, list[Candidate]] = {}
         self._worked: list[Candidate] = []
         self._seeds = self._seed_order()
-        self._sampler = optuna.samplers.TPESampler(
-            seed=seed, multivariate=True, group=True, n_startup_trials=4, warn_independent_sampling=False
-        )
+        self._sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=4)
         self._known_trials: set[int] = set()
         self._shadow = optuna.create_study(direction="maximize", sampler=self._sampler)
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sqlite3
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ from autotune.outcome import Kind, Outcome
 from autotune.space import SearchSpace
 from autotune.units import GIB
 
-optuna.logging.set_verbosity(optuna.logging.WARNING)
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+warnings.filterwarnings("ignore", module=r"optuna\.|autotune\.search", category=optuna.exceptions.ExperimentalWarning)
 
 SEARCH, VERIFY = "search", "verify"
 _ADDRESS = re.compile(r"//([^:/@]*):([^@]*)@")

@@ -74,6 +74,7 @@ class Tuner:
         *,
         budget_seconds: float,
         max_trials: int | None = None,
+        spent_seconds: float = 0.0,
         observer: Observer | None = None,
         cancelled: Callable[[], bool] = lambda: False,
         search_effort: Effort = SEARCH_EFFORT,
@@ -81,6 +82,7 @@ class Tuner:
     ) -> None:
         self.store, self.executor, self.proposer, self.space, self.hardware = store, executor, proposer, space, hardware
         self.budget_seconds, self.max_trials, self.cancelled = budget_seconds, max_trials, cancelled
+        self._spent_seconds = spent_seconds  # of the budget, before the loop: imports, the fork server
         self.observer: Observer = observer or NullObserver()
         self.search_effort, self.verify_effort = search_effort, verify_effort
         self._ok: dict[Candidate, tuple[int, Measurement]] = {}
@@ -108,7 +110,9 @@ class Tuner:
         best = self._best()
         startup = max(self._outside[-8:], default=FIRST_TRIAL_SECONDS)
         steps = 9 * self._ok[best][1].step_seconds if best else 3.0
-        return min(0.45 * self.budget_seconds, 1.3 * (startup + max(steps, self.verify_effort.min_seconds)) + 1.0)
+        one = startup + max(steps, self.verify_effort.min_seconds)
+        # the second is for the runner-up, where the best turns out slower than measured
+        return min(0.4 * self.budget_seconds, 1.2 * max(one, min(2 * one, 0.2 * self.budget_seconds)) + 1.0)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -118,7 +122,7 @@ class Tuner:
         Raises:
             UserError: the model or the script fails by itself, whatever the candidate.
         """
-        self._began = self.executor.now()
+        self._began = self.executor.now() - self._spent_seconds
         for record in self.store.records():
             if record.outcome is not None:
                 self._learn(record.number, record.candidate, record.outcome, record.role)
