@@ -50,6 +50,7 @@ class Hardware:
     facts: str | None = None  # name of the GpuFacts row
     headroom: float = 0.05  # share of the capacity that a winner leaves free
     bf16: bool = True
+    rates: dict[str, Any] | None = None  # GpuFacts given outright, where no row of the table is meant
 
     @property
     def capacity_bytes(self) -> int:
@@ -63,6 +64,8 @@ class Hardware:
 
     @property
     def gpu_facts(self) -> GpuFacts | None:
+        if self.rates:
+            return GpuFacts(**self.rates)
         return gpu_table().get(self.facts) if self.facts else None
 
     def to_json(self) -> dict[str, Any]:

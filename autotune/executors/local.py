@@ -30,7 +30,7 @@ from autotune.trial.config import needed_ops, trial_config
 from autotune.trial.gauge import Gauge, Peaks, make_meter
 from autotune.trial.protocol import Channel, Message
 from autotune.trial.server import prepare_environment
-from autotune.trial.verdict import Evidence, judge, log_tail
+from autotune.trial.verdict import Evidence, is_secondary, judge, log_tail
 
 KILL_GRACE_SECONDS = 2.0
 _LOADING_SECONDS = 20.0  # ops that took longer were built, not loaded
@@ -410,7 +410,8 @@ class LocalSession:
         launcher = self._executor.launcher
         statuses: dict[int, int] = {}
         if not self._timed_out:
-            until = time.monotonic() + (0.0 if self._errors else 1.0)
+            unexplained = all(is_secondary(error) for error in self._errors)
+            until = time.monotonic() + (1.0 if unexplained else 0.0)
             while True:
                 for rank, pid in enumerate(self._pids):
                     if (status := launcher.status(pid)) is not None:

@@ -73,7 +73,8 @@ _INVALID_TYPES = ("DeepSpeedConfigError", "pydantic_core._pydantic_core.Validati
 
 def judge(evidence: Evidence) -> Verdict:
     """The class of a failed trial, and what it rests on."""
-    if evidence.errors:
+    dead = [rank for rank, status in evidence.statuses.items() if status < 0]
+    if evidence.errors and not (dead and all(is_secondary(error) for error in evidence.errors)):
         return min((_of_error(error, evidence) for error in evidence.errors), key=_weight)
     for rank, status in sorted(evidence.statuses.items()):
         if status < 0:
@@ -92,8 +93,13 @@ def judge(evidence: Evidence) -> Verdict:
 _ORDER = [Kind.FOREIGN, Kind.OOM_DEVICE, Kind.OOM_HOST, Kind.INVALID, Kind.CRASH, Kind.INFRASTRUCTURE]
 
 
+def is_secondary(error: dict[str, Any]) -> bool:
+    """Whether a rank's error is only that it lost a peer, whose own end is the cause."""
+    return re.search(_PEER_TEXTS, error.get("text", "")) is not None
+
+
 def _weight(verdict: Verdict) -> tuple[int, int]:
-    secondary = bool(re.search(_PEER_TEXTS, verdict.reason)) and verdict.kind in (Kind.CRASH, Kind.INFRASTRUCTURE)
+    secondary = is_secondary({"text": verdict.reason}) and verdict.kind in (Kind.CRASH, Kind.INFRASTRUCTURE)
     return (len(_ORDER) if secondary else _ORDER.index(verdict.kind), verdict.rank or 0)
 
 

@@ -1,0 +1,281 @@
+"""A table instead of a machine: what a trial would give is looked up, what it would cost moves a simulated clock.
+
+A table is `NAME.csv.gz` (or `NAME.csv`) with one row a candidate: its knobs, then `peak_gib`, `step_seconds`,
+`startup_seconds` and `outcome`; `NAME.json` beside it says which job and machine. `autotune record` writes such tables.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autotune.candidate import KNOBS, Candidate, Value
+from autotune.errors import UserError, near
+from autotune.executors.base import Effort
+from autotune.hardware import GpuFacts, Hardware, gpu_table, named_gpu
+from autotune.job import Job
+from autotune.models import resolve_model
+from autotune.outcome import Kind, Measurement, Outcome, Phase
+from autotune.space import Domain, SearchSpace
+from autotune.units import GIB
+
+RESULTS = ("peak_gib", "step_seconds", "startup_seconds", "outcome")
+OOM_SECONDS = 2.0
+NOISE = 0.02  # of one measured step time, log-normal
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a trial of one candidate gives."""
+
+    peak_gib: float
+    step_seconds: float | None
+    startup_seconds: float
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Landscape:
+    """A table with its job and machine."""
+
+    name: str
+    facts: dict[str, Any]
+    rows: dict[Candidate, Row]
+
+    @property
+    def best_step_seconds(self) -> float:
+        """Of the true best `ok` row, per sample where batches differ."""
+        return min(self.seconds_per_sample(c) for c, row in self.rows.items() if row.kind is Kind.OK)
+
+    def seconds_per_sample(self, candidate: Candidate) -> float:
+        row = self.rows[candidate]
+        assert row.step_seconds is not None
+        return row.step_seconds / (candidate.micro_batch * candidate.accumulation * int(self.facts["n_gpus"]))
+
+    def job(self) -> Job:
+        facts = self.facts
+        spec = facts.get("model_config") or facts["model"]
+        batch = facts.get("global_batch_size")
+        return Job(
+            resolve_model(spec), int(facts["n_gpus"]), int(facts["seq_len"]), str(facts["precision"]).lower(),
+            str(facts.get("optimizer", "adamw")).lower(), int(batch) if batch else None,
+        )  # fmt: skip
+
+    def hardware(self, headroom: float = 0.0) -> Hardware:
+        """The machine of the table. No headroom unless asked for: a row is right or wrong by the whole memory."""
+        facts = self.facts
+        known: GpuFacts | None = None
+        try:
+            known = named_gpu(str(facts["gpu"]))
+        except UserError:
+            known = None
+        base = known or gpu_table()["a100-80gb"]
+        tflops = float(facts.get("gpu_bf16_tflops", base.tflops))
+        rates = {
+            **vars(base), "name": str(facts["gpu"]), "memory_gib": float(facts["gpu_memory_gib"]), "tflops": tflops,
+            "memory_gb_per_s": float(facts.get("hbm_gb_per_s", base.memory_gb_per_s)),
+            "link_gb_per_s": float(facts.get("interconnect_gb_per_s", base.link_gb_per_s)),
+            "pcie_gb_per_s": float(facts.get("pcie_gb_per_s", base.pcie_gb_per_s)),
+        }  # fmt: skip
+        device = str(facts.get("device", "cuda"))
+        return Hardware(
+            device, str(facts["gpu"]), int(facts["n_gpus"]), int(float(facts["gpu_memory_gib"]) * GIB), None,
+            int(float(facts.get("host_memory_gib", 64)) * GIB), known.name if known else None, headroom,
+            rates=rates if device == "cuda" else None,
+        )  # fmt: skip
+
+    def space(self) -> SearchSpace:
+        """The knobs as the table has them."""
+        knobs: dict[str, dict[Value, None]] = {}
+        for candidate in self.rows:
+            for name, value in candidate.knobs:
+                knobs.setdefault(name, {})[value] = None
+        domains = {name: Domain(tuple(sorted(values, key=_order))) for name, values in knobs.items()}
+        return SearchSpace(self.name, f"the rows of {self.name}", domains, f"# replay of {self.name}\n")
+
+
+def _order(value: Value) -> tuple[int, float | str]:
+    return (1, value) if isinstance(value, str) else (0, float(value))
+
+
+def load_landscape(path: Path) -> Landscape:
+    """Reads a table and its JSON.
+
+    Raises:
+        UserError: one of the two is missing or not as described above.
+    """
+    stem = path.name.removesuffix(".gz").removesuffix(".csv").removesuffix(".json")
+    table = next(
+        (path.parent / f"{stem}{end}" for end in (".csv.gz", ".csv") if (path.parent / f"{stem}{end}").is_file()), None
+    )
+    about = path.parent / f"{stem}.json"
+    if table is None or not about.is_file():
+        there = [p.name.split(".csv")[0] for p in path.parent.glob("*.csv*")] if path.parent.is_dir() else []
+        raise UserError(f"no table {path}{near(stem, there)}: expected {stem}.csv.gz with {stem}.json beside it")
+    try:
+        facts = json.loads(about.read_text())
+        text = (gzip.decompress(table.read_bytes()) if table.suffix == ".gz" else table.read_bytes()).decode()
+        missing = [
+            key for key in ("model", "seq_len", "gpu", "gpu_memory_gib", "n_gpus", "precision") if key not in facts
+        ]
+        if missing:
+            raise UserError(f"{about}: no {missing[0]!r}; expected the job and machine of the table")
+        rows = dict(_rows(text, table))
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{table} or its JSON cannot be read: {error}") from None
+    if not any(row.kind is Kind.OK for row in rows.values()):
+        raise UserError(f"{table}: no row with outcome ok")
+    return Landscape(stem, facts, rows)
+
+
+def _rows(text: str, table: Path) -> list[tuple[Candidate, Row]]:
+    reader = csv.DictReader(io.StringIO(text))
+    missing = [name for name in RESULTS if name not in (reader.fieldnames or [])]
+    if missing:
+        raise UserError(f"{table}: no column {missing[0]!r}; expected knobs and {', '.join(RESULTS)}")
+    found = []
+    for line in reader:
+        try:
+            kind = Kind(line["outcome"])
+            seconds = float(line["step_seconds"]) if line["step_seconds"] else None
+            row = Row(float(line["peak_gib"] or "nan"), seconds, float(line["startup_seconds"]), kind)
+            if kind is Kind.OK and not (seconds and seconds > 0):
+                raise ValueError("an ok row without step_seconds")
+            knobs = {name: read_value(name, word) for name, word in line.items() if name not in RESULTS and word}
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{table}:{reader.line_num}: {error}") from None
+        found.append((Candidate.of(knobs), row))
+    return found
+
+
+def read_value(name: str, word: str) -> Value:
+    """A knob's value from a table's cell."""
+    kind = KNOBS[name].kind if name in KNOBS else None
+    if word in ("True", "False", "true", "false") and kind in (bool, None):
+        return word.lower() == "true"
+    if isinstance(kind, tuple):
+        if word not in kind:
+            raise ValueError(f"{name}: expected one of {', '.join(kind)}, found {word!r}")
+        return word
+    try:
+        number = float(word)
+    except ValueError:
+        if kind is None:
+            return word
+        raise ValueError(f"{name}: expected a number, found {word!r}") from None
+    return int(number) if number.is_integer() else number
+
+
+@dataclass
+class Ledger:
+    """What a replay did: one entry a measured candidate: `(simulated seconds at its end, candidate, kind)`."""
+
+    trials: list[tuple[float, Candidate, Kind]] = field(default_factory=list)
+    process_starts: list[float] = field(default_factory=list)
+    oom_seconds: float = 0.0
+
+
+class ReplayExecutor:
+    """Answers from a Landscape, on a simulated clock."""
+
+    def __init__(self, landscape: Landscape, seed: int = 0, headroom: float = 0.0) -> None:
+        self.landscape, self.ledger = landscape, Ledger()
+        self.build_seconds = 0.0
+        self._job, self._hardware = landscape.job(), landscape.hardware(headroom)
+        self._random = random.Random(seed)
+        self._now = 0.0
+
+    def open(self, say: Callable[[str], None]) -> None:
+        pass
+
+    def session(self, candidate: Candidate, name: str) -> ReplaySession:
+        return ReplaySession(self, candidate)
+
+    def now(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        self._now += seconds
+
+    def close(self) -> None:
+        pass
+
+
+class ReplaySession:
+    """One simulated engine."""
+
+    def __init__(self, executor: ReplayExecutor, candidate: Candidate) -> None:
+        self._executor, self._candidate = executor, candidate
+        self._started = self._ended = False
+
+    @property
+    def alive(self) -> bool:
+        return not self._ended
+
+    def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
+        if candidate.family != self._candidate.family:
+            raise ValueError("a session holds one family")
+        executor = self._executor
+        row = executor.landscape.rows.get(candidate)
+        if row is None:
+            raise UserError(f"the table has no row for {candidate}: use the space of the table (leave --space out)")
+        outside = 0.0 if self._started else row.startup_seconds
+        if not self._started:
+            executor.ledger.process_starts.append(executor.now())
+            self._started = True
+        if row.kind is not Kind.OK:
+            outside += OOM_SECONDS
+            measured = 0.0
+        else:
+            assert row.step_seconds is not None
+            measured = row.step_seconds * (effort.min_steps if effort.full else min(4.0, 6 / candidate.accumulation))
+        seconds = outside + measured
+        if seconds > deadline_seconds:
+            executor.advance(max(0.0, deadline_seconds))
+            self._ended = True
+            return Outcome(
+                Kind.INTERRUPTED, reason="its share of the budget ended", evidence="deadline of the budget",
+                seconds=max(0.0, deadline_seconds), outside_seconds=max(0.0, deadline_seconds),
+            )  # fmt: skip
+        executor.advance(seconds)
+        executor.ledger.trials.append((executor.now(), candidate, row.kind))
+        if row.kind is not Kind.OK:
+            executor.ledger.oom_seconds += seconds
+            self._ended = True
+            return self._failed(row, seconds)
+        return self._measured(candidate, row, seconds, outside)
+
+    def _failed(self, row: Row, seconds: float) -> Outcome:
+        missing = None
+        if row.kind is Kind.OOM_DEVICE:
+            capacity_gib = self._executor._hardware.memory_bytes / GIB
+            missing = int(max(0.0, min(row.peak_gib - capacity_gib, 0.25 * row.peak_gib)) * GIB)
+        return Outcome(
+            row.kind, Phase.BACKWARD, reason="the table says so", evidence="replay", missing_bytes=missing,
+            seconds=seconds, outside_seconds=seconds,
+        )  # fmt: skip
+
+    def _measured(self, candidate: Candidate, row: Row, seconds: float, outside: float) -> Outcome:
+        executor = self._executor
+        assert row.step_seconds is not None
+        step = row.step_seconds * executor._random.lognormvariate(0.0, NOISE)
+        samples = candidate.micro_batch * candidate.accumulation * executor._job.ranks
+        peak = int(row.peak_gib * GIB)
+        measurement = Measurement(
+            step_seconds=step, step_seconds_spread=1.96 * NOISE * step, steps=4, samples_per_second=samples / step,
+            tokens_per_second=samples * executor._job.seq_len / step, peak_bytes=peak,
+            extrapolated=candidate.accumulation > 3,
+        )  # fmt: skip
+        return Outcome(
+            Kind.OK, Phase.STEP, measurement, peak_bytes=peak, seconds=seconds, outside_seconds=outside,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self._ended = True

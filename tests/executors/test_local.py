@@ -1,0 +1,185 @@
+"""Real DeepSpeed on real CPU ranks, and every way for them to end."""
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from autotune.executors.base import VERIFY, Effort
+from autotune.executors.local import Deadlines, LocalExecutor, median_spread
+from autotune.hardware import detect
+from autotune.outcome import Kind, Phase
+from autotune.units import MIB
+from tests.conftest import Bench, make_candidate, make_job
+
+
+def orphans(bench: Bench) -> list[psutil.Process]:
+    """Ranks that are left, of any trial."""
+    server = bench.executor.launcher._process.pid
+    return [
+        child for child in psutil.Process(server).children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _clean(bench: Bench):  # type: ignore[no-untyped-def]
+    bench.fault = None
+    bench.executor.hardware = detect("cpu", 2, memory_cap_bytes=2000 * MIB)
+    bench.executor.deadlines = Deadlines(start=60, init=60, step=60)
+    yield
+    assert orphans(bench) == []
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_is_measured(bench: Bench, stage: int) -> None:
+    outcome = bench.run(make_candidate(stage, 2, 2))
+    assert outcome.ok, outcome
+    measured = outcome.measurement
+    assert measured is not None
+    assert measured.samples_per_second == pytest.approx(8 / measured.step_seconds)
+    assert measured.tokens_per_second == pytest.approx(32 * measured.samples_per_second)
+    assert 100 * MIB < measured.peak_bytes < 2000 * MIB
+    assert measured.model_tflops_per_gpu
+    assert {"start", "init"} <= set(measured.phase_seconds)
+    assert not measured.extrapolated
+
+
+@pytest.mark.parametrize(
+    "knobs", [{"offload_optimizer": "cpu"}, {"activation_checkpointing": True}, {"overlap_comm": True}]
+)
+def test_knobs_really_run(bench: Bench, knobs: dict) -> None:
+    assert bench.run(make_candidate(2, 1, 1, **knobs)).ok
+
+
+def test_one_engine_climbs_and_a_long_accumulation_is_extrapolated(bench: Bench) -> None:
+    first = make_candidate(1, 1, 1)
+    session = bench.session(first)
+    effort = Effort(min_seconds=0.0, min_steps=2)
+    outcomes = [session.measure(make_candidate(1, *rung), effort, 60.0) for rung in ((1, 1), (2, 1), (2, 16))]
+    session.close()
+    assert all(outcome.ok for outcome in outcomes)
+    long, short = outcomes[2].measurement, outcomes[1].measurement
+    assert long is not None
+    assert short is not None
+    assert long.extrapolated
+    assert long.step_seconds > 4 * short.step_seconds
+    assert outcomes[2].seconds < 16 * outcomes[1].seconds
+    with pytest.raises(ValueError, match="one family"):
+        session.measure(make_candidate(2), effort, 5.0)
+
+
+def test_verification_is_a_certificate(bench: Bench) -> None:
+    outcome = bench.run(make_candidate(3, 2, 4), effort=VERIFY)
+    assert outcome.ok
+    assert outcome.measurement is not None
+    assert not outcome.measurement.extrapolated
+    assert outcome.measurement.steps >= 5
+    assert outcome.measurement.phase_seconds["save"] > 0
+    folder = Path(outcome.log or "")
+    assert not [path for path in folder.rglob("*") if path.suffix in (".bin", ".safetensors")], "the save is removed"
+
+
+def test_out_of_memory_on_the_real_cap(bench: Bench) -> None:
+    bench.executor.hardware = detect("cpu", 2, memory_cap_bytes=520 * MIB)
+    outcome = bench.run(make_candidate(0, 64))
+    assert outcome.kind is Kind.OOM_DEVICE
+    assert outcome.missing_bytes
+    assert outcome.peak_bytes is not None
+    assert outcome.peak_bytes <= 530 * MIB
+    bench.executor.hardware = detect("cpu", 2, memory_cap_bytes=2000 * MIB)
+    assert bench.run(make_candidate(0, 1)).ok, "the next trial starts as if nothing had happened"
+
+
+@pytest.mark.parametrize("what", ["oom", "SIGKILL", "SIGSEGV", "raise", "hang"])
+@pytest.mark.parametrize("where", ["init", "backward"])
+def test_one_rank_of_two_fails(bench: Bench, what: str, where: str) -> None:
+    bench.fault = {"rank": 1, "where": where, "what": what}
+    bench.executor.deadlines = Deadlines(start=60, init=12 if what == "hang" else 60, step=4)
+    expected = {"oom": Kind.OOM_DEVICE, "hang": Kind.TIMEOUT}.get(what, Kind.CRASH)
+    session = bench.session(make_candidate(2))
+    outcome = session.measure(make_candidate(2), Effort(), 60.0)
+    ended = time.monotonic()
+    assert outcome.kind is expected, outcome
+    assert outcome.evidence
+    assert outcome.log
+    assert session.died_at is not None
+    assert ended - session.died_at < 20, "the group is ended at once"
+    if what != "hang":
+        assert outcome.rank == 1
+    if what == "oom":
+        assert outcome.phase is Phase(where)
+
+
+def test_a_config_that_deepspeed_refuses_keeps_its_message(bench: Bench) -> None:
+    outcome = bench.run(make_candidate(2, **{"zero_optimization.offload_optimizer.ratio": 0.5, "offload_optimizer": "cpu"}).but(
+        **{"zero_optimization.reduce_bucket_size": -5}))  # fmt: skip
+    assert outcome.kind is Kind.INVALID
+    assert "reduce_bucket_size" in outcome.reason or "ValidationError" in outcome.reason
+
+
+def test_the_budgets_end_is_an_interruption(bench: Bench) -> None:
+    outcome = bench.run(make_candidate(2), deadline_seconds=0.4)
+    assert outcome.kind is Kind.INTERRUPTED
+
+
+def test_a_stop_request_ends_a_running_trial(bench: Bench) -> None:
+    began = time.monotonic()
+    bench.executor.cancelled = lambda: time.monotonic() - began > 1.0
+    try:
+        bench.fault = {"rank": 0, "where": "forward", "what": "hang"}
+        assert bench.run(make_candidate()).kind is Kind.INTERRUPTED
+    finally:
+        bench.executor.cancelled = lambda: False
+
+
+def test_a_killed_fork_server_is_started_again(bench: Bench) -> None:
+    bench.executor.launcher._process.kill()
+    bench.executor.launcher._process.wait()
+    assert bench.run(make_candidate()).ok
+
+
+def test_fork_and_spawn_agree(bench: Bench, tmp_path: Path) -> None:
+    candidate, effort = make_candidate(1, 4), Effort(min_seconds=0.2, min_steps=3)
+    forked = bench.run(candidate, effort=effort)
+    cold = LocalExecutor(make_job(), bench.executor.hardware, tmp_path, [candidate], isolation="spawn")
+    cold.open(lambda text: None)
+    session = cold.session(candidate, "0001")
+    spawned = session.measure(candidate, effort, 120.0)
+    session.close()
+    cold.close()
+    assert spawned.ok
+    assert spawned.measurement is not None
+    assert forked.measurement is not None
+    assert spawned.measurement.peak_bytes == pytest.approx(forked.measurement.peak_bytes, rel=0.15)
+    assert spawned.outside_seconds > forked.outside_seconds
+
+
+def test_a_disk_that_refuses_is_the_machines_trouble(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(bench.executor.launcher, "launch", refuse)
+    outcome = bench.run(make_candidate())
+    assert outcome.kind is Kind.INFRASTRUCTURE
+    assert "No space" in outcome.reason
+
+
+def test_ranks_die_with_the_tuner(bench: Bench) -> None:
+    session = bench.session(make_candidate())
+    assert session.measure(make_candidate(), Effort(min_seconds=0.0, min_steps=2), 60.0).ok
+    pids = list(session._pids)
+    os.kill(bench.executor.launcher._process.pid, 9)
+    until = time.monotonic() + 5
+    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    session.close()
+    bench.executor.ensure_launcher()
+
+
+def test_the_medians_interval() -> None:
+    assert median_spread([1.0, 1.0, 1.0, 1.0]) == 0
+    assert median_spread([1.0, 2.0]) == 1.0
+    assert 0 < median_spread([1.0, 1.1, 1.2, 1.1, 1.0, 1.1, 9.0]) < 0.2
