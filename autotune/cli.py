@@ -233,7 +233,8 @@ def top(version: Annotated[bool, typer.Option("--version", help="Print the versi
 def main() -> None:
     """Exit codes: 0 done, 2 bad input, 3 nothing feasible, 130 interrupted."""
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
     except UserError as error:
         fail(str(error), 2)
     except NothingFits as error:

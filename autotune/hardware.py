@@ -108,7 +108,8 @@ def named_gpu(name: str) -> GpuFacts:
         UserError: no such row.
     """
     table = gpu_table()
-    plain = name.lower().replace(" ", "").replace("_", "-").replace("nvidia-", "").removeprefix("geforce-")
+    words = name.lower().replace("nvidia", "").replace("geforce", "").replace(" ", "")
+    plain = words.replace("_", "-").strip("-")
     aliases = {"a100": "a100-80gb", "a100-80": "a100-80gb", "a100-40": "a100-40gb", "v100": "v100-32gb",
                "h100-80gb": "h100", "h100-sxm": "h100", "a6000": "rtxa6000", "a5000": "rtxa5000", "a4000": "rtxa4000",
                "3090": "rtx3090", "4090": "rtx4090", "5090": "rtx5090", "6000-ada": "rtx6000-ada"}  # fmt: skip

@@ -69,7 +69,9 @@ def build_job(request: Request, hardware: Hardware) -> Job:
     model = resolve_model(request.model, trust_remote_code=request.trust_remote_code)
     base = load_ds_config(request.ds_config) if request.ds_config else {}
     longest = longest_sequence(model.config)
-    seq_len = request.seq_len or min(DEFAULT_SEQ_LEN[hardware.device], longest or 10**9)
+    seq_len = request.seq_len
+    if seq_len is None:
+        seq_len = min(DEFAULT_SEQ_LEN[hardware.device], longest or 10**9)
     if longest and seq_len > longest:
         raise UserError(f"--seq-len {seq_len}: {model.name} takes at most {longest} tokens")
     batch = request.global_batch_size

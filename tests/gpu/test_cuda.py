@@ -1,0 +1,70 @@
+"""The CUDA path. Skipped, visibly, where there is no GPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autotune.executors.base import Effort
+from autotune.executors.local import LocalExecutor
+from autotune.hardware import detect
+from autotune.outcome import Kind
+from autotune.units import GIB, MIB
+from tests.conftest import make_candidate, make_job
+
+pytestmark = pytest.mark.gpu
+QUICK = Effort(min_steps=3, min_seconds=0.2)
+
+
+def measure(folder: Path, cap_bytes: int | None, candidate, **job):  # type: ignore[no-untyped-def]
+    hardware = detect("cuda", 1, memory_cap_bytes=cap_bytes)
+    executor = LocalExecutor(make_job(1, precision="bf16", **job), hardware, folder, [candidate])
+    executor.open(print)
+    session = executor.session(candidate, "0001")
+    try:
+        return session.measure(candidate, QUICK, 300.0), executor
+    finally:
+        session.close()
+        executor.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_and_the_gauge_agrees_with_torch(tmp_path: Path, stage: int) -> None:
+    outcome, executor = measure(tmp_path, None, make_candidate(stage, 4), seq_len=512)
+    assert outcome.ok, outcome
+    measured = outcome.measurement
+    assert measured is not None
+    assert measured.torch_allocated_bytes <= measured.torch_reserved_bytes <= measured.nvml_peak_bytes
+    assert measured.nvml_peak_bytes - measured.torch_reserved_bytes < 3 * GIB
+    assert measured.mfu is None or 0 < measured.mfu < 1
+    assert executor.meter.is_idle(), "the device's memory is back before the next trial"
+
+
+def test_a_true_cuda_oom_under_the_cap(tmp_path: Path) -> None:
+    outcome, executor = measure(tmp_path, 3 * GIB, make_candidate(2, 512), seq_len=2048)
+    assert outcome.kind is Kind.OOM_DEVICE, outcome
+    assert "OutOfMemoryError" in outcome.evidence
+    assert outcome.missing_bytes
+    assert outcome.peak_bytes <= 3 * GIB + 256 * MIB
+    assert executor.meter.is_idle()
+
+
+def test_the_fork_server_wakes_no_cuda(tmp_path: Path) -> None:
+    hardware = detect("cuda", 1)
+    executor = LocalExecutor(make_job(1, precision="bf16"), hardware, tmp_path, [make_candidate()])
+    said: list[str] = []
+    executor.open(said.append)
+    executor.close()
+    assert executor.isolation == "fork", said
+
+
+def test_gemma_2_2b_on_one_gpu_capped_at_24_gib(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "autotune.cli", "run", "--model", "gemma-2-2b", "--gpus", "1", "--memory-cap", "24GiB",
+               "--seq-len", "768", "--budget", "6m", "--study", "g", "--yes", "--json"]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=480)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["verified"] is True
+    assert report["winner"]["outcome"]["measurement"]["peak_bytes"] <= 24 * GIB

@@ -1,0 +1,169 @@
+import sqlite3
+from pathlib import Path
+
+import optuna
+import pytest
+
+from autotune.errors import UserError
+from autotune.hardware import detect
+from autotune.outcome import Kind, Measurement, Outcome
+from autotune.search.study import (
+    VERIFY,
+    StudyStore,
+    constraints,
+    default_storage,
+    differences,
+    distribution,
+    hide_password,
+    open_storage,
+)
+from autotune.space import load_space
+from autotune.units import GIB, MIB
+from tests.conftest import make_candidate, make_job
+
+SPACE = load_space("cpu_demo")
+OK = Outcome(Kind.OK, measurement=Measurement(1.0, 0.1, 3, 8.0, 256.0, 100 * MIB))
+
+
+def make_store(folder: Path, name: str = "s", **changes: object) -> tuple[StudyStore, bool]:
+    folder.mkdir(exist_ok=True)
+    job = make_job(**changes)  # type: ignore[arg-type]
+    return StudyStore.create_or_resume(name, default_storage(folder), folder, job, detect("cpu", 2), SPACE)
+
+
+def test_nothing_finished_is_lost_and_the_trial_in_flight_is_closed(tmp_path: Path) -> None:
+    store, resumed = make_store(tmp_path)
+    assert not resumed
+    store.begin_call(60)
+    done = store.start(make_candidate(0), SPACE, note="why")
+    store.finish(done, OK)
+    store.update_call(12.0)
+    flying = store.start(make_candidate(2), SPACE)
+    del store  # the process is killed here
+    again, resumed = make_store(tmp_path)
+    assert resumed
+    assert again.close_interrupted() == 1
+    records = again.records()
+    assert [record.number for record in records] == [done, flying]
+    assert records[0].outcome == OK
+    assert records[0].note == "why"
+    assert records[0].candidate == make_candidate(0)
+    assert records[1].outcome is not None
+    assert records[1].outcome.kind is Kind.INTERRUPTED
+    assert [call.used_seconds for call in again.calls()] == [12.0]
+    assert again.close_interrupted() == 0
+
+
+def test_memory_is_a_graded_constraint_and_never_a_fail(tmp_path: Path) -> None:
+    store, _ = make_store(tmp_path)
+    short, far = (Outcome(Kind.OOM_DEVICE, missing_bytes=size) for size in (GIB, 3 * GIB))
+    numbers = [store.start(make_candidate(stage), SPACE) for stage in (0, 1)]
+    for number, outcome in zip(numbers, (short, far), strict=True):
+        store.finish(number, outcome)
+    trials = store.study.get_trials()
+    assert all(trial.state is optuna.trial.TrialState.COMPLETE for trial in trials)
+    over = [constraints(outcome, store.hardware)["memory_gib_over"] for outcome in (short, far)]
+    assert 0 < over[0] < over[1]
+    crashed = store.start(make_candidate(3), SPACE)
+    store.finish(crashed, Outcome(Kind.INFRASTRUCTURE))
+    assert store.study.get_trials()[crashed].state is optuna.trial.TrialState.FAIL
+    assert constraints(Outcome(Kind.CRASH), store.hardware)["failed"] == 1.0
+    assert constraints(OK, store.hardware)["memory_gib_over"] < 0
+
+
+def test_another_job_is_refused_with_the_difference(tmp_path: Path) -> None:
+    make_store(tmp_path)
+    with pytest.raises(UserError, match=r"job\.seq_len: 32 -> 64"):
+        make_store(tmp_path, seq_len=64)
+    forced, resumed = StudyStore.create_or_resume(
+        "s", default_storage(tmp_path), tmp_path, make_job(seq_len=64), detect("cpu", 2), SPACE, force=True
+    )
+    assert resumed
+    assert forced.study.user_attrs["forced"][0]["differences"] == ["job.seq_len: 32 -> 64"]
+    assert forced.job.seq_len == 64
+
+
+def test_a_study_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    optuna.create_study(study_name="s", storage=default_storage(tmp_path))
+    with pytest.raises(UserError, match="not made by autotune"):
+        make_store(tmp_path)
+    with pytest.raises(UserError, match="not made by autotune"):
+        StudyStore.load("s", default_storage(tmp_path))
+
+
+def test_two_runs_cannot_hold_one_study(tmp_path: Path) -> None:
+    one, _ = make_store(tmp_path)
+    other, _ = make_store(tmp_path)
+    one.lock()
+    with pytest.raises(UserError, match="another autotune run"):
+        other.lock()
+
+
+def test_a_broken_database_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "study.db").write_bytes(b"not a database at all" * 100)
+    with pytest.raises(UserError, match="kept as it is"):
+        make_store(tmp_path)
+    assert (tmp_path / "study.db").read_bytes() == b"not a database at all" * 100
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("sqlite:////nowhere/at/all/study.db", "no folder"),
+        ("mysqlx://joe:secret@host/db", "cannot be opened"),
+        ("postgresql://joe:secret@127.0.0.1:1/db", "cannot be opened"),
+        ("nonsense", "cannot be opened"),
+    ],
+)
+def test_storage_urls_that_do_not_work_never_print_the_password(url: str, words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        open_storage(url)
+    assert "secret" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_passwords_are_hidden() -> None:
+    assert hide_password("postgresql://joe:s3cr3t@host/db") == "postgresql://joe:***@host/db"
+
+
+def test_a_folder_for_a_database(tmp_path: Path) -> None:
+    (tmp_path / "study.db").mkdir()
+    with pytest.raises(UserError, match="is a folder"):
+        make_store(tmp_path)
+
+
+def test_loading_by_name_and_by_folder(tmp_path: Path) -> None:
+    store, _ = make_store(tmp_path / "s")
+    store.set_winner(store.start(make_candidate(0), SPACE, VERIFY), "verified")
+    store.note_skips({"too big": 3})
+    for name in ("s", str(tmp_path / "s")):
+        loaded = StudyStore.load(name, runs=tmp_path)
+        assert loaded.name == "s"
+        assert loaded.winner is not None
+        assert loaded.winner.role == VERIFY
+        assert loaded.skips == {"too big": 3}
+        assert loaded.versions["torch"]
+    with pytest.raises(UserError, match="there are s"):
+        StudyStore.load("zzz", runs=tmp_path)
+    with pytest.raises(UserError, match="did you mean s"):
+        StudyStore.load("ss", default_storage(tmp_path / "s"))
+
+
+def test_the_database_opens_in_plain_optuna(tmp_path: Path) -> None:
+    store, _ = make_store(tmp_path)
+    store.finish(store.start(make_candidate(1, 4), SPACE), OK)
+    study = optuna.load_study(study_name="s", storage=default_storage(tmp_path))
+    assert study.best_value == 8.0
+    assert study.best_params["zero_stage"] == 1
+    assert study.best_params["train_micro_batch_size_per_gpu"] == 4
+    with sqlite3.connect(tmp_path / "study.db") as connection:
+        assert connection.execute("select count(*) from trials").fetchone() == (1,)
+
+
+def test_differences_and_distributions() -> None:
+    assert differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 2}, "c": 2}) == ["a.b: 1 -> 2"]
+    assert isinstance(distribution((1, 2, 4, 8), 4), optuna.distributions.IntDistribution)
+    assert isinstance(distribution(("none", "cpu"), "cpu"), optuna.distributions.CategoricalDistribution)
+    assert isinstance(distribution((0, 1, 2, 3), 2), optuna.distributions.CategoricalDistribution)
+    assert isinstance(distribution((0.5, 8.5), 8.5), optuna.distributions.FloatDistribution)
+    assert distribution((1, 2, 4, 8), 6).high == 8  # type: ignore[attr-defined]

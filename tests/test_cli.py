@@ -1,0 +1,227 @@
+"""The command line: bad input is one line and exit code 2; help is fast because nothing heavy is imported."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autotune import cli, report
+from autotune.hardware import detect
+from autotune.outcome import Kind, Measurement, Outcome, Phase
+from autotune.search.study import VERIFY, StudyStore, default_storage
+from autotune.space import load_space
+from autotune.units import MIB
+from tests.conftest import make_candidate, make_job
+
+
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `autotune words…`."""
+    monkeypatch.setattr(sys, "argv", ["autotune", *words])
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+BASE = ("run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--budget", "60s", "--yes")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("run", "--model", "gema-2-2b"), "did you mean gemma-2-2b"),
+        (("run",), "--model"),
+        (("run", "--model", "tiny-llama", "--gpus", "0", "--device", "cpu"), "at least 1"),
+        (("run", "--model", "tiny-llama", "--gpus", "4"), "found no GPU"),
+        (("run", "--model", "tiny-llama", "--gpus", "four"), "valid integer"),
+        ((*BASE, "--budget", "0"), "30m"),
+        ((*BASE, "--budget", "30x"), "30m"),
+        ((*BASE, "--budget=-5m"), "30m"),
+        ((*BASE, "--budget", "2s"), "shorter than one trial"),
+        ((*BASE, "--storage", "mysqlx://me:secret@x/y"), "cannot be opened"),
+        ((*BASE, "--space", "zero22"), "did you mean zero2"),
+        ((*BASE, "--global-batch-size", "7"), "cannot be split evenly"),
+        ((*BASE, "--global-batch-size", "0"), "at least 1"),
+        ((*BASE, "--memory-cap", "9999GiB"), "above the capacity"),
+        ((*BASE, "--memory-cap", "lots"), "24GiB"),
+        ((*BASE, "--headroom", "120%"), "share"),
+        ((*BASE, "--seq-len", "0"), "--seq-len"),
+        ((*BASE, "--seq-len", "99999999"), "--seq-len"),
+        ((*BASE, "--precision", "fp8"), "bf16, fp16, fp32"),
+        ((*BASE, "--optimizer", "adamm"), "adamw"),
+        ((*BASE, "--ds-config", "nowhere.json"), "no such file"),
+        ((*BASE, "--study", "a/b"), "plain name"),
+        ((*BASE, "--max-trials", "0"), "at least 1"),
+        ((*BASE, "--isolation", "magic"), "fork or spawn"),
+        (("show", "nothing-here"), "no study"),
+        (("export", "nothing-here"), "no study"),
+        (("export", "x", "--format", "toml"), "deepspeed, accelerate, hf"),
+        (("spaces", "show", "zero22"), "did you mean"),
+        (("frobnicate",), "frobnicate"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    words: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call(monkeypatch, capsys, *words)
+    assert code == 2
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+    assert "Traceback" not in err
+    assert "secret" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "not JSON"), ("[]", "JSON object"), ('{"zero_optimization": 3}', "object")]
+)
+def test_malformed_ds_configs(
+    text: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text(text)
+    code, _, err = call(monkeypatch, capsys, *BASE, "--ds-config", "ds.json")
+    assert code == 2
+    assert message in err
+
+
+def test_a_space_without_a_candidate_and_an_unreadable_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.yaml").write_text("knobs:\n  train_micro_batch_size_per_gpu: [3]\n")
+    code, _, err = call(monkeypatch, capsys, *BASE, "--space", "s.yaml", "--global-batch-size", "8")
+    assert (code, "cannot be made from" in err) == (2, True)
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    code, _, err = call(monkeypatch, capsys, *BASE)
+    assert (code, "cannot be written" in err) == (2, True)
+
+
+def test_help_does_not_import_torch() -> None:
+    code = "import sys; sys.argv=['autotune','--help']\nfrom autotune import cli\ntry:\n    cli.main()\nexcept SystemExit: pass\n"
+    code += "heavy = {'torch','deepspeed','transformers','optuna','numpy'} & set(sys.modules)\nsys.exit(f'imported {heavy}' if heavy else 0)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "COVERAGE_PROCESS_START": ""}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "run" in done.stdout
+
+
+def test_models_and_spaces(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(monkeypatch, capsys, "models", "--json")
+    assert code == 0
+    assert json.loads(out)["gemma-2-2b"]["parameters"] == 2614341888
+    assert "gemma-2-2b" in call(monkeypatch, capsys, "models")[1]
+    assert "default" in json.loads(call(monkeypatch, capsys, "spaces", "list", "--json")[1])
+    assert "zero2" in call(monkeypatch, capsys, "spaces", "list")[1]
+    assert "knobs:" in call(monkeypatch, capsys, "spaces", "show", "zero3")[1]
+    assert "valid" in call(monkeypatch, capsys, "spaces", "validate", "default")[1]
+    assert json.loads(call(monkeypatch, capsys, "spaces", "validate", "zero2", "--json")[1])["families"] > 10
+    assert call(monkeypatch, capsys, "--version")[1].strip()
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> StudyStore:
+    """A study with one trial of every kind."""
+    folder = tmp_path / "runs" / "s"
+    folder.mkdir(parents=True)
+    space = load_space("cpu_demo")
+    store, _ = StudyStore.create_or_resume("s", default_storage(folder), folder, make_job(), detect("cpu", 2), space)
+    store.begin_call(60)
+    for at, kind in enumerate(Kind):
+        measured = Measurement(1.0, 0.01, 5, 8.0 + at, 256.0, 300 * MIB, mfu=0.4, model_tflops_per_gpu=1.0)
+        outcome = Outcome(kind, Phase.STEP, measured if kind is Kind.OK else None, "why", "evidence", missing_bytes=5)
+        store.finish(store.start(make_candidate(at % 4, 1 + at), space, note="a note"), outcome)
+    slower = Outcome(Kind.OK, measurement=Measurement(2.0, 0.01, 5, 4.0, 128.0, 200 * MIB))
+    store.finish(store.start(make_candidate(0, 7), space), slower)
+    best = store.start(make_candidate(0, 1), space, VERIFY)
+    store.finish(best, Outcome(Kind.OK, measurement=Measurement(1.0, 0.01, 5, 8.0, 256.0, 300 * MIB)))
+    store.set_winner(best, "verified")
+    store.note_skips({"needs more": 5})
+    store.update_call(33.0, "budget used")
+    return store
+
+
+def test_show(
+    study: StudyStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = call(monkeypatch, capsys, "show", "s")
+    assert code == 0
+    assert "winner: z0 mb1 ga1" in out
+    assert "+100.0 % against the next best" in out
+    assert "33.0 s of 1m00s" in out
+    assert "not tried (5): needs more" in out
+    for kind in Kind:
+        assert kind.value in out
+    data = json.loads(call(monkeypatch, capsys, "show", "s", "--json")[1])
+    assert data["winner"]["candidate"]["zero_stage"] == 0
+    assert len(data["trials"]) == len(Kind) + 2
+
+
+def test_export(
+    study: StudyStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for style in ("deepspeed", "accelerate", "hf"):
+        code, out, _ = call(monkeypatch, capsys, "export", "s", "--format", style)
+        assert code == 0
+        assert "wrote" in out
+    config = json.loads((tmp_path / "runs/s/s.json").read_text())
+    assert config["train_micro_batch_size_per_gpu"] == 1
+    assert "optimizer" not in config
+    meta = json.loads((tmp_path / "runs/s/s.meta.json").read_text())
+    assert meta["verified"] is True
+    assert meta["trial"] == len(Kind) + 1
+    assert meta["fingerprint"]["versions"]["deepspeed"]
+    assert any("optimizer" in line for line in meta["your_training_must"])
+    code, _, err = call(monkeypatch, capsys, "export", "s", "--trial", "1")
+    assert (code, "no measured trial" in err) == (2, True)
+    code, out, _ = call(monkeypatch, capsys, "export", "s", "--trial", "0", "--out", "x.json", "--json")
+    assert json.loads(out)["files"] == ["x.json", "x.meta.json"]
+
+
+def test_what_came_closest(study: StudyStore) -> None:
+    lines = report.closest_lines(study.records(), detect("cpu", 2), [])
+    assert lines[0].startswith("closest: ")
+    assert "cheapest changes" in lines[1]
+    crashed = [record for record in study.records() if record.outcome and record.outcome.kind is Kind.CRASH]
+    assert report.closest_lines(crashed, detect("cpu", 2), [])[0].startswith("no candidate ran: crash")
+
+
+def test_the_live_view(study: StudyStore) -> None:
+    from rich.console import Console
+
+    console = Console(force_terminal=True, width=120, record=True)
+    job, hardware = make_job(), detect("cpu", 2)
+    live = report.make_observer(job, hardware, 60.0, console, quiet=False)
+    assert isinstance(live, report.LiveObserver)
+    live.start()
+    live.trial_started(0, make_candidate(), "search", "")
+    live.phase("forward")
+    for record in study.records():
+        assert record.outcome is not None
+        live.trial_finished(record.number, record.candidate, record.role, record.outcome)
+    live.clock(1.0, 60.0)
+    live.say("hello")
+    console.print(live._render())
+    live.stop()
+    text = console.export_text()
+    assert "best  z0" in text
+    assert "oom_device 1" in text
+    assert "hello" in text
+    quiet = report.make_observer(job, hardware, 60.0, console, quiet=True)
+    quiet.start()
+    quiet.say("nothing")
+    quiet.stop()
