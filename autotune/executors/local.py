@@ -165,10 +165,12 @@ class LocalExecutor:
         cancelled: Callable[[], bool] = lambda: False,
         on_phase: Callable[[str], None] = lambda phase: None,
         fault: Callable[[str], dict[str, Any] | None] = lambda name: None,
+        count_live_tensors: bool = False,
     ) -> None:
         self.job, self.hardware, self.folder, self.seed = job, hardware, folder, seed
         self.deadlines = deadlines or Deadlines()
         self.cancelled, self.on_phase, self.fault = cancelled, on_phase, fault
+        self.count_live_tensors = count_live_tensors  # slows every operator: for checking predictions
         self.isolation = isolation
         self._ops = needed_ops(candidates, job, hardware.device)
         self._launcher: Launcher | None = None
@@ -300,7 +302,7 @@ class LocalSession:
             "config": trial_config(self._candidate, job), "checkpointing": self._candidate.checkpointing,
             "seed": executor.seed, "store": str(self._folder.resolve() / "store"),
             "threads": max(1, min(8, (os.cpu_count() or 1) // world)),
-            "fault": executor.fault(self._folder.name),
+            "fault": executor.fault(self._folder.name), "live": executor.count_live_tensors,
         }  # fmt: skip
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)

@@ -91,6 +91,12 @@ class Rank:
         self.device.setup(self.spec["rank"], self.spec["cap_bytes"], self.spec["threads"])
         torch.manual_seed(self.spec["seed"])
         self._join_group()
+        self.live: Any = None
+        if self.spec.get("live"):
+            from autotune.predict.live import LiveTensors
+
+            self.live = LiveTensors()
+            self.live.__enter__()
         self.enter("init")
         self._fault("init")
         self._build()
@@ -171,6 +177,8 @@ class Rank:
         warm_seconds = time.perf_counter() - began
         times: list[list[float]] = []
         steps: list[float] = []
+        if self.live is not None:
+            self.live.reset_peak()
         skipped = getattr(self.engine, "skipped_steps", 0)
         measuring = time.perf_counter()
         while True:
@@ -193,6 +201,7 @@ class Rank:
             boundary_seconds=statistics.median(t[-1] for t in times) if not whole else None,
             extrapolated=not whole,
             skipped_steps=getattr(self.engine, "skipped_steps", 0) - skipped,
+            live_bytes=self.live.peak if self.live is not None else None,
             **self.device.peaks(),
         )
 

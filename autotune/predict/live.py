@@ -1,0 +1,68 @@
+"""Counts the bytes of tensors that are alive, real or fake: what an allocator is asked for, without its overhead."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveTensors(TorchDispatchMode):
+    """While active, every storage that an operator returns is counted from its birth to its death.
+
+    `bytes` is what is alive now, `peak` the most since `reset_peak()`. `watch` sees the bytes alive after every change.
+    """
+
+    def __init__(self, device: torch.device | None = None, watch: Callable[[int], None] | None = None) -> None:
+        super().__init__()
+        self._device, self._watch = device, watch
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.bytes = 0
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.add(leaf)
+        return out
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Counts a tensor made elsewhere; a storage is counted once."""
+        if self._device is not None and tensor.device != self._device:
+            return
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return
+        key = storage._cdata
+        size = storage.nbytes()
+        known = self._known.get(key)
+        if known is not None:
+            if size != known[1]:  # resized in place, as ZeRO does with parameters
+                self._known[key] = (known[0], size)
+                self._change(size - known[1])
+            return
+        reference = weakref.ref(storage, functools.partial(self._died, key))
+        self._known[key] = (reference, size)
+        self._change(size)
+
+    def _died(self, key: int, _: object) -> None:
+        known = self._known.pop(key, None)
+        if known is not None:
+            self._change(-known[1])
+
+    def _change(self, size: int) -> None:
+        self.bytes += size
+        if self.bytes > self.peak:
+            self.peak = self.bytes
+        if self._watch is not None and size:
+            self._watch(self.bytes)
+
+    def reset_peak(self) -> None:
+        self.peak = self.bytes
