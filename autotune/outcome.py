@@ -58,7 +58,7 @@ class Measurement:
     torch_allocated_bytes: int | None = None
     torch_reserved_bytes: int | None = None
     nvml_peak_bytes: int | None = None
-    live_tensor_bytes: int | None = None
+    live_tensor_bytes: dict[str, int] = field(default_factory=dict)  # peak by phase, where tensors were counted
     alloc_retries: int = 0
     host_peak_bytes: int | None = None  # RSS high water of one rank
     pinned_bytes: int | None = None

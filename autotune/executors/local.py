@@ -469,7 +469,8 @@ class LocalSession:
             extrapolated=bool(results[0].get("extrapolated")),
             torch_allocated_bytes=worst("allocated_bytes"), torch_reserved_bytes=worst("reserved_bytes"),
             nvml_peak_bytes=peaks.worst if hardware.device == "cuda" else None,
-            live_tensor_bytes=worst("live_bytes"), alloc_retries=worst("retries") or 0,
+            live_tensor_bytes=max((r["live_bytes"] for r in results if "live_bytes" in r), key=_highest, default={}),
+            alloc_retries=worst("retries") or 0,
             host_peak_bytes=worst("host_bytes"), pinned_bytes=worst("pinned_bytes"),
             model_tflops_per_gpu=tflops, mfu=mfu, phase_seconds={k: round(v, 4) for k, v in seconds.items()},
         )  # fmt: skip
@@ -506,6 +507,10 @@ def kill_groups(pids: list[int], status: Callable[[int], int | None]) -> None:
             if not any(_group_lives(pid) for pid in pids):
                 return
             time.sleep(0.01)
+
+
+def _highest(by_phase: dict[str, int]) -> int:
+    return max(by_phase.values(), default=0)
 
 
 def _group_lives(pid: int) -> bool:

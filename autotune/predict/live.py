@@ -18,9 +18,9 @@ class LiveTensors(TorchDispatchMode):
     `bytes` is what is alive now, `peak` the most since `reset_peak()`. `watch` sees the bytes alive after every change.
     """
 
-    def __init__(self, device: torch.device | None = None, watch: Callable[[int], None] | None = None) -> None:
+    def __init__(self, watch: Callable[[int], None] | None = None) -> None:
         super().__init__()
-        self._device, self._watch = device, watch
+        self._watch = watch
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.bytes = 0
         self.peak = 0
@@ -34,7 +34,7 @@ class LiveTensors(TorchDispatchMode):
 
     def add(self, tensor: torch.Tensor) -> None:
         """Counts a tensor made elsewhere; a storage is counted once."""
-        if self._device is not None and tensor.device != self._device:
+        if tensor.device.type == "meta":  # DeepSpeed keeps the shapes of its parameters as such tensors
             return
         try:
             storage = tensor.untyped_storage()

@@ -92,6 +92,7 @@ class Rank:
         torch.manual_seed(self.spec["seed"])
         self._join_group()
         self.live: Any = None
+        self.live_peaks: dict[str, int] = {}
         if self.spec.get("live"):
             from autotune.predict.live import LiveTensors
 
@@ -177,8 +178,7 @@ class Rank:
         warm_seconds = time.perf_counter() - began
         times: list[list[float]] = []
         steps: list[float] = []
-        if self.live is not None:
-            self.live.reset_peak()
+        self.live_peaks = {}
         skipped = getattr(self.engine, "skipped_steps", 0)
         measuring = time.perf_counter()
         while True:
@@ -201,7 +201,7 @@ class Rank:
             boundary_seconds=statistics.median(t[-1] for t in times) if not whole else None,
             extrapolated=not whole,
             skipped_steps=getattr(self.engine, "skipped_steps", 0) - skipped,
-            live_bytes=self.live.peak if self.live is not None else None,
+            live_bytes=self.live_peaks,
             **self.device.peaks(),
         )
 
@@ -224,23 +224,31 @@ class Rank:
             batch = next(data)
             self._fault("forward")
             loss = self.engine(**batch).loss
-            self.device.note()
+            self._note()
             self.phase = "backward"
             self._fault("backward")
             self.engine.backward(loss)
-            self.device.note()
+            self._note()
             self.phase = "step"
             self._fault("step")
             self.engine.step()
+            self._note()
             del loss, batch
             if not whole or at == micros - 1:
                 self.device.synchronize()
                 now = time.perf_counter()
                 parts.append(now - begin)
                 begin = now
-        self.device.note()
         self.channel.send("progress")
         return parts
+
+    def _note(self) -> None:
+        """Memory at the end of a phase."""
+        self.device.note()
+        if self.live is not None:
+            self.live_peaks[self.phase] = max(self.live_peaks.get(self.phase, 0), self.live.peak)
+            self.live.reset_peak()
+            self.live_peaks["rest"] = min(self.live_peaks.get("rest", self.live.bytes), self.live.bytes)
 
     def _agree(self, seconds: float) -> float:
         """The slowest rank's time, so that all ranks take the same decisions."""

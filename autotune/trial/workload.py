@@ -42,7 +42,9 @@ def build_model(job: Job, device: torch.device, ds_config: dict[str, Any]) -> to
     dtype = DTYPES[job.precision]
     with contextlib.ExitStack() as stack:
         if stage == 3:
-            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=ds_config, dtype=dtype))
+            # No dtype here: given one, deepspeed 0.19.8 takes bf16 wherever the device has no fp16 (an operator-precedence
+            # slip in `_set_dtype`); left out, it follows the config.
+            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=ds_config))
         else:
             stack.enter_context(device)
         stack.enter_context(no_init_weights())

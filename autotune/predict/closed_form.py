@@ -1,0 +1,56 @@
+"""Activations and arithmetic from the configuration alone, where fake tensors cannot run a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autotune.errors import UserError
+from autotune.job import Job
+from autotune.predict.flops import dense_shape, matmul_parameters
+from autotune.predict.trace import BACKWARD, FORWARD, Pass, Trace
+
+
+def closed_form_trace(job: Job, why: str) -> Trace:
+    """A Trace of a dense decoder by counting what its layers keep (Korthikanti et al. 2022, section 4.1, generalised to
+    grouped heads and gated MLPs, attention by a kernel that keeps no score matrix). `exact` is False: the predictor
+    widens its intervals.
+
+    Raises:
+        UserError: the configuration names no shape.
+    """
+    text: dict[str, Any] = job.model.config.get("text_config") or job.model.config
+    shape, products = dense_shape(job.model.config), matmul_parameters(job.model.config)
+    hidden = text.get("hidden_size", text.get("n_embd"))
+    if shape is None or products is None or not isinstance(hidden, int):
+        raise UserError(
+            f"model {job.model.name} can be neither traced ({why}) nor read: its configuration has no shape"
+        )
+    layers, attention, vocabulary = shape
+    heads: int = text.get("num_attention_heads", text.get("n_head")) or 1
+    key_value = attention // heads * (text.get("num_key_value_heads") or heads)
+    inner = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
+    width = 4 if job.precision == "fp32" else 2
+    tokens = job.seq_len
+    # a layer: two norms (input kept in 32 bits by most), q k v, attention's output, two residuals, MLP's inner values
+    layer = tokens * (width * (4 * hidden + 3 * attention + 2 * key_value + 4 * inner) + 4 * 2 * hidden)
+    head = tokens * vocabulary * (width + 4 + 4)  # logits, their 32-bit copy and log-softmax
+    block = tokens * hidden * width  # what a checkpointed layer keeps: its input
+    flops = 2.0 * products * tokens + 4.0 * layers * attention * tokens * tokens
+    tied = bool(text.get("tie_word_embeddings", True))
+    parameters = [products // layers] * layers + ([] if tied else [hidden * vocabulary])
+    gradients = float(width * sum(parameters))
+
+    def one(kept: float, recompute: float, in_layer: float) -> Pass:
+        moved = 3.0 * layer * layers + head
+        return Pass(
+            phase=[FORWARD, BACKWARD, BACKWARD], fixed=[0.0, 0.0, 0.0],
+            per_sequence=[kept + head, kept + head + in_layer, in_layer], gradients=[0.0, 0.0, gradients],
+            in_use=[hidden * vocabulary * width] * 3, after_forward=(0.0, kept + head),
+            flops=(flops, 2 * flops + recompute), moved=((0.0, moved), (0.0, 2 * moved)),
+            operators=(30.0 * layers, 60.0 * layers),
+        )  # fmt: skip
+
+    return Trace(
+        parameters, 0, one(layer * layers, 0.0, 0.0), one(block * layers, flops, layer), exact=False,
+        note=f"not traced ({why}): closed form", largest=max(parameters),
+    )  # fmt: skip
