@@ -49,6 +49,8 @@ class Request:
     space: str | None = None
     memory_cap: str | None = None
     headroom: str = "5%"
+    tolerance: str = "1%"
+    exhaustive: bool = False
     study: str | None = None
     storage: str | None = None
     seed: int = 0
@@ -190,6 +192,7 @@ def run_study(
         NothingFits: no candidate is feasible.
     """
     from autotune.executors.local import LocalExecutor
+    from autotune.predict.predictor import Predictor
     from autotune.search.proposer import Proposer
     from autotune.search.tuner import Tuner, too_short
 
@@ -230,7 +233,10 @@ def run_study(
             executor.open(observer.say)
             # All of the call counts, but for building DeepSpeed's ops: that happens once a machine.
             spent = time.monotonic() - opening - executor.build_seconds
-            proposer = Proposer(candidates, space, job, hardware, store, request.seed)
+            proposer = Proposer(
+                candidates, space, job, hardware, store, request.seed, Predictor(job, hardware),
+                tolerance=parse_share(request.tolerance), exhaustive=request.exhaustive,
+            )  # fmt: skip
             tuner = Tuner(
                 store, executor, proposer, space, hardware, budget_seconds=budget_seconds,
                 max_trials=request.max_trials, spent_seconds=spent, observer=observer, cancelled=stopped.is_set,

@@ -13,6 +13,7 @@ from autotune.candidate import Candidate
 from autotune.job import Job
 
 Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 PLACES = {"none": 0.0, "cpu": 1.0, "nvme": 2.0}
 
 # deepspeed 0.19.8, runtime/zero/config.py

@@ -80,7 +80,8 @@ def bill(job: Job, trace: Trace, columns: Columns) -> Bill:
     # -- resident ----------------------------------------------------------------------------------------------------
     frozen = width * trace.frozen
     parameters = np.where(three, np.where(parameters_out, 0.0, (whole + frozen) / ranks), whole + frozen)
-    master = np.where(zero0 | three, 4.0 * low, 4.0)
+    # stages 1 to 3 clone 32-bit master weights even of 32-bit parameters
+    master = np.where(zero0, 4.0 * low, 4.0)
     optimizer = np.where(zero0, (master + states) * total, np.where(out, 0.0, (master + states) * part))
     # stage 3 keeps its partition's gradients in one buffer; stages 1 and 2 stage one parameter's on the way to the host
     gradients = np.where(three & ~out, width * part, np.where(two & out, width * largest, 0.0))
@@ -116,9 +117,8 @@ def bill(job: Job, trace: Trace, columns: Columns) -> Bill:
         [whole + low * 4 * total, 2 * width * part + low * 4 * part, (width + low * 4) * sub], 0.0,
     )  # fmt: skip
     moments.add("step", every, kept_buckets, moments.zero, np.maximum(copies, kept), moments.zero)
-    # stage 3 begins with a 32-bit gradient of the largest sub-group, over all ranks (initialize_optimizer_states)
-    start = 4.0 * np.minimum(total, np.maximum(ranks * c.sub_group, largest))
-    moments.add("init", three & ~out, moments.zero, moments.zero, np.maximum(0.0, start - gradients), moments.zero)
+    # stage 3 begins with a 32-bit gradient of the largest sub-group (initialize_optimizer_states)
+    moments.add("init", three & ~out, moments.zero, moments.zero, np.maximum(0.0, 4 * sub - gradients), moments.zero)
 
     host = np.where(out & (c.offload_optimizer < 2), (4 + states) * part, 0.0)
     host = host + np.where(out, (width + 4.0) * part, 0.0) + np.where(out & two, width * largest, 0.0)

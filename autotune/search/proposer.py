@@ -1,21 +1,31 @@
-"""What to try next: a few engines of each kind, then what Optuna's sampler advises; never what cannot fit."""
+"""What to try next: the predictor ranks, one engine measures many batch shapes, what cannot fit is left out with its
+reason, and where the predictor has no more to gain Optuna's sampler looks for what it got wrong."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import optuna
+import numpy as np
 
 from autotune.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.hardware import Hardware
 from autotune.job import Job
 from autotune.outcome import Kind, Outcome
+from autotune.predict.knobs import Flags, Floats
+from autotune.predict.predictor import Predictor, Table
+from autotune.predict.roofline import host_limit_bytes
+from autotune.search.sampler import Sampler
 from autotune.search.study import StudyStore
 from autotune.space import SearchSpace
+from autotune.units import format_bytes
 
-FALLING = 0.97  # a rung this much slower than the family's best is a falling return
+STARTUP_SECONDS = 15.0  # of an engine, until some were seen
+HOPELESS_SIGMAS = 2.5  # a peak predicted so far above the capacity is not tried
+BLUNT = 0.3  # with a predictor this wrong (of log seconds) every other engine is the sampler's
+RISK = 0.5  # a candidate is not tried while it fits with less probability, unless nothing else is left
 
 
 @dataclass(frozen=True)
@@ -35,20 +45,35 @@ class Proposer:
         hardware: Hardware,
         store: StudyStore,
         seed: int,
+        predictor: Predictor,
+        *,
+        tolerance: float = 0.01,
+        exhaustive: bool = False,
     ) -> None:
-        self.space, self.job, self.hardware, self.store = space, job, hardware, store
-        self.open: dict[Candidate, None] = dict.fromkeys(candidates)
-        self.families: dict[tuple[tuple[str, Value], ...], list[Candidate]] = {}
-        for candidate in candidates:
-            self.families.setdefault(candidate.family, []).append(candidate)
+        self.space, self.job, self.hardware, self.predictor = space, job, hardware, predictor
+        self.tolerance, self.exhaustive = tolerance, exhaustive
+        self.candidates = candidates
+        self._index = {candidate: i for i, candidate in enumerate(candidates)}
+        self._open = np.ones(len(candidates), dtype=bool)
+        families: dict[tuple[tuple[str, Value], ...], int] = {}
+        self._family = np.array([families.setdefault(c.family, len(families)) for c in candidates])
+        self._micro_batch = np.array([c.micro_batch for c in candidates])
+        self._accumulation = np.array([c.accumulation for c in candidates])
+        self._prepared = predictor.prepare(candidates)
+        self._table: Table | None = None
         self.skipped: Counter[str] = Counter()
         self.speed: dict[Candidate, float] = {}
         self._refused: dict[str, list[Candidate]] = {}
         self._worked: list[Candidate] = []
-        self._seeds = self._seed_order()
-        self._sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=4)
-        self._known_trials: set[int] = set()
-        self._shadow = optuna.create_study(direction="maximize", sampler=self._sampler)
+        self._startup: list[float] = []
+        self._engines = 0
+        self._sampler = Sampler(space, store, seed)
+        self.stopped_early = ""
+
+    @property
+    def open(self) -> list[Candidate]:
+        """Candidates that may still be tried."""
+        return [self.candidates[i] for i in np.flatnonzero(self._open)]
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
@@ -56,26 +81,34 @@ class Proposer:
         """Takes an Outcome in, and everything that follows from it about candidates not tried."""
         if not outcome.kind.says_something_of_the_candidate:
             return
-        self.open.pop(candidate, None)
+        self._close(candidate)
+        self.predictor.observe(candidate, outcome)
+        self._table = None
+        if outcome.outside_seconds > 1.0 and outcome.kind in (Kind.OK, Kind.OOM_DEVICE):
+            self._startup.append(outcome.outside_seconds)
         if outcome.kind is Kind.OK:
             assert outcome.measurement is not None
-            self.speed[candidate] = outcome.measurement.samples_per_second
+            if outcome.measurement.peak_bytes <= self.hardware.ceiling_bytes:
+                self.speed[candidate] = outcome.measurement.samples_per_second
             self._worked.append(candidate)
         elif outcome.kind is Kind.OOM_DEVICE:
-            self._skip(
-                lambda other: needs_no_less(other, candidate), f"needs no less memory than {candidate}, which ran out"
-            )
+            reason = f"needs no less memory than {candidate}, which ran out"
+            self._skip(lambda other: needs_no_less(other, candidate), reason)
         elif outcome.kind is Kind.INVALID:
             self._learn_refusal(candidate, outcome.reason)
         else:  # a hang, a crash or the host's memory: the same engine would end the same way
-            self._skip(
-                lambda other: other.family == candidate.family, f"same engine as {candidate}: {outcome.kind.value}"
-            )
+            family = candidate.family
+            self._skip(lambda other: other.family == family, f"same engine as {candidate}: {outcome.kind.value}")
+
+    def _close(self, candidate: Candidate) -> None:
+        if (at := self._index.get(candidate)) is not None:
+            self._open[at] = False
 
     def _skip(self, matches: Callable[[Candidate], bool], reason: str) -> None:
-        for other in [other for other in self.open if matches(other)]:
-            del self.open[other]
-            self.skipped[reason] += 1
+        for at in np.flatnonzero(self._open):
+            if matches(self.candidates[at]):
+                self._open[at] = False
+                self.skipped[reason] += 1
 
     def _learn_refusal(self, candidate: Candidate, reason: str) -> None:
         """DeepSpeed refused: what all candidates refused with this message share, and none that worked has, is out."""
@@ -86,93 +119,127 @@ class Proposer:
             shared = set(candidate.family)
         self._skip(lambda other: shared <= set(other.family), f"DeepSpeed refuses: {reason[:160]}")
 
+    def skips(self) -> dict[str, int]:
+        """Why candidates were not tried, with counts: what followed from measurements, and what the predictor says."""
+        reasons = Counter(self.skipped)
+        if self._open.any():
+            hopeless, host = self._hopeless()
+            capacity = format_bytes(self.hardware.capacity_bytes)
+            table = self._predictions()
+            for mask, what in ((hopeless, f"predicted to need more than the {capacity} of a device"),
+                               (host & ~hopeless, "predicted to need more than the host's memory")):  # fmt: skip
+                if (count := int((mask & self._open).sum())) > 0:
+                    least = format_bytes(int(table.peak[mask & self._open].min()))
+                    reasons[f"{what} beyond the interval" + (f" (the least {least})" if mask is hopeless else "")] = (
+                        count
+                    )
+        return dict(reasons)
+
     # -- proposing ---------------------------------------------------------------------------------------------------
 
     def next(self) -> Proposal | None:
-        """A candidate for a new engine, or None where nothing is left."""
-        while self._seeds:
-            candidate = self._seeds.pop(0)
-            if candidate in self.open:
-                return Proposal(candidate, "one of each kind first")
-        if not self.open:
+        """A candidate for a new engine, or None where nothing is left or worth its time."""
+        self.stopped_early = ""
+        worth, gain = self._worth()
+        allowed = np.isfinite(worth)
+        if not allowed.any():
             return None
-        return self._advised()
+        self._engines += 1
+        if self.speed and self._engines % 2 == 0 and self.predictor.time_noise > BLUNT:
+            return self._advised(allowed)
+        best = int(worth.argmax())
+        if not self.speed:
+            return Proposal(self.candidates[best], "best predicted")
+        if gain[best] < 0.25 * self.tolerance:
+            if not self.exhaustive:
+                self.stopped_early = (
+                    f"the predicted gain of going on is below {100 * self.tolerance:g} % (--exhaustive goes on)"
+                )
+                return None
+            return self._advised(allowed)
+        return Proposal(self.candidates[best], f"predicted gain {100 * math.expm1(gain[best]):.1f} %")
 
     def next_rung(self, current: Candidate) -> Proposal | None:
-        """The next candidate for the engine that just measured `current`, or None where climbing no longer pays."""
-        rungs = [rung for rung in self.families[current.family] if rung in self.speed or rung in self.open]
-        known = {rung: self.speed[rung] for rung in rungs if rung in self.speed}
-        best = max(known, key=known.__getitem__, default=None)
-        if best is None:
+        """The next candidate for the engine that just measured `current`, or None where another engine is worth more.
+
+        Micro-batches ascend: what an allocator keeps of a larger one would be charged to a smaller one.
+        """
+        at = self._index.get(current)
+        if at is None:
             return None
-        higher = [
-            rung for rung in rungs
-            if rung in self.open and rung.micro_batch > current.micro_batch
-            and (self.job.global_batch_size is not None or rung.accumulation == current.accumulation)
-        ]  # fmt: skip
-        if higher and known.get(current, 0.0) >= FALLING * known[best]:
-            return Proposal(min(higher, key=lambda rung: rung.micro_batch), "next rung of the micro-batch ladder")
-        longer = [
-            rung for rung in rungs
-            if rung in self.open and rung.micro_batch == best.micro_batch and rung.accumulation > best.accumulation
-        ]  # fmt: skip
-        if longer:
-            return Proposal(
-                max(longer, key=lambda rung: rung.accumulation), "longest accumulation at the best micro-batch"
-            )
-        return None
+        mine = self._family == self._family[at]
+        mine &= (self._micro_batch > current.micro_batch) | (
+            (self._micro_batch == current.micro_batch) & (self._accumulation > current.accumulation)
+        )
+        if not (mine & self._open).any():
+            return None
+        worth, gain = self._worth(alive=mine)
+        rungs = np.where(mine, worth, -np.inf)
+        best = int(rungs.argmax())
+        if not np.isfinite(rungs[best]) or gain[best] < 0.25 * self.tolerance or rungs[best] < worth.max():
+            return None
+        return Proposal(self.candidates[best], f"same engine, predicted gain {100 * math.expm1(gain[best]):.1f} %")
 
-    def _seed_order(self) -> list[Candidate]:
-        """The smallest candidate of one family of each kind, lightest treatment first."""
-        kinds: dict[tuple[int, bool, str, str], Candidate] = {}
-        for family in sorted(self.families.values(), key=lambda rungs: _burden(rungs[0])):
-            first = min(family, key=lambda rung: (rung.micro_batch, rung.accumulation))
-            kind = (first.stage, first.checkpointing, first.offload_optimizer, first.offload_param)
-            kinds.setdefault(kind, first)
-        plain = [first for kind, first in kinds.items() if kind[1:] == (False, "none", "none")]
-        rest = sorted((first for first in kinds.values() if first not in plain), key=_burden)
-        return [*plain, *rest[:3]]
+    def trial_seconds(self, candidate: Candidate) -> float:
+        """What a trial of it should take at most, by what similar ones took."""
+        at = self._index.get(candidate)
+        table = self._predictions()
+        step = float(table.step[at] * np.exp(2 * table.step_sigma[at])) if at is not None else 10.0
+        return 4 * max(self._startup, default=STARTUP_SECONDS) + 12 * step + 30.0
 
-    def _advised(self) -> Proposal:
-        for trial in self.store.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,)):
-            if trial.number not in self._known_trials:
-                self._known_trials.add(trial.number)
-                self._shadow.add_trial(trial)
-        asked = self._shadow.ask()
-        wanted: dict[str, Value] = {}
-        for name in (*self.space.order, MICRO_BATCH, ACCUMULATION):
-            if name in self.space.knobs:
-                wanted[name] = self._suggest(asked, name)
-        self._shadow.tell(asked, state=optuna.trial.TrialState.FAIL)
-        target = Candidate.of(wanted)
-        nearest = min(self.open, key=lambda other: _distance(target, other))
+    def _predictions(self) -> Table:
+        if self._table is None:
+            self._table = self.predictor.prepared_table(self._prepared)
+        return self._table
+
+    def _hopeless(self) -> tuple[Flags, Flags]:
+        table = self._predictions()
+        hopeless = table.peak - HOPELESS_SIGMAS * table.peak_sigma > self.hardware.capacity_bytes
+        return hopeless, table.host * self.job.ranks > 1.1 * host_limit_bytes(self.hardware)
+
+    def _worth(self, alive: Flags | None = None) -> tuple[Floats, Floats]:
+        """(gain a second, gain) of measuring each candidate; minus infinity where it is not open or hopeless.
+
+        Gain is the expected improvement of log samples a second over the best so far, times the probability of fitting.
+        """
+        table = self._predictions()
+        fits = _normal_cdf((self.hardware.ceiling_bytes - table.peak) / table.peak_sigma)
+        hopeless, host = self._hopeless()
+        barred = ~self._open | hopeless | host
+        logs = np.log(table.samples)
+        if not self.speed:
+            # something that surely fits first: from it everything else is calibrated
+            gain = logs + 4 * np.log(np.maximum(fits, 1e-9))
+            return np.where(barred, -np.inf, gain), gain
+        best = math.log(max(self.speed.values()))
+        z = (logs - best) / table.step_sigma
+        gain = table.step_sigma * (z * _normal_cdf(z) + np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)) * fits
+        risky = fits < RISK
+        if not (barred | risky).all():
+            barred = barred | (risky & (gain < gain[~(barred | risky)].max()))
+        startup = float(np.median(self._startup[-8:])) if self._startup else STARTUP_SECONDS
+        measuring = table.step * np.minimum(4.0, 6.0 / self._accumulation) + 1.0
+        seconds = measuring + np.where(alive, 0.0, startup) if alive is not None else measuring + startup
+        return np.where(barred, -np.inf, gain / seconds), gain
+
+    def _advised(self, allowed: Flags) -> Proposal:
+        wanted = self._sampler.wanted()
+        among = [self.candidates[i] for i in np.flatnonzero(allowed)]
+        nearest = min(among, key=lambda other: _distance(wanted, other))
         return Proposal(nearest, "Optuna's sampler")
 
-    def _suggest(self, trial: optuna.Trial, name: str) -> Value:
-        from autotune.search.study import distribution
 
-        values = self.space.knobs[name].values
-        kind = distribution(values, values[0])
-        value: Value
-        if isinstance(kind, optuna.distributions.CategoricalDistribution):
-            value = trial.suggest_categorical(name, kind.choices)  # type: ignore[assignment]
-        elif isinstance(kind, optuna.distributions.IntDistribution):
-            value = trial.suggest_int(name, kind.low, kind.high, log=kind.log)
-        else:
-            assert isinstance(kind, optuna.distributions.FloatDistribution)
-            value = trial.suggest_float(name, kind.low, kind.high, log=kind.log)
-        return value
+def _normal_cdf(z: Floats) -> Floats:
+    """Of the standard normal; interpolated, exact to 1e-5."""
+    return np.asarray(np.interp(z, _GRID, _CDF))
 
 
-def _burden(candidate: Candidate) -> tuple[int, int, int]:
-    """How much a candidate gives up for memory."""
-    offloads = (candidate.offload_optimizer != "none") + (candidate.offload_param != "none")
-    return (offloads + candidate.checkpointing, candidate.stage, offloads)
+_GRID = np.linspace(-8, 8, 2001)
+_CDF = np.array([0.5 * (1 + math.erf(x / math.sqrt(2))) for x in _GRID])
 
 
 def _distance(wanted: Candidate, other: Candidate) -> float:
     """Between two settings: 1 for a different choice, the log2 ratio for numbers."""
-    import math
 
     total = 0.0
     for name in {*wanted.as_dict, *other.as_dict}:

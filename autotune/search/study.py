@@ -163,6 +163,19 @@ class StudyStore:
         self._calls: list[dict[str, Any]] = list(study.user_attrs.get("calls", []))
 
     @classmethod
+    def in_memory(cls, job: Job, hardware: Hardware, space: SearchSpace) -> StudyStore:
+        """A study that ends with the process: replays need no database."""
+        store = cls(optuna.create_study(direction="maximize", sampler=optuna.samplers.RandomSampler()), None)
+        store._found(fingerprint(job, hardware), hardware, space)
+        return store
+
+    def _found(self, mark: dict[str, Any], hardware: Hardware, space: SearchSpace) -> None:
+        self._set("fingerprint", mark)
+        self._set("hardware", hardware.to_json())
+        self._set("space", space.text)
+        self._set("objective", "samples per second, all ranks")
+
+    @classmethod
     def create_or_resume(
         cls,
         name: str,
@@ -187,10 +200,7 @@ class StudyStore:
         )  # fmt: skip
         store, now = cls(study, folder), fingerprint(job, hardware)
         if name not in names:
-            store._set("fingerprint", now)
-            store._set("hardware", hardware.to_json())
-            store._set("space", space.text)
-            store._set("objective", "samples per second, all ranks")
+            store._found(now, hardware, space)
             return store, False
         before = study.user_attrs.get("fingerprint")
         if before is None:

@@ -137,7 +137,7 @@ class Tuner:
             ended = "interrupted"
         if winner is not None:
             self.store.set_winner(winner.number, "verified" if verified else "measured, not verified")
-        self.store.note_skips(dict(self.proposer.skipped))
+        self.store.note_skips(self.proposer.skips())
         self._save_call(ended)
         return Result(
             winner, verified, ended, self.cancelled(), self.used_seconds, self._counts[Kind.OK.value], self._counts
@@ -153,7 +153,7 @@ class Tuner:
                 return why
             proposal = self.proposer.next()
             if proposal is None:
-                return "every candidate is tried or ruled out"
+                return self.proposer.stopped_early or "every candidate is tried or ruled out"
             session = self.executor.session(proposal.candidate, self._session_name())
             try:
                 self._climb(session, proposal)
@@ -188,8 +188,12 @@ class Tuner:
         candidate = proposal.candidate
         number = self.store.start(candidate, self.space, SEARCH, proposal.note)
         self.observer.trial_started(number, candidate, SEARCH, proposal.note)
-        deadline = max(1.0, self.left_seconds - (self._reserve_seconds if self._ok else 0.0))
-        outcome = session.measure(candidate, self.search_effort, deadline)
+        left = max(1.0, self.left_seconds - (self._reserve_seconds if self._ok else 0.0))
+        limit = self.proposer.trial_seconds(candidate)
+        outcome = session.measure(candidate, self.search_effort, min(left, limit))
+        if outcome.kind is Kind.INTERRUPTED and limit < left and not self.cancelled():
+            why = f"took over {format_duration(limit)}, far more than what similar trials took"
+            outcome = dataclasses.replace(outcome, kind=Kind.TIMEOUT, reason=why, evidence="deadline of the trial")
         self._tried += 1
         self._record(number, candidate, outcome, SEARCH)
         return outcome

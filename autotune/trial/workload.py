@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +43,8 @@ def build_model(job: Job, device: torch.device, ds_config: dict[str, Any]) -> to
     dtype = DTYPES[job.precision]
     with contextlib.ExitStack() as stack:
         if stage == 3:
+            importlib.import_module("torch._dynamo")  # later it fails: Init replaces Tensor.__new__
+
             # No dtype here: given one, deepspeed 0.19.8 takes bf16 wherever the device has no fp16 (an operator-precedence
             # slip in `_set_dtype`); left out, it follows the config.
             stack.enter_context(deepspeed.zero.Init(config_dict_or_path=ds_config))

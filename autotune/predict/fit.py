@@ -1,0 +1,86 @@
+"""A robust fit of a few constants with priors: one observation already helps, a wrong one cannot wreck it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from autotune.predict.knobs import Floats
+
+DEGREES = 4.0  # of Student's t: an observation far off counts little
+
+
+@dataclass(frozen=True)
+class Prior:
+    """Of one constant: normal around `mean`."""
+
+    mean: float
+    sigma: float
+
+
+@dataclass
+class Posterior:
+    """Constants after a fit, with what is not known of them."""
+
+    mean: Floats  # (constants,)
+    covariance: Floats  # (constants, constants)
+    noise: float  # of one observation, in the residual's unit
+
+    def sigma(self, jacobian: Floats) -> Floats:
+        """(n,) standard deviations of predictions whose derivatives by the constants are `jacobian` (n, constants)."""
+        spread = np.einsum("ij,jk,ik->i", jacobian, self.covariance, jacobian)
+        return np.asarray(np.sqrt(np.maximum(spread, 0.0) + self.noise**2))
+
+
+def jacobian_of(model: Callable[[Floats], Floats], at: Floats) -> Floats:
+    """(n, constants) derivatives by central differences."""
+    columns = []
+    for i in range(len(at)):
+        h = 1e-4 * max(1.0, abs(at[i]))
+        up, down = at.copy(), at.copy()
+        up[i] += h
+        down[i] -= h
+        columns.append((model(up) - model(down)) / (2 * h))
+    return np.array(columns).T
+
+
+def fit(
+    priors: list[Prior],
+    residuals: Callable[[Floats], Floats] | None,
+    *,
+    noise: float,
+    noise_weight: float = 4.0,
+    rounds: int = 8,
+) -> Posterior:
+    """Gauss-Newton towards the most probable constants, observations weighted as Student's t has it.
+
+    Args:
+        residuals: of all observations at given constants; a censored one is zero where it agrees.
+        noise: standard deviation of one residual as expected before anything is seen.
+        noise_weight: how many observations that expectation is worth.
+    """
+    mean = np.array([prior.mean for prior in priors])
+    precision = np.diag([1 / prior.sigma**2 for prior in priors])
+    prior_mean = mean.copy()
+    if residuals is None:
+        return Posterior(mean, np.linalg.inv(precision), noise)
+    scale = noise
+    hessian = precision
+    for _ in range(rounds):
+        r = residuals(mean)
+        jacobian = jacobian_of(residuals, mean)
+        typical = float(np.sum(np.minimum(r**2, (6 * noise) ** 2)))
+        scale = np.sqrt((noise_weight * noise**2 + typical) / (noise_weight + len(r)))
+        weight = (DEGREES + 1) / (DEGREES + (r / scale) ** 2) / scale**2
+        hessian = precision + jacobian.T @ (weight[:, None] * jacobian)
+        gradient = jacobian.T @ (weight * r) + precision @ (mean - prior_mean)
+        step = np.linalg.solve(hessian, gradient)
+        mean = mean - np.clip(step, -1.0, 1.0)
+        if np.abs(step).max() < 1e-5:
+            break
+    r = residuals(mean)
+    # what the fit could not explain widens every interval, outliers included
+    wide = np.sqrt((noise_weight * noise**2 + float(np.sum(r**2))) / (noise_weight + len(r)))
+    return Posterior(mean, np.linalg.inv(hessian), float(max(wide, 0.5 * noise)))

@@ -1,0 +1,285 @@
+"""Peak memory and step time of any candidate without running it, corrected by what a study has measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autotune.candidate import Candidate
+from autotune.hardware import Hardware
+from autotune.job import Job
+from autotune.outcome import Kind, Outcome
+from autotune.predict.fit import Posterior, Prior, fit, jacobian_of
+from autotune.predict.knobs import Columns, Floats, columns_of
+from autotune.predict.roofline import Spent, Work, host_limit_bytes, spend, work
+from autotune.predict.trace import Trace, trace_job
+from autotune.predict.zero import Bill, bill
+from autotune.units import GIB
+
+SIGMAS = 2.0  # half the width of an interval
+MEMORY_NOISE = 0.025  # of a peak, before calibration
+TIME_NOISE = 0.08  # of the logarithm of a step's seconds
+
+# Memory: factors on what ZeRO's bill says, and bytes beside it. Activations above their live bytes: the caching
+# allocator rounds and splits (2 MiB pool, 20 MiB segments); a few per cent is what replays of its rules give.
+_MEMORY = {
+    "states": Prior(1.0, 0.02), "buckets": Prior(1.0, 0.2), "gathered": Prior(1.0, 0.3),
+    "temporaries": Prior(1.0, 0.25), "activations": Prior(1.04, 0.08), "recomputed": Prior(1.0, 0.15),
+}  # fmt: skip
+# Context of one CUDA process 0.4 to 0.5 GiB; NCCL's buffers and cuBLAS's workspaces come on top.
+_OVERHEAD_GIB = {"cuda": Prior(0.7, 0.3), "cpu": Prior(0.40, 0.1)}
+_NCCL_GIB = 0.3
+
+# Time: logarithms of factors on full rates; a matrix product reaches 60 to 70 % of a GPU's peak, a stream of memory
+# or of a link 75 to 85 %. The tail is in tokens.
+_TIME = {
+    "products": Prior(np.log(1 / 0.62), 0.25), "tail": Prior(np.log(500.0), 1.0), "moved": Prior(np.log(1 / 0.8), 0.35),
+    "starts": Prior(0.0, 0.4), "comm": Prior(np.log(1 / 0.7), 0.4), "reduce": Prior(np.log(0.8), 0.4),
+    "hidden": Prior(0.4, 0.8),
+    "pcie": Prior(np.log(1 / 0.7), 0.4), "cpu_adam": Prior(0.0, 0.6), "optimizer": Prior(np.log(1 / 0.7), 0.3),
+    "collectives": Prior(0.0, 0.8),
+}  # fmt: skip
+_CPU_SIGMA = 1.2  # a CPU's rates are guesses until the first trial
+# What no formula above knows: small factors by kind of config, and slopes.
+_QUIRKS = {
+    "stage1": 0.1, "stage2": 0.1, "stage3": 0.1, "checkpointed": 0.05, "offloaded": 0.1, "parameters out": 0.1,
+    "overlapped": 0.05, "micro-batch": 0.03, "bucket": 0.03, "sub-group": 0.02, "contiguous": 0.03,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is expected of one candidate; intervals hold 95 %."""
+
+    candidate: Candidate
+    peak_bytes: float
+    peak_interval: tuple[float, float]
+    memory: dict[str, float]  # bytes by what they hold, at the peak
+    moment: str  # of the peak: forward, backward, step or init
+    host_bytes: float  # of one rank
+    step_seconds: float
+    step_interval: tuple[float, float]
+    time: dict[str, float]  # seconds by cause
+    samples_per_second: float
+    binding: str  # what limits it
+    fits: bool
+    exact: bool  # False where the model could not be traced
+
+
+@dataclass
+class Table:
+    """Predictions of many candidates as arrays, in their order."""
+
+    peak: Floats
+    peak_sigma: Floats
+    host: Floats
+    step: Floats
+    step_sigma: Floats  # of the logarithm
+    samples: Floats  # a second, all ranks
+
+
+class Predictor:
+    """Of one job on one machine. Tracing happens once, at the first prediction unless a trace is given."""
+
+    def __init__(self, job: Job, hardware: Hardware, trace: Trace | None = None) -> None:
+        self.job, self.hardware = job, hardware
+        self.trace = trace if trace is not None else trace_job(job)
+        widen = 1.0 if self.trace.exact else 3.0
+        gib = _OVERHEAD_GIB[hardware.device]
+        extra = _NCCL_GIB if hardware.device == "cuda" and job.ranks > 1 else 0.0
+        self._memory_names = ["overhead", *_MEMORY]
+        self._memory_priors = [Prior(gib.mean + extra, gib.sigma), *_MEMORY.values()]
+        self._memory_priors[-2] = Prior(_MEMORY["activations"].mean, _MEMORY["activations"].sigma * widen)
+        self._time_names = [*_TIME, *_QUIRKS]
+        rates = [
+            Prior(p.mean, max(p.sigma, _CPU_SIGMA if hardware.device == "cpu" and n != "hidden" else 0.0) * widen)
+            for n, p in _TIME.items()
+        ]
+        self._time_priors = [*rates, *(Prior(0.0, sigma) for sigma in _QUIRKS.values())]
+        self._memory_noise, self._time_noise = MEMORY_NOISE * widen, TIME_NOISE * widen
+        self._seen: dict[Candidate, Outcome] = {}
+        self._stale = False
+        self._memory = fit(self._memory_priors, None, noise=self._memory_noise)
+        self._time = fit(self._time_priors, None, noise=self._time_noise)
+
+    # -- calibration -------------------------------------------------------------------------------------------------
+
+    def observe(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Takes an Outcome in; constants are fitted again when next asked for."""
+        if outcome.measurement is not None or outcome.kind is Kind.OOM_DEVICE:
+            self._seen[candidate] = outcome
+            self._stale = True
+
+    def calibrate(self) -> None:
+        """Fits the constants to all Outcomes seen."""
+        if not self._stale:
+            return
+        self._stale = False
+        candidates = list(self._seen)
+        outcomes = [self._seen[c] for c in candidates]
+        prepared = _Prepared.of(self.job, self.hardware, self.trace, candidates)
+        ok = np.array([o.measurement is not None for o in outcomes])
+        capacity = float(self.hardware.capacity_bytes)
+        peaks = np.array([o.measurement.peak_bytes if o.measurement else capacity + 0.5 * (o.missing_bytes or 0)
+                          for o in outcomes])  # fmt: skip
+
+        def memory_residuals(constants: Floats) -> Floats:
+            off = self._peaks(prepared, constants) / peaks - 1
+            # ran out: the true peak is above; agreeing is no evidence, so only a prediction below it pulls
+            return np.where(ok, off, np.minimum(off, 0.0))
+
+        self._memory = fit(self._memory_priors, memory_residuals, noise=self._memory_noise)
+        if not ok.any():
+            return
+        timed = prepared.rows(ok)
+        seconds = np.log([o.measurement.step_seconds for o in outcomes if o.measurement])
+        self._time = fit(self._time_priors, lambda constants: self._log_step(timed, constants) - seconds,
+                         noise=self._time_noise)  # fmt: skip
+
+    @property
+    def time_noise(self) -> float:
+        """What the fit leaves unexplained of a step's logarithm: 0.1 is about 10 %."""
+        self.calibrate()
+        return float(self._time.noise)
+
+    def constants(self) -> dict[str, float]:
+        """What the calibration believes: overhead in GiB, factors on full rates."""
+        self.calibrate()
+        memory = dict(zip(self._memory_names, self._memory.mean, strict=True))
+        return {**memory, **self._time_constants(self._time.mean)}
+
+    # -- prediction --------------------------------------------------------------------------------------------------
+
+    def table(self, candidates: Sequence[Candidate]) -> Table:
+        """Predictions of many candidates at once."""
+        return self.prepared_table(self.prepare(candidates))
+
+    def prepare(self, candidates: Sequence[Candidate]) -> _Prepared:
+        """What of a prediction does not depend on the calibration."""
+        return _Prepared.of(self.job, self.hardware, self.trace, candidates)
+
+    def prepared_table(self, prepared: _Prepared) -> Table:
+        self.calibrate()
+        peak = self._peaks(prepared, self._memory.mean)
+        sigma = _spread(lambda k: self._peaks(prepared, k), self._memory, peak)
+        log_step = self._log_step(prepared, self._time.mean)
+        log_sigma = self._time.sigma(jacobian_of(lambda k: self._log_step(prepared, k), self._time.mean))
+        c = prepared.columns
+        samples = c.micro_batch * c.accumulation * self.job.ranks / np.exp(log_step)
+        return Table(peak, sigma, prepared.bill.host, np.exp(log_step), log_sigma, samples)
+
+    def predict(self, candidate: Candidate) -> Prediction:
+        """One candidate, with its breakdowns."""
+        return self.predict_many([candidate])[0]
+
+    def predict_many(self, candidates: Sequence[Candidate]) -> list[Prediction]:
+        prepared = self.prepare(candidates)
+        table = self.prepared_table(prepared)
+        spent = self._spent(prepared, self._time.mean)
+        factor = table.step / spent.step
+        return [self._describe(candidate, i, prepared, table, spent, factor[i])
+                for i, candidate in enumerate(candidates)]  # fmt: skip
+
+    def _describe(
+        self, candidate: Candidate, i: int, prepared: _Prepared, table: Table, spent: Spent, factor: float
+    ) -> Prediction:
+        k = dict(zip(self._memory_names, self._memory.mean, strict=True))
+        b = prepared.bill
+        parts = self._moments(prepared, self._memory.mean)[:, i]
+        at = int(parts.argmax())
+        fragmentation = k["activations"] * (k["recomputed"] if candidate.checkpointing else 1.0)
+        memory = {
+            "parameters": b.parameters[i], "gradients": b.gradients[i], "optimizer": b.optimizer[i],
+            "activations": b.activations[at, i], "buckets": k["buckets"] * b.buckets[at, i],
+            "gathered parameters": k["gathered"] * b.gathered[at, i],
+            "temporaries": k["temporaries"] * b.temporaries[at, i],
+            "allocator": (fragmentation - 1) * b.activations[at, i]
+            + (k["states"] - 1) * (b.parameters[i] + b.gradients[i] + b.optimizer[i]),
+            "context and communication": k["overhead"] * GIB,
+        }  # fmt: skip
+        if self.hardware.device == "cpu":
+            memory["host"] = b.host[i]
+        time = {name: float(getattr(spent, name)[i]) * factor for name in
+                ("forward", "backward", "recompute", "communication", "optimizer", "offload")}  # fmt: skip
+        peak, sigma, host = float(table.peak[i]), float(table.peak_sigma[i]), float(b.host[i])
+        host_all = host * self.job.ranks
+        fits = peak <= self.hardware.ceiling_bytes and host_all <= host_limit_bytes(self.hardware)
+        step, spread = float(table.step[i]), float(np.exp(SIGMAS * table.step_sigma[i]))
+        return Prediction(
+            candidate, peak, (peak - SIGMAS * sigma, peak + SIGMAS * sigma), {n: float(v) for n, v in memory.items()},
+            b.moments[at], host, step, (step / spread, step * spread), time, float(table.samples[i]),
+            self._binding(peak, host_all, time, spent, i), fits, self.trace.exact,
+        )  # fmt: skip
+
+    def _binding(self, peak: float, host: float, time: dict[str, float], spent: Spent, i: int) -> str:
+        if peak > self.hardware.ceiling_bytes:
+            return "device memory"
+        if host > host_limit_bytes(self.hardware):
+            return "host memory"
+        compute = time["forward"] + time["backward"] + time["recompute"]
+        causes = {
+            "kernel launches": compute * float(spent.launch_bound[i]),
+            "memory bandwidth": compute * float(spent.moved_share[i]) * (1 - float(spent.launch_bound[i])),
+            "computation": compute * float(1 - spent.moved_share[i]) * (1 - float(spent.launch_bound[i])),
+            "communication": time["communication"], "optimizer": time["optimizer"], "offload": time["offload"],
+        }  # fmt: skip
+        return max(causes, key=causes.__getitem__)
+
+    # -- the model -----------------------------------------------------------------------------------------------------
+
+    def _moments(self, p: _Prepared, constants: Floats) -> Floats:
+        k = dict(zip(self._memory_names, constants, strict=True))
+        b = p.bill
+        held = k["states"] * (b.parameters + b.gradients + b.optimizer) + k["overhead"] * GIB
+        if self.hardware.device == "cpu":  # host and device are one
+            held = held + b.host
+        factor = k["activations"] * np.where(p.columns.checkpointing > 0, k["recomputed"], 1.0)
+        return np.asarray(held + k["buckets"] * b.buckets + k["gathered"] * b.gathered
+                          + k["temporaries"] * b.temporaries + factor * b.activations)  # fmt: skip
+
+    def _peaks(self, p: _Prepared, constants: Floats) -> Floats:
+        return np.asarray(self._moments(p, constants).max(axis=0))
+
+    def _time_constants(self, constants: Floats) -> dict[str, float]:
+        k = {name: float(np.exp(value)) for name, value in zip(self._time_names, constants, strict=True)}
+        raw = constants[self._time_names.index("hidden")]
+        k["hidden"] = float(1 / (1 + np.exp(-raw)))
+        return k
+
+    def _spent(self, p: _Prepared, constants: Floats) -> Spent:
+        return spend(p.work, p.columns, self._time_constants(constants))
+
+    def _log_step(self, p: _Prepared, constants: Floats) -> Floats:
+        return np.asarray(np.log(self._spent(p, constants).step) + p.quirks @ constants[len(_TIME) :])
+
+
+@dataclass
+class _Prepared:
+    columns: Columns
+    bill: Bill
+    work: Work
+    quirks: Floats  # (n, quirks)
+
+    @classmethod
+    def of(cls, job: Job, hardware: Hardware, trace: Trace, candidates: Sequence[Candidate]) -> _Prepared:
+        c = columns_of(candidates, job)
+        zero = c.stage > 0
+        quirks = np.array([
+            c.stage == 1, c.stage == 2, c.stage == 3, c.checkpointing, c.offload_optimizer > 0, c.offload_param > 0,
+            (c.overlap > 0) & zero, np.log2(c.micro_batch) - 2, np.where(zero, np.log10(c.reduce_bucket / 5e8), 0.0),
+            np.where(c.stage == 3, np.log10(c.sub_group / 1e9), 0.0), (c.contiguous > 0) & zero,
+        ], dtype=np.float64).T  # fmt: skip
+        return cls(c, bill(job, trace, c), work(job, hardware, trace, c), quirks)
+
+    def rows(self, mask: Floats) -> _Prepared:
+        """Only some candidates."""
+        columns = Columns(**{name: value[mask] for name, value in vars(self.columns).items()})
+        w = Work(**{name: value[mask] for name, value in vars(self.work).items()})
+        return _Prepared(columns, self.bill, w, self.quirks[mask])
+
+
+def _spread(model: object, posterior: Posterior, peak: Floats) -> Floats:
+    jacobian = jacobian_of(model, posterior.mean) / peak[:, None]  # type: ignore[arg-type]
+    return posterior.sigma(jacobian) * peak

@@ -1,0 +1,170 @@
+"""Seconds of an optimizer step: every operator against the device's peak and bandwidth, every byte against its link."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autotune.hardware import GpuFacts, Hardware
+from autotune.job import Job
+from autotune.predict.knobs import Columns, Floats
+from autotune.predict.trace import Trace
+from autotune.predict.zero import STATE_BYTES
+from autotune.units import GIB
+
+# Rates of a CPU rank until the first trial corrects them: flops, bytes and bytes a second of one rank.
+CPU_TFLOPS, CPU_MEMORY_GB_PER_S, CPU_LINK_GB_PER_S = 0.04, 6.0, 1.0
+# DeepSpeed's CPU Adam is bound by the host's memory: about 1e9 parameters a second over a node's ranks together
+# (DeepSpeed's own table for CPU-Adam on one socket: 1e9 parameters in 0.25 s to 1 s).
+CPU_ADAM_ELEMENTS_PER_S = 1e9
+NVME_GB_PER_S = 2.0
+BUCKET_SECONDS = 3e-5  # to start one collective
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Peaks of one device; bytes a second are one direction."""
+
+    flops: float
+    memory: float
+    link: float
+    pcie: float
+    operator_seconds: float  # to start one kernel
+
+    @classmethod
+    def of(cls, hardware: Hardware, precision: str) -> Rates:
+        facts: GpuFacts | None = hardware.gpu_facts
+        if facts is None:
+            cpu = CPU_TFLOPS * 1e12 * (1.0 if precision == "fp32" else 0.5)
+            return cls(cpu, CPU_MEMORY_GB_PER_S * 1e9, CPU_LINK_GB_PER_S * 1e9, CPU_MEMORY_GB_PER_S * 1e9, 2e-5)
+        flops = facts.fp32_tflops if precision == "fp32" else facts.tflops
+        if precision == "bf16" and not facts.bf16:
+            flops = facts.fp32_tflops
+        return cls(
+            flops * 1e12, facts.memory_gb_per_s * 1e9, facts.link_gb_per_s * 1e9, facts.pcie_gb_per_s * 1e9, 5e-6
+        )
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a candidate's step consists of, in seconds at full rates; one entry a candidate.
+
+    Per micro-batch: products, their tail (products a token: what small batches waste), moved (other operators), starts
+    (kernels), gather_micro and reduce_micro (communication), pcie_micro. Per step: gather_step, reduce_step, optimizer, cpu_adam, pcie_step, nvme, collectives.
+    """
+
+    forward_share: Floats  # of products, without recomputation
+    recompute_share: Floats
+    products: Floats
+    tail: Floats
+    moved: Floats
+    starts: Floats
+    gather_micro: Floats
+    gather_step: Floats
+    reduce_micro: Floats
+    reduce_step: Floats
+    pcie_micro: Floats
+    pcie_step: Floats
+    optimizer: Floats
+    cpu_adam: Floats
+    nvme: Floats
+    collectives: Floats
+    hides: Floats  # 1 where communication runs beside computation
+
+
+def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
+    """The work of every candidate."""
+    rates = Rates.of(hardware, job.precision)
+    ranks = float(job.ranks)
+    share = (ranks - 1) / ranks
+    width = 4.0 if job.precision == "fp32" else 2.0
+    kind = str((job.base_config.get("optimizer") or {}).get("type", job.optimizer)).lower()
+    states = float(STATE_BYTES.get(kind, 8))
+    total = float(sum(trace.parameters))
+    part, whole = total / ranks, width * total
+    plain, again = trace.plain, trace.of(True)
+
+    def either(of_plain: float, of_again: float) -> Floats:
+        return np.where(c.checkpointing > 0, of_again, of_plain)
+
+    products = either(sum(plain.flops), sum(again.flops)) * c.micro_batch / rates.flops
+    moved = (either(plain.moved[0][0] + plain.moved[1][0], again.moved[0][0] + again.moved[1][0])
+             + either(plain.moved[0][1] + plain.moved[1][1], again.moved[0][1] + again.moved[1][1]) * c.micro_batch
+             ) / rates.memory  # fmt: skip
+    starts = either(sum(plain.operators), sum(again.operators)) * rates.operator_seconds
+    one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
+    out, parameters_out = c.offload_optimizer > 0, three & (c.offload_param > 0)
+    # Buckets are all-reduced at stages 0 to 2 (use_multi_rank_bucket_allreduce), 1 and 2 gather what was updated;
+    # stage 3 gathers for forward and for backward and scatters the gradients, every micro-batch.
+    once = share * whole / rates.link
+    zero = np.zeros(len(c))
+    buckets = np.maximum(1.0, total / c.reduce_bucket) * np.where(two | three, c.accumulation, 1.0)
+    gathers = np.where(three, 2 * c.accumulation * total / np.maximum(c.prefetch, 1.0), 0.0)
+    groups = np.where(three, part / np.minimum(c.sub_group, part), 1.0)
+    elements = np.where(c.stage == 0, total, part)
+    step_bytes = 2 * (4 + states) + 4 + 2 * width  # master and states read and written, gradient read, weight written
+    back = np.where(two | three, width * part, 0.0)  # gradients leave the device every micro-batch
+    accumulating = np.where(two & (c.accumulation > 1), 2.0, 1.0)  # stage 2 fetches the sum back to add to it
+    return Work(
+        forward_share=either(plain.flops[0] / sum(plain.flops), plain.flops[0] / sum(again.flops)),
+        recompute_share=either(0.0, 1 - sum(plain.flops) / sum(again.flops)),
+        products=products, tail=products / (c.micro_batch * job.seq_len), moved=moved, starts=starts,
+        gather_micro=np.where(three, 2 * once, zero), gather_step=np.where(one | two, once, zero),
+        reduce_micro=np.select([two, three], [2 * once + zero, once + zero], 0.0),
+        reduce_step=np.where((c.stage == 0) | one, 2 * once, zero),
+        pcie_micro=(np.where(out, back * accumulating, 0.0) + np.where(parameters_out, 2 * width * part, 0.0)) / rates.pcie,
+        pcie_step=np.where(out, width * part + np.where(one, width * part, 0.0), 0.0) / rates.pcie,
+        optimizer=np.where(out, 0.0, elements * step_bytes / rates.memory),
+        cpu_adam=np.where(out, total / CPU_ADAM_ELEMENTS_PER_S, 0.0),
+        nvme=((c.offload_optimizer == 2) * 2 * (4 + states) * part + (c.offload_param == 2) * 2 * width * part
+              ) / (NVME_GB_PER_S * 1e9),
+        collectives=(buckets * (ranks > 1) + gathers * (ranks > 1) + groups) * BUCKET_SECONDS,
+        hides=np.where(c.overlap > 0, 1.0, 0.0),  # at every stage: without it one stream does both
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of one optimizer step by cause; one entry a candidate."""
+
+    forward: Floats
+    backward: Floats
+    recompute: Floats
+    communication: Floats  # exposed
+    optimizer: Floats
+    offload: Floats
+    launch_bound: Floats  # 1 where starting kernels takes longer than running them
+    moved_share: Floats  # of computation: operators bound by memory bandwidth
+
+    @property
+    def step(self) -> Floats:
+        return self.forward + self.backward + self.recompute + self.communication + self.optimizer + self.offload
+
+
+def spend(w: Work, c: Columns, k: dict[str, float]) -> Spent:
+    """Seconds from work and the constants `k`, all as factors on the work at full rates (`tail` in tokens,
+    `hidden` the share of communication that can run beside computation)."""
+    products = k["products"] * (w.products + k["tail"] * w.tail)
+    moved = k["moved"] * w.moved
+    starts = k["starts"] * w.starts
+    compute = ((products + moved) ** 4 + starts**4) ** 0.25  # the larger of the two, smoothly
+    micro = k["comm"] * (w.gather_micro + k["reduce"] * w.reduce_micro)
+    step = k["comm"] * (w.gather_step + k["reduce"] * w.reduce_step)
+    hidden = k["hidden"] * w.hides
+    exposed = np.maximum(micro - hidden * compute, (1 - hidden) * micro) * c.accumulation
+    # what a step sends once runs beside the last backward; the gathering of what was updated does not
+    exposed = exposed + np.maximum(step - hidden * compute * 0.66, (1 - hidden * 0.66) * step)
+    total = compute * c.accumulation
+    offload = k["pcie"] * (w.pcie_micro * c.accumulation + w.pcie_step) + k["cpu_adam"] * w.cpu_adam + w.nvme
+    return Spent(
+        forward=total * w.forward_share, recompute=total * w.recompute_share,
+        backward=total * (1 - w.forward_share - w.recompute_share),
+        communication=exposed + k["collectives"] * w.collectives, optimizer=k["optimizer"] * w.optimizer,
+        offload=offload, launch_bound=np.where(starts > products + moved, 1.0, 0.0), moved_share=moved / (products + moved),
+    )  # fmt: skip
+
+
+def host_limit_bytes(hardware: Hardware) -> float:
+    """What all ranks together may take of the host, the system's own left aside."""
+    return max(0.0, hardware.host_memory_bytes - 4 * GIB) if hardware.device == "cuda" else np.inf

@@ -1,0 +1,282 @@
+"""How soon a search finds the best: `python benchmarks/search.py --landscapes DIR --seeds 20 [--json FILE]`.
+
+Every strategy is replayed against tables of candidates under one set of rules, on a simulated clock: a process costs its
+start, a rung its steps, an out-of-memory two seconds and its process. `autotune` is the real proposer and tuner with the
+replay executor; `tpe` is Optuna's TPE with memory as a constraint, `random` draws without repetition, `deepspeed`
+follows deepspeed/autotuning: stage by stage, micro-batch first, then a grid, five full steps in a process each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import random
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+from common import print_table, write_json
+
+from autotune.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.executors.base import SEARCH, Effort
+from autotune.executors.replay import Landscape, ReplayExecutor, load_landscape
+from autotune.outcome import Kind, Outcome
+from autotune.predict.predictor import Predictor
+from autotune.predict.trace import Trace, trace_job
+from autotune.search.proposer import Proposer
+from autotune.search.study import StudyStore
+from autotune.search.tuner import Tuner
+from autotune.units import GIB, parse_duration
+
+FULL = Effort(full=True, min_steps=5)  # what DeepSpeed's autotuner runs
+Run = Callable[[Candidate, Effort], Outcome]
+
+
+class Biased(Predictor):
+    """A predictor that is wrong on purpose, and whose calibration cannot see through it."""
+
+    def _peaks(self, p: Any, constants: Any) -> Any:
+        sign = [1 if hash((c, m)) % 2 else -1 for c, m in zip(p.columns.stage, p.columns.micro_batch, strict=True)]
+        return super()._peaks(p, constants) * [1 + 0.3 * s for s in sign]
+
+    def _log_step(self, p: Any, constants: Any) -> Any:
+        sign = [1 if hash((c, m, 7)) % 2 else -1 for c, m in zip(p.columns.stage, p.columns.micro_batch, strict=True)]
+        return super()._log_step(p, constants) + [math.log(1.5) * s for s in sign]
+
+
+def autotune(landscape: Landscape, trace: Trace, seed: int, budget: float, *, biased: bool = False) -> dict[str, Any]:
+    executor = ReplayExecutor(landscape, seed)
+    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
+    store = StudyStore.in_memory(job, hardware, space)
+    predictor = (Biased if biased else Predictor)(job, hardware, trace)
+    candidates = sorted(landscape.rows, key=str)
+    random.Random(seed).shuffle(candidates)
+    proposer = Proposer(candidates, space, job, hardware, store, seed, predictor)
+    began = time.perf_counter()
+    result = Tuner(store, executor, proposer, space, hardware, budget_seconds=budget).run()
+    trials = max(1, len(executor.ledger.trials))
+    return {**judge(landscape, executor, budget), "own_seconds": (time.perf_counter() - began) / trials,
+            "ended": result.ended, "used": result.used_seconds}  # fmt: skip
+
+
+def baseline(landscape: Landscape, seed: int, budget: float, strategy: Callable[..., Iterator[None]]) -> dict[str, Any]:
+    """A strategy that starts a process for every trial."""
+    executor = ReplayExecutor(landscape, seed)
+
+    def run(candidate: Candidate, effort: Effort = SEARCH) -> Outcome:
+        session = executor.session(candidate, "")
+        outcome = session.measure(candidate, effort, budget - executor.now())
+        session.close()
+        return outcome
+
+    for _ in strategy(landscape, seed, run):
+        if executor.now() >= budget:
+            break
+    return judge(landscape, executor, budget)
+
+
+def at_random(landscape: Landscape, seed: int, run: Run) -> Iterator[None]:
+    order = sorted(landscape.rows, key=str)
+    random.Random(seed).shuffle(order)
+    for candidate in order:
+        run(candidate, SEARCH)
+        yield
+
+
+def by_optuna(make: Callable[[int], optuna.samplers.BaseSampler]) -> Callable[..., Iterator[None]]:
+    """Any of Optuna's samplers over the table's knobs; an out-of-memory is a violated constraint, in GiB."""
+
+    def strategy(landscape: Landscape, seed: int, run: Run) -> Iterator[None]:
+        study = optuna.create_study(direction="maximize", sampler=make(seed))
+        space = landscape.space()
+        seen: dict[Candidate, tuple[float, float]] = {}
+        for _ in range(3000):
+            trial = study.ask()
+            knobs = {name: trial.suggest_categorical(name, domain.values)
+                     for name, domain in space.knobs.items() if name != ACCUMULATION}  # fmt: skip
+            batch = landscape.facts.get("global_batch_size")
+            if batch:
+                knobs[ACCUMULATION] = batch // int(landscape.facts["n_gpus"]) // int(knobs[MICRO_BATCH])
+            elif ACCUMULATION in space.knobs:
+                knobs[ACCUMULATION] = trial.suggest_categorical(ACCUMULATION, space.knobs[ACCUMULATION].values)
+            candidate = Candidate.of(knobs)
+            if candidate not in landscape.rows:
+                study.tell(trial, state=optuna.trial.TrialState.FAIL)
+                continue
+            if candidate not in seen:
+                outcome = run(candidate, SEARCH)
+                speed = outcome.measurement.samples_per_second if outcome.measurement else 0.0
+                seen[candidate] = speed, (outcome.missing_bytes or 0) / GIB if not outcome.ok else 0.0
+                yield
+            speed, short = seen[candidate]
+            trial.set_user_attr("short", short)
+            study.tell(trial, speed)
+
+    return strategy
+
+
+def short_of_memory(trial: optuna.trial.FrozenTrial) -> list[float]:
+    return [float(trial.user_attrs.get("short", 0.0))]
+
+
+def tpe(seed: int) -> optuna.samplers.BaseSampler:
+    return optuna.samplers.TPESampler(seed=seed, multivariate=True, constraints_func=short_of_memory)
+
+
+def gp(seed: int) -> optuna.samplers.BaseSampler:
+    return optuna.samplers.GPSampler(seed=seed, constraints_func=short_of_memory)
+
+
+def like_deepspeed(landscape: Landscape, seed: int, run: Run) -> Iterator[None]:
+    """The order of deepspeed/autotuning/autotuner.py (0.19.8) over what of its grid the table has. It tunes neither
+    offload nor checkpointing; where the table fixes the global batch, accumulation follows from the micro-batch."""
+
+    def speed(candidate: Candidate) -> float:
+        outcome = run(candidate, FULL)
+        return outcome.measurement.samples_per_second if outcome.measurement else 0.0
+
+    own = [c for c in landscape.rows if c.offload_optimizer == "none" and c.offload_param == "none"
+           and not c.checkpointing]  # fmt: skip
+    best_before, largest_before, metric_before = 0, 0, 0.0
+    for stage in (0, 1, 2, 3):
+        mine = [c for c in own if c.stage == stage]
+        # templates: buckets of 5e8, no overlap, contiguous off; sub_group_size as large as the table has
+        first = [c for c in mine if c.get("reduce_bucket_size", 5e8) == 5e8 and not c.get("overlap_comm", False)
+                 and not c.get("contiguous_gradients", False)]  # fmt: skip
+        top = max((c.get("sub_group_size", 0) for c in first), default=0)
+        first = [c for c in first if c.get("sub_group_size", top) == top]
+        sizes = sorted({c.micro_batch for c in first})
+        metrics: dict[int, float] = {}
+        for size in [s for s in sizes if s >= max(1, largest_before)][:1] + sizes[::-1]:
+            if size in metrics:
+                continue
+            candidate = max((c for c in first if c.micro_batch == size), key=lambda c: c.accumulation)
+            metrics[size] = speed(candidate)
+            yield
+            if not metrics[size] and len(metrics) == 1:
+                break  # not even the smallest runs: the stage is left
+        ran = {size: metric for size, metric in metrics.items() if metric}
+        if not ran or max(ran) < largest_before:
+            continue
+        best = max(ran, key=ran.__getitem__)
+        if stage and (best <= best_before or ran[best] < metric_before):
+            largest_before = max(largest_before, *ran)
+            continue
+        if stage:
+            grid = [c for c in mine if c.micro_batch in ran and c.get("sub_group_size", top) == top
+                    and c.get("reduce_bucket_size", 5e8) in (5e7, 5e8, 1e9)]  # fmt: skip
+            since = 0
+            for candidate in sorted(grid, key=lambda c: (-c.get("overlap_comm", 0), c.get("reduce_bucket_size", 0),
+                                                         c.get("contiguous_gradients", 0), c.micro_batch)):  # fmt: skip
+                found = speed(candidate)
+                since = 0 if found > ran[best] else since + 1
+                if found > ran[best]:
+                    best = candidate.micro_batch
+                    ran[best] = found
+                yield
+                if since >= 5:  # tuner_early_stopping
+                    break
+        best_before, largest_before, metric_before = best, max(ran), ran[best]
+
+
+def judge(landscape: Landscape, executor: ReplayExecutor, budget: float) -> dict[str, Any]:
+    """When the run first measured something within 5 % and 2 % of the table's best, and what that had cost."""
+    ledger, best = executor.ledger, landscape.best_step_seconds
+    found: dict[str, Any] = {"ooms": sum(kind is not Kind.OK for _, _, kind in ledger.trials),
+                             "oom_share": ledger.oom_seconds / max(1e-9, min(budget, executor.now())),
+                             "overrun": max(0.0, executor.now() - budget), "trials": len(ledger.trials)}  # fmt: skip
+    for name, tolerance in (("95", 0.95), ("98", 0.98)):
+        for at, (seconds, candidate, kind) in enumerate(ledger.trials):
+            if kind is Kind.OK and best / landscape.seconds_per_sample(candidate) >= tolerance and seconds <= budget:
+                found |= {
+                    f"minutes{name}": seconds / 60, f"trials{name}": at + 1,
+                    f"processes{name}": sum(start < seconds for start in ledger.process_starts),
+                    f"ooms{name}": sum(k is not Kind.OK for _, _, k in ledger.trials[:at]),
+                }  # fmt: skip
+                break
+    return found
+
+
+STRATEGIES = ("autotune", "adversarial", "tpe", "gp", "random", "deepspeed")
+
+
+def one(task: tuple[Path, str, int, float]) -> dict[str, Any]:
+    path, strategy, seed, budget = task
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.simplefilter("ignore")
+    landscape = load_landscape(path)
+    if strategy in ("autotune", "adversarial"):
+        return autotune(landscape, trace_job(landscape.job()), seed, budget, biased=strategy == "adversarial")
+    kind = {"tpe": by_optuna(tpe), "gp": by_optuna(gp), "random": at_random, "deepspeed": like_deepspeed}[strategy]
+    return baseline(landscape, seed, budget, kind)
+
+
+def middle(values: list[float], share: float = 0.5) -> float | None:
+    """The quantile over all seeds, those that never arrived counted as infinite."""
+    value = sorted(values)[min(len(values) - 1, math.ceil(share * len(values)) - 1)]
+    return None if math.isinf(value) else round(value, 3)
+
+
+def summarise(name: str, strategy: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    def column(key: str) -> list[float]:
+        return [run.get(key, math.inf) for run in runs]
+
+    return {
+        "landscape": name, "strategy": strategy, "seeds": len(runs),
+        "share95": sum("minutes95" in run for run in runs) / len(runs),
+        "share98": sum("minutes98" in run for run in runs) / len(runs),
+        "trials95": middle(column("trials95")), "processes95": middle(column("processes95")),
+        "ooms95": middle(column("ooms95")), "minutes95": middle(column("minutes95")),
+        "minutes95_p90": middle(column("minutes95"), 0.9), "ooms": statistics.median(run["ooms"] for run in runs),
+        "oom_share": round(statistics.median(run["oom_share"] for run in runs), 4),
+        "overrun_seconds": max(run["overrun"] for run in runs),
+        "own_seconds": statistics.median(run["own_seconds"] for run in runs) if "own_seconds" in runs[0] else None,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--landscapes", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--strategies", default="autotune,tpe,random,deepspeed")
+    parser.add_argument("--budget", default="30m")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    strategies = arguments.strategies.split(",")
+    if unknown := set(strategies) - set(STRATEGIES):
+        parser.error(f"unknown strategy {', '.join(sorted(unknown))}; expected some of {', '.join(STRATEGIES)}")
+    tables = sorted(p for p in arguments.landscapes.glob("*.csv*") if p.name.endswith((".csv", ".csv.gz")))
+    if not tables:
+        parser.error(f"no tables (*.csv.gz) in {arguments.landscapes}")
+    budget = parse_duration(arguments.budget)
+    for path in tables:
+        trace_job(load_landscape(path).job())  # once, before the processes share the cache
+    tasks = [(path, s, seed, budget) for path in tables for s in strategies for seed in range(arguments.seeds)]
+    with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
+        runs = pool.map(one, tasks, chunksize=1)
+    rows = []
+    for path in tables:
+        for strategy in strategies:
+            mine = [run for task, run in zip(tasks, runs, strict=True) if task[:2] == (path, strategy)]
+            rows.append(summarise(path.name.split(".csv")[0], strategy, mine))
+    print_table(f"simulated, {arguments.seeds} seeds, {arguments.budget} each", rows)
+    if "autotune" in strategies and len(strategies) > 1:
+        ratios = []
+        for path in tables:
+            mine = {row["strategy"]: row["minutes95"] for row in rows if row["landscape"] == path.name.split(".csv")[0]}
+            others = [value for name, value in mine.items() if name not in ("autotune", "adversarial") and value]
+            if mine["autotune"] and others:
+                ratios.append(min(others) / mine["autotune"])
+        if ratios:
+            print(f"minutes to 95 %, best other strategy / autotune, geometric mean: {statistics.geometric_mean(ratios):.2f}")
+    write_json(arguments.json, rows)
+
+
+if __name__ == "__main__":
+    main()
