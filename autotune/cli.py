@@ -27,7 +27,8 @@ StorageOption = Annotated[str | None, typer.Option(help="Database URL; default: 
 def console(stderr: bool = False) -> Any:
     from rich.console import Console
 
-    return Console(stderr=stderr)
+    found = Console(stderr=stderr)
+    return found if found.is_terminal else Console(stderr=stderr, width=140)
 
 
 def emit(data: Any) -> None:
@@ -36,7 +37,9 @@ def emit(data: Any) -> None:
 
 @app.command()
 def run(
-    model: Annotated[str, typer.Option(help="Shipped name (`autotune models`), folder or config.json, or Hub id.")],
+    model: Annotated[
+        str | None, typer.Option(help="Shipped name (`autotune models`), folder or config.json, or Hub id.")
+    ] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs (or CPU ranks) to use; default: all.")] = None,
     budget: Annotated[str, typer.Option(help="Time for this call, verification included: 90s, 30m, 1h30m.")] = "30m",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
@@ -53,7 +56,9 @@ def run(
         str | None, typer.Option(help="Search space: a file, or a name of `autotune spaces list`.")
     ] = None,
     memory_cap: Annotated[str | None, typer.Option(help="What one rank may use, like 24GiB.")] = None,
-    headroom: Annotated[str, typer.Option(help="Share of the capacity that the winner leaves free.")] = "5%",
+    headroom: Annotated[
+        str | None, typer.Option(help="Share of the capacity that the winner leaves free; default 5%.")
+    ] = None,
     study: Annotated[str | None, typer.Option(help="Name of the study; the same name resumes it.")] = None,
     storage: StorageOption = None,
     seed: Annotated[int, typer.Option(help="Of the sampler and of the data.")] = 0,
@@ -61,6 +66,9 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Where the winner goes; default: runs/NAME/NAME.json.")] = None,
     isolation: Annotated[str, typer.Option(help="fork (pre-imported server) or spawn (cold starts).")] = "fork",
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
+    tolerance: Annotated[str, typer.Option(help="Stop when going on promises less than this share.")] = "1%",
+    exhaustive: Annotated[bool, typer.Option("--exhaustive", help="Use the whole budget.")] = False,
+    executor: Annotated[str, typer.Option(help="local, or replay:TABLE to search a recorded table.")] = "local",
     force: Annotated[bool, typer.Option("--force", help="Go on with a study of another job or machine.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing.")] = False,
     as_json: JsonFlag = False,
@@ -71,6 +79,7 @@ def run(
     request = Request(
         model, gpus, budget, device, seq_len, precision, optimizer, global_batch_size, ds_config, space, memory_cap,
         headroom, study, storage, seed, max_trials, out, force, isolation, trust_remote_code,
+        tolerance, exhaustive, executor,
     )  # fmt: skip
     ask = None if yes or as_json or not sys.stdin.isatty() else (lambda text: typer.confirm(text, default=True))
     report = run_study(request, console(stderr=as_json), quiet=as_json, confirm=ask)
@@ -83,6 +92,42 @@ def run(
             print(f"wrote {path}")
     if report.interrupted:
         raise typer.Exit(130)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="Shipped name (`autotune models`), folder or config.json, or Hub id.")],
+    gpu: Annotated[str | None, typer.Option(help="Name like rtx3090 or a100-80gb; default: the machine's own.")] = None,
+    gpus: Annotated[int, typer.Option(help="How many.")] = 1,
+    compare: Annotated[str | None, typer.Option(help="Several GPUs side by side: rtx4090,a100-80gb,h100.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens a sequence; default 2048.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: the best the GPU has.")] = None,
+    optimizer: Annotated[str, typer.Option(help="adamw, adam, fused_adam, lion, sgd or adagrad.")] = "adamw",
+    global_batch_size: Annotated[int | None, typer.Option(help="Sequences an optimizer step over all ranks.")] = None,
+    ds_config: Annotated[
+        Path | None, typer.Option(help="Your own DeepSpeed config: what is not planned is kept.")
+    ] = None,
+    space: Annotated[str, typer.Option(help="Search space: a file, or a name of `autotune spaces list`.")] = "default",
+    headroom: Annotated[str, typer.Option(help="Share of the capacity to leave free.")] = "5%",
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Predict what fits and how fast, without running anything: by stage, by GPU, and what would unlock more."""
+    from autotune.plan import show_comparison, show_plan
+    from autotune.run import Request, plans
+
+    request = Request(
+        model, gpus, seq_len=seq_len, precision=precision, optimizer=optimizer, global_batch_size=global_batch_size,
+        ds_config=ds_config, space=space, headroom=headroom, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    names: list[str | None] = [*compare.split(",")] if compare else [gpu]
+    made = plans(request, names)
+    if as_json:
+        emit([one.to_json() for one in made] if compare else made[0].to_json())
+    elif compare:
+        show_comparison(made, console())
+    else:
+        show_plan(made[0], console())
 
 
 @app.command()

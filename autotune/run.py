@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from autotune.candidate import KNOBS
 from autotune.errors import NothingFits, UserError
 from autotune.export import meta, write_export
-from autotune.hardware import Hardware, detect
+from autotune.hardware import Hardware, detect, named_hardware
 from autotune.job import Job, load_ds_config, longest_sequence
 from autotune.models import resolve_model
 from autotune.outcome import Kind
@@ -30,6 +30,13 @@ from autotune.search.study import Record, StudyStore, default_storage, fingerpri
 from autotune.space import Domain, SearchSpace, load_space
 from autotune.units import format_bytes, format_duration, parse_bytes, parse_duration, parse_share
 
+if TYPE_CHECKING:
+    from autotune.executors.base import Executor
+    from autotune.executors.replay import Landscape
+    from autotune.plan import Plan
+    from autotune.predict.trace import Trace
+
+DEFAULT_HEADROOM = "5%"
 DEFAULT_SEQ_LEN = {"cuda": 2048, "cpu": 64}
 
 
@@ -37,7 +44,7 @@ DEFAULT_SEQ_LEN = {"cuda": 2048, "cpu": 64}
 class Request:
     """What the user asked for; texts as typed."""
 
-    model: str
+    model: str | None
     gpus: int | None = None
     budget: str = "30m"
     device: str = "auto"
@@ -48,9 +55,7 @@ class Request:
     ds_config: Path | None = None
     space: str | None = None
     memory_cap: str | None = None
-    headroom: str = "5%"
-    tolerance: str = "1%"
-    exhaustive: bool = False
+    headroom: str | None = None
     study: str | None = None
     storage: str | None = None
     seed: int = 0
@@ -59,6 +64,9 @@ class Request:
     force: bool = False
     isolation: str = "fork"
     trust_remote_code: bool = False
+    tolerance: str = "1%"
+    exhaustive: bool = False
+    executor: str = "local"
     runs: Path = field(default_factory=lambda: Path("runs"))
 
 
@@ -68,6 +76,8 @@ def build_job(request: Request, hardware: Hardware) -> Job:
     Raises:
         UserError: something in it is not possible.
     """
+    if not request.model:
+        raise UserError("--model is missing: give a shipped name (`autotune models`), a folder, or a Hub id")
     model = resolve_model(request.model, trust_remote_code=request.trust_remote_code)
     base = load_ds_config(request.ds_config) if request.ds_config else {}
     longest = longest_sequence(model.config)
@@ -182,6 +192,36 @@ class Report:
         }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Setup:
+    job: Job
+    hardware: Hardware
+    space: SearchSpace
+    landscape: Landscape | None
+
+
+def _prepare(request: Request) -> _Setup:
+    """The job, machine and space of a request: this machine's, or a table's."""
+    kind, _, table = request.executor.partition(":")
+    if kind == "replay" and table:
+        from autotune.executors.replay import load_landscape
+
+        landscape = load_landscape(Path(table))
+        if request.space:
+            raise UserError("--executor replay brings its own space, the rows of its table: leave --space out")
+        # a table's rows end at the memory itself
+        headroom = parse_share(request.headroom) if request.headroom else 0.0
+        return _Setup(landscape.job(), landscape.hardware(headroom), landscape.space(), landscape)
+    if request.executor != "local":
+        raise UserError(f"--executor {request.executor}: expected local or replay:TABLE")
+    cap = parse_bytes(request.memory_cap) if request.memory_cap else None
+    headroom = parse_share(request.headroom or DEFAULT_HEADROOM)
+    hardware = detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom)
+    job = build_job(request, hardware)
+    space = load_space(request.space or ("default" if hardware.device == "cuda" else "cpu_demo"))
+    return _Setup(job, hardware, with_base(space, job.base_config), None)
+
+
 def run_study(
     request: Request, console: Console, *, quiet: bool = False, confirm: Callable[[str], bool] | None = None
 ) -> Report:
@@ -192,6 +232,7 @@ def run_study(
         NothingFits: no candidate is feasible.
     """
     from autotune.executors.local import LocalExecutor
+    from autotune.executors.replay import ReplayExecutor
     from autotune.predict.predictor import Predictor
     from autotune.search.proposer import Proposer
     from autotune.search.tuner import Tuner, too_short
@@ -203,14 +244,10 @@ def run_study(
         raise UserError(f"--max-trials {request.max_trials}: expected at least 1")
     if request.isolation not in ("fork", "spawn"):
         raise UserError(f"--isolation {request.isolation}: expected fork or spawn")
-    cap = parse_bytes(request.memory_cap) if request.memory_cap else None
-    hardware = detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=parse_share(request.headroom))
-    job = build_job(request, hardware)
-    space = with_base(
-        load_space(request.space or ("default" if hardware.device == "cuda" else "cpu_demo")), job.base_config
-    )
-    candidates = space.candidates(job)
-    if hardware.device == "cpu" and request.device == "auto":
+    setup = _prepare(request)
+    job, hardware, space = setup.job, setup.hardware, setup.space
+    candidates = space.candidates(job) if setup.landscape is None else sorted(setup.landscape.rows, key=str)
+    if hardware.device == "cpu" and request.device == "auto" and setup.landscape is None:
         console.print("no GPU found: running CPU ranks", style="yellow")
         if confirm is not None and not confirm("tune on CPU ranks?"):
             raise UserError("not started; on a GPU machine, `autotune doctor` says why no GPU is seen")
@@ -221,20 +258,27 @@ def run_study(
         storage = request.storage or default_storage(folder)
         store, resumed = StudyStore.create_or_resume(name, storage, folder, job, hardware, space, force=request.force)
         store.lock()
+        opening = time.monotonic()
         observer = make_observer(job, hardware, budget_seconds, console, quiet)
         closed = store.close_interrupted()
         _announce(observer, job, hardware, space, len(candidates), name, resumed, closed, store)
-        executor = LocalExecutor(
-            job, hardware, folder, candidates, isolation=request.isolation, seed=request.seed,
-            cancelled=stopped.is_set, on_phase=observer.phase,
-        )  # fmt: skip
+        predictor = Predictor(job, hardware)
+        if not predictor.trace.exact:
+            observer.say(f"{predictor.trace.note}; predictions are wider for it")
+        executor: Executor
+        if setup.landscape is not None:
+            executor = ReplayExecutor(setup.landscape, request.seed, hardware.headroom)
+        else:
+            executor = LocalExecutor(
+                job, hardware, folder, candidates, isolation=request.isolation, seed=request.seed,
+                cancelled=stopped.is_set, on_phase=observer.phase,
+            )  # fmt: skip
         try:
-            opening = time.monotonic()
             executor.open(observer.say)
             # All of the call counts, but for building DeepSpeed's ops: that happens once a machine.
-            spent = time.monotonic() - opening - executor.build_seconds
+            spent = time.monotonic() - opening - executor.build_seconds if setup.landscape is None else 0.0
             proposer = Proposer(
-                candidates, space, job, hardware, store, request.seed, Predictor(job, hardware),
+                candidates, space, job, hardware, store, request.seed, predictor,
                 tolerance=parse_share(request.tolerance), exhaustive=request.exhaustive,
             )  # fmt: skip
             tuner = Tuner(
@@ -267,6 +311,32 @@ def run_study(
             name, folder, result.winner, result.verified, result.ended, result.interrupted, files, lines,
             result.used_seconds,
         )  # fmt: skip
+
+
+def plans(request: Request, names: list[str | None]) -> list[Plan]:
+    """A plan for each named GPU; None is the machine's own.
+
+    Raises:
+        UserError: bad input.
+    """
+    from autotune.plan import check_gpus, make_plan
+    from autotune.predict.predictor import Predictor
+
+    count = check_gpus(request.gpus or 1)
+    headroom = parse_share(request.headroom or DEFAULT_HEADROOM)
+    made: list[Plan] = []
+    traces: dict[str, Trace] = {}
+    for name in names:
+        if name is None:
+            hardware = detect("auto", count, headroom=headroom)
+        else:
+            hardware = named_hardware(name.strip(), count, headroom=headroom)
+        job = build_job(request, hardware)
+        space = with_base(load_space(request.space or "default"), job.base_config)
+        predictor = Predictor(job, hardware, traces.get(job.precision))
+        traces[job.precision] = predictor.trace
+        made.append(make_plan(job, hardware, space, predictor))
+    return made
 
 
 def export_record(store: StudyStore, record: Record, out: Path, style: str, verified: bool) -> list[Path]:

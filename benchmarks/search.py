@@ -188,7 +188,7 @@ def judge(landscape: Landscape, executor: ReplayExecutor, budget: float) -> dict
     """When the run first measured something within 5 % and 2 % of the table's best, and what that had cost."""
     ledger, best = executor.ledger, landscape.best_step_seconds
     found: dict[str, Any] = {"ooms": sum(kind is not Kind.OK for _, _, kind in ledger.trials),
-                             "oom_share": ledger.oom_seconds / max(1e-9, min(budget, executor.now())),
+                             "oom_share": ledger.oom_seconds / budget,
                              "overrun": max(0.0, executor.now() - budget), "trials": len(ledger.trials)}  # fmt: skip
     for name, tolerance in (("95", 0.95), ("98", 0.98)):
         for at, (seconds, candidate, kind) in enumerate(ledger.trials):
@@ -274,7 +274,9 @@ def main() -> None:
             if mine["autotune"] and others:
                 ratios.append(min(others) / mine["autotune"])
         if ratios:
-            print(f"minutes to 95 %, best other strategy / autotune, geometric mean: {statistics.geometric_mean(ratios):.2f}")
+            print(
+                f"minutes to 95 %, best other strategy / autotune, geometric mean: {statistics.geometric_mean(ratios):.2f}"
+            )
     write_json(arguments.json, rows)
 
 

@@ -28,10 +28,11 @@ class Posterior:
     covariance: Floats  # (constants, constants)
     noise: float  # of one observation, in the residual's unit
 
-    def sigma(self, jacobian: Floats) -> Floats:
+    def sigma(self, jacobian: Floats, noise: float | None = None) -> Floats:
         """(n,) standard deviations of predictions whose derivatives by the constants are `jacobian` (n, constants)."""
-        spread = np.einsum("ij,jk,ik->i", jacobian, self.covariance, jacobian)
-        return np.asarray(np.sqrt(np.maximum(spread, 0.0) + self.noise**2))
+        spread = np.einsum("ij,ij->i", jacobian @ self.covariance, jacobian)
+        noise = self.noise if noise is None else noise
+        return np.asarray(np.sqrt(np.maximum(spread, 0.0) + noise**2))
 
 
 def jacobian_of(model: Callable[[Floats], Floats], at: Floats) -> Floats:
@@ -84,3 +85,36 @@ def fit(
     # what the fit could not explain widens every interval, outliers included
     wide = np.sqrt((noise_weight * noise**2 + float(np.sum(r**2))) / (noise_weight + len(r)))
     return Posterior(mean, np.linalg.inv(hessian), float(max(wide, 0.5 * noise)))
+
+
+@dataclass
+class Neighbours:
+    """What the fit leaves unexplained, shared among similar points: kriging of its residuals.
+
+    A point close to measured ones takes over their residual and is as certain as they are; one far from all keeps the
+    fit's value and its noise.
+    """
+
+    at: Floats  # (seen, features)
+    weights: Floats  # (seen,)
+    inverse: Floats  # (seen, seen)
+    amplitude: float
+
+    @classmethod
+    def of(cls, at: Floats, residuals: Floats, amplitude: float, repeat: float) -> Neighbours:
+        """`amplitude` of what is unexplained, `repeat` of the same point measured twice; both standard deviations."""
+        kernel = amplitude**2 * _closeness(at, at) + np.diag(np.full(len(at), repeat**2))
+        inverse: Floats = np.asarray(np.linalg.inv(kernel), dtype=np.float64)
+        return cls(at, inverse @ residuals, inverse, amplitude)
+
+    def shift(self, points: Floats) -> tuple[Floats, Floats]:
+        """(residual expected, its standard deviation) at every point (n, features)."""
+        near = self.amplitude**2 * _closeness(points, self.at)
+        spread = self.amplitude**2 - np.einsum("ij,ij->i", near @ self.inverse, near)
+        return np.asarray(near @ self.weights), np.sqrt(np.maximum(spread, 0.0))
+
+
+def _closeness(a: Floats, b: Floats) -> Floats:
+    """(len(a), len(b)): 1 for equal points, falling with the square of their distance."""
+    square = (a**2).sum(1)[:, None] + (b**2).sum(1)[None, :] - 2 * a @ b.T
+    return np.asarray(np.exp(-0.5 * np.maximum(square, 0.0)))

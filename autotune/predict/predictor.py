@@ -11,7 +11,7 @@ from autotune.candidate import Candidate
 from autotune.hardware import Hardware
 from autotune.job import Job
 from autotune.outcome import Kind, Outcome
-from autotune.predict.fit import Posterior, Prior, fit, jacobian_of
+from autotune.predict.fit import Neighbours, Posterior, Prior, fit, jacobian_of
 from autotune.predict.knobs import Columns, Floats, columns_of
 from autotune.predict.roofline import Spent, Work, host_limit_bytes, spend, work
 from autotune.predict.trace import Trace, trace_job
@@ -29,8 +29,8 @@ _MEMORY = {
     "temporaries": Prior(1.0, 0.25), "activations": Prior(1.04, 0.08), "recomputed": Prior(1.0, 0.15),
 }  # fmt: skip
 # Context of one CUDA process 0.4 to 0.5 GiB; NCCL's buffers and cuBLAS's workspaces come on top.
-_OVERHEAD_GIB = {"cuda": Prior(0.7, 0.3), "cpu": Prior(0.40, 0.1)}
-_NCCL_GIB = 0.3
+_OVERHEAD_GIB = {"cuda": Prior(0.55, 0.25), "cpu": Prior(0.40, 0.1)}
+_NCCL_GIB = 0.25
 
 # Time: logarithms of factors on full rates; a matrix product reaches 60 to 70 % of a GPU's peak, a stream of memory
 # or of a link 75 to 85 %. The tail is in tokens.
@@ -47,6 +47,9 @@ _QUIRKS = {
     "stage1": 0.1, "stage2": 0.1, "stage3": 0.1, "checkpointed": 0.05, "offloaded": 0.1, "parameters out": 0.1,
     "overlapped": 0.05, "micro-batch": 0.03, "bucket": 0.03, "sub-group": 0.02, "contiguous": 0.03,
 }  # fmt: skip
+# What is not explained is shared among candidates that are alike; more neighbours than these tell nothing new.
+_MOST_NEIGHBOURS = 256
+_REPEAT_MEMORY, _REPEAT_TIME = 0.004, 0.02  # the same candidate measured twice
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,8 @@ class Predictor:
         self._stale = False
         self._memory = fit(self._memory_priors, None, noise=self._memory_noise)
         self._time = fit(self._time_priors, None, noise=self._time_noise)
+        self._memory_near: Neighbours | None = None
+        self._time_near: Neighbours | None = None
 
     # -- calibration -------------------------------------------------------------------------------------------------
 
@@ -128,21 +133,29 @@ class Predictor:
         def memory_residuals(constants: Floats) -> Floats:
             off = self._peaks(prepared, constants) / peaks - 1
             # ran out: the true peak is above; agreeing is no evidence, so only a prediction below it pulls
-            return np.where(ok, off, np.minimum(off, 0.0))
+            return np.asarray(np.where(ok, off, np.minimum(off, 0.0)))
 
         self._memory = fit(self._memory_priors, memory_residuals, noise=self._memory_noise)
+        off = -memory_residuals(self._memory.mean)
+        told = ok | (off > 0)  # an out-of-memory where enough was predicted says something too
+        latest = slice(-_MOST_NEIGHBOURS, None)
+        self._memory_near = Neighbours.of(
+            prepared.features[told][latest], off[told][latest], self._memory.noise, _REPEAT_MEMORY
+        )
         if not ok.any():
             return
         timed = prepared.rows(ok)
         seconds = np.log([o.measurement.step_seconds for o in outcomes if o.measurement])
         self._time = fit(self._time_priors, lambda constants: self._log_step(timed, constants) - seconds,
                          noise=self._time_noise)  # fmt: skip
+        slower = seconds - self._log_step(timed, self._time.mean)
+        self._time_near = Neighbours.of(timed.features[latest], slower[latest], self._time.noise, _REPEAT_TIME)
 
     @property
     def time_noise(self) -> float:
         """What the fit leaves unexplained of a step's logarithm: 0.1 is about 10 %."""
         self.calibrate()
-        return float(self._time.noise)
+        return self._time.noise
 
     def constants(self) -> dict[str, float]:
         """What the calibration believes: overhead in GiB, factors on full rates."""
@@ -163,12 +176,16 @@ class Predictor:
     def prepared_table(self, prepared: _Prepared) -> Table:
         self.calibrate()
         peak = self._peaks(prepared, self._memory.mean)
-        sigma = _spread(lambda k: self._peaks(prepared, k), self._memory, peak)
+        by_constants = jacobian_of(lambda k: self._peaks(prepared, k), self._memory.mean) / peak[:, None]
+        shift, sigma = _corrected(self._memory, by_constants, self._memory_near, prepared.features)
+        peak = peak * (1 + shift)
         log_step = self._log_step(prepared, self._time.mean)
-        log_sigma = self._time.sigma(jacobian_of(lambda k: self._log_step(prepared, k), self._time.mean))
+        by_constants = jacobian_of(lambda k: self._log_step(prepared, k), self._time.mean)
+        shift, log_sigma = _corrected(self._time, by_constants, self._time_near, prepared.features)
+        log_step = log_step + shift
         c = prepared.columns
         samples = c.micro_batch * c.accumulation * self.job.ranks / np.exp(log_step)
-        return Table(peak, sigma, prepared.bill.host, np.exp(log_step), log_sigma, samples)
+        return Table(peak, sigma * peak, prepared.bill.host, np.exp(log_step), log_sigma, samples)
 
     def predict(self, candidate: Candidate) -> Prediction:
         """One candidate, with its breakdowns."""
@@ -261,6 +278,7 @@ class _Prepared:
     bill: Bill
     work: Work
     quirks: Floats  # (n, quirks)
+    features: Floats  # (n, knobs): distances between them say how alike candidates are
 
     @classmethod
     def of(cls, job: Job, hardware: Hardware, trace: Trace, candidates: Sequence[Candidate]) -> _Prepared:
@@ -271,15 +289,27 @@ class _Prepared:
             (c.overlap > 0) & zero, np.log2(c.micro_batch) - 2, np.where(zero, np.log10(c.reduce_bucket / 5e8), 0.0),
             np.where(c.stage == 3, np.log10(c.sub_group / 1e9), 0.0), (c.contiguous > 0) & zero,
         ], dtype=np.float64).T  # fmt: skip
-        return cls(c, bill(job, trace, c), work(job, hardware, trace, c), quirks)
+        features = np.array([
+            1.5 * (c.stage == 0), 1.5 * (c.stage == 1), 1.5 * (c.stage == 2), 1.5 * (c.stage == 3), c.checkpointing,
+            1.5 * (c.offload_optimizer > 0), 1.5 * (c.offload_param > 0), 0.7 * c.overlap * zero,
+            0.4 * c.contiguous * zero, 0.5 * np.log2(c.micro_batch), 0.3 * np.log2(c.accumulation),
+            np.where(zero, 0.3 * np.log10(c.reduce_bucket), 0.0), np.where(c.stage == 3, 0.2 * np.log10(c.sub_group), 0.0),
+        ], dtype=np.float64).T  # fmt: skip
+        return cls(c, bill(job, trace, c), work(job, hardware, trace, c), quirks, features)
 
     def rows(self, mask: Floats) -> _Prepared:
         """Only some candidates."""
         columns = Columns(**{name: value[mask] for name, value in vars(self.columns).items()})
         w = Work(**{name: value[mask] for name, value in vars(self.work).items()})
-        return _Prepared(columns, self.bill, w, self.quirks[mask])
+        return _Prepared(columns, self.bill, w, self.quirks[mask], self.features[mask])
 
 
-def _spread(model: object, posterior: Posterior, peak: Floats) -> Floats:
-    jacobian = jacobian_of(model, posterior.mean) / peak[:, None]  # type: ignore[arg-type]
-    return posterior.sigma(jacobian) * peak
+def _corrected(
+    posterior: Posterior, jacobian: Floats, near: Neighbours | None, features: Floats
+) -> tuple[Floats, Floats]:
+    """(shift, standard deviation) of predictions, by the constants and by measured neighbours."""
+    by_constants = posterior.sigma(jacobian, noise=0.0)
+    if near is None:
+        return np.zeros(len(features)), np.hypot(by_constants, posterior.noise)
+    shift, unexplained = near.shift(features)
+    return shift, np.hypot(np.minimum(by_constants, by_constants * unexplained / near.amplitude + 0.01), unexplained)

@@ -51,7 +51,8 @@ class Work:
     """What a candidate's step consists of, in seconds at full rates; one entry a candidate.
 
     Per micro-batch: products, their tail (products a token: what small batches waste), moved (other operators), starts
-    (kernels), gather_micro and reduce_micro (communication), pcie_micro. Per step: gather_step, reduce_step, optimizer, cpu_adam, pcie_step, nvme, collectives.
+    (kernels), gather_micro and reduce_micro (communication), pcie_micro. Per step: gather_step, reduce_step,
+    optimizer, cpu_adam, pcie_step, nvme, collectives.
     """
 
     forward_share: Floats  # of products, without recomputation

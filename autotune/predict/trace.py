@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -168,12 +169,13 @@ def trace_job(job: Job, *, timeout_seconds: float = 300.0) -> Trace:
 # -- what runs in its own process ----------------------------------------------------------------------------------------
 
 
-def trace_model(job: Job, *, use_cache: bool = False, whole_depth: bool = False) -> Trace:
+def trace_model(job: Job, *, use_cache: bool = False, whole_depth: bool = False, workers: int = 1) -> Trace:
     """Traces the job's model.
 
     Args:
         use_cache: keep the keys and values as models do by default; training switches it off.
         whole_depth: trace every layer instead of extrapolating over them.
+        workers: 2 traces with and without checkpointing at the same time, in forked children.
 
     Raises:
         Untraceable: an operator needs values, not shapes.
@@ -184,23 +186,31 @@ def trace_model(job: Job, *, use_cache: bool = False, whole_depth: bool = False)
     config = transformers_config(job.model)
     parameters, frozen = _parameters(job, config)
     depths = None if whole_depth else small_depths(config)
-    passes: list[Pass | None] = []
-    for checkpointing in (False, True):
-        try:
-            if depths is None:
-                found = _run_both(job, config, checkpointing, use_cache)
-            else:
-                deep = config.get_text_config().num_hidden_layers
-                short, long = (_run_both(job, at_depth(config, n), checkpointing, use_cache) for n in depths)
-                found = extrapolate(short, long, depths, deep)
-            passes.append(found.reduced())
-        except Untraceable:
-            if not checkpointing:
-                raise
-            passes.append(None)  # a model without gradient checkpointing
+    both = [(job, config, depths, use_cache, checkpointing) for checkpointing in (False, True)]
+    if workers > 1:
+        # Forked before torch has run anything: each child has what is imported, and a core.
+        with multiprocessing.get_context("fork").Pool(workers) as pool:
+            passes = pool.starmap(_one_pass, both)
+    else:
+        passes = [_one_pass(*arguments) for arguments in both]
     plain = passes[0]
     assert plain is not None
     return Trace(parameters, frozen, plain, passes[1], largest=max(parameters, default=0))
+
+
+def _one_pass(
+    job: Job, config: Any, depths: tuple[int, int] | None, use_cache: bool, checkpointing: bool
+) -> Pass | None:
+    try:
+        if depths is None:
+            return _run_both(job, config, checkpointing, use_cache).reduced()
+        deep = config.get_text_config().num_hidden_layers
+        short, long = (_run_both(job, at_depth(config, n), checkpointing, use_cache) for n in depths)
+        return extrapolate(short, long, depths, deep).reduced()
+    except Untraceable:
+        if not checkpointing:
+            raise
+        return None  # a model without gradient checkpointing
 
 
 def small_depths(config: Any) -> tuple[int, int] | None:
@@ -476,7 +486,7 @@ def main() -> None:
     answer: dict[str, Any]
     job = Job.from_json(json.loads(sys.stdin.read()))
     try:
-        answer = {"trace": trace_model(job).to_json()}
+        answer = {"trace": trace_model(job, workers=2).to_json()}
     except Untraceable as error:
         answer = {"untraceable": str(error)}
     except (ValueError, TypeError, KeyError, OSError, ImportError, AttributeError) as error:

@@ -25,7 +25,7 @@ from autotune.units import format_bytes
 STARTUP_SECONDS = 15.0  # of an engine, until some were seen
 HOPELESS_SIGMAS = 2.5  # a peak predicted so far above the capacity is not tried
 BLUNT = 0.3  # with a predictor this wrong (of log seconds) every other engine is the sampler's
-RISK = 0.5  # a candidate is not tried while it fits with less probability, unless nothing else is left
+RISK_STEP, MOST_CAUTIOUS = 0.25, 0.8  # the least probability of fitting rises with every out-of-memory
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class Proposer:
         self._worked: list[Candidate] = []
         self._startup: list[float] = []
         self._engines = 0
+        self._ran_out = 0
         self._sampler = Sampler(space, store, seed)
         self.stopped_early = ""
 
@@ -92,6 +93,7 @@ class Proposer:
                 self.speed[candidate] = outcome.measurement.samples_per_second
             self._worked.append(candidate)
         elif outcome.kind is Kind.OOM_DEVICE:
+            self._ran_out += 1
             reason = f"needs no less memory than {candidate}, which ran out"
             self._skip(lambda other: needs_no_less(other, candidate), reason)
         elif outcome.kind is Kind.INVALID:
@@ -214,9 +216,8 @@ class Proposer:
         best = math.log(max(self.speed.values()))
         z = (logs - best) / table.step_sigma
         gain = table.step_sigma * (z * _normal_cdf(z) + np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)) * fits
-        risky = fits < RISK
-        if not (barred | risky).all():
-            barred = barred | (risky & (gain < gain[~(barred | risky)].max()))
+        if not self.exhaustive:
+            barred = barred | (fits < min(MOST_CAUTIOUS, RISK_STEP * self._ran_out))
         startup = float(np.median(self._startup[-8:])) if self._startup else STARTUP_SECONDS
         measuring = table.step * np.minimum(4.0, 6.0 / self._accumulation) + 1.0
         seconds = measuring + np.where(alive, 0.0, startup) if alive is not None else measuring + startup

@@ -7,7 +7,7 @@ import warnings
 import optuna
 
 from autotune.candidate import ACCUMULATION, MICRO_BATCH, Candidate, Value
-from autotune.search.study import StudyStore, constraints, distribution
+from autotune.search.study import StudyStore, distribution
 from autotune.space import SearchSpace
 
 
