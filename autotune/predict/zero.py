@@ -101,6 +101,7 @@ def bill(job: Job, trace: Trace, columns: Columns) -> Bill:
         for phase, name in ((FORWARD, "forward"), (BACKWARD, "backward")):
             for fixed, each, grads, used in _points(run, phase):
                 held, buckets = _pending(job, c, grads, width, part, largest, bucket, ipg)
+                held = held + bypassing(trace, c, width, grads, contiguous & one)
                 moments.add(
                     name, mine, np.maximum(kept_buckets, standing + buckets),
                     np.where(three & (ranks > 1), np.maximum(gathered, used), 0.0), np.maximum(kept, held),
@@ -168,6 +169,14 @@ def _pending(
         first * (1 + 1 / ranks),  # stage 3: the flat bucket, and what is scattered out of it
     )  # fmt: skip
     return held, flat
+
+
+def bypassing(trace: Trace, c: Columns, width: float, grads: float, where: Any) -> Floats:
+    """Gradients of parameters larger than the bucket: they are reduced in place, and stage 1 keeps them to the step."""
+    sizes = np.sort(np.array(trace.parameters, dtype=np.float64))
+    above = np.concatenate([np.cumsum(sizes[::-1])[::-1], [0.0]])  # elements in parameters from each size upwards
+    over = above[np.searchsorted(sizes, c.reduce_bucket, side="right")]
+    return np.where(where, np.minimum(grads, width * over), 0.0)
 
 
 def gathered_bytes(trace: Trace, c: Columns, width: float, ranks: float) -> Floats:

@@ -1,0 +1,156 @@
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autotune.candidate import Candidate
+from autotune.executors.replay import Landscape, load_landscape
+from autotune.hardware import named_hardware
+from autotune.outcome import Kind, Measurement, Outcome
+from autotune.predict.fit import Neighbours, Prior, fit
+from autotune.predict.predictor import Predictor
+from autotune.predict.trace import trace_job
+from autotune.search.proposer import HOPELESS_SIGMAS
+from autotune.units import GIB
+from tests.conftest import make_candidate, make_job
+
+TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
+
+
+@pytest.fixture(scope="module")
+def landscape() -> Landscape:
+    return load_landscape(TABLE)
+
+
+def fresh(landscape: Landscape) -> Predictor:
+    return Predictor(landscape.job(), landscape.hardware(), trace_job(landscape.job()))
+
+
+def outcome_of(landscape: Landscape, candidate: Candidate, factor: float = 1.0) -> Outcome:
+    row = landscape.rows[candidate]
+    if row.kind is not Kind.OK:
+        return Outcome(row.kind, missing_bytes=int(0.2 * row.peak_gib * GIB))
+    assert row.step_seconds is not None
+    seconds, peak = row.step_seconds * factor, int(row.peak_gib * GIB * factor)
+    return Outcome(Kind.OK, measurement=Measurement(seconds, 0.0, 4, 1.0, 1.0, peak))
+
+
+def errors(landscape: Landscape, predictor: Predictor) -> tuple[float, float]:
+    """Median errors of peak, and of the logarithm of step seconds."""
+    ok = [c for c, row in landscape.rows.items() if row.kind is Kind.OK]
+    table = predictor.table(ok)
+    peak = np.array([landscape.rows[c].peak_gib for c in ok]) * GIB
+    step = np.array([landscape.rows[c].step_seconds for c in ok])
+    return float(np.median(abs(table.peak / peak - 1))), float(np.median(abs(np.log(table.step / step))))
+
+
+def test_one_trial_helps_and_more_help_more(landscape: Landscape) -> None:
+    ok = [c for c, row in landscape.rows.items() if row.kind is Kind.OK]
+    found = []
+    for count, starts in ((0, [0]), (1, range(0, len(ok), len(ok) // 12)), (12, [100])):
+        each = []
+        for start in starts:
+            predictor = fresh(landscape)
+            for candidate in [*ok[start:], *ok[:start]][:: len(ok) // 13][:count]:
+                predictor.observe(candidate, outcome_of(landscape, candidate))
+            each.append(errors(landscape, predictor))
+        found.append(np.mean(each, axis=0))
+    assert found[1][0] < found[0][0], found
+    assert found[1][1] < found[0][1], found
+    assert found[2][0] < 0.03, found
+    assert found[2][1] < 0.5 * found[0][1], found
+
+
+def test_one_wrong_trial_cannot_wreck_it(landscape: Landscape) -> None:
+    ok = [c for c, row in landscape.rows.items() if row.kind is Kind.OK][50::60][:12]
+    good, bad = fresh(landscape), fresh(landscape)
+    for i, candidate in enumerate(ok):
+        good.observe(candidate, outcome_of(landscape, candidate))
+        bad.observe(candidate, outcome_of(landscape, candidate, factor=3.0 if i == 5 else 1.0))
+    assert errors(landscape, bad)[0] < 3 * errors(landscape, good)[0] + 0.02
+    assert errors(landscape, bad)[1] < 3 * errors(landscape, good)[1] + 0.05
+    assert bad.time_noise > good.time_noise  # but it trusts itself less
+
+
+def test_an_out_of_memory_counts_where_it_disagrees(landscape: Landscape) -> None:
+    predictor = fresh(landscape)
+    capacity = predictor.hardware.capacity_bytes
+    at = predictor.table(list(landscape.rows)).peak
+    candidate = list(landscape.rows)[int(np.argmin(abs(at - 0.8 * capacity)))]
+    before = predictor.predict(candidate)
+    predictor.observe(candidate, Outcome(Kind.OOM_DEVICE, missing_bytes=GIB))
+    after = predictor.predict(candidate)
+    assert after.peak_bytes > 1.1 * before.peak_bytes
+    over = list(landscape.rows)[int(np.argmax(at))]  # one that was predicted to run out anyway teaches little
+    calm = fresh(landscape)
+    calm.observe(over, Outcome(Kind.OOM_DEVICE, missing_bytes=GIB))
+    assert calm.predict(candidate).peak_bytes == pytest.approx(before.peak_bytes, rel=0.02)
+
+
+def test_the_true_best_is_never_ruled_out(landscape: Landscape) -> None:
+    import random
+
+    ok = [c for c, row in landscape.rows.items() if row.kind is Kind.OK]
+    best = min(ok, key=landscape.seconds_per_sample)
+    for seed in range(8):
+        predictor = fresh(landscape)
+        for candidate in random.Random(seed).sample(ok, 3):
+            predictor.observe(candidate, outcome_of(landscape, candidate))
+        table = predictor.table([best])
+        assert table.peak[0] - HOPELESS_SIGMAS * table.peak_sigma[0] < predictor.hardware.capacity_bytes
+
+
+def test_a_wrong_prediction_widens_the_interval(landscape: Landscape) -> None:
+    all_ok = [c for c, row in landscape.rows.items() if row.kind is Kind.OK]
+    ok, others = all_ok[10::90][:6], all_ok[40::90][:6]
+    right, wrong = fresh(landscape), fresh(landscape)
+    for i, candidate in enumerate(ok):
+        right.observe(candidate, outcome_of(landscape, candidate))
+        wrong.observe(candidate, outcome_of(landscape, candidate, factor=1.5 if i % 2 else 0.7))
+    assert (wrong.table(others).peak_sigma > 2 * right.table(others).peak_sigma).all()
+
+
+def test_breakdowns_add_up() -> None:
+    job = make_job(model="gemma-2-2b", precision="bf16", seq_len=512)
+    predictor = Predictor(job, named_hardware("rtx3090", 2))
+    for candidate in (make_candidate(0), make_candidate(2, 2, 4), make_candidate(3, offload_optimizer="cpu")):
+        one = predictor.predict(candidate)
+        assert sum(one.memory.values()) == pytest.approx(one.peak_bytes, rel=1e-6)
+        assert sum(one.time.values()) == pytest.approx(one.step_seconds, rel=1e-6)
+        assert one.peak_interval[0] < one.peak_bytes < one.peak_interval[1]
+        assert one.step_interval[0] < one.step_seconds < one.step_interval[1]
+    assert predictor.predict(make_candidate(0)).binding == "device memory"  # 2.6e9 x 16 bytes on 24 GiB
+    assert predictor.predict(make_candidate(0)).memory["optimizer"] == pytest.approx(12 * 2614341888, rel=0.01)
+    assert predictor.predict(make_candidate(3, offload_optimizer="cpu")).time["offload"] > 0
+
+
+def test_ten_thousand_candidates_cost_less_than_forty_single_ones() -> None:
+    job = make_job()
+    predictor = Predictor(job, named_hardware("rtx4090", 2))
+    many = [make_candidate(stage, 1 + i) for stage in range(4) for i in range(2500)]
+    predictor.table(many[:10])
+    began = time.perf_counter()
+    predictor.table(many)
+    together = time.perf_counter() - began
+    began = time.perf_counter()
+    for candidate in many[:200]:
+        predictor.table([candidate])
+    assert together < 0.4 * 10_000 / 200 * (time.perf_counter() - began)
+
+
+def test_the_fit_follows_data_and_priors() -> None:
+    x = np.array([1.0, 2.0, 3.0, 4.0])
+    free = fit([Prior(0.0, 10.0), Prior(0.0, 10.0)], lambda k: k[0] + k[1] * x - (1 + 2 * x), noise=0.01)
+    assert free.mean == pytest.approx([1, 2], abs=0.05)
+    held = fit([Prior(0.0, 0.001), Prior(0.0, 10.0)], lambda k: k[0] + k[1] * x - (1 + 2 * x), noise=0.1)
+    assert abs(held.mean[0]) < 0.1
+    assert fit([Prior(3.0, 1.0)], None, noise=1.0).mean == [3.0]
+
+
+def test_neighbours_share_a_residual_and_strangers_do_not() -> None:
+    near = Neighbours.of(np.array([[0.0, 0.0]]), np.array([0.5]), amplitude=0.3, repeat=0.01)
+    shift, sigma = near.shift(np.array([[0.0, 0.0], [0.1, 0.0], [9.0, 9.0]]))
+    assert shift == pytest.approx([0.5, 0.497, 0.0], abs=0.01)
+    assert sigma[0] < 0.02
+    assert sigma[2] == pytest.approx(0.3)
