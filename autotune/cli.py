@@ -198,6 +198,27 @@ def export(
 
 
 @app.command()
+def record(
+    study: StudyArgument,
+    out: Annotated[
+        Path | None, typer.Option(help="Table to write; default: NAME.csv.gz in the study's folder.")
+    ] = None,
+    storage: StorageOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write a study as a table that `run --executor replay:TABLE` and the search benchmark replay."""
+    from autotune.run import record_study
+    from autotune.search.study import StudyStore
+
+    store = StudyStore.load(study, storage)
+    table, about, count = record_study(store, out or (store.folder or Path()) / f"{store.name}.csv.gz")
+    if as_json:
+        emit({"table": str(table), "facts": str(about), "rows": count})
+    else:
+        print(f"wrote {table} ({count} candidates) and {about}")
+
+
+@app.command()
 def models(as_json: JsonFlag = False) -> None:
     """The models that resolve offline by name."""
     from autotune.models import shipped_models

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from autotune.candidate import KNOBS
+from autotune.candidate import KNOBS, Candidate
 from autotune.errors import NothingFits, UserError
 from autotune.export import meta, write_export
 from autotune.hardware import Hardware, detect, named_hardware
@@ -26,7 +27,7 @@ from autotune.job import Job, load_ds_config, longest_sequence
 from autotune.models import resolve_model
 from autotune.outcome import Kind
 from autotune.report import PlainObserver, closest_lines, make_observer, record_json, winner_lines
-from autotune.search.study import Record, StudyStore, default_storage, fingerprint
+from autotune.search.study import SEARCH, Record, StudyStore, default_storage, fingerprint
 from autotune.space import Domain, SearchSpace, load_space
 from autotune.units import format_bytes, format_duration, parse_bytes, parse_duration, parse_share
 
@@ -337,6 +338,42 @@ def plans(request: Request, names: list[str | None]) -> list[Plan]:
         traces[job.precision] = predictor.trace
         made.append(make_plan(job, hardware, space, predictor))
     return made
+
+
+def record_study(store: StudyStore, out: Path) -> tuple[Path, Path, int]:
+    """A study's measured candidates as a table that `--executor replay:TABLE` searches: its two files, and its rows.
+
+    What ran out of memory is given the peak at which it failed at the least: capacity and the bytes missing.
+
+    Raises:
+        UserError: the study has measured nothing.
+    """
+    from autotune.executors.replay import Row, write_landscape
+    from autotune.units import GIB
+
+    job, hardware = store.job, store.hardware
+    rows: dict[Candidate, Row] = {}
+    started = [r.outcome.outside_seconds for r in store.records() if r.outcome and r.outcome.outside_seconds > 1.0]
+    startup = statistics.median(started) if started else 1.0
+    for record in store.records():
+        outcome = record.outcome
+        if outcome is None or (record.role != SEARCH and record.candidate in rows):
+            continue
+        if outcome.measurement is not None:
+            measured = outcome.measurement
+            rows[record.candidate] = Row(measured.peak_bytes / GIB, measured.step_seconds, startup, Kind.OK)
+        elif outcome.kind.is_oom:
+            peak = (hardware.capacity_bytes + (outcome.missing_bytes or 0)) / GIB
+            rows[record.candidate] = Row(peak, None, startup, outcome.kind)
+    if not any(row.kind is Kind.OK for row in rows.values()):
+        raise UserError(f"study {store.name} has measured nothing that could be replayed: run it first")
+    facts = {
+        "model": job.model.name, "model_config": job.model.config, "seq_len": job.seq_len, "precision": job.precision,
+        "optimizer": job.optimizer, "global_batch_size": job.global_batch_size, "device": hardware.device,
+        "gpu": hardware.name, "gpu_memory_gib": hardware.capacity_bytes / GIB, "n_gpus": job.ranks,
+        "host_memory_gib": hardware.host_memory_bytes / GIB, "recorded_from": store.name, "versions": store.versions,
+    }  # fmt: skip
+    return (*write_landscape(out, facts, rows), len(rows))
 
 
 def export_record(store: StudyStore, record: Record, out: Path, style: str, verified: bool) -> list[Path]:

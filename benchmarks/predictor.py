@@ -30,9 +30,9 @@ from autotune.outcome import Kind, Measurement, Outcome
 from autotune.predict.fit import Prior, fit
 from autotune.predict.knobs import columns_of
 from autotune.predict.predictor import Predictor
-from autotune.search.proposer import HOPELESS_SIGMAS
 from autotune.predict.trace import Trace, trace_job, trace_model
 from autotune.predict.zero import bill
+from autotune.search.proposer import HOPELESS_SIGMAS
 from autotune.units import GIB
 
 DATA = Path(__file__).parent / "data"
@@ -52,7 +52,9 @@ def live_tensors(measure: bool) -> list[dict[str, Any]]:
     """Against real engines, and what other estimators say of the same rows."""
     path = DATA / "live_tensors_cpu.json"
     if measure:
-        subprocess.run([sys.executable, str(Path(__file__).parent / "live_tensors.py"), "--json", str(path)], check=True)
+        subprocess.run(
+            [sys.executable, str(Path(__file__).parent / "live_tensors.py"), "--json", str(path)], check=True
+        )
     rows = [row for row in json.loads(path.read_text())["rows"] if row["live"]]
     ours, deepspeed, accelerate = [], [], []
     for row in rows:
@@ -113,12 +115,13 @@ def traces() -> list[dict[str, Any]]:
 
 
 def mpt(row: dict[str, str]) -> ModelSpec:
-    """The decoder of a row: GPT-NeoX's architecture has MPT's shapes and runs through attention without a score matrix."""
+    """The decoder of a row: GPT-2's architecture has MPT's shapes and runs through attention without a score matrix."""
     width = int(row["d_model"])
     return ModelSpec(row["model"], {
-        "model_type": "gpt_neox", "hidden_size": width, "intermediate_size": 4 * width, "tie_word_embeddings": True,
-        "num_attention_heads": int(row["n_heads"]), "num_hidden_layers": int(row["n_layers"]),
-        "vocab_size": int(row["vocab_size"]), "max_position_embeddings": int(row["seq_len"]),
+        "model_type": "gpt2", "n_embd": width, "n_inner": 4 * width, "n_head": int(row["n_heads"]),
+        "n_layer": int(row["n_layers"]), "vocab_size": int(row["vocab_size"]), "n_positions": int(row["seq_len"]),
+        "activation_function": "gelu", "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+        "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0,
     }, "llm-foundry")  # fmt: skip
 
 
@@ -152,7 +155,9 @@ def published() -> list[dict[str, Any]]:
         free = [group[0][1]._time_names.index(name) for name in ("products", "tail", "comm")]
         base = group[0][1]._time.mean
 
-        def tokens(constants: Any, prepared: Any = prepared, group: Any = group, free: Any = free, base: Any = base) -> Any:
+        def tokens(
+            constants: Any, prepared: Any = prepared, group: Any = group, free: Any = free, base: Any = base
+        ) -> Any:
             whole = base.copy()
             whole[free] = constants
             out = []

@@ -10,6 +10,7 @@ import csv
 import gzip
 import io
 import json
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from autotune.errors import UserError, near
 from autotune.executors.base import Effort
 from autotune.hardware import GpuFacts, Hardware, gpu_table, named_gpu
 from autotune.job import Job
-from autotune.models import resolve_model
+from autotune.models import ModelSpec, resolve_model
 from autotune.outcome import Kind, Measurement, Outcome, Phase
 from autotune.space import Domain, SearchSpace
 from autotune.units import GIB
@@ -61,10 +62,11 @@ class Landscape:
 
     def job(self) -> Job:
         facts = self.facts
-        spec = facts.get("model_config") or facts["model"]
+        config, name = facts.get("model_config"), str(facts["model"])
+        model = ModelSpec(name, config, "the table's JSON") if isinstance(config, dict) else resolve_model(name)
         batch = facts.get("global_batch_size")
         return Job(
-            resolve_model(spec), int(facts["n_gpus"]), int(facts["seq_len"]), str(facts["precision"]).lower(),
+            model, int(facts["n_gpus"]), int(facts["seq_len"]), str(facts["precision"]).lower(),
             str(facts.get("optimizer", "adamw")).lower(), int(batch) if batch else None,
         )  # fmt: skip
 
@@ -153,6 +155,25 @@ def _rows(text: str, table: Path) -> list[tuple[Candidate, Row]]:
             raise UserError(f"{table}:{reader.line_num}: {error}") from None
         found.append((Candidate.of(knobs), row))
     return found
+
+
+def write_landscape(path: Path, facts: dict[str, Any], rows: dict[Candidate, Row]) -> tuple[Path, Path]:
+    """`NAME.csv.gz` and `NAME.json`, as `load_landscape` reads them; the two paths."""
+    stem = path.name.removesuffix(".gz").removesuffix(".csv").removesuffix(".json")
+    names = sorted({name for candidate in rows for name, _ in candidate.knobs})
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*names, *RESULTS])
+    for candidate, row in rows.items():
+        peak = "" if math.isnan(row.peak_gib) else f"{row.peak_gib:.5f}"
+        step = "" if row.step_seconds is None else f"{row.step_seconds:.6g}"
+        knobs = [candidate.get(name, "") for name in names]
+        writer.writerow([*knobs, peak, step, f"{row.startup_seconds:.3f}", row.kind.value])
+    table, about = path.parent / f"{stem}.csv.gz", path.parent / f"{stem}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table.write_bytes(gzip.compress(out.getvalue().encode(), mtime=0))
+    about.write_text(json.dumps(facts, indent=1) + "\n")
+    return table, about
 
 
 def read_value(name: str, word: str) -> Value:

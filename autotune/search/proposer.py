@@ -178,7 +178,12 @@ class Proposer:
         worth, gain = self._worth(alive=mine)
         rungs = np.where(mine, worth, -np.inf)
         best = int(rungs.argmax())
-        if not np.isfinite(rungs[best]) or gain[best] < 0.25 * self.tolerance or rungs[best] < worth.max():
+        if not np.isfinite(rungs[best]):
+            return None
+        if self.exhaustive and gain[worth.argmax()] < 0.25 * self.tolerance:
+            rung = self._lowest(np.isfinite(rungs))
+            return Proposal(rung, "next rung of the ladder")
+        if gain[best] < 0.25 * self.tolerance or rungs[best] < worth.max():
             return None
         return Proposal(self.candidates[best], f"same engine, predicted gain {100 * math.expm1(gain[best]):.1f} %")
 
@@ -227,7 +232,14 @@ class Proposer:
         wanted = self._sampler.wanted()
         among = [self.candidates[i] for i in np.flatnonzero(allowed)]
         nearest = min(among, key=lambda other: _distance(wanted, other))
+        if self.exhaustive:  # every rung of that engine in one start
+            family = self._family == self._family[self._index[nearest]]
+            nearest = self._lowest(allowed & family)
         return Proposal(nearest, "Optuna's sampler")
+
+    def _lowest(self, among: Flags) -> Candidate:
+        rungs = [self.candidates[i] for i in np.flatnonzero(among)]
+        return min(rungs, key=lambda c: (c.micro_batch, c.accumulation))
 
 
 def _normal_cdf(z: Floats) -> Floats:
@@ -277,7 +289,7 @@ def needs_no_less(candidate: Candidate, other: Candidate) -> bool:
             if not isinstance(a, int | float) or not isinstance(b, int | float) or a < b:
                 return False
         elif name == CHECKPOINTING or name in ("offload_optimizer", "offload_param"):
-            if a not in (False, "none"):
+            if a not in (None, False, "none"):
                 return False
         elif name == "overlap_comm":
             if a is not True:

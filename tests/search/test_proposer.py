@@ -1,0 +1,159 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autotune.candidate import Candidate
+from autotune.executors.replay import Landscape, load_landscape
+from autotune.outcome import Kind, Measurement, Outcome
+from autotune.predict.predictor import Predictor
+from autotune.predict.trace import trace_job
+from autotune.search.proposer import Proposer, needs_no_less
+from autotune.search.study import StudyStore
+from autotune.units import GIB
+from tests.conftest import make_candidate
+
+TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
+
+
+@pytest.fixture(scope="module")
+def landscape() -> Landscape:
+    return load_landscape(TABLE)
+
+
+def make_proposer(landscape: Landscape, **options: object) -> Proposer:
+    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
+    store = StudyStore.in_memory(job, hardware, space)
+    predictor = Predictor(job, hardware, trace_job(job))
+    candidates = sorted(landscape.rows, key=str)
+    return Proposer(candidates, space, job, hardware, store, 0, predictor, **options)  # type: ignore[arg-type]
+
+
+def result(landscape: Landscape, candidate: Candidate) -> Outcome:
+    row = landscape.rows[candidate]
+    if row.kind is not Kind.OK:
+        return Outcome(row.kind, missing_bytes=GIB, outside_seconds=12.0)
+    assert row.step_seconds is not None
+    rate = candidate.micro_batch * candidate.accumulation * 2 / row.step_seconds
+    measured = Measurement(row.step_seconds, 0.02, 4, rate, rate, int(row.peak_gib * GIB))
+    return Outcome(Kind.OK, measurement=measured, outside_seconds=12.0)
+
+
+def test_nothing_is_proposed_twice_and_the_end_has_a_reason(landscape: Landscape) -> None:
+    proposer, seen = make_proposer(landscape), []
+    while (proposal := proposer.next()) is not None:
+        while proposal is not None:
+            seen.append(proposal.candidate)
+            proposer.observe(proposal.candidate, result(landscape, proposal.candidate))
+            proposal = (
+                proposer.next_rung(proposal.candidate) if landscape.rows[proposal.candidate].kind is Kind.OK else None
+            )
+    assert len(seen) == len(set(seen))
+    assert len(seen) < 60
+    assert "below 1 %" in proposer.stopped_early
+    best = min(landscape.seconds_per_sample(c) for c in seen if landscape.rows[c].kind is Kind.OK)
+    assert landscape.best_step_seconds / best > 0.97
+
+
+def test_exhaustive_goes_on_with_optunas_sampler(landscape: Landscape) -> None:
+    proposer, notes = make_proposer(landscape, exhaustive=True), []
+    for _ in range(60):
+        proposal = proposer.next()
+        assert proposal is not None
+        notes.append(proposal.note)
+        proposer.observe(proposal.candidate, result(landscape, proposal.candidate))
+    assert "Optuna's sampler" in notes
+    assert not proposer.stopped_early
+
+
+def test_rungs_of_one_engine_ascend(landscape: Landscape) -> None:
+    proposer = make_proposer(landscape, tolerance=0.0001)
+    for _ in range(12):
+        proposal = proposer.next()
+        if proposal is None:
+            break
+        batch = 0
+        while proposal is not None:
+            assert proposal.candidate.micro_batch > batch
+            batch = proposal.candidate.micro_batch
+            family = proposal.candidate.family
+            outcome = result(landscape, proposal.candidate)
+            proposer.observe(proposal.candidate, outcome)
+            proposal = proposer.next_rung(proposal.candidate) if outcome.ok else None
+            assert proposal is None or proposal.candidate.family == family
+
+
+def test_the_first_proposal_fits(landscape: Landscape) -> None:
+    first = make_proposer(landscape).next()
+    assert first is not None
+    assert landscape.rows[first.candidate].kind is Kind.OK
+
+
+def test_an_out_of_memory_rules_out_what_needs_no_less(landscape: Landscape) -> None:
+    proposer = make_proposer(landscape)
+    out = next(
+        c for c, row in landscape.rows.items() if row.kind is Kind.OOM_DEVICE and c.stage == 2 and c.micro_batch > 4
+    )
+    proposer.observe(out, Outcome(Kind.OOM_DEVICE, missing_bytes=GIB))
+    left = set(proposer.open)
+    assert out not in left
+    assert not any(needs_no_less(c, out) for c in left)
+    assert any("needs no less memory" in reason for reason in proposer.skips())
+    true_ok = {c for c, row in landscape.rows.items() if row.kind is Kind.OK}
+    assert true_ok <= left  # what it rules out really does not fit
+
+
+def test_dominance_compares_memory_only_where_it_holds_for_every_model() -> None:
+    low = make_candidate(2, 4)
+    assert needs_no_less(make_candidate(2, 8), low)
+    assert needs_no_less(make_candidate(1, 4), low)
+    assert not needs_no_less(make_candidate(2, 2), low)
+    assert not needs_no_less(make_candidate(3, 8), low)
+    assert not needs_no_less(make_candidate(0, 8), low)
+    assert not needs_no_less(make_candidate(2, 8, activation_checkpointing=True), low)
+    assert needs_no_less(low, make_candidate(2, 4, activation_checkpointing=True))
+    assert needs_no_less(make_candidate(2, 4, overlap_comm=True), make_candidate(2, 4, overlap_comm=False))
+
+
+def test_hopeless_candidates_are_skipped_and_counted(landscape: Landscape) -> None:
+    proposer = make_proposer(landscape)
+    table = proposer._predictions()
+    hopeless, _ = proposer._hopeless()
+    assert hopeless.any()
+    worth, _ = proposer._worth()
+    assert np.isneginf(worth[hopeless]).all()
+    assert table.peak[hopeless].min() > proposer.hardware.capacity_bytes
+    reason, count = next((r, n) for r, n in proposer.skips().items() if "predicted to need" in r)
+    assert "beyond the interval" in reason
+    assert count == int(hopeless.sum())
+
+
+def test_a_refusal_is_learnt_once_its_pattern_shows(landscape: Landscape) -> None:
+    proposer = make_proposer(landscape)
+    refused = [c for c in landscape.rows if c.offload_param == "cpu" and c.stage == 3]
+    worked = next(
+        c for c in landscape.rows if c.stage == 3 and c.offload_param == "none" and landscape.rows[c].kind is Kind.OK
+    )
+    proposer.observe(worked, result(landscape, worked))
+    wanted = [refused[0], next(c for c in refused if not set(c.family) <= set(refused[0].family) and c.checkpointing)]
+    for candidate in wanted:
+        proposer.observe(candidate, Outcome(Kind.INVALID, reason="offload_param is not for you"))
+    assert any("DeepSpeed refuses" in reason for reason in proposer.skips())
+    assert wanted[0] not in proposer.open
+
+
+def test_a_crash_closes_its_engine_only(landscape: Landscape) -> None:
+    proposer = make_proposer(landscape)
+    candidate = next(iter(landscape.rows))
+    before = len(proposer.open)
+    proposer.observe(candidate, Outcome(Kind.CRASH, reason="boom"))
+    gone = before - len(proposer.open)
+    assert gone == sum(c.family == candidate.family for c in landscape.rows)
+    proposer.observe(candidate, Outcome(Kind.INFRASTRUCTURE, reason="port"))
+    assert len(proposer.open) == before - gone
+
+
+def test_a_trial_gets_time_by_what_it_is_expected_to_take(landscape: Landscape) -> None:
+    proposer = make_proposer(landscape)
+    slow = max(landscape.rows, key=lambda c: c.accumulation * (2 if c.offload_optimizer == "cpu" else 1))
+    assert proposer.trial_seconds(slow) > 30
