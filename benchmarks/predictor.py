@@ -138,7 +138,7 @@ def published() -> list[dict[str, Any]]:
         hardware = Hardware("cuda", facts.name, count, int(float(row["gpu_mem_gb"]) * GIB), None, 2**40, facts.name,
                             headroom=0.0, rates=rates)  # fmt: skip
         job = Job(mpt(row), count, int(row["seq_len"]), "bf16")
-        predictor = Predictor(job, hardware)
+        predictor = Predictor(job, hardware, trace_job(job, fused_loss=True))  # llm-foundry's default
         candidate = Candidate.of({
             "zero_stage": 3 if row["sharding"] == "FULL_SHARD" else 2, "overlap_comm": True,
             "train_micro_batch_size_per_gpu": int(row["micro_batch"]),

@@ -35,7 +35,7 @@ def closed_form_trace(job: Job, why: str) -> Trace:
     layer = tokens * (width * (4 * hidden + 3 * attention + 2 * key_value + 4 * inner) + 4 * 2 * hidden)
     head = tokens * vocabulary * (width + 4 + 4)  # logits, their 32-bit copy and log-softmax
     block = tokens * hidden * width  # what a checkpointed layer keeps: its input
-    flops = 2.0 * products * tokens + 4.0 * layers * attention * tokens * tokens
+    flops, scores = 2.0 * products * tokens, 4.0 * layers * attention * tokens * tokens
     tied = bool(text.get("tie_word_embeddings", True))
     parameters = [products // layers] * layers + ([] if tied else [hidden * vocabulary])
     gradients = float(width * sum(parameters))
@@ -46,7 +46,8 @@ def closed_form_trace(job: Job, why: str) -> Trace:
             phase=[FORWARD, BACKWARD, BACKWARD], fixed=[0.0, 0.0, 0.0],
             per_sequence=[kept + head, kept + head + in_layer, in_layer], gradients=[0.0, 0.0, gradients],
             in_use=[hidden * vocabulary * width] * 3, after_forward=(0.0, kept + head),
-            flops=(flops, 2 * flops + recompute), moved=((0.0, moved), (0.0, 2 * moved)),
+            flops=(flops, 2 * flops + recompute), attention=(scores, 2.5 * scores + recompute / flops * scores),
+            moved=((0.0, moved), (0.0, 2 * moved)),
             operators=(30.0 * layers, 60.0 * layers),
         )  # fmt: skip
 

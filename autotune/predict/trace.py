@@ -28,7 +28,7 @@ from autotune.errors import UserError
 from autotune.job import Job
 
 FORWARD, BACKWARD = 0, 1
-VERSION = 3  # of this module's results: raise it when they change
+VERSION = 4  # of this module's results: raise it when they change
 
 
 class Untraceable(Exception):
@@ -49,7 +49,8 @@ class Pass:
     gradients: list[float]
     in_use: list[float]
     after_forward: tuple[float, float]  # fixed, per sequence: what forward leaves for backward
-    flops: tuple[float, float]  # forward, backward with recomputation; of one sequence, matrix products and attention
+    flops: tuple[float, float]  # forward, backward with recomputation; of one sequence, matrix products
+    attention: tuple[float, float]  # the same of fused attention kernels, before a causal mask halves it
     moved: tuple[tuple[float, float], tuple[float, float]]  # bytes of other operators: (fixed, a sequence) each phase
     operators: tuple[float, float]  # how many kernels each phase starts
 
@@ -82,7 +83,7 @@ class Pass:
         return Pass(
             [self.phase[i] for i in keep], [self.fixed[i] for i in keep], [self.per_sequence[i] for i in keep],
             [self.gradients[i] for i in keep], [self.in_use[i] for i in keep], self.after_forward, self.flops,
-            self.moved, self.operators,
+            self.attention, self.moved, self.operators,
         )  # fmt: skip
 
 
@@ -109,7 +110,7 @@ class Trace:
         def restore(value: dict[str, Any] | None) -> Pass | None:
             if value is None:
                 return None
-            pairs = ("after_forward", "flops", "operators")
+            pairs = ("after_forward", "flops", "attention", "operators")
             return Pass(**{**value, **{k: tuple(value[k]) for k in pairs}, "moved": tuple(map(tuple, value["moved"]))})
 
         plain = restore(data["plain"])
@@ -125,28 +126,28 @@ def cache_folder() -> Path:
     return Path(root).expanduser() / "autotune" / "traces"
 
 
-def cache_key(job: Job) -> str:
+def cache_key(job: Job, fused_loss: bool = False) -> str:
     """Of what decides a trace: model, sequence length, precision and the versions that run it."""
     versions = {name: metadata.version(name) for name in ("torch", "transformers")}
     parts = {"model": asdict(job.model), "seq_len": job.seq_len, "precision": job.precision, "versions": versions,
-             "version": VERSION}  # fmt: skip
+             "version": VERSION, **({"fused_loss": True} if fused_loss else {})}  # fmt: skip
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def trace_job(job: Job, *, timeout_seconds: float = 300.0) -> Trace:
+def trace_job(job: Job, *, fused_loss: bool = False, timeout_seconds: float = 300.0) -> Trace:
     """The job's trace: from the cache, or made in a process of its own; where that fails, the closed form's.
 
     Raises:
         UserError: the model cannot even be built.
     """
-    path = cache_folder() / f"{cache_key(job)}.json"
+    path = cache_folder() / f"{cache_key(job, fused_loss)}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return Trace.from_json(json.loads(path.read_text()))
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "autotune.predict.trace"], input=json.dumps(job.to_json()), env=env, text=True,
-            capture_output=True, timeout=timeout_seconds,
+            [sys.executable, "-m", "autotune.predict.trace", *(["--fused-loss"] if fused_loss else [])],
+            input=json.dumps(job.to_json()), env=env, text=True, capture_output=True, timeout=timeout_seconds,
         )  # fmt: skip
         answer = json.loads(done.stdout.strip().splitlines()[-1]) if done.stdout.strip() else {}
         why = answer.get("untraceable") or (done.stderr.strip().splitlines() or ["no answer"])[-1]
@@ -169,12 +170,15 @@ def trace_job(job: Job, *, timeout_seconds: float = 300.0) -> Trace:
 # -- what runs in its own process ----------------------------------------------------------------------------------------
 
 
-def trace_model(job: Job, *, use_cache: bool = False, whole_depth: bool = False, workers: int = 1) -> Trace:
+def trace_model(
+    job: Job, *, use_cache: bool = False, whole_depth: bool = False, fused_loss: bool = False, workers: int = 1
+) -> Trace:
     """Traces the job's model.
 
     Args:
         use_cache: keep the keys and values as models do by default; training switches it off.
         whole_depth: trace every layer instead of extrapolating over them.
+        fused_loss: the loss is taken from the 16-bit logits in place, as fused cross-entropy kernels do.
         workers: 2 traces with and without checkpointing at the same time, in forked children.
 
     Raises:
@@ -186,7 +190,7 @@ def trace_model(job: Job, *, use_cache: bool = False, whole_depth: bool = False,
     config = transformers_config(job.model)
     parameters, frozen = _parameters(job, config)
     depths = None if whole_depth else small_depths(config)
-    both = [(job, config, depths, use_cache, checkpointing) for checkpointing in (False, True)]
+    both = [(job, config, depths, (use_cache, fused_loss), checkpointing) for checkpointing in (False, True)]
     if workers > 1:
         # Forked before torch has run anything: each child has what is imported, and a core.
         with multiprocessing.get_context("fork").Pool(workers) as pool:
@@ -199,13 +203,13 @@ def trace_model(job: Job, *, use_cache: bool = False, whole_depth: bool = False,
 
 
 def _one_pass(
-    job: Job, config: Any, depths: tuple[int, int] | None, use_cache: bool, checkpointing: bool
+    job: Job, config: Any, depths: tuple[int, int] | None, options: tuple[bool, bool], checkpointing: bool
 ) -> Pass | None:
     try:
         if depths is None:
-            return _run_both(job, config, checkpointing, use_cache).reduced()
+            return _run_both(job, config, checkpointing, options).reduced()
         deep = config.get_text_config().num_hidden_layers
-        short, long = (_run_both(job, at_depth(config, n), checkpointing, use_cache) for n in depths)
+        short, long = (_run_both(job, at_depth(config, n), checkpointing, options) for n in depths)
         return extrapolate(short, long, depths, deep).reduced()
     except Untraceable:
         if not checkpointing:
@@ -272,14 +276,17 @@ def extrapolate(short: Pass, long: Pass, depths: tuple[int, int], deep: int) -> 
             phase.append(kind)
             for name, column in columns.items():
                 column.append(further(getattr(short, name)[i], getattr(long, name)[j]))
-    after = tuple(further(a, b) for a, b in zip(short.after_forward, long.after_forward, strict=True))
-    flops = tuple(further(a, b) for a, b in zip(short.flops, long.flops, strict=True))
-    operators = tuple(further(a, b) for a, b in zip(short.operators, long.operators, strict=True))
-    moved = tuple(
+    after: Any = tuple(further(a, b) for a, b in zip(short.after_forward, long.after_forward, strict=True))
+    flops: Any = tuple(further(a, b) for a, b in zip(short.flops, long.flops, strict=True))
+    attention: Any = tuple(further(a, b) for a, b in zip(short.attention, long.attention, strict=True))
+    operators: Any = tuple(further(a, b) for a, b in zip(short.operators, long.operators, strict=True))
+    moved: Any = tuple(
         tuple(further(a, b) for a, b in zip(one, other, strict=True))
         for one, other in zip(short.moved, long.moved, strict=True)
     )
-    return Pass(phase, **columns, after_forward=after, flops=flops, moved=moved, operators=operators)  # type: ignore[arg-type]
+    return Pass(
+        phase, **columns, after_forward=after, flops=flops, attention=attention, moved=moved, operators=operators,
+    )  # fmt: skip
 
 
 def _parameters(job: Job, config: Any) -> tuple[list[int], int]:
@@ -305,10 +312,10 @@ def _build(job: Job, config: Any) -> Any:
     return model
 
 
-def _run_both(job: Job, config: Any, checkpointing: bool, use_cache: bool) -> Pass:
+def _run_both(job: Job, config: Any, checkpointing: bool, options: tuple[bool, bool]) -> Pass:
     """Micro-batches of two and three sequences, joined allocation by allocation; one sequence is a special case to many
     operators, which then make views where they otherwise copy."""
-    one, two = (_run(job, config, checkpointing, use_cache, n) for n in (2, 3))
+    one, two = (_run(job, config, checkpointing, options, n) for n in (2, 3))
     events = [np.array(run.events, dtype=float) for run in (one, two)]
     if events[0].shape != events[1].shape or (events[0][:, 0] != events[1][:, 0]).any():
         events = [_phase_peaks(table) for table in events]
@@ -317,11 +324,20 @@ def _run_both(job: Job, config: Any, checkpointing: bool, use_cache: bool) -> Pa
     after = two.after_forward - one.after_forward
     moved = tuple((3 * a - 2 * b, b - a) for a, b in zip(one.moved, two.moved, strict=True))
     flops = tuple(b - a for a, b in zip(one.flops, two.flops, strict=True))
+    attention = tuple(b - a for a, b in zip(one.attention, two.attention, strict=True))
     return Pass(
         [int(p) for p in first[:, 0]], list(first[:, 1] - 2 * slope), list(slope), list(first[:, 2]),
-        list(first[:, 3]), (one.after_forward - 2 * after, after), flops, moved,  # type: ignore[arg-type]
+        list(first[:, 3]), (one.after_forward - 2 * after, after), flops, attention, moved,  # type: ignore[arg-type]
         (float(one.operators[0]), float(one.operators[1])),
     )  # fmt: skip
+
+
+def _attention_flops(func: Any, args: Any) -> float:
+    """2 products forward; 5 backward, where scores are computed again (Dao 2023, FlashAttention-2)."""
+    backward = "backward" in func.name()
+    query, key = (args[1], args[2]) if backward else (args[0], args[1])
+    batch, heads, length, width = query.shape
+    return float((10.0 if backward else 4.0) * batch * heads * length * key.shape[2] * width)
 
 
 def _phase_peaks(table: Any) -> Any:
@@ -340,6 +356,7 @@ class _Run:
         self.base = 0.0
         self.events: list[tuple[int, float, float, float]] = []
         self.flops = [0.0, 0.0]
+        self.attention = [0.0, 0.0]
         self.moved = [0.0, 0.0]
         self.operators = [0, 0]
         self.after_forward = 0.0
@@ -348,7 +365,7 @@ class _Run:
         self.events.append((self.phase, alive - self.base - self.gradients, self.gradients, self.in_use))
 
 
-def _run(job: Job, config: Any, checkpointing: bool, use_cache: bool, micro_batch: int) -> _Run:
+def _run(job: Job, config: Any, checkpointing: bool, options: tuple[bool, bool], micro_batch: int) -> _Run:
     import torch
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
     from torch.utils._pytree import tree_leaves
@@ -375,6 +392,9 @@ def _run(job: Job, config: Any, checkpointing: bool, use_cache: bool, micro_batc
             if view:
                 return out
             run.operators[run.phase] += 1
+            if "flash_attention_for_cpu" in func.name():  # stands for every fused kernel; torch has no formula for it
+                run.attention[run.phase] += _attention_flops(func, args)
+                return out
             if formula is not None:
                 run.flops[run.phase] += formula(*args, **(kwargs or {}), out_val=out)
                 return out
@@ -394,6 +414,7 @@ def _run(job: Job, config: Any, checkpointing: bool, use_cache: bool, micro_batc
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), live, _plain_masks():
             model = _build(job, config)
+            use_cache, fused_loss = options
             model.config.use_cache = use_cache and not checkpointing
             model.train()
             if checkpointing:
@@ -405,7 +426,7 @@ def _run(job: Job, config: Any, checkpointing: bool, use_cache: bool, micro_batc
             _hook(model, run)
             live._watch = grew
             ids = torch.zeros(micro_batch, job.seq_len, dtype=torch.long)
-            loss = model(input_ids=ids, labels=ids).loss
+            loss = model(input_ids=ids).logits.mean() if fused_loss else model(input_ids=ids, labels=ids).loss
             run.after_forward = live.bytes - run.base
             run.phase = BACKWARD
             loss.backward()
@@ -486,7 +507,7 @@ def main() -> None:
     answer: dict[str, Any]
     job = Job.from_json(json.loads(sys.stdin.read()))
     try:
-        answer = {"trace": trace_model(job, workers=2).to_json()}
+        answer = {"trace": trace_model(job, fused_loss="--fused-loss" in sys.argv, workers=2).to_json()}
     except Untraceable as error:
         answer = {"untraceable": str(error)}
     except (ValueError, TypeError, KeyError, OSError, ImportError, AttributeError) as error:

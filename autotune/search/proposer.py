@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
+from autotune.candidate import CHECKPOINTING, Candidate, Value
 from autotune.hardware import Hardware
 from autotune.job import Job
 from autotune.outcome import Kind, Outcome
 from autotune.predict.knobs import Flags, Floats
 from autotune.predict.predictor import Predictor, Table
 from autotune.predict.roofline import host_limit_bytes
+from autotune.search.dominance import Dominance
 from autotune.search.sampler import Sampler
 from autotune.search.study import StudyStore
 from autotune.space import SearchSpace
@@ -55,6 +55,8 @@ class Proposer:
         self.candidates = candidates
         self._index = {candidate: i for i, candidate in enumerate(candidates)}
         self._open = np.ones(len(candidates), dtype=bool)
+        self._none = np.zeros(len(candidates), dtype=bool)
+        self._dominance = Dominance(candidates)
         families: dict[tuple[tuple[str, Value], ...], int] = {}
         self._family = np.array([families.setdefault(c.family, len(families)) for c in candidates])
         self._micro_batch = np.array([c.micro_batch for c in candidates])
@@ -95,22 +97,22 @@ class Proposer:
         elif outcome.kind is Kind.OOM_DEVICE:
             self._ran_out += 1
             reason = f"needs no less memory than {candidate}, which ran out"
-            self._skip(lambda other: needs_no_less(other, candidate), reason)
+            self._rule_out(self._dominance.needs_no_less(candidate), reason)
         elif outcome.kind is Kind.INVALID:
             self._learn_refusal(candidate, outcome.reason)
         else:  # a hang, a crash or the host's memory: the same engine would end the same way
-            family = candidate.family
-            self._skip(lambda other: other.family == family, f"same engine as {candidate}: {outcome.kind.value}")
+            at = self._index.get(candidate, -1)
+            same = self._family == self._family[at] if at >= 0 else self._none
+            self._rule_out(same, f"same engine as {candidate}: {outcome.kind.value}")
 
     def _close(self, candidate: Candidate) -> None:
         if (at := self._index.get(candidate)) is not None:
             self._open[at] = False
 
-    def _skip(self, matches: Callable[[Candidate], bool], reason: str) -> None:
-        for at in np.flatnonzero(self._open):
-            if matches(self.candidates[at]):
-                self._open[at] = False
-                self.skipped[reason] += 1
+    def _rule_out(self, mask: Flags, reason: str) -> None:
+        if count := int((mask & self._open).sum()):
+            self._open &= ~mask
+            self.skipped[reason] += count
 
     def _learn_refusal(self, candidate: Candidate, reason: str) -> None:
         """DeepSpeed refused: what all candidates refused with this message share, and none that worked has, is out."""
@@ -119,7 +121,8 @@ class Proposer:
         shared = set.intersection(*(set(one.family) for one in refused))
         if len(refused) == 1 or any(shared <= set(one.family) for one in self._worked):
             shared = set(candidate.family)
-        self._skip(lambda other: shared <= set(other.family), f"DeepSpeed refuses: {reason[:160]}")
+        alike = np.array([shared <= set(other.family) for other in self.candidates])
+        self._rule_out(alike, f"DeepSpeed refuses: {reason[:160]}")
 
     def skips(self) -> dict[str, int]:
         """Why candidates were not tried, with counts: what followed from measurements, and what the predictor says."""
@@ -264,36 +267,3 @@ def _distance(wanted: Candidate, other: Candidate) -> float:
         else:
             total += min(4.0, abs(math.log2(max(a, 1e-9) / max(b, 1e-9))))
     return total
-
-
-_MORE_IS_MORE = ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size", MICRO_BATCH)
-
-
-def needs_no_less(candidate: Candidate, other: Candidate) -> bool:
-    """Whether the candidate needs at least as much device memory as the other in every knob.
-
-    Only what holds for every model is used: stage 1 keeps what stage 2 partitions; no other stages are compared, since
-    each brings buffers of its own.
-    """
-    if candidate.stage != other.stage and (candidate.stage, other.stage) != (1, 2):
-        return False
-    mine, theirs = candidate.as_dict, other.as_dict
-    for name in {*mine, *theirs}:
-        a, b = mine.get(name), theirs.get(name)
-        if a == b or name == "zero_stage":
-            continue
-        if name == ACCUMULATION:
-            if candidate.accumulation == 1:  # accumulating may need a gradient buffer of its own
-                return False
-        elif name in _MORE_IS_MORE:
-            if not isinstance(a, int | float) or not isinstance(b, int | float) or a < b:
-                return False
-        elif name == CHECKPOINTING or name in ("offload_optimizer", "offload_param"):
-            if a not in (None, False, "none"):
-                return False
-        elif name == "overlap_comm":
-            if a is not True:
-                return False
-        else:
-            return False
-    return True

@@ -1,0 +1,53 @@
+"""Which candidates need at least as much device memory as one that ran out: only what holds for every model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autotune.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
+from autotune.predict.knobs import Flags
+
+MORE_IS_MORE = (MICRO_BATCH, "reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
+# 1 where the setting spares memory, 0 where it does not
+_SPARES = {CHECKPOINTING: (True,), "offload_optimizer": ("cpu", "nvme"), "offload_param": ("cpu", "nvme")}
+_HANDLED = {*MORE_IS_MORE, *_SPARES, ACCUMULATION, "overlap_comm", "zero_stage"}
+
+
+class Dominance:
+    """Compares one candidate with all others at once.
+
+    Stage 1 keeps what stage 2 partitions; no other stages are compared, since each brings buffers of its own. Knobs
+    that are not known to move memory one way must be equal.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        self._index = {candidate: i for i, candidate in enumerate(candidates)}
+        self._stage = np.array([c.stage for c in candidates])
+        self._accumulation = np.array([c.accumulation for c in candidates])
+        self._more = np.array([[float(c.get(name, -1)) for name in MORE_IS_MORE] for c in candidates])
+        self._spares = np.array([[float(c.get(n) in kinds) for n, kinds in _SPARES.items()] for c in candidates])
+        self._spares_how = np.array(
+            [[hash(c.get(n)) if c.get(n) in kinds else 0 for n, kinds in _SPARES.items()] for c in candidates]
+        )
+        self._overlap = np.array([{True: 1.0, False: 0.0}.get(c.get("overlap_comm"), -1.0) for c in candidates])
+        others: dict[tuple[object, ...], int] = {}
+        self._others = np.array([
+            others.setdefault(tuple(item for item in c.knobs if item[0] not in _HANDLED), len(others)) for c in candidates
+        ])  # fmt: skip
+
+    def needs_no_less(self, candidate: Candidate) -> Flags:
+        """(n,) whether each needs at least as much as the candidate, which must be one of them; all false if it is not."""
+        at = self._index.get(candidate)
+        if at is None:
+            return np.zeros(len(self._stage), dtype=bool)
+        same_stage = self._stage == self._stage[at]
+        found = same_stage | ((self._stage == 1) & (self._stage[at] == 2))
+        found &= self._others == self._others[at]
+        # accumulating may need a gradient buffer of its own
+        found &= (self._accumulation == self._accumulation[at]) | (self._accumulation > 1)
+        found &= (self._more >= self._more[at]).all(axis=1)
+        found &= ((self._spares == 0) | (self._spares_how == self._spares_how[at])).all(axis=1)
+        found &= (self._overlap == self._overlap[at]) | (self._overlap == 1.0)
+        return np.asarray(found)

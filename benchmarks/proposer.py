@@ -1,0 +1,96 @@
+"""What the search itself costs: `python benchmarks/proposer.py [--json FILE]`.
+
+Seconds from an Outcome to the next proposal at 50, 500 and 5,000 trials in a study (SQLite, the default space of
+13,520 candidates), and seconds to resume the largest: open, read every Outcome, learn, propose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import print_table, write_json
+
+from autotune.hardware import named_hardware
+from autotune.job import Job
+from autotune.models import resolve_model
+from autotune.outcome import Kind, Measurement, Outcome
+from autotune.predict.predictor import Predictor
+from autotune.search.proposer import Proposer
+from autotune.search.study import SEARCH, StudyStore, default_storage
+from autotune.space import load_space
+from autotune.units import GIB
+
+TARGETS = {50: 0.1, 500: 0.2, 5000: 0.5}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    job, hardware, space = (
+        Job(resolve_model("llama-3.2-1b"), 4, 2048),
+        named_hardware("rtx4090", 4),
+        load_space("default"),
+    )
+    candidates = space.candidates(job)
+    random.Random(0).shuffle(candidates)
+    predictor = Predictor(job, hardware)
+    table = predictor.table(candidates)
+    outcomes = []
+    for i, candidate in enumerate(candidates[: max(TARGETS)]):
+        peak = table.peak[i] * random.Random(i).lognormvariate(0.0, 0.03)
+        if peak > hardware.capacity_bytes:
+            outcomes.append(Outcome(Kind.OOM_DEVICE, missing_bytes=int(0.1 * peak), outside_seconds=9.0))
+            continue
+        step = table.step[i] * random.Random(-i).lognormvariate(0.1, 0.1)
+        rate = candidate.micro_batch * candidate.accumulation * 4 / step
+        measured = Measurement(step, 0.02 * step, 5, rate, rate * 2048, int(peak))
+        outcomes.append(Outcome(Kind.OK, measurement=measured, outside_seconds=9.0))
+    rows: list[dict[str, Any]] = []
+    memory = Path("/dev/shm")  # five thousand trials are written one by one: not the point here
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
+        folder = Path(name)
+        storage = default_storage(folder)
+        store, _ = StudyStore.create_or_resume("s", storage, folder, job, hardware, space)
+        made = 0
+        for count, target in TARGETS.items():
+            for candidate, outcome in zip(candidates[made:count], outcomes[made:count], strict=True):
+                store.finish(store.start(candidate, space, SEARCH), outcome)
+            made = count
+            proposer = Proposer(candidates, space, job, hardware, store, 0, Predictor(job, hardware, predictor.trace),
+                                exhaustive=True)  # fmt: skip
+            for record in store.records():
+                if record.outcome is not None:
+                    proposer.observe(record.candidate, record.outcome)
+            seconds = []
+            for _ in range(7):
+                began = time.perf_counter()
+                proposal = proposer.next()
+                seconds.append(time.perf_counter() - began)
+                assert proposal is not None
+                proposer.observe(proposal.candidate, Outcome(Kind.OOM_DEVICE, missing_bytes=GIB))
+            rows.append({"trials in the study": count, "measure": "seconds a proposal, median",
+                         "ours": statistics.median(seconds), "target": target})  # fmt: skip
+        began = time.perf_counter()
+        store, resumed = StudyStore.create_or_resume("s", storage, folder, job, hardware, space)
+        records = store.records()
+        proposer = Proposer(candidates, space, job, hardware, store, 0, Predictor(job, hardware, predictor.trace))
+        for record in records:
+            if record.outcome is not None:
+                proposer.observe(record.candidate, record.outcome)
+        proposer.next()
+        assert resumed
+        rows.append({"trials in the study": len(records), "measure": "seconds to resume and propose",
+                     "ours": time.perf_counter() - began, "target": 5})  # fmt: skip
+    print_table("the search's own time", rows)
+    write_json(arguments.json, rows)
+
+
+if __name__ == "__main__":
+    main()
