@@ -126,7 +126,7 @@ def mpt(row: dict[str, str]) -> ModelSpec:
 
 
 def published() -> list[dict[str, Any]]:
-    """FSDP's full sharding moves what ZeRO-3 moves. Three constants a GPU type: products, tail, communication."""
+    """FSDP's full sharding moves what ZeRO-3 moves. Three constants a GPU type: products, other operators, communication."""
     rows = list(csv.DictReader((DATA / "fsdp_throughput.csv").open()))
     names = {"a100_40gb": "a100-40gb", "a100_80gb": "a100-80gb", "h100_80gb": "h100"}
     kinds: dict[str, list[tuple[dict[str, str], Predictor, Candidate]]] = {}
@@ -152,7 +152,7 @@ def published() -> list[dict[str, Any]]:
     for group in kinds.values():
         measured = np.array([float(row["tokens_per_s_per_gpu"]) for row, _, _ in group])
         prepared = [(p, p.prepare([c])) for _, p, c in group]
-        free = [group[0][1]._time_names.index(name) for name in ("products", "tail", "comm")]
+        free = [group[0][1]._time_names.index(name) for name in ("products", "moved", "comm")]
         base = group[0][1]._time.mean
 
         def tokens(
@@ -173,7 +173,7 @@ def published() -> list[dict[str, Any]]:
         said += list(got)
         true += list(measured)
         print(group[0][0]["gpu"], "median error", share(float(np.median(abs(got / measured - 1)))), "constants",
-              dict(zip(("products", "tail", "comm"), np.exp(best).round(3), strict=True)))  # fmt: skip
+              dict(zip(("products", "moved", "comm"), np.exp(best).round(3), strict=True)))  # fmt: skip
     hardware = Hardware("cuda", "a100-80gb", 4, 80 * GIB, None, 2**40, "a100-80gb", headroom=0.0)
     job = Job(resolve_model("llama-2-7b"), 4, 4096, "bf16")
     granite = Candidate.of({"zero_stage": 3, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1,

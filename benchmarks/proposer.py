@@ -53,15 +53,16 @@ def main() -> None:
         measured = Measurement(step, 0.02 * step, 5, rate, rate * 2048, int(peak))
         outcomes.append(Outcome(Kind.OK, measurement=measured, outside_seconds=9.0))
     rows: list[dict[str, Any]] = []
-    memory = Path("/dev/shm")  # five thousand trials are written one by one: not the point here
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
+    quick = StudyStore.in_memory(job, hardware, space)  # five thousand trials are written one by one otherwise
+    for candidate, outcome in zip(candidates, outcomes, strict=False):
+        quick.finish(quick.start(candidate, space, SEARCH), outcome)
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         storage = default_storage(folder)
         store, _ = StudyStore.create_or_resume("s", storage, folder, job, hardware, space)
         made = 0
         for count, target in TARGETS.items():
-            for candidate, outcome in zip(candidates[made:count], outcomes[made:count], strict=True):
-                store.finish(store.start(candidate, space, SEARCH), outcome)
+            store.study.add_trials(quick.study.get_trials(deepcopy=False)[made:count])
             made = count
             proposer = Proposer(candidates, space, job, hardware, store, 0, Predictor(job, hardware, predictor.trace),
                                 exhaustive=True)  # fmt: skip

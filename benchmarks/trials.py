@@ -1,8 +1,8 @@
 """How trials behave on this machine: `python benchmarks/trials.py [--faults 100] [--json FILE]`.
 
-Four questions, each answered side by side in this one run: what the fork server saves against a cold start, how soon
-the next trial starts after one was killed, hung or ran out, whether anything is left behind, and whether memory
-repeats.
+Five questions, each answered side by side in this one run: what the fork server saves against a cold start, what a
+configuration costs in a ladder, how soon the next trial starts after one was killed, hung or ran out, whether anything
+is left behind, and whether memory repeats.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import print_table, write_json
+from common import print_table, train_plainly, write_json
 
 from autotune.candidate import Candidate
 from autotune.executors.base import Effort
 from autotune.executors.local import Deadlines, LocalExecutor
+from autotune.export import deepspeed_config
 from autotune.hardware import detect
 from autotune.job import Job
 from autotune.models import resolve_model
@@ -57,6 +58,26 @@ def start_up(job: Job, hardware: Any, folder: Path, rounds: int) -> list[dict[st
     medians = {isolation: statistics.median(values) for isolation, values in seconds.items()}
     return [{"measure": "seconds of a trial outside measured steps", "fork": medians["fork"], "cold": medians["spawn"],
              "ratio": medians["spawn"] / medians["fork"], "target": ">= 3"}]  # fmt: skip
+
+
+def a_configuration(job: Job, hardware: Any, folder: Path, rounds: int) -> list[dict[str, Any]]:
+    """Seconds outside measured steps for each configuration of a ladder of four, against a cold torchrun of one."""
+    rungs = [candidate(2, size) for size in (1, 2, 4, 8)]
+    executor = LocalExecutor(job, hardware, folder, rungs)
+    executor.open(print)
+    ours, cold = [], []
+    for at in range(rounds):
+        session = executor.session(rungs[0], str(at))
+        outside = [session.measure(one, QUICK, 120.0).outside_seconds for one in rungs]
+        session.close()
+        ours.append(sum(outside) / len(rungs))
+        began = time.monotonic()
+        trained = train_plainly(job, deepspeed_config(rungs[0], job), False, 10, hardware.device)
+        cold.append(time.monotonic() - began - 10 * trained["step_seconds"])
+    executor.close()
+    ratio = statistics.median(a / b for a, b in zip(ours, cold, strict=True))
+    return [{"measure": "seconds outside measured steps", "a configuration of a ladder of four": statistics.median(ours),
+             "cold torchrun": statistics.median(cold), "median ratio": ratio, "target": "<= 0.125"}]  # fmt: skip
 
 
 def faults(job: Job, hardware: Any, folder: Path, count: int) -> list[dict[str, Any]]:
@@ -127,6 +148,8 @@ def main() -> None:
         folder = Path(name)
         results["start_up"] = start_up(job, hardware, folder, arguments.rounds)
         print_table("fork server against cold start, alternating", results["start_up"])
+        results["ladder"] = a_configuration(job, hardware, folder / "ladder", arguments.rounds)
+        print_table("a configuration measured, ladder and cold start alternating", results["ladder"])
         results["memory"] = memory(job, hardware, folder / "memory")
         print_table("memory repeats", results["memory"])
         if job.ranks > 1:

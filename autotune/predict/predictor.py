@@ -49,6 +49,7 @@ _QUIRKS = {
 }  # fmt: skip
 # What is not explained is shared among candidates that are alike; more neighbours than these tell nothing new.
 _MOST_NEIGHBOURS = 256
+_MOST_OBSERVATIONS = 512  # of the latest; the constants are known by then
 _REPEAT_MEMORY, _REPEAT_TIME = 0.004, 0.02  # the same candidate measured twice
 
 
@@ -122,7 +123,7 @@ class Predictor:
         if not self._stale:
             return
         self._stale = False
-        candidates = list(self._seen)
+        candidates = list(self._seen)[-_MOST_OBSERVATIONS:]
         outcomes = [self._seen[c] for c in candidates]
         prepared = _Prepared.of(self.job, self.hardware, self.trace, candidates)
         ok = np.array([o.measurement is not None for o in outcomes])
@@ -161,7 +162,9 @@ class Predictor:
         """What the calibration believes: overhead in GiB, factors on full rates."""
         self.calibrate()
         memory = dict(zip(self._memory_names, self._memory.mean, strict=True))
-        return {**memory, **self._time_constants(self._time.mean)}
+        quirks = dict(zip(_QUIRKS, np.exp(self._time.mean[len(_TIME) :]), strict=True))
+        named = {**memory, **self._time_constants(self._time.mean), **quirks}
+        return {name: float(value) for name, value in named.items()}
 
     # -- prediction --------------------------------------------------------------------------------------------------
 
@@ -175,12 +178,12 @@ class Predictor:
 
     def prepared_table(self, prepared: _Prepared) -> Table:
         self.calibrate()
-        peak = self._peaks(prepared, self._memory.mean)
-        by_constants = jacobian_of(lambda k: self._peaks(prepared, k), self._memory.mean) / peak[:, None]
-        shift, sigma = _corrected(self._memory, by_constants, self._memory_near, prepared.features)
+        peak, by_constants = self._peaks_and_slopes(prepared, self._memory.mean)
+        shift, sigma = _corrected(self._memory, by_constants / peak[:, None], self._memory_near, prepared.features)
         peak = peak * (1 + shift)
         log_step = self._log_step(prepared, self._time.mean)
-        by_constants = jacobian_of(lambda k: self._log_step(prepared, k), self._time.mean)
+        rates = jacobian_of(lambda k: np.log(self._spent(prepared, k).step), self._time.mean[: len(_TIME)])
+        by_constants = np.hstack([rates, prepared.quirks])
         shift, log_sigma = _corrected(self._time, by_constants, self._time_near, prepared.features)
         log_step = log_step + shift
         c = prepared.columns
@@ -259,8 +262,23 @@ class Predictor:
     def _peaks(self, p: _Prepared, constants: Floats) -> Floats:
         return np.asarray(self._moments(p, constants).max(axis=0))
 
+    def _peaks_and_slopes(self, p: _Prepared, constants: Floats) -> tuple[Floats, Floats]:
+        """Peaks, and their derivatives by the constants: a peak is linear in them but for which moment it is."""
+        moments = self._moments(p, constants)
+        at, every = moments.argmax(axis=0), np.arange(moments.shape[1])
+        k, b = dict(zip(self._memory_names, constants, strict=True)), p.bill
+        activations, again = b.activations[at, every], p.columns.checkpointing > 0
+        slopes = {
+            "overhead": np.full(len(every), float(GIB)), "states": b.parameters + b.gradients + b.optimizer,
+            "buckets": b.buckets[at, every], "gathered": b.gathered[at, every],
+            "temporaries": b.temporaries[at, every],
+            "activations": activations * np.where(again, k["recomputed"], 1.0),
+            "recomputed": np.where(again, k["activations"] * activations, 0.0),
+        }  # fmt: skip
+        return np.asarray(moments[at, every]), np.array([slopes[name] for name in self._memory_names]).T
+
     def _time_constants(self, constants: Floats) -> dict[str, float]:
-        k = {name: float(np.exp(value)) for name, value in zip(self._time_names, constants, strict=True)}
+        k = {name: float(np.exp(value)) for name, value in zip(_TIME, constants[: len(_TIME)], strict=True)}
         raw = constants[self._time_names.index("hidden")]
         k["hidden"] = float(1 / (1 + np.exp(-raw)))
         return k

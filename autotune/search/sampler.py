@@ -10,6 +10,8 @@ from autotune.candidate import ACCUMULATION, MICRO_BATCH, Candidate, Value
 from autotune.search.study import StudyStore, distribution
 from autotune.space import SearchSpace
 
+MOST_TRIALS = 500  # the latest; a sampler's own time grows with what it knows
+
 
 class Sampler:
     """Which of Optuna's samplers was decided by `benchmarks/search.py --samplers`; see docs/search.md."""
@@ -29,7 +31,7 @@ class Sampler:
     def wanted(self) -> Candidate:
         """A setting that the sampler would like to see; it need not be a candidate of the space's grid."""
         finished = (optuna.trial.TrialState.COMPLETE,)
-        for trial in self.store.study.get_trials(deepcopy=False, states=finished):
+        for trial in self.store.study.get_trials(deepcopy=False, states=finished)[-MOST_TRIALS:]:
             if trial.number not in self._known:
                 self._known.add(trial.number)
                 self._shadow.add_trial(trial)

@@ -1,0 +1,45 @@
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_readme_opens_with_the_two_commands() -> None:
+    commands = re.findall(r"^    (make \w+)", README, re.MULTILINE)
+    assert commands[:2] == ["make run", "make test"]
+
+
+@pytest.mark.slow
+def test_make_run_runs_a_study_and_writes_its_winner(tmp_path: Path) -> None:
+    before = set((ROOT / "runs").iterdir())
+    done = subprocess.run(
+        ["make", "-o", "setup", "run", "BUDGET=50s"], cwd=ROOT, capture_output=True, text=True, timeout=900
+    )
+    made = [folder for folder in (ROOT / "runs").iterdir() if folder not in before and folder.name.startswith("demo-")]
+    try:
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        assert "winner:" in done.stdout
+        (config,) = [p for folder in made for p in folder.glob("demo-*.json") if not p.name.endswith(".meta.json")]
+        assert json.loads(config.read_text())["train_batch_size"] >= 2
+    finally:
+        for folder in made:
+            shutil.rmtree(folder)
+
+
+def test_options_and_commands_named_in_the_readme_exist() -> None:
+    from typer.testing import CliRunner
+
+    from autotune.cli import app
+
+    shown = "".join(CliRunner().invoke(app, [*command, "--help"]).output
+                    for command in ([], ["run"], ["plan"], ["show"], ["export"], ["spaces"]))  # fmt: skip
+    for option in set(re.findall(r"`?(--[a-z][a-z-]+)", README)):
+        assert option in shown, option
+    for command in set(re.findall(r"autotune (run|plan|show|export|models|spaces|doctor|record|launch)\b", README)):
+        assert command in shown
