@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 
 # On GPUs a real model; without one two CPU ranks, capped so that some trials really run out of memory.
 DEMO := $(shell nvidia-smi -L >/dev/null 2>&1 && echo "--model smollm2-360m --budget $(or $(BUDGET),10m)" \
-	|| echo "--model tiny-gemma-2 --device cpu --gpus 2 --memory-cap 640MiB --exhaustive --budget $(or $(BUDGET),150s)")
+	|| echo "--model tiny-gemma-2 --device cpu --gpus 2 --memory-cap 640MiB --exhaustive --budget $(or $(BUDGET),165s)")
 
 run: setup
 	$(BIN)/autotune run $(DEMO) --study demo-$$(date +%Y%m%d-%H%M%S) --yes

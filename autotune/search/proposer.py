@@ -26,6 +26,7 @@ STARTUP_SECONDS = 15.0  # of an engine, until some were seen
 HOPELESS_SIGMAS = 2.5  # a peak predicted so far above the capacity is not tried
 BLUNT = 0.3  # with a predictor this wrong (of log seconds) every other engine is the sampler's
 RISK_STEP, MOST_CAUTIOUS = 0.25, 0.8  # the least probability of fitting rises with every out-of-memory
+PROBE_AFTER = 4  # measured candidates, before an exhaustive search looks for the end of memory
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,10 @@ class Proposer:
         )
         if not (mine & self._open).any():
             return None
+        if self.exhaustive and not self._ran_out and len(self.speed) >= PROBE_AFTER:
+            higher = self._open & mine & (self._micro_batch > current.micro_batch)
+            if higher.any():  # where memory really ends, seen once, calibrates all that is said of it
+                return Proposal(self._lowest(higher), "probes where memory ends")
         worth, gain = self._worth(alive=mine)
         rungs = np.where(mine, worth, -np.inf)
         best = int(rungs.argmax())

@@ -105,14 +105,18 @@ class Tuner:
         return self.budget_seconds - self.used_seconds
 
     @property
-    def _reserve_seconds(self) -> float:
-        """What verification of the best so far needs, so that searching leaves it."""
+    def _verification_seconds(self) -> float:
+        """What verifying the best so far takes."""
         best = self._best()
         startup = max(self._outside[-8:], default=FIRST_TRIAL_SECONDS)
         steps = 9 * self._ok[best][1].step_seconds if best else 3.0
-        one = startup + max(steps, self.verify_effort.min_seconds)
-        # the second is for the runner-up, where the best turns out slower than measured
-        return min(0.4 * self.budget_seconds, 1.2 * max(one, min(2 * one, 0.2 * self.budget_seconds)) + 1.0)
+        return 1.2 * (startup + max(steps, self.verify_effort.min_seconds)) + 1.0
+
+    @property
+    def _reserve_seconds(self) -> float:
+        """What searching leaves for verification: a second one, where the best turns out slower than measured, if cheap."""
+        one = self._verification_seconds
+        return min(0.4 * self.budget_seconds, max(one, min(2 * one, 0.2 * self.budget_seconds)))
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -265,7 +269,7 @@ class Tuner:
             if candidate is None or self.cancelled() or self.left_seconds < 1.0:
                 break
             outcome = self._verification(candidate)
-            if outcome.kind in (Kind.INFRASTRUCTURE, Kind.FOREIGN) and self.left_seconds > self._reserve_seconds:
+            if outcome.kind in (Kind.INFRASTRUCTURE, Kind.FOREIGN) and self.left_seconds > self._verification_seconds:
                 outcome = self._verification(candidate)
             if why := self._why_not(candidate):
                 self.observer.say(f"verification of {candidate} failed: {why or outcome.reason}")
@@ -295,7 +299,7 @@ class Tuner:
         contenders = [candidate for candidate in ranked if candidate not in self._verified]
         if not passed:
             return next(iter(contenders), None)
-        if self.left_seconds < self._reserve_seconds:
+        if self.left_seconds < self._verification_seconds:
             return None
         measured = self._verified[passed[0]][1]
         for candidate in contenders:

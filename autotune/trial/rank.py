@@ -173,7 +173,7 @@ class Rank:
             # The first step makes the optimizer's states and compiles kernels: never a pair with the second.
             if len(warm) >= 3 and abs(warm[-1] - warm[-2]) <= SETTLED * warm[-2]:
                 break
-            if len(warm) >= 2 and sum(warm) > 0.4 * message["max_seconds"]:
+            if len(warm) >= 2 and sum(warm) > min(3 * message["min_seconds"], 0.4 * message["max_seconds"]):
                 break
         warm_seconds = time.perf_counter() - began
         times: list[list[float]] = []
