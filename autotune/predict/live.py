@@ -15,13 +15,15 @@ from torch.utils._pytree import tree_leaves
 class LiveTensors(TorchDispatchMode):
     """While active, every storage that an operator returns is counted from its birth to its death.
 
-    `bytes` is what is alive now, `peak` the most since `reset_peak()`. `watch` sees the bytes alive after every change.
+    `bytes` is what is alive now, `peak` the most since `reset_peak()`; `events`, where a list is put there, gets
+    (storage, bytes) of every birth and, negative, of every death. `watch` sees the bytes alive after every change.
     """
 
     def __init__(self, watch: Callable[[int], None] | None = None) -> None:
         super().__init__()
         self._watch = watch
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.events: list[tuple[int, int]] | None = None
         self.bytes = 0
         self.peak = 0
 
@@ -50,11 +52,15 @@ class LiveTensors(TorchDispatchMode):
             return
         reference = weakref.ref(storage, functools.partial(self._died, key))
         self._known[key] = (reference, size)
+        if self.events is not None and size:
+            self.events.append((key, size))
         self._change(size)
 
     def _died(self, key: int, _: object) -> None:
         known = self._known.pop(key, None)
         if known is not None:
+            if self.events is not None and known[1]:
+                self.events.append((key, -known[1]))
             self._change(-known[1])
 
     def _change(self, size: int) -> None:

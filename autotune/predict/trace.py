@@ -360,12 +360,24 @@ class _Run:
         self.moved = [0.0, 0.0]
         self.operators = [0, 0]
         self.after_forward = 0.0
+        self.allocations: list[tuple[int, int]] = []
 
     def saw(self, alive: int) -> None:
         self.events.append((self.phase, alive - self.base - self.gradients, self.gradients, self.in_use))
 
 
-def _run(job: Job, config: Any, checkpointing: bool, options: tuple[bool, bool], micro_batch: int) -> _Run:
+def allocations(job: Job, checkpointing: bool, micro_batch: int, layers: int) -> list[tuple[int, int]]:
+    """(storage, bytes) of every allocation of a forward and backward of the job's model cut to some layers, negative
+    where it is freed: what a model of an allocator replays."""
+    from autotune.trial.workload import transformers_config
+
+    run = _run(job, at_depth(transformers_config(job.model), layers), checkpointing, (False, False), micro_batch, True)
+    return run.allocations
+
+
+def _run(
+    job: Job, config: Any, checkpointing: bool, options: tuple[bool, bool], micro_batch: int, keep_events: bool = False
+) -> _Run:
     import torch
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
     from torch.utils._pytree import tree_leaves
@@ -425,12 +437,13 @@ def _run(job: Job, config: Any, checkpointing: bool, options: tuple[bool, bool],
             run.operators, run.moved, run.flops = [0, 0], [0.0, 0.0], [0.0, 0.0]
             _hook(model, run)
             live._watch = grew
+            live.events = run.allocations if keep_events else None
             ids = torch.zeros(micro_batch, job.seq_len, dtype=torch.long)
             loss = model(input_ids=ids).logits.mean() if fused_loss else model(input_ids=ids, labels=ids).loss
             run.after_forward = live.bytes - run.base
             run.phase = BACKWARD
             loss.backward()
-            live._watch = None
+            live._watch = live.events = None
     except DataDependentOutputException as error:
         raise Untraceable(f"operator {error} needs values") from None
     except (NotImplementedError, RuntimeError, ValueError, TypeError) as error:
