@@ -26,6 +26,7 @@ STARTUP_SECONDS = 15.0  # of an engine, until some were seen
 HOPELESS_SIGMAS = 2.5  # a peak predicted so far above the capacity is not tried
 BLUNT = 0.3  # with a predictor this wrong (of log seconds) every other engine is the sampler's
 RISK_STEP, MOST_CAUTIOUS = 0.25, 0.8  # the least probability of fitting rises with every out-of-memory
+LAST_RESORTS = 4  # engines tried although nothing is predicted to fit
 PROBE_AFTER = 4  # measured candidates, before an exhaustive search looks for the end of memory
 
 
@@ -71,6 +72,7 @@ class Proposer:
         self._startup: list[float] = []
         self._engines = 0
         self._ran_out = 0
+        self._last_resorts = 0
         self._sampler = Sampler(space, store, seed)
         self.stopped_early = ""
 
@@ -149,7 +151,7 @@ class Proposer:
         worth, gain = self._worth()
         allowed = np.isfinite(worth)
         if not allowed.any():
-            return None
+            return self._last_resort()
         self._engines += 1
         if self.speed and self._engines % 2 == 0 and self.predictor.time_noise > BLUNT:
             return self._advised(allowed)
@@ -164,6 +166,14 @@ class Proposer:
                 return None
             return self._advised(allowed)
         return Proposal(self.candidates[best], f"predicted gain {100 * math.expm1(gain[best]):.1f} %")
+
+    def _last_resort(self) -> Proposal | None:
+        """Where nothing is predicted to fit and nothing has: the least of all, in case the prediction is wrong."""
+        if self.speed or not self._open.any() or self._last_resorts >= LAST_RESORTS:
+            return None
+        self._last_resorts += 1
+        least = int(np.where(self._open, self._predictions().peak, np.inf).argmin())
+        return Proposal(self.candidates[least], "least predicted memory: nothing is predicted to fit")
 
     def next_rung(self, current: Candidate) -> Proposal | None:
         """The next candidate for the engine that just measured `current`, or None where another engine is worth more.

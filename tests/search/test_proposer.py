@@ -162,3 +162,19 @@ def test_a_trial_gets_time_by_what_it_is_expected_to_take(landscape: Landscape) 
     proposer = make_proposer(landscape)
     slow = max(landscape.rows, key=lambda c: c.accumulation * (2 if c.offload_optimizer == "cpu" else 1))
     assert proposer.trial_seconds(slow) > 30
+
+
+def test_where_nothing_is_predicted_to_fit_the_least_is_tried(landscape: Landscape) -> None:
+    import dataclasses
+
+    job, space = landscape.job(), landscape.space()
+    small = dataclasses.replace(landscape.hardware(), memory_cap_bytes=GIB // 2)
+    store = StudyStore.in_memory(job, small, space)
+    candidates = sorted(landscape.rows, key=str)
+    proposer = Proposer(candidates, space, job, small, store, 0, Predictor(job, small, trace_job(job)))
+    tried = 0
+    while (proposal := proposer.next()) is not None:
+        assert "nothing is predicted to fit" in proposal.note
+        tried += 1
+        proposer.observe(proposal.candidate, Outcome(Kind.OOM_DEVICE, missing_bytes=GIB))
+    assert 1 <= tried <= 4
