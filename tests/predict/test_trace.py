@@ -86,7 +86,7 @@ def test_what_cannot_be_traced_falls_back_to_the_closed_form_and_says_so(
         stderr = ""
 
     monkeypatch.setattr(tracing.subprocess, "run", lambda *a, **k: Done())
-    monkeypatch.setattr(tracing, "cache_key", lambda job: "other")
+    monkeypatch.setattr(tracing, "cache_key", lambda *arguments: "other")
     closed = trace_job(make_job(model="llama-3.2-1b", precision="bf16", seq_len=1024))
     assert not closed.exact
     assert "nonzero" in closed.note
