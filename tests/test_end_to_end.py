@@ -18,12 +18,12 @@ from autotune.search.study import VERIFY, StudyStore
 AUTOTUNE = [sys.executable, "-m", "autotune.cli"]
 SPACE = """
 knobs:
-  zero_stage: [0, 2]
-  train_micro_batch_size_per_gpu: [1, 2, 256]
+  zero_stage: [0, 1, 2]
+  train_micro_batch_size_per_gpu: [1, 2, 4, 256]
   offload_optimizer: [none, cpu]
 """
 RUN = [*AUTOTUNE, "run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--seq-len", "32", "--space", "s.yaml",
-       "--memory-cap", "700MiB", "--study", "s", "--yes"]  # fmt: skip
+       "--memory-cap", "700MiB", "--study", "s", "--exhaustive", "--yes"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
