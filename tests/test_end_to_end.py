@@ -21,6 +21,7 @@ knobs:
   zero_stage: [0, 1, 2]
   train_micro_batch_size_per_gpu: [1, 2, 4, 256]
   offload_optimizer: [none, cpu]
+  reduce_bucket_size: [500000]
 """
 RUN = [*AUTOTUNE, "run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--seq-len", "32", "--space", "s.yaml",
        "--memory-cap", "700MiB", "--study", "s", "--exhaustive", "--yes"]  # fmt: skip
