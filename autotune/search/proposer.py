@@ -27,6 +27,9 @@ HOPELESS_SIGMAS = 2.5  # a peak predicted so far above the capacity is not tried
 BLUNT = 0.3  # with a predictor this wrong (of log seconds) every other engine is the sampler's
 RISK_STEP, MOST_CAUTIOUS = 0.25, 0.8  # the least probability of fitting rises with every out-of-memory
 LAST_RESORTS = 4  # engines tried although nothing is predicted to fit
+LEAST_EVIDENCE = 8  # candidates measured before a search may end by itself
+MISLED = 0.08  # with peaks unexplained by so much, what was predicted not to fit is tried after all
+DOUBTS = 12  # but no more often than this
 PROBE_AFTER = 4  # measured candidates, before an exhaustive search looks for the end of memory
 
 
@@ -73,6 +76,8 @@ class Proposer:
         self._engines = 0
         self._ran_out = 0
         self._last_resorts = 0
+        self._doubts = 0
+        self._surprises: list[float] = []
         self._sampler = Sampler(space, store, seed)
         self.stopped_early = ""
 
@@ -87,6 +92,7 @@ class Proposer:
         """Takes an Outcome in, and everything that follows from it about candidates not tried."""
         if not outcome.kind.says_something_of_the_candidate:
             return
+        self._note_surprise(candidate, outcome)
         self._close(candidate)
         self.predictor.observe(candidate, outcome)
         self._table = None
@@ -107,6 +113,19 @@ class Proposer:
             at = self._index.get(candidate, -1)
             same = self._family == self._family[at] if at >= 0 else self._none
             self._rule_out(same, f"same engine as {candidate}: {outcome.kind.value}")
+
+    def _note_surprise(self, candidate: Candidate, outcome: Outcome) -> None:
+        """By how many standard deviations a step took another time than was said before it was measured."""
+        at = self._index.get(candidate)
+        if self._table is not None and at is not None and outcome.measurement is not None:
+            off = math.log(outcome.measurement.step_seconds / self._table.step[at]) / self._table.step_sigma[at]
+            self._surprises.append(min(abs(off), 5.0))
+
+    @property
+    def _humility(self) -> float:
+        """What intervals must be widened by, as recent predictions were off by more than they said."""
+        recent = self._surprises[-8:]
+        return max(1.0, math.sqrt(sum(z * z for z in recent) / len(recent))) if len(recent) > 1 else 1.0
 
     def _close(self, candidate: Candidate) -> None:
         if (at := self._index.get(candidate)) is not None:
@@ -151,14 +170,16 @@ class Proposer:
         worth, gain = self._worth()
         allowed = np.isfinite(worth)
         if not allowed.any():
-            return self._last_resort()
+            return self._last_resort() or self._doubted()
         self._engines += 1
         if self.speed and self._engines % 2 == 0 and self.predictor.time_noise > BLUNT:
             return self._advised(allowed)
         best = int(worth.argmax())
         if not self.speed:
             return Proposal(self.candidates[best], "best predicted")
-        if gain[best] < 0.25 * self.tolerance:
+        if gain[best] < 0.25 * self.tolerance and len(self.speed) >= LEAST_EVIDENCE:
+            if (doubted := self._doubted()) is not None:
+                return doubted
             if not self.exhaustive:
                 self.stopped_early = (
                     f"the predicted gain of going on is below {100 * self.tolerance:g} % (--exhaustive goes on)"
@@ -174,6 +195,19 @@ class Proposer:
         self._last_resorts += 1
         least = int(np.where(self._open, self._predictions().peak, np.inf).argmin())
         return Proposal(self.candidates[least], "least predicted memory: nothing is predicted to fit")
+
+    def _doubted(self) -> Proposal | None:
+        """Where memory was predicted badly, the best of what it kept from being tried."""
+        if not self.speed or self.predictor.memory_noise < MISLED or self._doubts >= DOUBTS:
+            return None
+        table = self._predictions()
+        gain = np.log(table.samples) + table.step_sigma - math.log(max(self.speed.values()))
+        gain = np.where(self._open, gain, -np.inf)
+        best = int(gain.argmax())
+        if gain[best] < self.tolerance:
+            return None
+        self._doubts += 1
+        return Proposal(self.candidates[best], "predicted not to fit by a predictor that was wrong of memory")
 
     def next_rung(self, current: Candidate) -> Proposal | None:
         """The next candidate for the engine that just measured `current`, or None where another engine is worth more.
@@ -237,8 +271,9 @@ class Proposer:
             gain = logs + 4 * np.log(np.maximum(fits, 1e-9))
             return np.where(barred, -np.inf, gain), gain
         best = math.log(max(self.speed.values()))
-        z = (logs - best) / table.step_sigma
-        gain = table.step_sigma * (z * _normal_cdf(z) + np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)) * fits
+        sigma = self._humility * table.step_sigma
+        z = (logs - best) / sigma
+        gain = sigma * (z * _normal_cdf(z) + np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)) * fits
         if not self.exhaustive:
             barred = barred | (fits < min(MOST_CAUTIOUS, RISK_STEP * self._ran_out))
         startup = float(np.median(self._startup[-8:])) if self._startup else STARTUP_SECONDS
