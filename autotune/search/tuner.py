@@ -22,6 +22,7 @@ from autotune.units import format_duration
 
 FIRST_TRIAL_SECONDS = 5.0  # a budget below this cannot hold one trial
 RETRY_SHARE = 0.02  # a candidate with allocator retries must be faster by this to win
+THRIFT_SHARE = 0.03  # what a winner with a lower peak may be slower by, where intervals overlap
 MAX_VERIFIED = 4
 
 
@@ -306,7 +307,7 @@ class Tuner:
             other = self._ok[candidate][1]
             if other.samples_per_second > measured.samples_per_second:
                 return candidate
-            if overlap(other, measured) and other.peak_bytes < 0.97 * measured.peak_bytes:
+            if overlap(other, measured) and as_fast(other, measured) and other.peak_bytes < 0.97 * measured.peak_bytes:
                 return candidate
         return None
 
@@ -326,13 +327,19 @@ class Tuner:
     def _thriftiest(self, passed: list[Candidate]) -> Candidate:
         """Among those whose throughput intervals overlap the fastest's, the one with the lowest peak."""
         fastest = max(passed, key=lambda c: self._verified[c][1].samples_per_second)
-        rivals = [c for c in passed if overlap(self._verified[c][1], self._verified[fastest][1])]
+        best = self._verified[fastest][1]
+        rivals = [c for c in passed if overlap(self._verified[c][1], best) and as_fast(self._verified[c][1], best)]
         return min(rivals, key=lambda c: (self._verified[c][1].peak_bytes, -self._verified[c][1].samples_per_second))
 
     def _as_record(self, candidate: Candidate, measured: tuple[int, Measurement], role: str) -> Record:
         number, measurement = measured
         found = next((record for record in self.store.records() if record.number == number), None)
         return found or Record(number, candidate, Outcome(Kind.OK, measurement=measurement), role)
+
+
+def as_fast(one: Measurement, best: Measurement) -> bool:
+    """Whether thrift may win: wide intervals overlap far apart, and speed is what is tuned."""
+    return one.samples_per_second >= (1 - THRIFT_SHARE) * best.samples_per_second
 
 
 def overlap(one: Measurement, other: Measurement) -> bool:
