@@ -142,10 +142,11 @@ def versions():
 attempt("versions", versions)
 def op(name):
     from deepspeed.accelerator import get_accelerator
-    builder = get_accelerator().create_op_builder(name)
-    if builder is None:
+    from autotune.trial.ops import load_ops
+    if get_accelerator().create_op_builder(name) is None:
         raise RuntimeError("not for this device")
-    builder.load(verbose=False)
+    if why := load_ops([name]).get(name):
+        raise RuntimeError(why)
     return True
 for name in sys.argv[1:]:
     attempt(name, lambda: op(name))
@@ -168,7 +169,7 @@ def _libraries() -> Iterator[Finding]:
     except subprocess.TimeoutExpired:
         yield Finding(
             "bad", "libraries", f"no answer within {_BUILD_SECONDS} s", "nothing can be measured",
-            "look for a stale lock in ~/.cache/torch_extensions",
+            "try `ds_report`; a build that hangs says where",
         )  # fmt: skip
         return
     line = next((line for line in done.stdout.splitlines() if line.startswith("FACTS")), None)

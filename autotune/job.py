@@ -59,6 +59,22 @@ class Job:
         return cls(**{**values, "model": ModelSpec(**values["model"])})
 
     @property
+    def element_bytes(self) -> float:
+        """Of a parameter, an activation or a gradient as the model computes with it."""
+        return 4.0 if self.precision == "fp32" else 2.0
+
+    @property
+    def optimizer_kind(self) -> str:
+        """The user's own optimizer where their config names one, in lower case."""
+        return str((self.base_config.get("optimizer") or {}).get("type", self.optimizer)).lower()
+
+    @property
+    def summary(self) -> str:
+        """One line for people."""
+        batch = f"global batch {self.global_batch_size}" if self.global_batch_size else "batch free"
+        return f"{self.model.name}, {self.seq_len} tokens, {self.precision}, {self.optimizer}, {batch}"
+
+    @property
     def key(self) -> str:
         """A short stable name of everything in the Job."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]

@@ -10,12 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autotune.candidate import CHECKPOINTING, MICRO_BATCH, Candidate
+from autotune.candidate import CHECKPOINTING, Candidate
 from autotune.errors import UserError
 from autotune.hardware import Hardware, gpu_table
 from autotune.job import Job
 from autotune.predict.predictor import Prediction, Predictor
-from autotune.predict.roofline import host_limit_bytes
 from autotune.space import SearchSpace
 from autotune.units import GIB, format_bytes, format_count
 
@@ -80,7 +79,7 @@ def make_plan(job: Job, hardware: Hardware, space: SearchSpace, predictor: Predi
     """
     candidates = space.candidates(job)
     table = predictor.table(candidates)
-    fits = (table.peak <= hardware.ceiling_bytes) & (table.host * job.ranks <= host_limit_bytes(hardware))
+    fits = predictor.fits(table)
     order = sorted((i for i in range(len(candidates)) if fits[i]), key=lambda i: -table.samples[i])
     chosen: dict[tuple[Any, ...], int] = {}
     for i in order:
@@ -153,9 +152,7 @@ def _speed(one: Prediction, job: Job) -> str:
 
 def show_plan(plan: Plan, out: Console) -> None:
     job, hardware = plan.job, plan.hardware
-    batch = f"global batch {job.global_batch_size}" if job.global_batch_size else "batch free"
-    out.print(f"{job.model.name}, {job.seq_len} tokens, {job.precision}, {job.optimizer}, {batch}, on {hardware}",
-              markup=False, highlight=False, soft_wrap=True)  # fmt: skip
+    out.print(f"{job.summary}, on {hardware}", markup=False, highlight=False, soft_wrap=True)
     if plan.note:
         out.print(plan.note, style="yellow", markup=False, soft_wrap=True)
     if not plan.best:
@@ -216,11 +213,6 @@ def show_comparison(plans: list[Plan], out: Console) -> None:
         table.add_row(str(plan.hardware), str(one.candidate), format_count(tokens).strip(),
                       format_count(tokens / plan.job.ranks).strip(), f"{one.peak_bytes / GIB:.1f}", one.binding)  # fmt: skip
     out.print(table)
-
-
-def largest_fitting(plan: Plan) -> int:
-    """The largest micro-batch of any stage that fits; 0 where none does."""
-    return max((s.fitting.candidate.get(MICRO_BATCH, 0) for s in plan.stages if s.fitting), default=0)
 
 
 def check_gpus(gpus: int) -> int:

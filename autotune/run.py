@@ -323,7 +323,7 @@ def plans(request: Request, names: list[str | None]) -> list[Plan]:
     from autotune.plan import check_gpus, make_plan
     from autotune.predict.predictor import Predictor
 
-    count = check_gpus(request.gpus or 1)
+    count = check_gpus(1 if request.gpus is None else request.gpus)
     headroom = parse_share(request.headroom or DEFAULT_HEADROOM)
     made: list[Plan] = []
     traces: dict[str, Trace] = {}
@@ -396,8 +396,7 @@ def _announce(
     observer: PlainObserver, job: Job, hardware: Hardware, space: SearchSpace, count: int, name: str, resumed: bool,
     closed: int, store: StudyStore,
 ) -> None:  # fmt: skip
-    batch = f"global batch {job.global_batch_size}" if job.global_batch_size else "batch free"
-    observer.say(f"{job.model.name}, {job.seq_len} tokens, {job.precision}, {job.optimizer}, {batch}, on {hardware}")
+    observer.say(f"{job.summary}, on {hardware}")
     observer.say(
         f"space {space.name}: {count} candidates; winners use at most {format_bytes(hardware.ceiling_bytes)} a rank"
     )

@@ -189,8 +189,8 @@ def published() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def landscapes(folder: Path, seeds: int) -> list[dict[str, Any]]:
-    """The first three `ok` rows of a random order calibrate, all others are predicted."""
+def landscapes(folder: Path, seeds: int, known: int = 3) -> list[dict[str, Any]]:
+    """The first `ok` rows of a random order calibrate, all others are predicted."""
     found = []
     for path in sorted(p for p in folder.glob("*.csv*")):
         landscape = load_landscape(path)
@@ -208,17 +208,18 @@ def landscapes(folder: Path, seeds: int) -> list[dict[str, Any]]:
             order = [i for i in range(len(rows)) if ok[i]]
             random.Random(seed).shuffle(order)
             predictor = Predictor(job, hardware, trace)
-            for i in order[:3]:
+            for i in order[:known]:
                 measured = Measurement(step[i], 0.0, 4, 1.0, 1.0, int(peak[i]))
                 predictor.observe(candidates[i], Outcome(Kind.OK, measurement=measured))
             table = predictor.table(candidates)
             others = np.ones(len(rows), dtype=bool)
-            others[order[:3]] = False
+            others[order[:known]] = False
             errors.append(float(np.median(abs(table.peak / peak - 1)[others])))
             ranks.append(spearman(table.step[others & ok], step[others & ok]))
             lost += bool(table.peak[best] - HOPELESS_SIGMAS * table.peak_sigma[best] > hardware.capacity_bytes)
         found.append({
-            "against": f"landscape {landscape.name}, {seeds} orders", "measure": "peak error / Spearman / best ruled out",
+            "against": f"landscape {landscape.name}, {known} rows, {seeds} orders", 
+            "measure": "peak error / Spearman / best ruled out",
             "ours": f"{share(statistics.median(errors))} / {statistics.median(ranks):.3f} / {lost}",
             "target": "3 % / 0.95 / 0",
         })  # fmt: skip
@@ -245,11 +246,12 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--landscapes", type=Path, default=DATA / "landscapes")
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--rows", type=int, default=3, help="of a landscape that calibrate")
     parser.add_argument("--skip", default="", help="comma-separated: live,traces,published,landscapes,speed")
     arguments = parser.parse_args()
     parts = {
         "live": lambda: live_tensors(arguments.measure), "traces": traces, "published": published,
-        "landscapes": lambda: landscapes(arguments.landscapes, arguments.seeds), "speed": speed,
+        "landscapes": lambda: landscapes(arguments.landscapes, arguments.seeds, arguments.rows), "speed": speed,
     }  # fmt: skip
     rows = [row for name, part in parts.items() if name not in arguments.skip.split(",") for row in part()]
     print_table("the predictor", rows)

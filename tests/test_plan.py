@@ -5,7 +5,7 @@ from rich.console import Console
 
 from autotune.errors import UserError
 from autotune.hardware import named_hardware
-from autotune.plan import BAR, bar, largest_fitting, make_plan, show_comparison, show_plan
+from autotune.plan import BAR, Plan, bar, make_plan, show_comparison, show_plan
 from autotune.predict.predictor import Predictor
 from autotune.run import Request, plans
 from autotune.space import load_space
@@ -26,6 +26,10 @@ def test_a_plan_says_what_fits_and_what_would_unlock_more() -> None:
     data = json.loads(json.dumps(plan.to_json()))
     assert data["best"][0]["ds_config"]["zero_optimization"]["stage"] in (0, 1, 2, 3)
     assert data["best"][0]["fits"] is True
+
+
+def largest_fitting(plan: Plan) -> int:
+    return max((stage.fitting.candidate.micro_batch for stage in plan.stages if stage.fitting), default=0)
 
 
 def test_more_memory_is_never_worse() -> None:
@@ -63,6 +67,7 @@ def test_what_is_shown() -> None:
     [
         (Request("gemma-2-2b", 4), ["rtx309"], "rtx3090"),
         (Request("gemma-2-2b", -1), ["rtx3090"], "at least|between"),
+        (Request("gemma-2-2b", 0), ["rtx3090"], "between 1"),
         (Request("gemma-2-2b", 10**7), ["rtx3090"], "100000"),
         (Request("gemma-2-2c", 4), ["rtx3090"], "gemma-2-2b"),
         (Request("gemma-2-2b", 4, seq_len=10**6), ["rtx3090"], "at most 8192"),

@@ -34,6 +34,7 @@ from autotune.trial.verdict import Evidence, is_secondary, judge, log_tail
 
 KILL_GRACE_SECONDS = 2.0
 _LOADING_SECONDS = 20.0  # ops that took longer were built, not loaded
+_BUILDING_SECONDS = 1800  # all ops of a slow machine; beyond that a compiler hangs
 _SETTLE_SECONDS = 0.25  # after the first failure: a peer's secondary report must not outrun the cause
 
 
@@ -114,6 +115,10 @@ class ForkLauncher:
                     f"the fork server died: {tail[-1] if tail else 'no output'} (log: {self._folder}/server.log)"
                 )
             waited += 5
+            if waited > _BUILDING_SECONDS:
+                self._process.kill()
+                raise UserError(f"DeepSpeed's ops were not built within {_BUILDING_SECONDS} s; `autotune doctor` tries "
+                                f"each (log: {self._folder}/server.log)")  # fmt: skip
             if waited == 15:
                 say("building DeepSpeed's ops, once on this machine; this takes minutes on a slow CPU")
         self.ready = message

@@ -29,7 +29,7 @@ def closed_form_trace(job: Job, why: str) -> Trace:
     heads: int = text.get("num_attention_heads", text.get("n_head")) or 1
     key_value = attention // heads * (text.get("num_key_value_heads") or heads)
     inner = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
-    width = 4 if job.precision == "fp32" else 2
+    width = job.element_bytes
     tokens = job.seq_len
     # a layer: two norms (input kept in 32 bits by most), q k v, attention's output, two residuals, MLP's inner values
     layer = tokens * (width * (4 * hidden + 3 * attention + 2 * key_value + 4 * inner) + 4 * 2 * hidden)

@@ -28,11 +28,10 @@ class Posterior:
     covariance: Floats  # (constants, constants)
     noise: float  # of one observation, in the residual's unit
 
-    def sigma(self, jacobian: Floats, noise: float | None = None) -> Floats:
-        """(n,) standard deviations of predictions whose derivatives by the constants are `jacobian` (n, constants)."""
-        spread = np.einsum("ij,ij->i", jacobian @ self.covariance, jacobian)
-        noise = self.noise if noise is None else noise
-        return np.asarray(np.sqrt(np.maximum(spread, 0.0) + noise**2))
+    def spread(self, jacobian: Floats) -> Floats:
+        """(n,) standard deviations that the constants leave to predictions with these derivatives (n, constants)."""
+        square = np.einsum("ij,ij->i", jacobian @ self.covariance, jacobian)
+        return np.asarray(np.sqrt(np.maximum(square, 0.0)))
 
 
 def jacobian_of(model: Callable[[Floats], Floats], at: Floats) -> Floats:

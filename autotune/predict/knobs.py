@@ -18,9 +18,9 @@ PLACES = {"none": 0.0, "cpu": 1.0, "nvme": 2.0}
 
 # deepspeed 0.19.8, runtime/zero/config.py
 DEFAULTS: dict[str, float] = {
-    "reduce_bucket_size": 5e8, "allgather_bucket_size": 5e8, "sub_group_size": 1e9, "contiguous_gradients": 1.0,
+    "reduce_bucket_size": 5e8, "sub_group_size": 1e9, "contiguous_gradients": 1.0,
     "zero_optimization.stage3_prefetch_bucket_size": 5e7, "zero_optimization.stage3_max_live_parameters": 1e9,
-    "zero_optimization.stage3_max_reuse_distance": 1e9, "zero_optimization.stage3_param_persistence_threshold": 1e5,
+    "zero_optimization.stage3_max_reuse_distance": 1e9,
 }  # fmt: skip
 
 
@@ -35,7 +35,6 @@ class Columns:
     offload_optimizer: Floats
     offload_param: Floats
     reduce_bucket: Floats
-    allgather_bucket: Floats
     sub_group: Floats
     contiguous: Floats
     overlap: Floats
@@ -68,8 +67,8 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
         np.array([float(c.accumulation) for c in candidates]), np.array([float(c.checkpointing) for c in candidates]),
         place("offload_optimizer"), place("offload_param"),
         column("reduce_bucket_size", DEFAULTS["reduce_bucket_size"]),
-        column("allgather_bucket_size", DEFAULTS["allgather_bucket_size"]),
-        column("sub_group_size", DEFAULTS["sub_group_size"]), column("contiguous_gradients", 1.0), overlap,
+        column("sub_group_size", DEFAULTS["sub_group_size"]), column("contiguous_gradients", DEFAULTS["contiguous_gradients"]),
+        overlap,
         *(column(zero + name, DEFAULTS[zero + name]) for name in
           ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")),
     )  # fmt: skip

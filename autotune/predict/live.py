@@ -21,7 +21,7 @@ class LiveTensors(TorchDispatchMode):
 
     def __init__(self, watch: Callable[[int], None] | None = None) -> None:
         super().__init__()
-        self._watch = watch
+        self.watch = watch
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.events: list[tuple[int, int]] | None = None
         self.bytes = 0
@@ -67,8 +67,8 @@ class LiveTensors(TorchDispatchMode):
         self.bytes += size
         if self.bytes > self.peak:
             self.peak = self.bytes
-        if self._watch is not None and size:
-            self._watch(self.bytes)
+        if self.watch is not None and size:
+            self.watch(self.bytes)
 
     def reset_peak(self) -> None:
         self.peak = self.bytes

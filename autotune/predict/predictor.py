@@ -12,7 +12,7 @@ from autotune.hardware import Hardware
 from autotune.job import Job
 from autotune.outcome import Kind, Outcome
 from autotune.predict.fit import Neighbours, Posterior, Prior, fit, jacobian_of
-from autotune.predict.knobs import Columns, Floats, columns_of
+from autotune.predict.knobs import Columns, Flags, Floats, columns_of
 from autotune.predict.roofline import Spent, Work, host_limit_bytes, spend, work
 from autotune.predict.trace import Trace, trace_job
 from autotune.predict.zero import Bill, bill
@@ -197,6 +197,11 @@ class Predictor:
         samples = c.micro_batch * c.accumulation * self.job.ranks / np.exp(log_step)
         return Table(peak, sigma * peak, prepared.bill.host, np.exp(log_step), log_sigma, samples)
 
+    def fits(self, table: Table) -> Flags:
+        """Which are expected under the device's ceiling and the host's limit."""
+        host_all = table.host * self.job.ranks
+        return (table.peak <= self.hardware.ceiling_bytes) & (host_all <= host_limit_bytes(self.hardware))
+
     def predict(self, candidate: Candidate) -> Prediction:
         """One candidate, with its breakdowns."""
         return self.predict_many([candidate])[0]
@@ -232,7 +237,7 @@ class Predictor:
                 ("forward", "backward", "recompute", "communication", "optimizer", "offload")}  # fmt: skip
         peak, sigma, host = float(table.peak[i]), float(table.peak_sigma[i]), float(b.host[i])
         host_all = host * self.job.ranks
-        fits = peak <= self.hardware.ceiling_bytes and host_all <= host_limit_bytes(self.hardware)
+        fits = bool(self.fits(table)[i])
         step, spread = float(table.step[i]), float(np.exp(SIGMAS * table.step_sigma[i]))
         return Prediction(
             candidate, peak, (peak - SIGMAS * sigma, peak + SIGMAS * sigma), {n: float(v) for n, v in memory.items()},
@@ -333,7 +338,7 @@ def _corrected(
     posterior: Posterior, jacobian: Floats, near: Neighbours | None, features: Floats
 ) -> tuple[Floats, Floats]:
     """(shift, standard deviation) of predictions, by the constants and by measured neighbours."""
-    by_constants = posterior.sigma(jacobian, noise=0.0)
+    by_constants = posterior.spread(jacobian)
     if near is None:
         return np.zeros(len(features)), np.hypot(by_constants, posterior.noise)
     shift, unexplained = near.shift(features)

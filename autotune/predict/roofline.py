@@ -82,9 +82,8 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
     rates = Rates.of(hardware, job.precision)
     ranks = float(job.ranks)
     share = (ranks - 1) / ranks
-    width = 4.0 if job.precision == "fp32" else 2.0
-    kind = str((job.base_config.get("optimizer") or {}).get("type", job.optimizer)).lower()
-    states = float(STATE_BYTES.get(kind, 8))
+    width = job.element_bytes
+    states = float(STATE_BYTES.get(job.optimizer_kind, 8))
     total = float(sum(trace.parameters))
     part, whole = total / ranks, width * total
     plain, again = trace.plain, trace.of(True)

@@ -360,9 +360,14 @@ class _Run:
         self.moved = [0.0, 0.0]
         self.operators = [0, 0]
         self.after_forward = 0.0
+        self.last = 0
         self.allocations: list[tuple[int, int]] = []
 
     def saw(self, alive: int) -> None:
+        """Every change of what is alive; only growth can be a peak."""
+        grew, self.last = alive > self.last, alive
+        if not grew:
+            return
         self.events.append((self.phase, alive - self.base - self.gradients, self.gradients, self.in_use))
 
 
@@ -416,13 +421,7 @@ def _run(
             )
             return out
 
-    def grew(alive: int) -> None:
-        if alive > run.last:  # type: ignore[attr-defined]
-            run.saw(alive)
-        run.last = alive  # type: ignore[attr-defined]
-
-    run.last = 0  # type: ignore[attr-defined]
-    live = Tracer(watch=None)
+    live = Tracer()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), live, _plain_masks():
             model = _build(job, config)
@@ -436,14 +435,14 @@ def _run(
             run.base = live.bytes
             run.operators, run.moved, run.flops = [0, 0], [0.0, 0.0], [0.0, 0.0]
             _hook(model, run)
-            live._watch = grew
+            live.watch = run.saw
             live.events = run.allocations if keep_events else None
             ids = torch.zeros(micro_batch, job.seq_len, dtype=torch.long)
             loss = model(input_ids=ids).logits.mean() if fused_loss else model(input_ids=ids, labels=ids).loss
             run.after_forward = live.bytes - run.base
             run.phase = BACKWARD
             loss.backward()
-            live._watch = live.events = None
+            live.watch = live.events = None
     except DataDependentOutputException as error:
         raise Untraceable(f"operator {error} needs values") from None
     except (NotImplementedError, RuntimeError, ValueError, TypeError) as error:

@@ -35,7 +35,6 @@ class Bill:
     temporaries: Floats  # gradients on their way, copies of a step
     activations: Floats  # what the model's own forward and backward hold
     host: Floats  # pinned and plain host memory of one rank
-    nvme: Floats
 
     def peaks(self) -> Floats:
         """(moments, candidates): bytes of live tensors on the device."""
@@ -65,10 +64,9 @@ class _Moments:
 def bill(job: Job, trace: Trace, columns: Columns) -> Bill:
     """Device and host bytes of every candidate, without context, allocator and communication library."""
     c, ranks = columns, float(job.ranks)
-    width = 4.0 if job.precision == "fp32" else 2.0
+    width = job.element_bytes
     low = 0.0 if width == 4 else 1.0  # whether gradients are copied to 32 bits for the step
-    kind = str((job.base_config.get("optimizer") or {}).get("type", job.optimizer)).lower()
-    states = float(STATE_BYTES.get(kind, 8))
+    states = float(STATE_BYTES.get(job.optimizer_kind, 8))
     total = float(sum(trace.parameters))
     part, largest, whole = total / ranks, float(trace.largest), width * total
     zero0, one, three = c.stage == 0, c.stage == 1, c.stage == 3
@@ -125,8 +123,7 @@ def bill(job: Job, trace: Trace, columns: Columns) -> Bill:
     host = host + np.where(out, (width + 4.0) * part, 0.0) + np.where(out & two, width * largest, 0.0)
     host = host + np.where(out & accumulates & (c.stage == 2), width * part, 0.0)
     host = host + np.where(parameters_out, width * part, 0.0)
-    nvme = (4 + states) * part * (c.offload_optimizer == 2) + width * part * (c.offload_param == 2)
-    return Bill(parameters, gradients, optimizer, tuple(moments.names), *moments.tables(), host, nvme)
+    return Bill(parameters, gradients, optimizer, tuple(moments.names), *moments.tables(), host)
 
 
 def _points(run: Pass, phase: int) -> list[tuple[float, float, float, float]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import optuna
 
 from autotune.candidate import ACCUMULATION, MICRO_BATCH, Candidate, Value
@@ -14,18 +12,12 @@ MOST_TRIALS = 500  # the latest; a sampler's own time grows with what it knows
 
 
 class Sampler:
-    """Which of Optuna's samplers was decided by `benchmarks/search.py --samplers`; see docs/search.md."""
+    """Optuna's TPE; docs/search.md compares it."""
 
-    def __init__(self, space: SearchSpace, store: StudyStore, seed: int, kind: str = "tpe") -> None:
+    def __init__(self, space: SearchSpace, store: StudyStore, seed: int) -> None:
         self.space, self.store = space, store
         self._known: set[int] = set()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            sampler: optuna.samplers.BaseSampler = optuna.samplers.TPESampler(
-                seed=seed, multivariate=True, group=True, n_startup_trials=4
-            )
-            if kind == "random":
-                sampler = optuna.samplers.RandomSampler(seed=seed)
+        sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=4)
         self._shadow = optuna.create_study(direction="maximize", sampler=sampler)
 
     def wanted(self) -> Candidate:

@@ -55,7 +55,7 @@ def optimizer_section(job: Job, candidate: Candidate) -> dict[str, Any]:
 def needed_ops(candidates: list[Candidate], job: Job, device: str) -> list[str]:
     """DeepSpeed's JIT ops that trials of these candidates load; built before the budget starts."""
     ops = ["ShareMemCommBuilder"] if device == "cpu" else []
-    kind = str((job.base_config.get("optimizer") or {}).get("type", job.optimizer)).lower()
+    kind = job.optimizer_kind
     offloads = {candidate.offload_optimizer for candidate in candidates}
     if offloads - {"none"}:
         ops.append({"lion": "CPULionBuilder", "adagrad": "CPUAdagradBuilder"}.get(kind, "CPUAdamBuilder"))

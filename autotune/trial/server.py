@@ -17,6 +17,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from autotune.trial.ops import load_ops
 from autotune.trial.protocol import Channel
 from autotune.trial.rank import become_rank, die_with_parent
 
@@ -68,21 +69,6 @@ def preload(model_type: str | None, ops: list[str]) -> dict[str, Any]:
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "fork_safe": not torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork(),
     }
-
-
-def load_ops(names: list[str]) -> dict[str, str]:
-    """Loads the named DeepSpeed ops; returns what failed and why."""
-    from deepspeed.accelerator import get_accelerator
-
-    failed = {}
-    for name in names:
-        try:
-            builder = get_accelerator().create_op_builder(name)
-            if builder is not None:
-                builder.load(verbose=False)
-        except Exception as error:
-            failed[name] = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
-    return failed
 
 
 def serve(sock: socket.socket) -> None:
