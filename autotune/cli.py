@@ -21,6 +21,10 @@ app.add_typer(spaces_app, name="spaces")
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
 StudyArgument = Annotated[str, typer.Argument(help="Name of the study, or its folder.")]
+LoraOption = Annotated[str | None, typer.Option(help="Adapters: r=16,targets=all-linear (or q_proj+v_proj),alpha=32.")]
+AttentionOption = Annotated[
+    str | None, typer.Option("--attn", help="eager, sdpa, flash_attention_2, flash_attention_3 or flex_attention.")
+]
 StorageOption = Annotated[str | None, typer.Option(help="Database URL; default: runs/NAME/study.db.")]
 
 
@@ -37,13 +41,18 @@ def emit(data: Any) -> None:
 
 @app.command()
 def run(
+    script: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- SCRIPT ARGS…]", help="Your own training script, tuned as it is.")
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Shipped name (`autotune models`), folder or config.json, or Hub id.")
     ] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs (or CPU ranks) to use; default: all.")] = None,
     budget: Annotated[str, typer.Option(help="Time for this call, verification included: 90s, 30m, 1h30m.")] = "30m",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    seq_len: Annotated[int | None, typer.Option(help="Tokens a sequence; default 2048 (CPU ranks: 64).")] = None,
+    seq_len: Annotated[
+        str | None, typer.Option(help="Tokens a sequence, or max; default 2048 (CPU ranks: 64).")
+    ] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: the best the device has.")] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, adam, fused_adam, lion, sgd or adagrad.")] = "adamw",
     global_batch_size: Annotated[
@@ -69,6 +78,23 @@ def run(
     tolerance: Annotated[str, typer.Option(help="Stop when going on promises less than this share.")] = "1%",
     exhaustive: Annotated[bool, typer.Option("--exhaustive", help="Use the whole budget.")] = False,
     executor: Annotated[str, typer.Option(help="local, or replay:TABLE to search a recorded table.")] = "local",
+    maps: Annotated[
+        list[str] | None, typer.Option("--map", help="KNOB=--FLAG: the script's flag that carries a knob; repeatable.")
+    ] = None,
+    worst_case: Annotated[
+        bool, typer.Option("--worst-case", help="Pad the script's batches to the longest that it allows.")
+    ] = False,
+    lora: LoraOption = None,
+    attn: AttentionOption = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile the model (DeepSpeed's engine.compile).")
+    ] = False,
+    workload: Annotated[
+        str | None, typer.Option(help="package.module:function that returns (model, batches) instead of a model.")
+    ] = None,
+    lengths: Annotated[
+        Path | None, typer.Option(help="A data set's lengths (`512,1000` a line): the winner fits its longest batch.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Go on with a study of another job or machine.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing.")] = False,
     as_json: JsonFlag = False,
@@ -79,7 +105,8 @@ def run(
     request = Request(
         model, gpus, budget, device, seq_len, precision, optimizer, global_batch_size, ds_config, space, memory_cap,
         headroom, study, storage, seed, max_trials, out, force, isolation, trust_remote_code,
-        tolerance, exhaustive, executor,
+        tolerance, exhaustive, executor, script or [], maps or [], worst_case, lora, attn, compiled,
+        lengths, workload,
     )  # fmt: skip
     ask = None if yes or as_json or not sys.stdin.isatty() else (lambda text: typer.confirm(text, default=True))
     report = run_study(request, console(stderr=as_json), quiet=as_json, confirm=ask)
@@ -96,11 +123,13 @@ def run(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Option(help="Shipped name (`autotune models`), folder or config.json, or Hub id.")],
+    model: Annotated[
+        str | None, typer.Option(help="Shipped name (`autotune models`), folder or config.json, or Hub id.")
+    ] = None,
     gpu: Annotated[str | None, typer.Option(help="Name like rtx3090 or a100-80gb; default: the machine's own.")] = None,
     gpus: Annotated[int, typer.Option(help="How many.")] = 1,
     compare: Annotated[str | None, typer.Option(help="Several GPUs side by side: rtx4090,a100-80gb,h100.")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens a sequence; default 2048.")] = None,
+    seq_len: Annotated[str | None, typer.Option(help="Tokens a sequence, or max; default 2048.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: the best the GPU has.")] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, adam, fused_adam, lion, sgd or adagrad.")] = "adamw",
     global_batch_size: Annotated[int | None, typer.Option(help="Sequences an optimizer step over all ranks.")] = None,
@@ -109,6 +138,11 @@ def plan(
     ] = None,
     space: Annotated[str, typer.Option(help="Search space: a file, or a name of `autotune spaces list`.")] = "default",
     headroom: Annotated[str, typer.Option(help="Share of the capacity to leave free.")] = "5%",
+    lora: LoraOption = None,
+    attn: AttentionOption = None,
+    workload: Annotated[
+        str | None, typer.Option(help="package.module:function that returns (model, batches) instead of a model.")
+    ] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -118,7 +152,8 @@ def plan(
 
     request = Request(
         model, gpus, seq_len=seq_len, precision=precision, optimizer=optimizer, global_batch_size=global_batch_size,
-        ds_config=ds_config, space=space, headroom=headroom, trust_remote_code=trust_remote_code,
+        ds_config=ds_config, space=space, headroom=headroom, trust_remote_code=trust_remote_code, lora=lora,
+        attention=attn, workload=workload,
     )  # fmt: skip
     names: list[str | None] = [*compare.split(",")] if compare else [gpu]
     made = plans(request, names)
@@ -128,6 +163,48 @@ def plan(
         show_comparison(made, console())
     else:
         show_plan(made[0], console())
+
+
+@app.command()
+def launch(
+    words: Annotated[
+        list[str], typer.Argument(metavar="[STUDY] -- SCRIPT ARGS…", help="A study, then the script to train.")
+    ],
+    model: Annotated[str | None, typer.Option(help="Instead of a study: start from the plan for this model.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="With --model: GPUs (or CPU ranks); default: all.")] = None,
+    device: Annotated[str, typer.Option(help="With --model: auto, cuda or cpu.")] = "auto",
+    seq_len: Annotated[str | None, typer.Option(help="With --model: tokens a sequence, or max.")] = None,
+    precision: Annotated[str | None, typer.Option(help="With --model: bf16, fp16 or fp32.")] = None,
+    global_batch_size: Annotated[int | None, typer.Option(help="With --model: sequences an optimizer step.")] = None,
+    ds_config: Annotated[Path | None, typer.Option(help="With --model: your own DeepSpeed config.")] = None,
+    space: Annotated[str | None, typer.Option(help="With --model: search space.")] = None,
+    maps: Annotated[list[str] | None, typer.Option("--map", help="KNOB=--FLAG, as for run.")] = None,
+    max_restarts: Annotated[int, typer.Option(help="Give up after this many.")] = 10,
+    hang_timeout: Annotated[str, typer.Option(help="Without a step for so long it hangs.")] = "30m",
+    memory_cap: Annotated[str | None, typer.Option(help="What one rank may use, like 24GiB.")] = None,
+    storage: StorageOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Train your script under the winner, and bring it back with less memory when it runs out."""
+    from autotune.launcher import launch_training
+    from autotune.run import Request
+
+    study = None if model else words[0]
+    request = Request(
+        model, gpus, device=device, seq_len=seq_len, precision=precision, global_batch_size=global_batch_size,
+        ds_config=ds_config, space=space, memory_cap=memory_cap,
+    )  # fmt: skip
+    summary = launch_training(
+        study, words if model else words[1:], request=request, maps=maps, storage=storage, memory_cap=memory_cap,
+        max_restarts=max_restarts, hang_timeout=hang_timeout,
+        say=lambda text: print(f"autotune: {text}", file=sys.stderr, flush=True),
+    )  # fmt: skip
+    if as_json:
+        emit(summary.to_json())
+    else:
+        for line in summary.lines():
+            print(f"autotune: {line}", file=sys.stderr)
+    raise typer.Exit(summary.code)
 
 
 @app.command()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import json
+import re
+import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -94,3 +98,28 @@ def _from_hub(name: str, trust_remote_code: bool) -> ModelSpec:
     if trust_remote_code:
         data["_name_or_path"] = name
     return ModelSpec(name.split("/")[-1], json.loads(json.dumps(data, default=str)), name, None, trust_remote_code)
+
+
+def workload_spec(reference: str) -> ModelSpec:
+    """A user's function `package.module:function` as a model: its text is part of what it is.
+
+    Raises:
+        UserError: there is no such module.
+    """
+    name, colon, function = reference.partition(":")
+    if not colon or not name or not function:
+        raise UserError(f"--workload {reference}: expected package.module:function")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # the current folder, as `python -m` has it
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        found = None
+    if found is None or not found.origin:
+        raise UserError(f"--workload {reference}: no module {name} here or installed")
+    text = Path(found.origin).read_bytes()
+    named = re.escape(function)
+    defined = rf"^\s*(?:def|class) {named}\b|^{named}\s*=|^from .*\b{named}\b"
+    if not re.search(defined, text.decode(errors="replace"), re.MULTILINE):
+        raise UserError(f"--workload {reference}: {found.origin} has no {function}")
+    return ModelSpec(function, {}, f"{found.origin} {hashlib.sha256(text).hexdigest()[:12]}")

@@ -5,37 +5,45 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hashlib
+import importlib.util
 import json
 import os
+import shlex
 import signal
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from autotune.candidate import KNOBS, Candidate
+from autotune.candidate import CHECKPOINTING, KNOBS, Candidate
 from autotune.errors import NothingFits, UserError
 from autotune.export import meta, write_export
 from autotune.hardware import Hardware, detect, named_hardware
-from autotune.job import Job, load_ds_config, longest_sequence
-from autotune.models import resolve_model
+from autotune.job import Job, Script, load_ds_config, load_lengths, longest_sequence, parse_lora
+from autotune.models import resolve_model, workload_spec
 from autotune.outcome import Kind
+from autotune.probe import Probe, job_of, own_candidate, probe, unknown_job
 from autotune.report import PlainObserver, closest_lines, make_observer, record_json, winner_lines
+from autotune.script import command, make_script
 from autotune.search.study import SEARCH, Record, StudyStore, default_storage, fingerprint
 from autotune.space import Domain, SearchSpace, load_space
 from autotune.units import format_bytes, format_duration, parse_bytes, parse_duration, parse_share
 
 if TYPE_CHECKING:
     from autotune.executors.base import Executor
+    from autotune.executors.local import LocalExecutor
     from autotune.executors.replay import Landscape
     from autotune.plan import Plan
+    from autotune.predict.predictor import Predictor
     from autotune.predict.trace import Trace
+    from autotune.search.tuner import Result
 
 DEFAULT_HEADROOM = "5%"
 DEFAULT_SEQ_LEN = {"cuda": 2048, "cpu": 64}
@@ -49,7 +57,7 @@ class Request:
     gpus: int | None = None
     budget: str = "30m"
     device: str = "auto"
-    seq_len: int | None = None
+    seq_len: int | str | None = None  # `max`: the model's longest
     precision: str | None = None
     optimizer: str = "adamw"
     global_batch_size: int | None = None
@@ -68,6 +76,14 @@ class Request:
     tolerance: str = "1%"
     exhaustive: bool = False
     executor: str = "local"
+    script: list[str] = field(default_factory=list)  # what was typed after `--`
+    maps: list[str] = field(default_factory=list)
+    worst_case: bool = False
+    lora: str | None = None
+    attention: str | None = None
+    compiled: bool = False
+    lengths: Path | None = None
+    workload: str | None = None
     runs: Path = field(default_factory=lambda: Path("runs"))
 
 
@@ -77,12 +93,27 @@ def build_job(request: Request, hardware: Hardware) -> Job:
     Raises:
         UserError: something in it is not possible.
     """
-    if not request.model:
-        raise UserError("--model is missing: give a shipped name (`autotune models`), a folder, or a Hub id")
-    model = resolve_model(request.model, trust_remote_code=request.trust_remote_code)
+    if request.workload:
+        for name, given in (("--model", request.model), ("--lora", request.lora), ("--attn", request.attention),
+                            ("--lengths", request.lengths)):  # fmt: skip
+            if given:
+                raise UserError(
+                    f"{name} with --workload: the function itself makes model and batches; leave {name} out"
+                )
+        model = workload_spec(request.workload)
+    elif request.model:
+        model = resolve_model(request.model, trust_remote_code=request.trust_remote_code)
+    else:
+        raise UserError("--model is missing: give a shipped name (`autotune models`), a folder, or a Hub id; or "
+                        "--workload, or your script after `--`")  # fmt: skip
     base = load_ds_config(request.ds_config) if request.ds_config else {}
     longest = longest_sequence(model.config)
-    seq_len = request.seq_len
+    seq_len = _sequence(request.seq_len, longest, model.name)
+    lengths = load_lengths(request.lengths) if request.lengths else ()
+    if lengths:
+        if seq_len is not None:
+            raise UserError("--lengths says how long sequences are: leave --seq-len out")
+        seq_len = max(tokens for tokens, _ in lengths)
     if seq_len is None:
         seq_len = min(DEFAULT_SEQ_LEN[hardware.device], longest or 10**9)
     if longest and seq_len > longest:
@@ -90,10 +121,41 @@ def build_job(request: Request, hardware: Hardware) -> Job:
     batch = request.global_batch_size
     if batch is None and isinstance(base.get("train_batch_size"), int):
         batch = base["train_batch_size"]
-    return Job(
+    job = Job(
         model=model, ranks=hardware.count, seq_len=seq_len, precision=request.precision or _precision(base, hardware),
         optimizer=request.optimizer, global_batch_size=batch, base_config=base,
+        lora=parse_lora(request.lora) if request.lora else None, attention=request.attention, compiled=request.compiled,
+        lengths=lengths, workload=request.workload,
     )  # fmt: skip
+    _check_packages(job)
+    return job
+
+
+# What a choice needs that is not always installed: found out once, not in every trial.
+_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+
+
+def _check_packages(job: Job) -> None:
+    needed = {"--lora": "peft"} if job.lora else {}
+    if job.attention in _PACKAGES:
+        needed[f"--attn {job.attention}"] = _PACKAGES[job.attention]
+    for option, package in needed.items():
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"{option} needs the package {package}, which is not installed: install it or leave it out")
+
+
+def _sequence(asked: int | str | None, longest: int | None, model: str) -> int | None:
+    """Tokens a sequence, as typed; `max` is the model's longest."""
+    if asked is None or isinstance(asked, int):
+        return asked
+    if asked == "max":
+        if longest is None:
+            raise UserError(f"--seq-len max: the configuration of {model} names no longest sequence; give a number")
+        return longest
+    try:
+        return int(asked)
+    except ValueError:
+        raise UserError(f"--seq-len {asked}: expected a number of tokens, or max") from None
 
 
 def _precision(base: dict[str, Any], hardware: Hardware) -> str:
@@ -125,6 +187,8 @@ def with_base(space: SearchSpace, base: dict[str, Any]) -> SearchSpace:
 def study_name(job: Job, hardware: Hardware) -> str:
     """The same for the same job on the same machine, so that the same command resumes."""
     key = hashlib.sha256(json.dumps(fingerprint(job, hardware), sort_keys=True).encode()).hexdigest()[:6]
+    if job.script:
+        key = job.script.key[:6]
     return f"{job.model.name}-{hardware.count}x{hardware.facts or hardware.device}-{key}"
 
 
@@ -198,11 +262,13 @@ class _Setup:
     job: Job
     hardware: Hardware
     space: SearchSpace
-    landscape: Landscape | None
+    candidates: list[Candidate]
+    landscape: Landscape | None = None
+    is_script: bool = False  # then job and candidates are stand-ins until it has run
 
 
 def _prepare(request: Request) -> _Setup:
-    """The job, machine and space of a request: this machine's, or a table's."""
+    """The job, machine and space of a request: this machine's, or a table's. A script's job is not known yet."""
     kind, _, table = request.executor.partition(":")
     if kind == "replay" and table:
         from autotune.executors.replay import load_landscape
@@ -212,15 +278,34 @@ def _prepare(request: Request) -> _Setup:
             raise UserError("--executor replay brings its own space, the rows of its table: leave --space out")
         # a table's rows end at the memory itself
         headroom = parse_share(request.headroom) if request.headroom else 0.0
-        return _Setup(landscape.job(), landscape.hardware(headroom), landscape.space(), landscape)
+        rows = sorted(landscape.rows, key=str)
+        return _Setup(landscape.job(), landscape.hardware(headroom), landscape.space(), rows, landscape)
     if request.executor != "local":
         raise UserError(f"--executor {request.executor}: expected local or replay:TABLE")
     cap = parse_bytes(request.memory_cap) if request.memory_cap else None
     headroom = parse_share(request.headroom or DEFAULT_HEADROOM)
     hardware = detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom)
-    job = build_job(request, hardware)
     space = load_space(request.space or ("default" if hardware.device == "cuda" else "cpu_demo"))
-    return _Setup(job, hardware, with_base(space, job.base_config), None)
+    if request.script:
+        for name, given in (
+            ("--model", request.model),
+            ("--seq-len", request.seq_len),
+            ("--precision", request.precision),
+        ):
+            if given:
+                raise UserError(f"{name} with a script: the script itself says it; leave {name} out")
+        if request.global_batch_size is not None and request.global_batch_size % hardware.count:
+            raise UserError(
+                f"--global-batch-size {request.global_batch_size} cannot be split over {hardware.count} ranks"
+            )
+        job = unknown_job(make_script(request.script, request.maps, request.worst_case), hardware)
+        return _Setup(job, hardware, space, space.candidates(job), is_script=True)
+    for option, used in (("--map", bool(request.maps)), ("--worst-case", request.worst_case)):
+        if used:
+            raise UserError(f"{option} is about a script: give it after `--`, like `-- train.py …`")
+    job = build_job(request, hardware)
+    space = with_base(space, job.base_config)
+    return _Setup(job, hardware, space, space.candidates(job))
 
 
 def run_study(
@@ -246,72 +331,141 @@ def run_study(
     if request.isolation not in ("fork", "spawn"):
         raise UserError(f"--isolation {request.isolation}: expected fork or spawn")
     setup = _prepare(request)
-    job, hardware, space = setup.job, setup.hardware, setup.space
-    candidates = space.candidates(job) if setup.landscape is None else sorted(setup.landscape.rows, key=str)
+    hardware = setup.hardware
     if hardware.device == "cpu" and request.device == "auto" and setup.landscape is None:
         console.print("no GPU found: running CPU ranks", style="yellow")
         if confirm is not None and not confirm("tune on CPU ranks?"):
             raise UserError("not started; on a GPU machine, `autotune doctor` says why no GPU is seen")
-    name = request.study or study_name(job, hardware)
+    name = request.study or study_name(setup.job, hardware)
     folder = study_folder(request.runs, name)
-    out = request.out or folder / f"{name}.json"
-    with _disk_full(), stop_on_signals() as stopped:
+    with _disk_full(), stop_on_signals() as stopped, ExitStack() as closing:
+        opening = time.monotonic()
+        executor: Executor
+        local: LocalExecutor | None = None
+        if setup.landscape is not None:
+            executor = ReplayExecutor(setup.landscape, request.seed, hardware.headroom)
+        else:
+            executor = local = LocalExecutor(
+                setup.job, hardware, folder, setup.candidates, isolation=request.isolation, seed=request.seed,
+                cancelled=stopped.is_set,
+            )  # fmt: skip
+        closing.callback(executor.close)
+        probed: Probe | None = None
+        if setup.is_script and local is not None:
+            say = PlainObserver(setup.job, Console(quiet=True) if quiet else console).say
+            local.open(say)
+            setup, probed = _probed(setup, local, folder, request, budget_seconds / 2, say)
+        job, space, candidates = setup.job, setup.space, setup.candidates
         storage = request.storage or default_storage(folder)
         store, resumed = StudyStore.create_or_resume(name, storage, folder, job, hardware, space, force=request.force)
         store.lock()
-        opening = time.monotonic()
         observer = make_observer(job, hardware, budget_seconds, console, quiet)
         closed = store.close_interrupted()
+        if probed is not None:
+            candidates = _with_baseline(store, space, candidates, probed)
         _announce(observer, job, hardware, space, len(candidates), name, resumed, closed, store)
         predictor = Predictor(job, hardware)
         if not predictor.trace.exact:
             observer.say(f"{predictor.trace.note}; predictions are wider for it")
-        executor: Executor
-        if setup.landscape is not None:
-            executor = ReplayExecutor(setup.landscape, request.seed, hardware.headroom)
-        else:
-            executor = LocalExecutor(
-                job, hardware, folder, candidates, isolation=request.isolation, seed=request.seed,
-                cancelled=stopped.is_set, on_phase=observer.phase,
-            )  # fmt: skip
-        try:
-            executor.open(observer.say)
+        spent = 0.0
+        if local is not None:
+            local.on_phase = observer.phase
+            if probed is None:
+                local.open(observer.say)
             # All of the call counts, but for building DeepSpeed's ops: that happens once a machine.
-            spent = time.monotonic() - opening - executor.build_seconds if setup.landscape is None else 0.0
-            proposer = Proposer(
-                candidates, space, job, hardware, store, request.seed, predictor,
-                tolerance=parse_share(request.tolerance), exhaustive=request.exhaustive,
-            )  # fmt: skip
-            tuner = Tuner(
-                store, executor, proposer, space, hardware, budget_seconds=budget_seconds,
-                max_trials=request.max_trials, spent_seconds=spent, observer=observer, cancelled=stopped.is_set,
-            )  # fmt: skip
+            spent = time.monotonic() - opening - local.build_seconds
+        proposer = Proposer(
+            candidates, space, job, hardware, store, request.seed, predictor,
+            tolerance=parse_share(request.tolerance), exhaustive=request.exhaustive,
+        )  # fmt: skip
+        tuner = Tuner(
+            store, executor, proposer, space, hardware, budget_seconds=budget_seconds,
+            max_trials=request.max_trials, spent_seconds=spent, observer=observer, cancelled=stopped.is_set,
+        )  # fmt: skip
+        try:
             observer.start()
             result = tuner.run()
         finally:
             with suppress(Exception):
                 observer.stop()
             executor.close()
-        untried = list(proposer.open)
-        if result.winner is None:
-            if result.interrupted:
-                lines = ["stopped before anything was measured"]
-                return Report(name, folder, None, False, result.ended, True, [], lines, result.used_seconds)
-            first = "nothing fits yet" if untried else "nothing fits"
-            raise NothingFits("\n".join([first, *closest_lines(store.records(), hardware, untried)]))
-        files = export_record(store, result.winner, out, "deepspeed", result.verified)
-        lines = winner_lines(result.winner, store.records(), job, hardware)
-        if not result.verified:
-            lines.append("  not verified: the budget or the call ended first; run again to verify it")
-        counts = ", ".join(f"{count} {kind}" for kind, count in result.by_kind.most_common())
-        lines.append(
-            f"  {sum(result.by_kind.values())} trials ({counts}) in {format_duration(result.used_seconds)}; "
-            f"{result.ended}"
-        )
-        return Report(
-            name, folder, result.winner, result.verified, result.ended, result.interrupted, files, lines,
-            result.used_seconds,
-        )  # fmt: skip
+        ladder = None if setup.landscape is not None else partial(_write_ladder, store, space, predictor)
+        return _report(request, store, result, list(proposer.open), ladder)
+
+
+def _report(
+    request: Request, store: StudyStore, result: Result, untried: list[Candidate],
+    ladder: Callable[[Candidate, Path], Path] | None,
+) -> Report:  # fmt: skip
+    """What a call has found, exported."""
+    job, hardware, name = store.job, store.hardware, store.name
+    folder = store.folder or request.runs / name
+    if result.winner is None:
+        if result.interrupted:
+            lines = ["stopped before anything was measured"]
+            return Report(name, folder, None, False, result.ended, True, [], lines, result.used_seconds)
+        first = "nothing fits yet" if untried else "nothing fits"
+        raise NothingFits("\n".join([first, *closest_lines(store.records(), hardware, untried)]))
+    out = request.out or folder / f"{name}.json"
+    winner = result.winner.candidate
+    files = export_record(store, result.winner, out, "deepspeed", result.verified)
+    if ladder is not None:
+        files.append(ladder(winner, out.with_suffix(".ladder.json")))
+    lines = winner_lines(result.winner, store.records(), job, hardware)
+    if not result.verified:
+        lines.append("  not verified: the budget or the call ended first; run again to verify it")
+    if job.script is not None:
+        plain = shlex.join(command(job.script, winner, str(files[0].resolve())))
+        lines += [f"  train with: {plain}", f"  or watched: autotune launch {name} -- {shlex.join(job.script.argv)}"]
+    counts = ", ".join(f"{count} {kind}" for kind, count in result.by_kind.most_common())
+    lines.append(
+        f"  {sum(result.by_kind.values())} trials ({counts}) in {format_duration(result.used_seconds)}; {result.ended}"
+    )
+    return Report(
+        name, folder, result.winner, result.verified, result.ended, result.interrupted, files, lines,
+        result.used_seconds,
+    )  # fmt: skip
+
+
+def _write_ladder(store: StudyStore, space: SearchSpace, predictor: Predictor, top: Candidate, path: Path) -> Path:
+    """What `autotune launch` steps down to, beside the winner."""
+    from autotune.ladder import recovery_ladder, write_ladder
+
+    measured = {r.candidate: r.outcome.measurement for r in store.records() if r.outcome and r.outcome.measurement}
+    write_ladder(path, recovery_ladder(top, space, store.job, predictor, measured), store.job)
+    return path
+
+
+# -- scripts -------------------------------------------------------------------------------------------------------------
+
+
+def _probed(
+    setup: _Setup, local: LocalExecutor, folder: Path, request: Request, seconds: float, say: Callable[[str], None]
+) -> tuple[_Setup, Probe]:
+    """The setup of a script, now that it has run."""
+    assert setup.job.script is not None
+    probed = probe(local, setup.job.script, folder, seconds, say)
+    local.job = job = job_of(probed.script, setup.hardware, request.global_batch_size)
+    space = for_script(with_base(setup.space, job.base_config), probed.script)
+    return dataclasses.replace(setup, job=job, space=space, candidates=space.candidates(job)), probed
+
+
+def for_script(space: SearchSpace, script: Script) -> SearchSpace:
+    """The space without what this script cannot be told."""
+    if script.profile["checkpointing"]:
+        return space
+    knobs = {name: domain for name, domain in space.knobs.items() if name != CHECKPOINTING}
+    return dataclasses.replace(space, knobs=knobs)
+
+
+def _with_baseline(
+    store: StudyStore, space: SearchSpace, candidates: list[Candidate], probed: Probe
+) -> list[Candidate]:
+    """The candidates and the script's own config among them, which is a trial of the study when it was measured."""
+    own = own_candidate(probed.script)
+    if probed.baseline is not None and all(record.candidate != own for record in store.records()):
+        store.finish(store.start(own, space, SEARCH, "the script as it is"), probed.baseline)
+    return candidates if own in candidates else [*candidates, own]
 
 
 def plans(request: Request, names: list[str | None]) -> list[Plan]:

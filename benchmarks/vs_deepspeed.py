@@ -83,6 +83,7 @@ def main() -> None:
     if shutil.which("pdsh") is None:
         raise SystemExit("DeepSpeed's autotuner needs pdsh: apt-get install pdsh")
     job = Job(resolve_model(arguments.model), 1, arguments.seq_len, "fp32")
+    by_autotune(job, "20s", f"vs-{int(time.time())}-ops", 8)  # builds DeepSpeed's ops for both, once a machine
     theirs, ours = [], []
     for at in range(arguments.rounds):
         with tempfile.TemporaryDirectory() as folder:

@@ -23,9 +23,10 @@ from autotune.candidate import Candidate
 from autotune.errors import UserError
 from autotune.executors.base import Effort
 from autotune.hardware import Hardware
-from autotune.job import Job
+from autotune.job import Job, Script
 from autotune.outcome import Kind, Measurement, Outcome, Phase
 from autotune.predict.flops import model_flops_per_token
+from autotune.script import heavy_imports
 from autotune.trial.config import needed_ops, trial_config
 from autotune.trial.gauge import Gauge, Peaks, make_meter
 from autotune.trial.protocol import Channel, Message
@@ -72,7 +73,7 @@ class SpawnLauncher:
         with (self._folder / "spawn.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "autotune.trial.rank", address, str(rank)],
-                env=_environment(self._device), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=rank_environment(self._device), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
         self._processes[process.pid] = process
@@ -91,8 +92,8 @@ class SpawnLauncher:
 class ForkLauncher:
     """The fork server: imports paid once a study."""
 
-    def __init__(self, device: str, folder: Path, model_type: str | None, ops: list[str]) -> None:
-        self._device, self._folder, self._model_type, self._ops = device, folder, model_type, ops
+    def __init__(self, device: str, folder: Path, **preload: Any) -> None:
+        self._device, self._folder, self._preload = device, folder, preload
         self._statuses: dict[int, int] = {}
         self.ready: Message = {}
 
@@ -101,12 +102,12 @@ class ForkLauncher:
         with (self._folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "autotune.trial.server", str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                env=_environment(self._device), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=rank_environment(self._device), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
         theirs.close()
         self._channel = channel
-        channel.send("hello", model_type=self._model_type, ops=self._ops)
+        channel.send("hello", **self._preload)
         waited = 0
         while not (message := channel.receive(5.0)):
             if channel.closed:
@@ -147,7 +148,7 @@ class ForkLauncher:
             self._process.wait()
 
 
-def _environment(device: str) -> dict[str, str]:
+def rank_environment(device: str) -> dict[str, str]:
     """A rank's environment; the package's own folder is on the path even where it is not installed."""
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
@@ -173,7 +174,8 @@ class LocalExecutor:
         count_live_tensors: bool = False,
     ) -> None:
         self.job, self.hardware, self.folder, self.seed = job, hardware, folder, seed
-        self.deadlines = deadlines or Deadlines()
+        # a script reads and tokenizes its data before it builds an engine
+        self.deadlines = deadlines or (Deadlines(start=900.0, init=300.0, step=300.0) if job.script else Deadlines())
         self.cancelled, self.on_phase, self.fault = cancelled, on_phase, fault
         self.count_live_tensors = count_live_tensors  # slows every operator: for checking predictions
         self.isolation = isolation
@@ -195,7 +197,10 @@ class LocalExecutor:
 
     def _open_launcher(self, say: Callable[[str], None]) -> None:
         if self.isolation == "fork":
-            fork = ForkLauncher(self.hardware.device, self.folder, self.job.model.config.get("model_type"), self._ops)
+            fork = ForkLauncher(
+                self.hardware.device, self.folder, model_type=self.job.model.config.get("model_type"), ops=self._ops,
+                modules=heavy_imports(self.job.script) if self.job.script else [],
+            )  # fmt: skip
             fork.open(say)
             seconds = float(fork.ready.get("ops_seconds", 0.0))
             self.build_seconds += seconds if seconds > _LOADING_SECONDS else 0.0
@@ -245,6 +250,7 @@ class LocalSession:
         self._errors: list[dict[str, Any]] = []
         self._timed_out: str | None = None
         self.died_at: float | None = None  # when a failure was noticed
+        self.facts: dict[str, Any] = {}  # what rank 0 of a script said of itself
 
     @property
     def alive(self) -> bool:
@@ -276,6 +282,7 @@ class LocalSession:
         results = self._ask("measure", request, deadline)
         if isinstance(results, Outcome):
             return self._finish(results, began)
+        self.facts.update(results[0].get("facts", {}))
         peaks = self._seen()
         if effort.certify:
             self._enter(Phase.SAVE)
@@ -287,6 +294,8 @@ class LocalSession:
             later = self._seen()
             peaks.used = [max(pair) for pair in zip(peaks.used, later.used, strict=True)]
         measurement = self._measurement(candidate, results, peaks)
+        if self._executor.job.script:
+            self.close()  # its data loader holds one batch size
         seconds = time.monotonic() - began
         outside = seconds - max(float(result["measured_seconds"]) for result in results)
         return Outcome(
@@ -302,9 +311,16 @@ class LocalSession:
         job, hardware = executor.job, executor.hardware
         address = str(executor._sockets / f"{time.monotonic_ns()}.sock")
         world = job.ranks
+        if job.script:
+            what: dict[str, Any] = {
+                "candidate": self._candidate.as_dict,
+                "scratch": str(_scratch(self._folder, job.script)),
+            }
+        else:
+            what = {"config": trial_config(self._candidate, job), "checkpointing": self._candidate.checkpointing}
         spec = {
-            "job": job.to_json(), "world": world, "device": hardware.device, "cap_bytes": hardware.memory_cap_bytes,
-            "config": trial_config(self._candidate, job), "checkpointing": self._candidate.checkpointing,
+            **what, "job": job.to_json(), "world": world, "device": hardware.device,
+            "cap_bytes": hardware.memory_cap_bytes,
             "seed": executor.seed, "store": str(self._folder.resolve() / "store"),
             "threads": max(1, min(8, (os.cpu_count() or 1) // world)),
             "fault": executor.fault(self._folder.name), "live": executor.count_live_tensors,
@@ -343,6 +359,8 @@ class LocalSession:
         def arrived(rank: int, message: Message) -> bool:
             if message["type"] == "phase" and message["phase"] == "ready":
                 ready.add(rank)
+            elif message["type"] == "facts" and rank == 0:
+                self.facts = message
             return len(ready) == len(self._channels)
 
         return self._watch(arrived, deadline)
@@ -430,6 +448,8 @@ class LocalSession:
         if self._errors and self._errors[0].get("phase") in set(Phase):
             phase = Phase(self._errors[0]["phase"])
         self.close()
+        if unusable := [error for error in self._errors if error["kinds"][0].endswith(".Unusable")]:
+            raise UserError(unusable[0]["text"])
         evidence = Evidence(
             self._executor.hardware.device, self._errors, statuses, self._timed_out, phase, peaks,
             self._executor.hardware.host_memory_bytes,
@@ -451,7 +471,11 @@ class LocalSession:
         steps = results[0]["step_seconds"]
         median = statistics.median(steps)
         samples = candidate.micro_batch * candidate.accumulation * job.ranks
-        tokens = samples * job.seq_len
+        if not candidate.knobs:  # a script as it is
+            samples = self.facts["micro_batch"] * self.facts["accumulation"] * job.ranks
+        tokens = samples * job.tokens_per_sample
+        if "tokens" in results[0]:
+            tokens = sum(result["tokens"] for result in results)
 
         def worst(key: str) -> int | None:
             values = [int(result[key]) for result in results if result.get(key) is not None]
@@ -494,9 +518,22 @@ class LocalSession:
             channel.close()
         with suppress(OSError):
             (self._folder / "store").unlink(missing_ok=True)
+        shutil.rmtree(self._folder / "scratch", ignore_errors=True)
         until = time.monotonic() + 10.0
         while self._pids and not self._executor.meter.is_idle() and time.monotonic() < until:
             time.sleep(0.05)
+
+
+def _scratch(folder: Path, script: Script) -> Path:
+    """A folder that shows a script what its own does, and takes what it writes there: links to every entry but the
+    one that holds the study, which is a usual place for logs too."""
+    scratch = folder.resolve() / "scratch"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    for entry in Path(script.cwd).iterdir():
+        if entry.resolve() not in scratch.parents:
+            (scratch / entry.name).symlink_to(entry)
+    return scratch
 
 
 def kill_groups(pids: list[int], status: Callable[[int], int | None]) -> None:

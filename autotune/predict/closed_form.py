@@ -9,6 +9,8 @@ from autotune.job import Job
 from autotune.predict.flops import dense_shape, matmul_parameters
 from autotune.predict.trace import BACKWARD, FORWARD, Pass, Trace
 
+_KEPT_BY_CHECKPOINTS = 0.15  # of what a forward saves: inputs of layers and the head, by the shipped models' traces
+
 
 def closed_form_trace(job: Job, why: str) -> Trace:
     """A Trace of a dense decoder by counting what its layers keep (Korthikanti et al. 2022, section 4.1, generalised to
@@ -55,3 +57,38 @@ def closed_form_trace(job: Job, why: str) -> Trace:
         parameters, 0, one(layer * layers, 0.0, 0.0), one(block * layers, flops, layer), exact=False,
         note=f"not traced ({why}): closed form", largest=max(parameters),
     )  # fmt: skip
+
+
+def profile_trace(job: Job) -> Trace:
+    """A Trace from what a user's script showed when it ran as it is: the sizes of its parameters, and the bytes that one
+    forward saved for its backward. `exact` is False.
+
+    Raises:
+        UserError: it showed nothing.
+    """
+    seen: dict[str, Any] = job.script.profile if job.script else {}
+    if not seen.get("trained"):
+        raise UserError("the script showed no parameters that are trained")
+    trained: list[int] = seen["trained"]
+    total = sum(trained) + seen["frozen"]
+    tokens = float(seen["tokens_per_sample"])
+    saved = float(seen.get("saved_bytes_per_sample") or 34 * tokens * (total / 12) ** 0.5)
+    kept = _KEPT_BY_CHECKPOINTS * saved
+    flops = 2.0 * total * tokens
+    backward = flops * (1 + sum(trained) / total)  # of frozen weights no gradient is made
+    gradients = job.element_bytes * sum(trained)
+
+    def one(left: float, recompute: float, again: float) -> Pass:
+        return Pass(
+            phase=[FORWARD, BACKWARD, BACKWARD], fixed=[0.0, 0.0, 0.0],
+            per_sequence=[left, 1.2 * left + again, 0.2 * left + again], gradients=[0.0, 0.0, gradients],
+            in_use=[job.element_bytes * max(trained)] * 3, after_forward=(0.0, left),
+            flops=(flops, backward + recompute), attention=(0.0, 0.0), moved=((0.0, 3 * saved), (0.0, 6 * saved)),
+            operators=(30.0 * 24, 60.0 * 24),
+        )  # fmt: skip
+
+    plain, checkpointed = one(saved, 0.0, 0.0), one(kept, flops, kept)
+    if seen.get("checkpointed"):
+        plain = checkpointed
+    return Trace(trained, seen["frozen"], plain, checkpointed, exact=False, largest=max(trained),
+                 note="the script's model is not traced: predicted from what its first steps showed")  # fmt: skip

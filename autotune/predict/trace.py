@@ -130,7 +130,9 @@ def cache_key(job: Job, fused_loss: bool = False) -> str:
     """Of what decides a trace: model, sequence length, precision and the versions that run it."""
     versions = {name: metadata.version(name) for name in ("torch", "transformers")}
     parts = {"model": asdict(job.model), "seq_len": job.seq_len, "precision": job.precision, "versions": versions,
-             "version": VERSION, **({"fused_loss": True} if fused_loss else {})}  # fmt: skip
+             "version": VERSION, **({"fused_loss": True} if fused_loss else {}),
+             **({"lora": asdict(job.lora)} if job.lora else {}),
+             **({"attention": job.attention} if job.attention else {})}  # fmt: skip
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -140,6 +142,10 @@ def trace_job(job: Job, *, fused_loss: bool = False, timeout_seconds: float = 30
     Raises:
         UserError: the model cannot even be built.
     """
+    if job.script and not traceable(job.script.profile):
+        from autotune.predict.closed_form import profile_trace
+
+        return profile_trace(job)
     path = cache_folder() / f"{cache_key(job, fused_loss)}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return Trace.from_json(json.loads(path.read_text()))
@@ -167,6 +173,11 @@ def trace_job(job: Job, *, fused_loss: bool = False, timeout_seconds: float = 30
     return Trace.from_json(answer["trace"])
 
 
+def traceable(profile: dict[str, Any]) -> bool:
+    """Whether a script trains what a trace runs: all of a causal model, on its own loss."""
+    return bool(profile.get("causal") and not profile.get("frozen") and profile.get("rows_per_sample") == 1)
+
+
 # -- what runs in its own process ----------------------------------------------------------------------------------------
 
 
@@ -187,9 +198,9 @@ def trace_model(
     """
     from autotune.trial.workload import transformers_config
 
-    config = transformers_config(job.model)
+    config = None if job.workload else transformers_config(job.model)
     parameters, frozen = _parameters(job, config)
-    depths = None if whole_depth else small_depths(config)
+    depths = None if whole_depth or config is None else small_depths(config)
     both = [(job, config, depths, (use_cache, fused_loss), checkpointing) for checkpointing in (False, True)]
     if workers > 1:
         # Forked before torch has run anything: each child has what is imported, and a core.
@@ -299,17 +310,16 @@ def _parameters(job: Job, config: Any) -> tuple[list[int], int]:
 
 
 def _build(job: Job, config: Any) -> Any:
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    from autotune.trial.workload import DTYPES
+    from autotune.trial.workload import DTYPES, adapted, causal_model, own_workload
 
+    if job.workload:
+        return own_workload(job.workload)[0].to(DTYPES[job.precision])
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=DTYPES[job.precision], trust_remote_code=job.model.trust_remote_code
-        )
+        model = causal_model(config, job)
     model.tie_weights()
-    return model
+    return adapted(model, job)
 
 
 def _run_both(job: Job, config: Any, checkpointing: bool, options: tuple[bool, bool]) -> Pass:
@@ -424,11 +434,15 @@ def _run(
     live = Tracer()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), live, _plain_masks():
-            model = _build(job, config)
+            with _plain_conversion():
+                model = _build(job, config)
             use_cache, fused_loss = options
-            model.config.use_cache = use_cache and not checkpointing
+            if job.workload is None:
+                model.config.use_cache = use_cache and not checkpointing
             model.train()
             if checkpointing:
+                if not hasattr(model, "gradient_checkpointing_enable"):
+                    raise Untraceable("the model has no gradient_checkpointing_enable")
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             for tensor in (*model.parameters(), *model.buffers()):
                 live.add(tensor)
@@ -437,8 +451,7 @@ def _run(
             _hook(model, run)
             live.watch = run.saw
             live.events = run.allocations if keep_events else None
-            ids = torch.zeros(micro_batch, job.seq_len, dtype=torch.long)
-            loss = model(input_ids=ids).logits.mean() if fused_loss else model(input_ids=ids, labels=ids).loss
+            loss = _loss(job, model, micro_batch, fused_loss)
             run.after_forward = live.bytes - run.base
             run.phase = BACKWARD
             loss.backward()
@@ -448,6 +461,54 @@ def _run(
     except (NotImplementedError, RuntimeError, ValueError, TypeError) as error:
         raise Untraceable(str(error).splitlines()[0][:300] if str(error) else type(error).__name__) from None
     return run
+
+
+def _loss(job: Job, model: Any, micro_batch: int, fused_loss: bool) -> Any:
+    import torch
+
+    from autotune.trial.workload import forward, own_workload, to_device
+
+    if job.workload:
+        batch = next(iter(own_workload(job.workload)[1](micro_batch)))
+        return forward(model, to_device(batch, torch.device("cpu")))
+    ids = torch.zeros(micro_batch, job.seq_len, dtype=torch.long)
+    return model(input_ids=ids).logits.mean() if fused_loss else model(input_ids=ids, labels=ids).loss
+
+
+@contextlib.contextmanager
+def _plain_conversion() -> Iterator[None]:
+    """`module.to(…)` swaps fake tensors in place, which is refused where anything holds a weak reference to one, as a
+    fake mode does. Here converted parameters are new ones, shared where the old were."""
+    import torch
+
+    original = torch.nn.Module._apply
+    made: dict[int, tuple[Any, Any]] = {}
+
+    def converted(parameter: Any, fn: Any) -> Any:
+        if id(parameter) not in made:
+            with torch.no_grad():
+                new = fn(parameter)
+            same = new.dtype == parameter.dtype and new.device == parameter.device
+            made[id(parameter)] = (parameter, parameter if same else torch.nn.Parameter(new, parameter.requires_grad))
+        return made[id(parameter)][1]
+
+    def apply(module: Any, fn: Any, recurse: bool = True) -> Any:
+        if recurse:
+            for child in module.children():
+                child._apply(fn)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = converted(parameter, fn)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = fn(buffer)
+        return module
+
+    setattr(torch.nn.Module, original.__name__, apply)
+    try:
+        yield
+    finally:
+        setattr(torch.nn.Module, original.__name__, original)
 
 
 @contextlib.contextmanager

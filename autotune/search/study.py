@@ -31,7 +31,7 @@ from autotune.units import GIB
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 warnings.filterwarnings("ignore", module=r"optuna\.|autotune\.search", category=optuna.exceptions.ExperimentalWarning)
 
-SEARCH, VERIFY = "search", "verify"
+SEARCH, VERIFY, TRAINING = "search", "verify", "training"  # the last: recorded by `autotune.callback`
 _ADDRESS = re.compile(r"//([^:/@]*):([^@]*)@")
 
 
@@ -42,7 +42,7 @@ class Record:
     number: int
     candidate: Candidate
     outcome: Outcome | None  # None while it runs
-    role: str  # SEARCH or VERIFY
+    role: str  # SEARCH, VERIFY or TRAINING
     note: str = ""  # why it was tried
 
 

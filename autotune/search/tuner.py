@@ -214,7 +214,7 @@ class Tuner:
         self._apply_policy(candidate, outcome)
 
     def _learn(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
-        if role == SEARCH:
+        if role != VERIFY:
             self.proposer.observe(candidate, outcome)
         if outcome.measurement is None:
             if role == VERIFY and outcome.kind.says_something_of_the_candidate:

@@ -43,6 +43,10 @@ def become_rank(address: str, number: int) -> None:
         signal.signal(caught, signal.SIG_DFL)
     _redirect_output(spec["log"])
     rank = Rank(channel, spec)
+    if spec["job"].get("script"):
+        from autotune.trial.script_rank import ScriptRank
+
+        rank = ScriptRank(channel, spec)
     code = 0
     try:
         rank.run()
@@ -130,18 +134,23 @@ class Rank:
             self.device.backend, store=store, rank=self.spec["rank"], world_size=self.spec["world"],
             timeout=datetime.timedelta(hours=1),
         )  # fmt: skip
+        import deepspeed
+
+        deepspeed.init_distributed(dist_backend=self.device.backend, verbose=False)
 
     def _build(self) -> None:
         import deepspeed
 
         from autotune.trial import workload
 
-        deepspeed.init_distributed(dist_backend=self.device.backend, verbose=False)
-        model = workload.build_model(self.job, self.device.torch_device(), self.spec["config"])
+        model, self.source = workload.build(self.job, self.device.torch_device(), self.spec["config"])
+        self.loss = workload.forward
         if self.spec["checkpointing"]:
             workload.enable_checkpointing(model)
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=self.spec["config"])
+        if self.job.compiled:
+            self.engine.compile()
         self.device.note()
 
     def _fault(self, where: str) -> None:
@@ -223,7 +232,7 @@ class Rank:
             self.phase = "forward"
             batch = next(data)
             self._fault("forward")
-            loss = self.engine(**batch).loss
+            loss = self.loss(self.engine, batch)
             self._note()
             self.phase = "backward"
             self._fault("backward")
@@ -266,7 +275,7 @@ class Rank:
         self.phase = "forward"
         self.engine.eval()
         with torch.no_grad():
-            self.engine(**next(data))
+            self.loss(self.engine, next(data))
         self.engine.train()
         self.device.note()
         self.phase = "save"
@@ -302,9 +311,7 @@ class Rank:
 
 
 def _data(rank: Rank, micro_batch: int) -> Any:
-    from autotune.trial import workload
-
-    return workload.batches(rank.job, micro_batch, rank.device.torch_device(), rank.spec["seed"] + rank.spec["rank"])
+    return rank.source(micro_batch, rank.device.torch_device(), rank.spec["seed"] + rank.spec["rank"])
 
 
 def _extrapolate(parts: list[float], accumulation: int) -> float:

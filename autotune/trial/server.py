@@ -24,7 +24,11 @@ from autotune.trial.rank import become_rank, die_with_parent
 
 def prepare_environment(device: str) -> dict[str, str]:
     """Variables that a rank's process needs before its first instruction."""
+    beside = os.path.dirname(sys.executable)
     env = {
+        # torch looks for ninja in PATH; pip put it beside this Python, which need not be an activated environment.
+        # Always the same one: another version's log would make it build every op again.
+        "PATH": os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]),
         "DS_ACCELERATOR": device,
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() must not wake the driver
         "TOKENIZERS_PARALLELISM": "false",
@@ -42,7 +46,7 @@ def prepare_environment(device: str) -> dict[str, str]:
     return env
 
 
-def preload(model_type: str | None, ops: list[str]) -> dict[str, Any]:
+def preload(model_type: str | None, ops: list[str], modules: list[str]) -> dict[str, Any]:
     """Imports what every rank needs and loads DeepSpeed's JIT ops, building them where this machine has not yet."""
     began = time.monotonic()
     import deepspeed  # noqa: F401
@@ -56,8 +60,9 @@ def preload(model_type: str | None, ops: list[str]) -> dict[str, Any]:
             from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
             MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
-    with suppress(Exception):
-        importlib.import_module("torch._dynamo")
+    for name in ("torch._dynamo", *modules):
+        with suppress(Exception):
+            importlib.import_module(name)
     imported = time.monotonic()
     failed = load_ops(ops)
     gc.collect()
@@ -77,7 +82,7 @@ def serve(sock: socket.socket) -> None:
     hello = channel.receive()
     if hello is None:
         return
-    channel.send("ready", **preload(hello.get("model_type"), hello.get("ops", [])))
+    channel.send("ready", **preload(hello.get("model_type"), hello.get("ops", []), hello.get("modules", [])))
     wake_read, wake_write = os.pipe()
     watched: list[int] = [sock.fileno(), wake_read]
     os.set_blocking(wake_write, False)

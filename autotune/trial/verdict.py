@@ -187,6 +187,14 @@ def classify_text(text: str, device: str) -> tuple[Kind, str] | None:
     return None
 
 
+def is_memory_error(error: BaseException) -> bool:
+    """Whether an exception in a rank says that memory ran out, the device's or the host's."""
+    if isinstance(error, MemoryError) or type(error).__name__.endswith("OutOfMemoryError"):
+        return True
+    found = classify_text(str(error), "cpu") if isinstance(error, RuntimeError | OSError) else None
+    return found is not None and found[0].is_oom
+
+
 def _cpu_oom(evidence: Evidence) -> Kind:
     return Kind.OOM_DEVICE if evidence.device == "cpu" else Kind.OOM_HOST
 

@@ -1,0 +1,133 @@
+"""The first trial of a user's script: run as it is, to learn what it trains and how fast it is today."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from autotune.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
+from autotune.errors import UserError
+from autotune.executors.base import Effort
+from autotune.executors.local import LocalExecutor
+from autotune.export import write_atomically
+from autotune.hardware import Hardware
+from autotune.job import Job, Script
+from autotune.models import ModelSpec
+from autotune.outcome import Outcome
+from autotune.script import candidate_of_config
+from autotune.trial.verdict import log_tail
+
+EFFORT = Effort(min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
+# What a script that does not fit as it is may still run under, so that something is learnt of it.
+_THRIFTY: dict[str, Value] = {
+    "zero_stage": 3, MICRO_BATCH: 1, ACCUMULATION: 1, "offload_optimizer": "cpu", "offload_param": "cpu",
+    CHECKPOINTING: True, "reduce_bucket_size": 1_000_000, "sub_group_size": 10_000_000,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """What a script showed."""
+
+    script: Script  # with its profile
+    baseline: Outcome | None  # its own config, measured; None where that ran out of memory
+
+
+def unknown_job(script: Script, hardware: Hardware) -> Job:
+    """The Job of a script of which only the command is known."""
+    model = ModelSpec(script.name, {}, " ".join(script.argv))
+    return Job(model, hardware.count, 1, "fp32", base_config={"optimizer": {"type": "AdamW"}}, script=script)
+
+
+def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float, say: Callable[[str], None]) -> Probe:
+    """Runs the script unchanged for a few steps, or remembers what an earlier call saw.
+
+    Raises:
+        UserError: it never calls DeepSpeed, ends too early, or fails by itself; the message ends with its own traceback.
+    """
+    memory = folder / "probe.json"
+    key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.memory_cap_bytes}"
+    if memory.exists():
+        known = json.loads(memory.read_text())
+        if known["key"] == key:
+            baseline = Outcome.from_json(known["baseline"]) if known["baseline"] else None
+            return Probe(dataclasses.replace(script, profile=known["profile"]), baseline)
+    say(f"running {script.name} as it is, to learn what it trains")
+    baseline, facts = _try(executor, Candidate(()), "probe", seconds)
+    if baseline.kind.is_oom:
+        say(f"as it is it does not fit ({baseline.reason}); trying what takes least memory")
+        thrifty = Candidate.of(_THRIFTY)
+        outcome, found = _try(executor, thrifty, "probe-thrifty", seconds)
+        if not outcome.ok:
+            raise UserError(f"{script.name} fits neither as it is nor at its thriftiest: {outcome.reason}")
+        facts = {**facts, **found, **{key: facts[key] for key in ("config", "micro_batch", "accumulation") if key in facts}}
+        measured = None
+    else:
+        measured = baseline
+    profile = _profile(facts, own=measured is not None)
+    kept = {"key": key, "profile": profile, "baseline": measured.to_json() if measured else None}
+    write_atomically(memory, json.dumps(kept, indent=1))
+    return Probe(dataclasses.replace(script, profile=profile), measured)
+
+
+def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: float) -> tuple[Outcome, dict[str, Any]]:
+    session = executor.session(candidate, name)
+    try:
+        outcome = session.measure(candidate, EFFORT, seconds)
+    finally:
+        session.close()
+    if not outcome.ok and not outcome.kind.is_oom:
+        log = f"{outcome.log}/rank{outcome.rank or 0}.log"
+        tail = "\n".join(f"  {line}" for line in log_tail(Path(log)).strip().splitlines()[-12:])
+        raise UserError(
+            f"the script fails by itself, before anything is tuned ({outcome.reason}):\n{tail}\n  log: {log}"
+        )
+    return outcome, session.facts
+
+
+def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
+    """What is kept of the facts, for each sample (one of the micro-batch's) instead of each batch."""
+    kept = {key: facts[key] for key in ("config", "micro_batch", "accumulation", "precision", "model_config", "causal",
+            "model", "trained", "frozen", "checkpointing", "checkpointed", "through_arguments", "client_optimizer",
+            "untested_optimizer")}  # fmt: skip
+    micro_batch = facts["micro_batch"] if own else 1
+    micros = facts.get("micros") or facts["accumulation"]
+    rows = facts.get("rows", 0.0) / micros
+    saved_rows = facts.get("saved_rows") or 0
+    rows_per_sample = max(1, round(rows / micro_batch)) if rows else 1
+    return {
+        **kept,
+        "rows_per_sample": rows_per_sample,
+        "seq_len": max(1, int(facts.get("widest", 1))),
+        "tokens_per_sample": facts.get("tokens", 1.0) / micros / micro_batch,
+        "saved_bytes_per_sample": facts.get("saved_bytes", 0) / saved_rows * rows_per_sample if saved_rows else None,
+    }
+
+
+def job_of(script: Script, hardware: Hardware, global_batch_size: int | None) -> Job:
+    """The Job that a probed script is; its global batch is the script's own unless another is asked for."""
+    seen = script.profile
+    base = {key: value for key, value in seen["config"].items() if key not in
+            ("train_batch_size", MICRO_BATCH, ACCUMULATION)}  # fmt: skip
+    if seen["client_optimizer"] and not seen["through_arguments"]:
+        base.setdefault("zero_force_ds_cpu_optimizer", False)  # offloaded or not, it stays the script's optimizer
+    if seen["untested_optimizer"]:
+        base.setdefault("zero_allow_untested_optimizer", True)
+    own = seen["micro_batch"] * seen["accumulation"] * hardware.count
+    parameters = sum(seen["trained"]) + seen["frozen"]
+    config = {"model_type": "", **seen["model_config"]}
+    model = ModelSpec(script.name, config, " ".join(script.argv), parameters)
+    return Job(model, hardware.count, seen["seq_len"], seen["precision"], global_batch_size=global_batch_size or own,
+               base_config=base, script=script)  # fmt: skip
+
+
+def own_candidate(script: Script) -> Candidate:
+    """The script's own config as a Candidate, what it leaves open at DeepSpeed's defaults."""
+    seen = script.profile
+    knobs: dict[str, Value] = {MICRO_BATCH: seen["micro_batch"], ACCUMULATION: seen["accumulation"]}
+    if seen["checkpointing"]:
+        knobs[CHECKPOINTING] = seen["checkpointed"]
+    return Candidate.of({**candidate_of_config(seen["config"]).as_dict, **knobs})

@@ -1,0 +1,141 @@
+"""A user's own training script: its command, and the flags by which a candidate reaches it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from autotune.candidate import ACCUMULATION, CHECKPOINTING, KNOBS, MICRO_BATCH, Candidate, Value
+from autotune.errors import UserError, near
+from autotune.job import Script
+
+# Hugging Face's names, in Trainer's arguments and in its examples' own parsers.
+KNOWN_FLAGS = {
+    MICRO_BATCH: "--per_device_train_batch_size",
+    ACCUMULATION: "--gradient_accumulation_steps",
+    CHECKPOINTING: "--gradient_checkpointing",
+}
+_LAUNCHERS = {"deepspeed", "torchrun", "accelerate", "mpirun", "srun"}
+# One of these at the top makes a JSON file a DeepSpeed config.
+_DS_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
+
+
+# Imports of seconds that a fork server pays once for all trials, where a script's text speaks of them.
+_HEAVY = {
+    "transformers": ("transformers.trainer", "transformers.training_args"), "trl": ("trl", "transformers.trainer"),
+    "accelerate": ("accelerate",), "datasets": ("datasets",), "peft": ("peft",),
+}  # fmt: skip
+
+
+def heavy_imports(script: Script) -> list[str]:
+    """Modules that the script will import, of those that are worth importing beforehand."""
+    text = script.argv[-1]
+    if script.argv[0] == "-m":
+        text = script.argv[1]
+    elif script.path is not None:
+        text = script.path.read_text(errors="replace") if script.path.is_file() else ""
+    words = set(re.findall(r"\w+", text))
+    found = {module for name, modules in _HEAVY.items() if name in words for module in modules}
+    if found:
+        found.add("accelerate")
+    return sorted(found)
+
+
+def settings(script: Script, candidate: Candidate) -> dict[str, Value]:
+    """Flag and value for every knob of the candidate that a flag is known for."""
+    flags = {**KNOWN_FLAGS, **dict(script.flags)}
+    return {flags[name]: value for name, value in candidate.knobs if name in flags}
+
+
+def candidate_of_config(config: dict[str, Any]) -> Candidate:
+    """What a DeepSpeed config says of the knobs; what it leaves open or `"auto"` is left out, but for the stage."""
+    knobs: dict[str, Value] = {"zero_stage": 0}
+    for name, knob in KNOBS.items():
+        value: Any = config
+        for part in (knob.path or "").split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if isinstance(value, bool | int | str) and value != "auto":
+            knobs[name] = value
+        elif isinstance(value, float):
+            knobs[name] = int(value)  # 5e8
+    return Candidate.of(knobs)
+
+
+def command(script: Script, candidate: Candidate, config: str) -> list[str]:
+    """The script's command under a candidate, its DeepSpeed config read from the file `config`."""
+    argv = list(script.argv)
+    for at, word in enumerate(argv):
+        head, equals, value = word.partition("=")
+        if is_ds_config(Path(script.cwd) / (value if equals else word)):
+            argv[at] = f"{head}={config}" if equals else config
+    given = {word.partition("=")[0] for word in argv}
+    declared = set(dict(script.flags).values())
+    all_known = bool(script.profile.get("through_arguments"))  # Trainer's arguments have every one of them
+    for flag, setting in settings(script, candidate).items():
+        if all_known or flag in given or flag in declared:  # others may be unknown to the script
+            argv = with_flag(argv, flag, setting)
+    return argv
+
+
+def make_script(command: list[str], maps: list[str], worst_case: bool = False) -> Script:
+    """The script of a command line.
+
+    Raises:
+        UserError: it is no Python script, or a mapping is none.
+    """
+    words = list(command)
+    if words and Path(words[0]).name.startswith("python"):
+        words = words[1:]
+    if not words:
+        raise UserError("no script after `--`: expected `autotune run … -- train.py its arguments`")
+    if words[0] in _LAUNCHERS:
+        raise UserError(f"`-- {words[0]} …`: give the script itself; autotune starts the ranks (like `-- train.py …`)")
+    if words[0] == "-m":
+        if len(words) < 2:
+            raise UserError("`-- -m`: expected a module's name after it")
+    else:
+        path = Path(words[0])
+        if not path.is_file():
+            raise UserError(f"no script {words[0]}: expected a Python file, or `-m` and a module")
+        if b"\0" in path.read_bytes()[:4096]:
+            raise UserError(f"{words[0]} is no Python script: give the training's .py file")
+    return Script(tuple(words), os.getcwd(), tuple(_mapping(text) for text in maps), worst_case)
+
+
+def _mapping(text: str) -> tuple[str, str]:
+    knob, equals, flag = text.partition("=")
+    if not equals or not flag.startswith("-"):
+        raise UserError(f"--map {text}: expected KNOB=--FLAG, like {MICRO_BATCH}=--batch_size")
+    if knob not in KNOBS:
+        raise UserError(f"--map {text}: unknown knob {knob!r}{near(knob, KNOBS)}")
+    return knob, flag
+
+
+def is_ds_config(path: Path) -> bool:
+    """Whether the file is a DeepSpeed config."""
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and not _DS_KEYS.isdisjoint(data)
+
+
+def with_flag(argv: list[str], flag: str, value: Value) -> list[str]:
+    """The arguments with the flag at this value: in place where it is given, else at the end."""
+    found = list(argv)
+    for at, word in enumerate(found):
+        if word == flag:
+            if at + 1 < len(found) and not found[at + 1].startswith("--"):
+                found[at + 1] = str(value)
+                return found
+            found[at] = f"{flag}={value}"
+            return found
+        if word.startswith(flag + "="):
+            found[at] = f"{flag}={value}"
+            return found
+    return [*found, flag, str(value)]

@@ -1,0 +1,319 @@
+"""`autotune launch`: the real training under a winner, watched, and brought back when memory runs out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import UserError
+from autotune.executors.local import kill_groups, rank_environment
+from autotune.export import write_atomically
+from autotune.hardware import Hardware
+from autotune.job import Job
+from autotune.ladder import Rung
+from autotune.outcome import Kind, Phase
+from autotune.trial.gauge import Peaks, kernel_oom_kills, make_meter
+from autotune.trial.protocol import Channel, Message
+from autotune.trial.verdict import Evidence, judge
+from autotune.units import format_bytes, format_duration
+
+START_SECONDS = 60.0  # for a rank's interpreter to come up
+LEAVE_SECONDS = 30.0  # for ranks to end after a signal was passed on
+_SETTLE_SECONDS = 0.5  # after the first failure: the other ranks' reports
+_NEAR_FULL = 0.97  # of the capacity: a hang this near to it is memory's
+
+
+@dataclass
+class Attempt:
+    """One start of the training, to its end."""
+
+    rung: int
+    candidate: str
+    steps: int = 0
+    seconds: float = 0.0
+    ended: str = ""
+    resumed_from: str = ""
+
+
+@dataclass
+class Summary:
+    """How a launch went."""
+
+    code: int
+    attempts: list[Attempt] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        restarts = len(self.attempts) - 1
+        seconds = sum(one.seconds for one in self.attempts)
+        steps = sum(one.steps for one in self.attempts)
+        last = self.attempts[-1]
+        text = f"training ended with exit code {self.code} after {steps} steps in {format_duration(seconds)}"
+        causes = Counter(one.ended.split(":")[0] for one in self.attempts[:-1])
+        why = ", ".join(f"{count} {cause}" for cause, count in causes.items())
+        times = f"{restarts} restart{'s' if restarts > 1 else ''} ({why})" if restarts else "no restart"
+        return [text, f"{times}; the last config was {last.candidate}"]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"code": self.code, "attempts": [dataclasses.asdict(one) for one in self.attempts]}
+
+
+@dataclass(frozen=True)
+class _End:
+    code: int
+    kind: Kind | None  # None: the script's own end
+    reason: str
+    steps: int
+    resumed_from: str
+
+
+class Launcher:
+    """Runs a script's ranks under the rungs of a ladder until it ends by itself.
+
+    Args:
+        max_restarts: after this many the training is left as it ended.
+        silent_seconds: without a step for so long it hangs.
+        say: takes a line for people.
+    """
+
+    def __init__(
+        self, job: Job, hardware: Hardware, ladder: list[Rung], folder: Path, *, max_restarts: int,
+        silent_seconds: float, say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.job, self.hardware, self.ladder, self.folder = job, hardware, ladder, folder
+        self.max_restarts, self.silent_seconds, self._say = max_restarts, silent_seconds, say
+        self._signal: int | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def run(self) -> Summary:
+        """Trains; passes SIGINT and SIGTERM on."""
+        before = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            summary = self._run()
+        finally:
+            kill_groups([process.pid for process in self._processes], self._status)
+            for number, old in before.items():
+                signal.signal(number, old)
+        write_atomically(self.folder / "launch.json", json.dumps(summary.to_json(), indent=2) + "\n")
+        return summary
+
+    def say(self, text: str) -> None:
+        self._say(text)
+        with suppress(OSError), (self.folder / "launch.log").open("a") as file:
+            file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n")
+
+    def _run(self) -> Summary:
+        began, at, barren = time.time(), 0, 0
+        attempts: list[Attempt] = []
+        while True:
+            rung = self.ladder[at]
+            how = "measured" if rung.measured else "predicted"
+            self.say(f"starting under {rung.candidate} ({how} {format_bytes(rung.peak_bytes)} a rank)")
+            attempt = Attempt(at, str(rung.candidate))
+            attempts.append(attempt)
+            started = time.monotonic()
+            end = self._attempt(rung, began if len(attempts) > 1 else None)
+            attempt.steps, attempt.seconds, attempt.resumed_from = (
+                end.steps,
+                time.monotonic() - started,
+                end.resumed_from,
+            )
+            attempt.ended = f"{end.kind.value}: {end.reason}" if end.kind else end.reason
+            if end.kind is None or self._signal is not None:
+                return Summary(end.code, attempts)
+            self.say(f"{end.kind.value} after {end.steps} steps: {end.reason}")
+            barren = 0 if end.steps else barren + 1
+            down = end.kind in (Kind.OOM_DEVICE, Kind.OOM_HOST) or barren > 1
+            if down and at + 1 == len(self.ladder):
+                self.say("no config with less memory is left on the ladder: giving up")
+                return Summary(end.code or 1, attempts)
+            if len(attempts) > self.max_restarts:
+                self.say(f"--max-restarts {self.max_restarts} reached: giving up")
+                return Summary(end.code or 1, attempts)
+            at += down
+            self.say("stepping down" if down else "starting again under the same config")
+
+    # -- one attempt -------------------------------------------------------------------------------------------------
+
+    def _attempt(self, rung: Rung, resume_since: float | None) -> _End:
+        world = self.job.ranks
+        with tempfile.TemporaryDirectory(prefix="autotune-") as name, socket.socket(socket.AF_UNIX) as listener:
+            address, store = f"{name}/home.sock", f"{name}/store"
+            listener.bind(address)
+            listener.listen(world)
+            env = rank_environment(self.hardware.device)
+            assert self.job.script is not None
+            self._processes = [
+                subprocess.Popen([sys.executable, "-m", "autotune.trial.train_rank", address, str(rank)], env=env,
+                                 stdin=subprocess.DEVNULL, start_new_session=True, cwd=self.job.script.cwd)
+                for rank in range(world)
+            ]  # fmt: skip
+            channels = self._greet(listener)
+            if channels is None:
+                return self._ended(Evidence(self.hardware.device, statuses=self._statuses()), 0, "")
+            spec = {
+                "job": self.job.to_json(), "world": world, "device": self.hardware.device, "store": store,
+                "cap_bytes": self.hardware.memory_cap_bytes, "candidate": rung.candidate.as_dict,
+                "threads": max(1, min(8, (os.cpu_count() or 1) // world)), "folder": name, "resume_since": resume_since,
+            }  # fmt: skip
+            for rank, channel in enumerate(channels):
+                channel.send("spec", **spec, rank=rank)
+            try:
+                return self._watch(channels)
+            finally:
+                for channel in channels:
+                    channel.close()
+                kill_groups([process.pid for process in self._processes], self._status)
+
+    def _greet(self, listener: socket.socket) -> list[Channel] | None:
+        """The ranks' channels in their order; None where one did not come up."""
+        found: dict[int, Channel] = {}
+        listener.settimeout(1.0)
+        until = time.monotonic() + START_SECONDS
+        while len(found) < self.job.ranks:
+            try:
+                sock, _ = listener.accept()
+            except TimeoutError:
+                if time.monotonic() > until or any(process.poll() is not None for process in self._processes):
+                    return None
+                continue
+            channel = Channel(sock)
+            hello = channel.receive(10.0)
+            if hello:
+                found[hello["rank"]] = channel
+        return [found[rank] for rank in sorted(found)]
+
+    def _watch(self, channels: list[Channel]) -> _End:
+        errors: list[Message] = []
+        steps, resumed, strayed = 0, "", False
+        last = time.monotonic()
+        kills = kernel_oom_kills()
+        phase = Phase.START
+        open_channels = list(channels)
+        while True:
+            readable, _, _ = select.select(open_channels, [], [], 0.2)
+            for channel in readable:
+                for message in channel.drain():
+                    last = time.monotonic()
+                    if message["type"] == "error":
+                        errors.append(message)
+                    elif message["type"] == "resumed" and not resumed:
+                        resumed = message["path"]
+                        self.say(f"going on from {resumed}")
+                    elif message["type"] == "phase" and message["phase"] in set(Phase):
+                        phase = Phase(message["phase"])
+                    elif message["type"] == "strayed" and not strayed:
+                        strayed = True
+                        self.say("the script trains without DeepSpeed: no config of ours is in it")
+                    steps = max(steps, int(message.get("steps") or 0))
+                if channel.closed:
+                    open_channels.remove(channel)
+            statuses = self._statuses()
+            if len(statuses) == self.job.ranks and all(status == 0 for status in statuses.values()):
+                return _End(0, None, "done", steps, resumed)
+            silent = time.monotonic() - last
+            if self._signal is not None:
+                return self._leave(steps, resumed)
+            if errors or any(status != 0 for status in statuses.values()):
+                self._settle(channels, errors)
+                peaks = self._peaks()
+                peaks.oom_kills = kernel_oom_kills() - kills
+                evidence = Evidence(self.hardware.device, errors, self._statuses(), None, phase, peaks,
+                                    self.hardware.host_memory_bytes)  # fmt: skip
+                return self._ended(evidence, steps, resumed)
+            if silent > self.silent_seconds:
+                return self._hang(silent, phase, steps, resumed)
+
+    def _settle(self, channels: list[Channel], errors: list[Message]) -> None:
+        until = time.monotonic() + _SETTLE_SECONDS
+        while time.monotonic() < until:
+            for channel in channels:
+                errors += [message for message in channel.drain() if message["type"] == "error"]
+            time.sleep(0.05)
+
+    def _hang(self, silent: float, phase: Phase, steps: int, resumed: str) -> _End:
+        """Silence: memory's doing where a device or the host is as good as full."""
+        peaks = self._peaks()
+        host_left = peaks.host_low < 0.03 * self.hardware.host_memory_bytes
+        text = f"no step for {format_duration(silent)}"
+        if peaks.worst > _NEAR_FULL * self.hardware.capacity_bytes:
+            return _End(1, Kind.OOM_DEVICE, f"{text}, with the device's memory full", steps, resumed)
+        if host_left:
+            return _End(1, Kind.OOM_HOST, f"{text}, with main memory full", steps, resumed)
+        self.say(f"{text} in {phase.value}, with memory to spare: not memory's doing, ending it")
+        return _End(1, None, "hang", steps, resumed)
+
+    def _ended(self, evidence: Evidence, steps: int, resumed: str) -> _End:
+        codes = [128 - status if status < 0 else status for status in evidence.statuses.values() if status]
+        code = codes[0] if codes else 1
+        verdict = judge(evidence)
+        if verdict.kind.is_oom:
+            return _End(code, verdict.kind, verdict.reason, steps, resumed)
+        if verdict.kind is Kind.CRASH and verdict.evidence.startswith("SIGKILL"):
+            return _End(code, Kind.CRASH, verdict.reason, steps, resumed)
+        if verdict.kind in (Kind.INFRASTRUCTURE, Kind.FOREIGN):
+            return _End(code, verdict.kind, verdict.reason, steps, resumed)
+        return _End(code, None, f"the script's own failure ({verdict.reason})", steps, resumed)
+
+    def _leave(self, steps: int, resumed: str) -> _End:
+        """After a signal: the ranks have it too, and some time to end in their own way."""
+        assert self._signal is not None
+        until = time.monotonic() + LEAVE_SECONDS
+        while len(self._statuses()) < self.job.ranks and time.monotonic() < until:
+            time.sleep(0.1)
+        codes = [status for status in self._statuses().values() if status > 0]
+        name = signal.Signals(self._signal).name
+        return _End(codes[0] if codes else 128 + self._signal, None, f"stopped by {name}", steps, resumed)
+
+    # -- processes ---------------------------------------------------------------------------------------------------
+
+    def _forward(self, number: int, frame: object) -> None:
+        again = self._signal is not None
+        self._signal = number
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL if again else number)
+
+    def _statuses(self) -> dict[int, int]:
+        """Of the ranks that have ended."""
+        polled = {rank: process.poll() for rank, process in enumerate(self._processes)}
+        return {rank: status for rank, status in polled.items() if status is not None}
+
+    def _status(self, pid: int) -> int | None:
+        return next((process.poll() for process in self._processes if process.pid == pid), None)
+
+    def _peaks(self) -> Peaks:
+        """Memory now."""
+        import psutil
+
+        peaks = Peaks(used=[0] * self.job.ranks, host_low=psutil.virtual_memory().available)
+        with suppress(Exception):
+            make_meter(self.hardware).sample([process.pid for process in self._processes], peaks)
+        return peaks
+
+
+def check_script(study: str, job: Job, target: str) -> None:
+    """Whether a study is of this script.
+
+    Raises:
+        UserError: it is of another.
+    """
+    if job.script is None:
+        return
+    own = job.script.argv[1] if job.script.argv[0] == "-m" else job.script.argv[0]
+    if Path(own).name != Path(target).name:
+        raise UserError(f"study {study} is of {own}, not of {target}: tune this script first "
+                        f"(`autotune run … -- {target} …`), or give the study that is of it")  # fmt: skip

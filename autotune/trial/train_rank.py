@@ -1,0 +1,160 @@
+"""A rank of real training under `autotune launch`: the user's script, with the config that is tried and a line home.
+
+Run as `python -m autotune.trial.train_rank SOCKET RANK`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from autotune.candidate import Candidate
+from autotune.trial.hooks import Hooks, run_script
+from autotune.trial.protocol import Channel
+from autotune.trial.rank import EXIT_REPORTED, Rank, die_with_parent
+from autotune.trial.verdict import is_memory_error
+
+_PROGRESS_SECONDS = 1.0
+
+
+class TrainRank(Rank):
+    """Trains to the script's own end; reports progress, and memory failures the moment they happen."""
+
+    def run(self) -> None:
+        from autotune.job import Job
+
+        self.enter("start")
+        self.job = Job.from_json(self.spec["job"])
+        self._environment()
+        import torch
+
+        from autotune.trial.devices import make_device
+
+        self.torch = torch
+        self.device = make_device(self.spec["device"])
+        self.device.setup(self.spec["rank"], self.spec["cap_bytes"], self.spec["threads"])
+        self._join_group()
+        self._steps, self._last_progress = 0, 0.0
+        hooks = Hooks(self.job, Candidate.of(self.spec["candidate"]), self, self.spec["device"],
+                      Path(self.spec["folder"]), quiet=False)  # fmt: skip
+        hooks.install()
+        if self.spec["resume_since"] is not None:
+            self._resume_trainer(self.spec["resume_since"])
+        self._note_loads()
+        run_script(self.job, hooks.arguments())
+
+    # -- restarting --------------------------------------------------------------------------------------------------
+
+    def _resume_trainer(self, since: float) -> None:
+        """Trainer goes on from the newest whole checkpoint of this launch, unless the script names one."""
+        from transformers import Trainer
+
+        original = Trainer.train
+
+        @functools.wraps(original)
+        def train(trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            newest = newest_checkpoint(Path(trainer.args.output_dir), since, self.spec["world"])
+            if newest is not None:
+                resume_from_checkpoint = str(newest)
+                self.channel.send("resumed", path=resume_from_checkpoint)
+            return original(trainer, resume_from_checkpoint, *args, **kwargs)
+
+        setattr(Trainer, original.__name__, train)
+
+    def _note_loads(self) -> None:
+        from deepspeed.runtime.engine import DeepSpeedEngine
+
+        original = DeepSpeedEngine.load_checkpoint
+
+        @functools.wraps(original)
+        def load_checkpoint(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            found = original(engine, *args, **kwargs)
+            if found and found[0]:
+                self.channel.send("resumed", path=str(found[0]))
+            return found
+
+        setattr(DeepSpeedEngine, original.__name__, load_checkpoint)
+
+    # -- what the hooks see ------------------------------------------------------------------------------------------
+
+    def configured(self, config: dict[str, Any]) -> None:
+        pass
+
+    def built(self, engine: Any, facts: dict[str, Any]) -> None:
+        self.enter("forward")
+
+    def entered(self, name: str) -> None:
+        self.phase = name
+        if name == "init":
+            self.enter(name)
+
+    def forward(self, rows: int, tokens: int) -> None:
+        pass
+
+    def stepped(self) -> None:
+        self._steps += 1
+        now = time.monotonic()
+        if now - self._last_progress > _PROGRESS_SECONDS or self._steps <= 3:
+            self._last_progress = now
+            self.channel.send("progress", steps=self._steps)
+
+    def failed(self, error: BaseException) -> None:
+        if is_memory_error(error):  # the script may catch it, and its peers would wait for ever
+            self.report(error)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(EXIT_REPORTED)
+
+    def strayed(self) -> None:
+        self.channel.send("strayed")
+
+
+def newest_checkpoint(folder: Path, since: float, ranks: int) -> Path | None:
+    """Trainer's newest checkpoint that was begun after `since` (seconds since the epoch) and is whole: its state, which
+    is written last, and every rank's part."""
+    whole: list[tuple[int, Path]] = []
+    for state in folder.glob("checkpoint-*/trainer_state.json"):
+        checkpoint = state.parent
+        try:
+            step = int(json.loads(state.read_text())["global_step"])
+            if state.stat().st_mtime < since:
+                continue
+        except (OSError, ValueError, KeyError):
+            continue
+        parts = list(checkpoint.glob("rng_state*.pth"))
+        if len(parts) >= ranks and (checkpoint / "latest").exists():
+            whole.append((step, checkpoint))
+    return max(whole, default=(0, None))[1]
+
+
+def main() -> None:
+    die_with_parent()
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(sys.argv[1])
+    channel = Channel(sock)
+    channel.send("hello", rank=int(sys.argv[2]), pid=os.getpid())
+    spec = channel.receive()
+    if spec is None:
+        sys.exit(1)
+    sys.argv = sys.argv[:1]
+    rank = TrainRank(channel, spec)
+    try:
+        rank.run()
+    except SystemExit as error:
+        channel.send("bye", code=error.code)
+        raise
+    except BaseException as error:
+        rank.report(error)
+        sys.stdout.flush()
+        os._exit(1)
+    channel.send("bye", code=0, steps=rank._steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,333 @@
+"""Scripts of users, unchanged, in real ranks: learnt from, tuned, watched, and brought back from out-of-memory."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autotune.candidate import Candidate
+from autotune.errors import UserError
+from autotune.executors.base import Effort
+from autotune.executors.local import LocalExecutor
+from autotune.hardware import detect
+from autotune.job import Script
+from autotune.ladder import Rung
+from autotune.outcome import Kind, Outcome
+from autotune.probe import Probe, job_of, own_candidate, probe, unknown_job
+from autotune.training import Launcher, Summary
+from autotune.units import MIB
+from tests.conftest import make_candidate
+
+SCRIPTS = Path(__file__).parent / "scripts"
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 0},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+}  # fmt: skip
+AUTO = {
+    "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "train_batch_size": "auto",
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": 500000}, "gradient_clipping": "auto", "zero_allow_untested_optimizer": True,
+}  # fmt: skip
+EFFORT = Effort(min_seconds=0.0, min_steps=2, max_steps=3)
+TRAINER = ["--deepspeed", "ds.json", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2",
+           "--max_steps", "60", "--output_dir", "out"]  # fmt: skip
+
+
+class Scripts:
+    """One fork server for all scripts; each test gets a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.hardware = detect("cpu", 2, memory_cap_bytes=3000 * MIB)
+        job = unknown_job(Script((str(SCRIPTS / "trainer.py"),), str(folder)), self.hardware)
+        offloaded = make_candidate(2, offload_optimizer="cpu")
+        self.executor = LocalExecutor(job, self.hardware, folder, [offloaded])
+        self.executor.open(lambda text: None)
+        self._count = 0
+
+    def probe(self, argv: list[str], cwd: Path, flags: tuple[tuple[str, str], ...] = ()) -> Probe:
+        self._count += 1
+        script = Script(tuple(argv), str(cwd), flags)
+        folder = self.executor.folder = cwd / "runs" / "study"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.executor.job = unknown_job(script, self.hardware)
+        return probe(self.executor, script, folder, 120.0, lambda text: None)
+
+    def measure(self, probed: Probe, candidate: Candidate) -> Outcome:
+        self._count += 1
+        self.executor.job = job_of(probed.script, self.hardware, None)
+        session = self.executor.session(candidate, f"{self._count:04d}")
+        try:
+            return session.measure(candidate, EFFORT, 120.0)
+        finally:
+            session.close()
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
+    made = Scripts(tmp_path_factory.mktemp("scripts"))
+    yield made
+    made.executor.close()
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_text(textwrap.dedent(text))
+    return name
+
+
+def entries(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if "runs" not in path.parts}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "config", "flags"),
+    [
+        ("plain", ["--deepspeed_config", "ds.json"], CONFIG, (("train_micro_batch_size_per_gpu", "--batch_size"),)),
+        ("trainer", TRAINER, AUTO, ()),
+        ("accelerated", ["--config", "ds.json"], {**AUTO, "gradient_accumulation_steps": 2}, ()),
+    ],
+)
+def test_a_script_is_tuned_as_it_is(
+    scripts: Scripts, tmp_path: Path, name: str, arguments: list[str], config: dict, flags: tuple
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    before = entries(tmp_path)
+    found = scripts.probe([str(SCRIPTS / f"{name}.py"), *arguments], tmp_path, flags)
+    assert found.baseline is not None
+    assert found.baseline.measurement is not None
+    seen = found.script.profile
+    micro_batch = 4 if name == "accelerated" else 2  # of its own loader
+    assert (seen["micro_batch"], seen["accumulation"]) == (micro_batch, 2)
+    assert seen["precision"] == "fp32"
+    assert seen["rows_per_sample"] == 1
+    assert seen["causal"]
+    assert 8 <= seen["seq_len"] <= 32
+    assert own_candidate(found.script).stage == config["zero_optimization"]["stage"]
+    for stage, micro, accumulation in ((2, 1, 3), (3, 4, 1)):
+        outcome = scripts.measure(
+            found, make_candidate(stage, micro, accumulation, activation_checkpointing=stage == 3)
+        )
+        assert outcome.ok, outcome
+        measured = outcome.measurement
+        assert measured is not None
+        assert measured.samples_per_second * measured.step_seconds == pytest.approx(2 * micro * accumulation)
+    assert entries(tmp_path) == before, "nothing is left behind"
+
+
+def test_out_of_memory_of_a_script_is_a_measurement(scripts: Scripts, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    argv = [str(SCRIPTS / "plain.py"), "--deepspeed_config", "ds.json", "--longest", "1024"]
+    found = scripts.probe(argv, tmp_path, (("train_micro_batch_size_per_gpu", "--batch_size"),))
+    outcome = scripts.measure(found, make_candidate(1, 256))
+    assert outcome.kind is Kind.OOM_DEVICE, outcome
+
+
+def test_a_batch_that_the_script_ignores_is_noticed(scripts: Scripts, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    found = scripts.probe([str(SCRIPTS / "plain.py"), "--deepspeed_config", "ds.json"], tmp_path)
+    with pytest.raises(UserError, match="--map train_micro_batch_size_per_gpu"):
+        scripts.measure(found, make_candidate(1, 8, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("print('hello')", "without calling deepspeed.initialize"),
+        ("raise ZeroDivisionError('my own fault')", "my own fault"),
+        ("import argparse\np = argparse.ArgumentParser()\np.add_argument('--data', required=True)\np.parse_args()",
+         "arguments are required: --data"),
+        ("input('really? ')", "EOFError"),
+        ("""
+         import torch
+         model = torch.nn.Linear(4, 4)
+         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+         for _ in range(9):
+             model(torch.ones(1, 4)).sum().backward()
+             optimizer.step()
+         """, "trains without calling deepspeed.initialize"),
+        ("""
+         import subprocess, sys, time
+         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+         """, "without calling deepspeed.initialize"),
+    ],
+    ids=["no DeepSpeed", "crash", "needs arguments", "reads stdin", "plain torch", "workers outlive it"],
+)  # fmt: skip
+def test_scripts_that_cannot_be_tuned(scripts: Scripts, tmp_path: Path, text: str, says: str) -> None:
+    name = write(tmp_path, "bad.py", text)
+    with pytest.raises(UserError, match=says):
+        scripts.probe([name], tmp_path)
+    left = subprocess.run(["pgrep", "-f", "time.sleep[(]600"], capture_output=True, text=True).stdout
+    assert not left
+
+
+def test_a_script_that_ends_too_early(scripts: Scripts, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(UserError, match="ended after 2 optimizer steps"):
+        scripts.probe([str(SCRIPTS / "plain.py"), "--deepspeed_config", "ds.json", "--steps", "2"], tmp_path)
+
+
+def test_a_script_that_catches_our_out_of_memory(scripts: Scripts, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    name = write(tmp_path, "stubborn.py", """
+        import deepspeed, torch
+        class Hungry(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(8, 8)
+            def forward(self, x):
+                torch.zeros(2**33)
+                return self.layer(x).sum()
+        model = Hungry()
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config="ds.json")
+        while True:
+            try:
+                engine.backward(engine(torch.ones(2, 8)))
+            except RuntimeError:
+                pass
+        """)  # fmt: skip
+    with pytest.raises(UserError, match="fits neither as it is nor at its thriftiest"):
+        scripts.probe([name], tmp_path)
+
+
+# -- launch ----------------------------------------------------------------------------------------------------------
+
+
+def rung(candidate: Candidate) -> Rung:
+    return Rung(candidate, 1e9, 1.0, True)
+
+
+def launch(
+    scripts: Scripts,
+    folder: Path,
+    argv: list[str],
+    ladder: list[Candidate],
+    cap: int = 3000,
+    says: list[str] | None = None,
+) -> Summary:
+    flags = (("train_micro_batch_size_per_gpu", "--batch_size"),) if "--deepspeed_config" in argv else ()
+    script = Script(tuple(argv), str(folder), flags)
+    profile = {"rows_per_sample": 1.0}
+    job = unknown_job(Script(script.argv, script.cwd, script.flags, profile=profile), scripts.hardware)
+    job = type(job)(job.model, 2, 32, "fp32", script=job.script)
+    hardware = detect("cpu", 2, memory_cap_bytes=cap * MIB)
+    lines = says if says is not None else []
+    launcher = Launcher(job, hardware, [rung(c) for c in ladder], folder, max_restarts=6, silent_seconds=120.0,
+                        say=lines.append)  # fmt: skip
+    return launcher.run()
+
+
+def test_tuning_does_not_change_what_is_learnt(scripts: Scripts, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    losses = {}
+    for stage, micro, accumulation in ((0, 2, 2), (2, 4, 1)):
+        argv = [str(SCRIPTS / "plain.py"), "--deepspeed_config", "ds.json", "--steps", "20", "--losses", f"loss{stage}"]
+        assert launch(scripts, tmp_path, argv, [make_candidate(stage, micro, accumulation)]).code == 0
+        losses[stage] = [json.loads(line)["loss"] for line in (tmp_path / f"loss{stage}").read_text().splitlines()]
+    assert len(losses[0]) == 20
+    assert losses[2] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_training_survives_its_longest_batches(scripts: Scripts, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(AUTO))
+    argv = [str(SCRIPTS / "long_batches.py"), "--deepspeed", "ds.json", "--output_dir", "out", "--save_steps", "5",
+            "--max_steps", "24", "--long_steps", "7,19", "--report_to", "none", "--seen", "seen"]  # fmt: skip
+    says: list[str] = []
+    short = scripts.probe([*argv, "--per_device_train_batch_size", "4", "--long_steps", ""], tmp_path).baseline
+    assert short is not None
+    assert short.peak_bytes is not None
+    ladder = [make_candidate(1, 4, 1), make_candidate(1, 1, 4)]
+    summary = launch(scripts, tmp_path, argv, ladder, cap=short.peak_bytes // MIB + 150, says=says)
+    assert summary.code == 0, says
+    assert len(summary.attempts) == 2, says
+    assert summary.attempts[0].ended.startswith(Kind.OOM_DEVICE.value)
+    assert "checkpoint-5" in summary.attempts[1].resumed_from
+    assert seen_samples(tmp_path) == {step: set(range(8 * step, 8 * step + 8)) for step in range(24)}
+
+
+def seen_samples(folder: Path) -> dict[int, set[int]]:
+    """Samples of each step, as the attempt that kept the step saw them."""
+    steps: dict[int, set[int]] = {}
+    for rank in range(2):
+        mine: dict[int, list[int]] = {}
+        last = -1
+        for line in (folder / f"seen.rank{rank}.jsonl").read_text().splitlines():
+            entry = json.loads(line)
+            if entry["step"] < last:  # a restart: what was trained after the checkpoint is trained again
+                mine = {step: found for step, found in mine.items() if step < entry["step"]}
+            if entry["step"] != last:
+                mine[entry["step"]] = []
+            last = entry["step"]
+            mine[last] += entry["samples"]
+        for step, found in mine.items():
+            assert len(found) == len(set(found))
+            steps.setdefault(step, set()).update(found)
+    return steps
+
+
+def test_a_killed_rank_is_started_again(scripts: Scripts, tmp_path: Path) -> None:
+    config = {**CONFIG, "zero_optimization": {"stage": 2}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    name = write(tmp_path, "killed.py", f"""
+        import os, pathlib, signal, sys
+        import deepspeed
+        from deepspeed.runtime.engine import DeepSpeedEngine
+        sys.path.insert(0, {str(SCRIPTS)!r})
+        import plain
+        step = DeepSpeedEngine.step
+        def killing(engine, *args, **kwargs):
+            if engine.global_steps == 6 and os.environ["RANK"] == "1" and not pathlib.Path("killed").exists():
+                pathlib.Path("killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step(engine, *args, **kwargs)
+        DeepSpeedEngine.step = killing
+        plain.main()
+        """)  # fmt: skip
+    argv = [name, "--deepspeed_config", "ds.json", "--steps", "10", "--save_every", "4", "--losses", "losses"]
+    summary = launch(scripts, tmp_path, argv, [make_candidate(2, 2, 2)])
+    assert summary.code == 0
+    assert len(summary.attempts) == 2
+    assert summary.attempts[1].resumed_from
+    steps = [json.loads(line)["step"] for line in (tmp_path / "losses").read_text().splitlines()]
+    assert steps == [*range(1, 7), *range(5, 11)]
+
+
+def test_a_script_of_its_own_failure_keeps_its_exit_code(scripts: Scripts, tmp_path: Path) -> None:
+    name = write(tmp_path, "fails.py", "import sys; sys.exit(7)")
+    summary = launch(scripts, tmp_path, [name], [make_candidate()])
+    assert summary.code == 7
+    assert len(summary.attempts) == 1
+
+
+def test_the_command_line_end_to_end(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(AUTO))
+    (tmp_path / "space.yaml").write_text(
+        "knobs:\n  zero_stage: [1, 2]\n  train_micro_batch_size_per_gpu: [1, 2, 4, 8]\n"
+        "  gradient_accumulation_steps: {from: 1, to: 64}\n  reduce_bucket_size: [500000]\n"
+    )
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    tool = [sys.executable, "-m", "autotune.cli"]
+    script = [str(SCRIPTS / "trainer.py"), *TRAINER]
+    done = subprocess.run(
+        [*tool, "run", "--device", "cpu", "--gpus", "2", "--budget", "50s", "--space", "space.yaml", "--study", "mine",
+         "--max-trials", "3", "--yes", "--", *script],
+        cwd=tmp_path, env=env, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "train with" in done.stdout
+    ladder = json.loads((tmp_path / "runs/mine/mine.ladder.json").read_text())
+    assert all(one["config"]["train_batch_size"] == 8 for one in ladder)
+    began = time.monotonic()
+    trained = subprocess.run([*tool, "launch", "mine", "--json", "--", *script, "--max_steps", "6"], cwd=tmp_path, env=env,
+                             capture_output=True, text=True)  # fmt: skip
+    assert trained.returncode == 0, trained.stderr
+    summary = json.loads(trained.stdout[trained.stdout.index('{\n  "code"') :])
+    assert summary["attempts"][0]["steps"] >= 3
+    assert time.monotonic() - began > summary["attempts"][0]["seconds"]
+    wrong = subprocess.run([*tool, "launch", "mine", "--", str(SCRIPTS / "plain.py")], cwd=tmp_path, env=env,
+                           capture_output=True, text=True)  # fmt: skip
+    assert wrong.returncode == 2
+    assert "is of" in wrong.stderr
