@@ -63,7 +63,11 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
         outcome, found = _try(executor, thrifty, "probe-thrifty", seconds)
         if not outcome.ok:
             raise UserError(f"{script.name} fits neither as it is nor at its thriftiest: {outcome.reason}")
-        facts = {**facts, **found, **{key: facts[key] for key in ("config", "micro_batch", "accumulation") if key in facts}}
+        facts = {
+            **facts,
+            **found,
+            **{key: facts[key] for key in ("config", "micro_batch", "accumulation") if key in facts},
+        }
         measured = None
     else:
         measured = baseline
