@@ -63,12 +63,13 @@ class Script:
     cwd: str
     flags: tuple[tuple[str, str], ...] = ()  # (knob, flag) as the user declared them
     worst_case: bool = False  # every batch is padded to the longest that the script allows
+    ds_config: str | None = None  # file for scripts that leave DeepSpeed to `accelerate launch`
     profile: dict[str, Any] = field(default_factory=dict)  # what running it as it is showed
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Script:
         flags = tuple((knob, flag) for knob, flag in data.get("flags", ()))
-        return cls(tuple(data["argv"]), data["cwd"], flags, data.get("worst_case", False), data.get("profile") or {})
+        return cls(**{**data, "argv": tuple(data["argv"]), "flags": flags})
 
     @property
     def name(self) -> str:
@@ -84,7 +85,7 @@ class Script:
     def key(self) -> str:
         """Of the command and the file's text: what was learnt of one is not said of another."""
         text = self.path.read_bytes() if self.path and self.path.is_file() else b""
-        parts = json.dumps([self.argv, self.cwd, self.flags, self.worst_case]).encode()
+        parts = json.dumps([self.argv, self.cwd, self.flags, self.worst_case, self.ds_config]).encode()
         return hashlib.sha256(parts + text).hexdigest()[:12]
 
 

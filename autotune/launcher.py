@@ -50,13 +50,16 @@ def launch_training(
             say(
                 f"study {store.name} is of {job.model.name} with synthetic batches, not of a script: its config is taken"
             )
-        flags, profile = (job.script.flags, job.script.profile) if job.script else ((), {})
-        job = dataclasses.replace(job, script=dataclasses.replace(script, flags=script.flags or flags, profile=profile))
+        known = job.script or script
+        script = dataclasses.replace(script, flags=script.flags or known.flags, profile=known.profile,
+                                     ds_config=known.ds_config)  # fmt: skip
+        job = dataclasses.replace(job, script=script)
         ladder = ladder_of(store)
     else:
         assert request is not None
         job, hardware, ladder = _planned(request)
-        job = dataclasses.replace(job, script=script)
+        own = str(request.ds_config.resolve()) if request.ds_config else None
+        job = dataclasses.replace(job, script=dataclasses.replace(script, ds_config=own))
         folder = study_folder(request.runs, f"launch-{script.name}")
     cap = parse_bytes(memory_cap) if memory_cap else None
     found = detect(hardware.device, hardware.count, memory_cap_bytes=cap, headroom=hardware.headroom)

@@ -31,7 +31,7 @@ from autotune.models import resolve_model, workload_spec
 from autotune.outcome import Kind
 from autotune.probe import Probe, job_of, own_candidate, probe, unknown_job
 from autotune.report import PlainObserver, closest_lines, make_observer, record_json, winner_lines
-from autotune.script import command, make_script
+from autotune.script import command, make_script, starter
 from autotune.search.study import SEARCH, Record, StudyStore, default_storage, fingerprint
 from autotune.space import Domain, SearchSpace, load_space
 from autotune.units import format_bytes, format_duration, parse_bytes, parse_duration, parse_share
@@ -298,7 +298,7 @@ def _prepare(request: Request) -> _Setup:
             raise UserError(
                 f"--global-batch-size {request.global_batch_size} cannot be split over {hardware.count} ranks"
             )
-        job = unknown_job(make_script(request.script, request.maps, request.worst_case), hardware)
+        job = unknown_job(make_script(request.script, request.maps, request.worst_case, request.ds_config), hardware)
         return _Setup(job, hardware, space, space.candidates(job), is_script=True)
     for option, used in (("--map", bool(request.maps)), ("--worst-case", request.worst_case)):
         if used:
@@ -415,7 +415,8 @@ def _report(
     if not result.verified:
         lines.append("  not verified: the budget or the call ended first; run again to verify it")
     if job.script is not None:
-        plain = shlex.join(command(job.script, winner, str(files[0].resolve())))
+        config = str(files[0].resolve())
+        plain = shlex.join([*starter(job.script, job.ranks, config), *command(job.script, winner, config)])
         lines += [f"  train with: {plain}", f"  or watched: autotune launch {name} -- {shlex.join(job.script.argv)}"]
     counts = ", ".join(f"{count} {kind}" for kind, count in result.by_kind.most_common())
     lines.append(

@@ -80,7 +80,7 @@ def command(script: Script, candidate: Candidate, config: str) -> list[str]:
     return argv
 
 
-def make_script(command: list[str], maps: list[str], worst_case: bool = False) -> Script:
+def make_script(command: list[str], maps: list[str], worst_case: bool = False, ds_config: Path | None = None) -> Script:
     """The script of a command line.
 
     Raises:
@@ -102,7 +102,10 @@ def make_script(command: list[str], maps: list[str], worst_case: bool = False) -
             raise UserError(f"no script {words[0]}: expected a Python file, or `-m` and a module")
         if b"\0" in path.read_bytes()[:4096]:
             raise UserError(f"{words[0]} is no Python script: give the training's .py file")
-    return Script(tuple(words), os.getcwd(), tuple(_mapping(text) for text in maps), worst_case)
+    if ds_config is not None and not is_ds_config(ds_config):
+        raise UserError(f"--ds-config {ds_config}: expected a DeepSpeed config JSON")
+    own = str(ds_config.resolve()) if ds_config is not None else None
+    return Script(tuple(words), os.getcwd(), tuple(_mapping(text) for text in maps), worst_case, own)
 
 
 def _mapping(text: str) -> tuple[str, str]:
@@ -112,6 +115,13 @@ def _mapping(text: str) -> tuple[str, str]:
     if knob not in KNOBS:
         raise UserError(f"--map {text}: unknown knob {knob!r}{near(knob, KNOBS)}")
     return knob, flag
+
+
+def starter(script: Script, ranks: int, config: str) -> list[str]:
+    """What starts the script's ranks without autotune."""
+    if script.ds_config is None:
+        return ["torchrun", "--nproc-per-node", str(ranks)]
+    return ["accelerate", "launch", "--use_deepspeed", "--deepspeed_config_file", config, "--num_processes", str(ranks)]
 
 
 def is_ds_config(path: Path) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from autotune.executors.local import _environment
+from autotune.executors.local import rank_environment
 from autotune.job import Job
 
 
@@ -43,7 +43,7 @@ def train_plainly(job: Job, config: dict[str, Any], checkpointing: bool, steps: 
             str(Path(__file__).parent / "train_plain.py"), f"{folder}/ds.json", f"{folder}/model.json",
             str(job.seq_len), str(steps), "--precision", job.precision, *(["--checkpointing"] if checkpointing else []),
         ]  # fmt: skip
-        env = {**_environment(device), "OMP_NUM_THREADS": str(threads)}
+        env = {**rank_environment(device), "OMP_NUM_THREADS": str(threads)}
         done = subprocess.run(command, capture_output=True, text=True, env=env)
     line = next((line for line in done.stdout.splitlines() if line.startswith("TRAINED ")), None)
     if line is None:

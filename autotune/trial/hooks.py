@@ -87,6 +87,9 @@ class Hooks:
         self._allowed: list[int] = []  # longest sequences that arguments and tokenizers allow
 
     def install(self) -> None:
+        if self.script.ds_config is not None:  # as `accelerate launch` says it
+            os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+            os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = self.script.ds_config
         self._hook_argparse()
         self._hook_process_group()
         self._hook_deepspeed()
