@@ -72,9 +72,37 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
     else:
         measured = baseline
     profile = _profile(facts, own=measured is not None)
+    profile["batch_note"] = _batch_note(executor, dataclasses.replace(script, profile=profile), seconds)
+    if profile["batch_note"]:
+        say(f"{profile['batch_note']}; its batch is left as it is, and all else is tuned")
     kept = {"key": key, "profile": profile, "baseline": measured.to_json() if measured else None}
     write_atomically(memory, json.dumps(kept, indent=1))
     return Probe(dataclasses.replace(script, profile=profile), measured)
+
+
+def _batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
+    """Why the script's batch cannot be changed: what it did when told another; empty where it obeyed.
+
+    Raises:
+        UserError: it did not obey the flag that the user declared for it.
+    """
+    own = own_candidate(script)
+    if own.micro_batch > 1 and own.micro_batch % 2 == 0:
+        other = own.but(**{MICRO_BATCH: own.micro_batch // 2, ACCUMULATION: 2 * own.accumulation})
+    else:
+        other = own.but(**{MICRO_BATCH: 2 * own.micro_batch, ACCUMULATION: own.accumulation + 1})
+    before, executor.job = executor.job, job_of(script, executor.hardware, None)
+    session = executor.session(other, "probe-batch")
+    try:
+        session.measure(other, Effort(min_steps=1, max_steps=1, min_seconds=0.0), seconds)
+    except UserError as error:
+        if script.flags or ("sequences a step" not in str(error) and "micro-batches where" not in str(error)):
+            raise
+        return str(error)
+    finally:
+        session.close()
+        executor.job = before
+    return ""
 
 
 def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: float) -> tuple[Outcome, dict[str, Any]]:

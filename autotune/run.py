@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from autotune.candidate import CHECKPOINTING, KNOBS, Candidate
+from autotune.candidate import ACCUMULATION, CHECKPOINTING, KNOBS, MICRO_BATCH, Candidate
 from autotune.errors import NothingFits, UserError
 from autotune.export import meta, write_export
 from autotune.hardware import Hardware, detect, named_hardware
@@ -453,9 +453,11 @@ def _probed(
 
 def for_script(space: SearchSpace, script: Script) -> SearchSpace:
     """The space without what this script cannot be told."""
-    if script.profile["checkpointing"]:
-        return space
-    knobs = {name: domain for name, domain in space.knobs.items() if name != CHECKPOINTING}
+    seen, knobs = script.profile, dict(space.knobs)
+    if not seen["checkpointing"]:
+        knobs.pop(CHECKPOINTING, None)
+    if seen["batch_note"]:
+        knobs |= {MICRO_BATCH: Domain((seen["micro_batch"],)), ACCUMULATION: Domain((seen["accumulation"],))}
     return dataclasses.replace(space, knobs=knobs)
 
 

@@ -20,6 +20,8 @@ from autotune.job import Script
 from autotune.ladder import Rung
 from autotune.outcome import Kind, Outcome
 from autotune.probe import Probe, job_of, own_candidate, probe, unknown_job
+from autotune.run import for_script
+from autotune.space import load_space
 from autotune.training import Launcher, Summary
 from autotune.units import MIB
 from tests.conftest import make_candidate
@@ -106,6 +108,7 @@ def test_a_script_is_tuned_as_it_is(
     assert seen["rows_per_sample"] == 1
     assert seen["causal"]
     assert 8 <= seen["seq_len"] <= 32
+    assert seen["batch_note"] == ""
     assert own_candidate(found.script).stage == config["zero_optimization"]["stage"]
     for stage, micro, accumulation in ((2, 1, 3), (3, 4, 1)):
         outcome = scripts.measure(
@@ -129,6 +132,9 @@ def test_out_of_memory_of_a_script_is_a_measurement(scripts: Scripts, tmp_path: 
 def test_a_batch_that_the_script_ignores_is_noticed(scripts: Scripts, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     found = scripts.probe([str(SCRIPTS / "plain.py"), "--deepspeed_config", "ds.json"], tmp_path)
+    assert "--map train_micro_batch_size_per_gpu" in found.script.profile["batch_note"]
+    space = for_script(load_space("cpu_demo"), found.script)
+    assert space.knobs["train_micro_batch_size_per_gpu"].values == (2,)
     with pytest.raises(UserError, match="--map train_micro_batch_size_per_gpu"):
         scripts.measure(found, make_candidate(1, 8, 2))
 

@@ -1,0 +1,179 @@
+"""`autotune launch` under fire: `python benchmarks/recovery.py [--kills 20] [--json FILE]`, on two CPU ranks.
+
+1. A Trainer script of 60 steps whose 7th, 19th and 40th batches are too long for the memory cap.
+2. The same without long batches, a rank killed at random moments.
+3. The same undisturbed, against torchrun alone: seconds of a step, in turn.
+
+Every step's samples are compared with those of an undisturbed training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from common import print_table, write_json
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from scripts import AUTO, train
+
+from autotune.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.hardware import detect
+from autotune.job import Job, Script
+from autotune.ladder import Rung
+from autotune.models import ModelSpec
+from autotune.training import Launcher, Summary
+from autotune.units import MIB
+from tests.test_scripts import seen_samples
+
+SCRIPT = HERE.parent / "tests" / "scripts" / "long_batches.py"
+STEPS, BATCH = 60, 8
+FLAGS = ["--deepspeed", "ds.json", "--output_dir", "out", "--save_steps", "5", "--save_total_limit", "3", "--max_steps",
+         str(STEPS), "--report_to", "none", "--seen", "seen"]  # fmt: skip
+
+
+def rung(micro_batch: int) -> Rung:
+    knobs = {"zero_stage": 1, MICRO_BATCH: micro_batch, ACCUMULATION: BATCH // 2 // micro_batch,
+             "reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000, "overlap_comm": False}  # fmt: skip
+    return Rung(Candidate.of(knobs), 1e9, 1.0, True)
+
+
+def argv(*, long_steps: str, tokens: int = 512) -> list[str]:
+    return [str(SCRIPT), *FLAGS, "--long_steps", long_steps, "--long", str(tokens)]
+
+
+def launch(folder: Path, words: list[str], ladder: list[Rung], cap: int | None, restarts: int) -> Summary:
+    folder.mkdir(exist_ok=True)
+    (folder / "ds.json").write_text(json.dumps(AUTO))
+    job = Job(ModelSpec("long", {}, str(SCRIPT)), 2, 32, "fp32", script=Script(tuple(words), str(folder)))
+    hardware = detect("cpu", 2, memory_cap_bytes=cap)
+    launcher = Launcher(job, hardware, ladder, folder, max_restarts=restarts, silent_seconds=300.0, say=print)
+    return launcher.run()
+
+
+def judged(what: str, folder: Path, summary: Summary, seconds: float) -> dict[str, Any]:
+    expected = {step: set(range(BATCH * step, BATCH * (step + 1))) for step in range(STEPS)}
+    return {"case": what, "exit": summary.code, "restarts": len(summary.attempts) - 1,
+            "every sample as without failures": seen_samples(folder) == expected, "seconds": seconds}  # fmt: skip
+
+
+def killed(folder: Path, kills: int, seed: int) -> Summary:
+    """Kills a rank at random moments of its training, so many times."""
+    chosen, done = random.Random(seed), threading.Event()
+
+    def kill() -> None:
+        for _ in range(kills):
+            before = {p.pid for p in ranks()}
+            until = time.monotonic() + chosen.uniform(9.0, 22.0)  # starting takes about eight of them
+            while time.monotonic() < until and not done.is_set():
+                time.sleep(0.05)
+            alive = [p for p in ranks() if done.is_set() is False]
+            if not alive:
+                return
+            chosen.choice(alive).send_signal(signal.SIGKILL)
+            while {p.pid for p in ranks()} & before and not done.is_set():
+                time.sleep(0.1)
+
+    def ranks() -> list[psutil.Process]:
+        found = psutil.Process().children()
+        return [p for p in found if "autotune.trial.train_rank" in " ".join(p.cmdline()) and p.is_running()]
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    summary = launch(folder, argv(long_steps=""), [rung(4), rung(2), rung(1)], None, kills + 5)
+    done.set()
+    thread.join()
+    return summary
+
+
+def overhead(folder: Path, rounds: int) -> dict[str, Any]:
+    """Seconds of a step under launch and without, in turn; the script's own timing of its run."""
+    folder.mkdir()
+    (folder / "ds.json").write_text(json.dumps(AUTO))
+    words = argv(long_steps="")
+    words[words.index("--save_steps") + 1] = "1000"
+    plain = [*words, "--per_device_train_batch_size", "4"]
+    ours, theirs = [], []
+    for _ in range(rounds):
+        theirs.append(train(folder, plain, STEPS - 1, None)["step_seconds"])
+        out = folder / "launched.json"
+        out.unlink(missing_ok=True)
+        timed = [str(HERE / "timed.py"), str(STEPS - 1), str(out), *plain]
+        launch(folder, timed, [rung(4)], None, 0)
+        ours.append(json.loads(out.read_text())["step_seconds"])
+    ratio = statistics.median(ours) / statistics.median(theirs)
+    return {
+        "case": f"overhead, {rounds} rounds in turn",
+        "seconds": statistics.median(ours),
+        "launch / torchrun": ratio,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        began = time.monotonic()
+        long = argv(long_steps="7,19,40", tokens=1024)
+        folder = root / "long"
+        peak = peak_of_ranks(lambda: launch(folder, argv(long_steps=""), [rung(4)], None, 0))
+        for left in folder.glob("seen.*"):
+            left.unlink()
+        subprocess.run(["rm", "-rf", str(folder / "out")], check=True)
+        summary = launch(folder, long, [rung(4), rung(2), rung(1)], peak + 250 * MIB, 10)
+        rows.append(judged("7th, 19th and 40th batch too long", folder, summary, time.monotonic() - began))
+        left, part = arguments.kills, 0
+        while left > 0:
+            began, kills = time.monotonic(), min(5, left)
+            summary = killed(root / f"kill{part}", kills, part)
+            met = len(summary.attempts) - 1
+            rows.append(judged(f"a rank killed {met} times", root / f"kill{part}", summary, time.monotonic() - began))
+            left, part = left - max(1, met), part + 1
+        rows.append(overhead(root / "overhead", arguments.rounds))
+    columns = {key: None for row in rows for key in row}
+    print_table("training under autotune launch", [{key: row.get(key) for key in columns} for row in rows])
+    write_json(arguments.json, rows)
+
+
+def peak_of_ranks(work: Any) -> int:
+    """The highest private writable memory of any rank while `work` runs, in bytes."""
+    peak, done = 0, threading.Event()
+
+    def look() -> None:
+        nonlocal peak
+        while not done.wait(0.05):
+            for process in psutil.Process().children():
+                try:
+                    pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[5])
+                except (OSError, IndexError):
+                    continue
+                peak = max(peak, pages * 4096)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    work()
+    done.set()
+    thread.join()
+    return peak
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""Scripts that others wrote, as their packages ship them, tuned and trained with on CPU ranks.
+
+`python benchmarks/scripts.py [--only sft,dpo] [--budget 75s] [--steps 50] [--json FILE]`
+
+Each script is tuned by `autotune run -- SCRIPT …`; then its own starting config and the exported one are trained with in
+turn by torchrun, without autotune, and their steps timed (`benchmarks/timed.py`). Models, tokenizer and texts are made
+here, small and random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import print_table, write_json
+
+from autotune.candidate import Candidate
+from autotune.executors.local import rank_environment
+from autotune.script import command
+from autotune.search.study import StudyStore
+
+HERE = Path(__file__).parent
+OWN = HERE.parent / "tests" / "scripts"
+RANKS = 2
+AUTO = {
+    "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "train_batch_size": "auto",
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000},
+    "gradient_clipping": "auto", "zero_allow_untested_optimizer": True,
+}  # fmt: skip
+PLAIN = {
+    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4,
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+}  # fmt: skip
+SPACE = """
+knobs:
+  zero_stage: [0, 1, 2, 3]
+  train_micro_batch_size_per_gpu: {from: 1, to: 64}
+  gradient_accumulation_steps: {from: 1, to: 64}
+  activation_checkpointing: [false, true]
+  offload_optimizer: [none, cpu]
+  overlap_comm: [false, true]
+  reduce_bucket_size: [1000000]
+  sub_group_size: [10000000]
+"""
+WORDS = ["the", "tuner", "measures", "what", "people", "train", "and", "says", "how", "fast", "it", "runs", "on", "which", "machine", "with", "how", "much", "memory", "left"]  # fmt: skip
+
+
+def make_inputs(folder: Path) -> None:
+    """A tokenizer, a causal and a classifying model, and texts for each script."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import (
+        BertConfig,
+        BertForSequenceClassification,
+        LlamaConfig,
+        LlamaForCausalLM,
+        PreTrainedTokenizerFast,
+    )
+
+    chosen = random.Random(0)
+
+    def text(words: int) -> str:
+        return " ".join(chosen.choice(WORDS) for _ in range(words))
+
+    raw = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = ["[UNK]", "[PAD]", "[BOS]", "[EOS]"]
+    raw.train_from_iterator([" ".join(WORDS)], trainers.WordLevelTrainer(special_tokens=special))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, unk_token="[UNK]", pad_token="[PAD]", bos_token="[BOS]", eos_token="[EOS]",
+        model_max_length=128, chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
+    )  # fmt: skip
+    shape = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+             "num_attention_heads": 4, "pad_token_id": 1}  # fmt: skip
+    for name, model in (
+        ("causal", LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=2, eos_token_id=3))),
+        ("classifier", BertForSequenceClassification(BertConfig(**shape))),
+    ):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    tables = {
+        "texts": [{"text": text(chosen.randint(10, 60))} for _ in range(4000)],
+        "pairs": [{"prompt": text(8), "chosen": text(chosen.randint(8, 24)), "rejected": text(chosen.randint(8, 24))}
+                  for _ in range(4000)],
+    }  # fmt: skip
+    for name, rows in tables.items():
+        (folder / name).mkdir()
+        (folder / name / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    glue = folder / "nyu-mll" / "glue"
+    glue.mkdir(parents=True)
+    for split, count in (("train", 4000), ("validation", 200)):
+        rows = [{"sentence1": text(12), "sentence2": text(12), "label": at % 2, "idx": at} for at in range(count)]
+        (glue / f"{split}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    (glue / "README.md").write_text(
+        "---\nconfigs:\n- config_name: mrpc\n  data_files:\n  - split: train\n    path: train.jsonl\n"
+        "  - split: validation\n    path: validation.jsonl\n---\n"
+    )
+    (folder / "auto.json").write_text(json.dumps(AUTO))
+    (folder / "plain.json").write_text(json.dumps(PLAIN))
+    (folder / "accelerate.json").write_text(json.dumps({**AUTO, "gradient_accumulation_steps": 1}))
+    (folder / "space.yaml").write_text(SPACE)
+
+
+def shipped(package: str, path: str) -> str:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    return str(Path(spec.origin).parent / path)
+
+
+def cases() -> dict[str, tuple[list[str], list[str]]]:
+    """Name -> (options of run, the script and its arguments)."""
+    trainer = ["--deepspeed", "auto.json", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4",
+               "--max_steps", "200", "--output_dir", "out", "--report_to", "none", "--save_strategy", "no",
+               "--gradient_checkpointing", "False"]  # fmt: skip
+    trl = [*trainer, "--model_name_or_path", "causal", "--use_cpu", "--bf16", "False", "--max_length", "64",
+           "--dtype", "float32"]  # fmt: skip
+    sft = [shipped("trl", "scripts/sft.py"), *trl, "--dataset_name", "texts"]
+    external = "test_utils/scripts/external_deps/test_peak_memory_usage.py"
+    return {
+        "trl sft": ([], sft),
+        "trl sft LoRA": ([], [*sft, "--use_peft", "--lora_r", "8", "--lora_target_modules", "q_proj", "v_proj"]),
+        "trl dpo": ([], [shipped("trl", "scripts/dpo.py"), *trl, "--dataset_name", "pairs"]),
+        "trl reward": ([], [shipped("trl", "scripts/reward.py"), *trl, "--dataset_name", "pairs"]),
+        "accelerate test_peak_memory_usage": (
+            ["--ds-config", "accelerate.json"],
+            [shipped("accelerate", external), "--model_name_or_path", "classifier", "--n_train", "4000", "--num_epochs", "9"],
+        ),
+        "plain loop": (
+            ["--map", "train_micro_batch_size_per_gpu=--batch_size"],
+            [str(OWN / "plain.py"), "--deepspeed_config", "plain.json", "--batch_size", "2", "--steps", "500"],
+        ),
+        "Trainer": ([], [str(OWN / "trainer.py"), *trainer]),
+        "accelerate loop": ([], [str(OWN / "accelerated.py"), "--config", "accelerate.json", "--steps", "500"]),
+    }  # fmt: skip
+
+
+def train(folder: Path, argv: list[str], steps: int, ds_config: str | None) -> dict[str, float]:
+    """One training without autotune: its steps' seconds."""
+    out = folder / "timed.json"
+    out.unlink(missing_ok=True)
+    env = {**rank_environment("cpu"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if ds_config:
+        env |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": ds_config}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
+         str(HERE / "timed.py"), str(steps), str(out), *argv],
+        cwd=folder, env=env, capture_output=True, text=True,
+    )  # fmt: skip
+    if not out.exists():
+        raise RuntimeError(f"{shlex.join(argv)}\n{done.stdout[-1000:]}{done.stderr[-3000:]}")
+    return dict(json.loads(out.read_text()))
+
+
+def one(
+    name: str, options: list[str], argv: list[str], folder: Path, budget: str, steps: int, rounds: int
+) -> dict[str, Any]:
+    study = "".join(c if c.isalnum() else "-" for c in name)
+    done = subprocess.run(
+        [sys.executable, "-m", "autotune.cli", "run", "--device", "cpu", "--gpus", str(RANKS), "--budget", budget,
+         "--space", "space.yaml", "--study", study, "--yes", "--json", *options, "--", *argv],
+        cwd=folder, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    if done.returncode:
+        return {"script": name, "tuned": f"exit {done.returncode}: {done.stderr.strip().splitlines()[-1][:200]}"}
+    report = json.loads(done.stdout)
+    store = StudyStore.load(str(folder / "runs" / study))
+    script, winner = store.job.script, Candidate.of(report["winner"]["candidate"])
+    assert script is not None
+    first = store.records()[0].outcome
+    exported = str(Path(folder / report["files"][0]).resolve())
+    theirs, ours = [], []
+    for _ in range(rounds):
+        theirs.append(train(folder, argv, steps, script.ds_config)["samples_per_second"])
+        found = train(folder, command(script, winner, exported), steps, exported if script.ds_config else None)
+        ours.append(found["samples_per_second"])
+    measured = report["winner"]["outcome"]["measurement"]["samples_per_second"]
+    return {
+        "script": name, "tuned": "verified" if report["verified"] else "measured", "winner": str(winner),
+        "own samples/s": statistics.median(theirs), "exported samples/s": statistics.median(ours),
+        "exported / own": statistics.median(ours) / statistics.median(theirs),
+        "trained / measured": statistics.median(ours) / measured,
+        "as it is, measured": first.measurement.samples_per_second if first and first.measurement else None,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="comma-separated parts of names")
+    parser.add_argument("--budget", default="75s")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_inputs(folder)
+        for case, (options, argv) in cases().items():
+            if arguments.only and not any(part in case for part in arguments.only.split(",")):
+                continue
+            try:
+                row = one(case, options, argv, folder, arguments.budget, arguments.steps, arguments.rounds)
+            except RuntimeError as error:
+                row = {"script": case, "tuned": f"training failed: {str(error)[-400:]}"}
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    columns = {key: None for row in rows for key in row}
+    print_table("scripts of others and ours, two CPU ranks", [{key: row.get(key) for key in columns} for row in rows])
+    write_json(arguments.json, rows)
+
+
+if __name__ == "__main__":
+    main()
