@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import runpy
+import shutil
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,11 +24,7 @@ from typing import Any
 
 import psutil
 from common import print_table, write_json
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
-
-from scripts import AUTO, train
+from scripts import AUTO, OWN, train
 
 from autotune.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.hardware import detect
@@ -37,12 +33,15 @@ from autotune.ladder import Rung
 from autotune.models import ModelSpec
 from autotune.training import Launcher, Summary
 from autotune.units import MIB
-from tests.test_scripts import seen_samples
 
-SCRIPT = HERE.parent / "tests" / "scripts" / "long_batches.py"
+HERE = Path(__file__).parent
+SCRIPT = OWN / "long_batches.py"
 STEPS, BATCH = 60, 8
 FLAGS = ["--deepspeed", "ds.json", "--output_dir", "out", "--save_steps", "5", "--save_total_limit", "3", "--max_steps",
          str(STEPS), "--report_to", "none", "--seen", "seen"]  # fmt: skip
+
+
+seen_samples = runpy.run_path(str(SCRIPT), run_name="read")["seen_samples"]
 
 
 def rung(micro_batch: int) -> Rung:
@@ -137,7 +136,7 @@ def main() -> None:
         peak = peak_of_ranks(lambda: launch(folder, argv(long_steps=""), [rung(4)], None, 0))
         for left in folder.glob("seen.*"):
             left.unlink()
-        subprocess.run(["rm", "-rf", str(folder / "out")], check=True)
+        shutil.rmtree(folder / "out", ignore_errors=True)
         summary = launch(folder, long, [rung(4), rung(2), rung(1)], peak + 250 * MIB, 10)
         rows.append(judged("7th, 19th and 40th batch too long", folder, summary, time.monotonic() - began))
         left, part = arguments.kills, 0

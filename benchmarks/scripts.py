@@ -53,7 +53,28 @@ knobs:
   reduce_bucket_size: [1000000]
   sub_group_size: [10000000]
 """
-WORDS = ["the", "tuner", "measures", "what", "people", "train", "and", "says", "how", "fast", "it", "runs", "on", "which", "machine", "with", "how", "much", "memory", "left"]  # fmt: skip
+WORDS = [
+    "the",
+    "tuner",
+    "measures",
+    "what",
+    "people",
+    "train",
+    "and",
+    "says",
+    "how",
+    "fast",
+    "it",
+    "runs",
+    "on",
+    "which",
+    "machine",
+    "with",
+    "how",
+    "much",
+    "memory",
+    "left",
+]
 
 
 def make_inputs(folder: Path) -> None:

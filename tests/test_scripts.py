@@ -25,6 +25,7 @@ from autotune.space import load_space
 from autotune.training import Launcher, Summary
 from autotune.units import MIB
 from tests.conftest import make_candidate
+from tests.scripts.long_batches import seen_samples
 
 SCRIPTS = Path(__file__).parent / "scripts"
 CONFIG = {
@@ -252,26 +253,6 @@ def test_training_survives_its_longest_batches(scripts: Scripts, tmp_path: Path)
     assert summary.attempts[0].ended.startswith(Kind.OOM_DEVICE.value)
     assert "checkpoint-5" in summary.attempts[1].resumed_from
     assert seen_samples(tmp_path) == {step: set(range(8 * step, 8 * step + 8)) for step in range(24)}
-
-
-def seen_samples(folder: Path) -> dict[int, set[int]]:
-    """Samples of each step, as the attempt that kept the step saw them."""
-    steps: dict[int, set[int]] = {}
-    for rank in range(2):
-        mine: dict[int, list[int]] = {}
-        last = -1
-        for line in (folder / f"seen.rank{rank}.jsonl").read_text().splitlines():
-            entry = json.loads(line)
-            if entry["step"] < last:  # a restart: what was trained after the checkpoint is trained again
-                mine = {step: found for step, found in mine.items() if step < entry["step"]}
-            if entry["step"] != last:
-                mine[entry["step"]] = []
-            last = entry["step"]
-            mine[last] += entry["samples"]
-        for step, found in mine.items():
-            assert len(found) == len(set(found))
-            steps.setdefault(step, set()).update(found)
-    return steps
 
 
 def test_a_killed_rank_is_started_again(scripts: Scripts, tmp_path: Path) -> None:

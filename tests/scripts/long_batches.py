@@ -4,6 +4,7 @@ which samples each step trained on."""
 import json
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, Trainer, TrainingArguments, set_seed
@@ -47,6 +48,26 @@ class InOrder(Trainer):
         with open(f"{self.seen}.rank{os.environ['RANK']}.jsonl", "a") as file:
             file.write(json.dumps({"step": self.state.global_step, "samples": index}) + "\n")
         return loss
+
+
+def seen_samples(folder: Path) -> dict[int, set[int]]:
+    """Samples of each step, as the attempt that kept the step saw them."""
+    steps: dict[int, set[int]] = {}
+    for rank in range(2):
+        mine: dict[int, list[int]] = {}
+        last = -1
+        for line in (folder / f"seen.rank{rank}.jsonl").read_text().splitlines():
+            entry = json.loads(line)
+            if entry["step"] < last:  # a restart: what was trained after the checkpoint is trained again
+                mine = {step: found for step, found in mine.items() if step < entry["step"]}
+            if entry["step"] != last:
+                mine[entry["step"]] = []
+            last = entry["step"]
+            mine[last] += entry["samples"]
+        for step, found in mine.items():
+            assert len(found) == len(set(found))
+            steps.setdefault(step, set()).update(found)
+    return steps
 
 
 def main() -> None:
