@@ -53,7 +53,7 @@ def recovery_ladder(
     Every rung keeps the global batch of `top` exactly and can load its checkpoints. Measured values stand where there
     are any, predicted ones elsewhere.
     """
-    candidates = sorted({top, *_compatible(top, space)}, key=str)
+    candidates = sorted({top, *_compatible(top, space, job)}, key=str)
     table = predictor.table(candidates)
     rungs = []
     for i, candidate in enumerate(candidates):
@@ -70,15 +70,18 @@ def recovery_ladder(
     return ladder
 
 
-def _compatible(top: Candidate, space: SearchSpace) -> list[Candidate]:
+def _compatible(top: Candidate, space: SearchSpace, job: Job) -> list[Candidate]:
     """Settings of the space that keep the global batch and what checkpoints hold."""
     total = top.micro_batch * top.accumulation
+    sizes = [size for size in range(1, total + 1) if total % size == 0]
+    if job.script is not None and job.script.profile.get("batch_note"):
+        sizes = [top.micro_batch]  # the script does not obey another
     fixed = {name: value for name, value in top.knobs if name not in CROSSED}
     found = []
     for family in [dict(top.family), *space.families()]:
         if {name: value for name, value in family.items() if name not in CROSSED} != fixed:
             continue
-        for micro_batch in (size for size in range(1, total + 1) if total % size == 0):
+        for micro_batch in sizes:
             rung = {MICRO_BATCH: micro_batch, ACCUMULATION: total // micro_batch}
             found.append(Candidate.of({**dict(top.family), **family, **rung}))
     return found
