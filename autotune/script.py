@@ -20,7 +20,7 @@ KNOWN_FLAGS = {
 }
 _LAUNCHERS = {"deepspeed", "torchrun", "accelerate", "mpirun", "srun"}
 # One of these at the top makes a JSON file a DeepSpeed config.
-_DS_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
+_DS_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
 
 
 # Imports of seconds that a fork server pays once for all trials, where a script's text speaks of them.

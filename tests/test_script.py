@@ -84,6 +84,8 @@ def test_a_flag_is_set_where_it_stands(argv: list[str], expected: list[str]) -> 
 def test_what_is_a_deepspeed_config(folder: Path) -> None:
     assert is_ds_config(folder / "ds.json")
     assert not is_ds_config(folder / "data.json")
+    (folder / "args.json").write_text('{"output_dir": "out", "gradient_accumulation_steps": 2}')
+    assert not is_ds_config(folder / "args.json"), "TrainingArguments"
     assert not is_ds_config(folder / "train.py")
     assert not is_ds_config(folder / "nothing.json")
 
