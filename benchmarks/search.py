@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 from common import print_table, write_json
 
@@ -26,9 +27,9 @@ from autotune.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.executors.base import SEARCH, Effort
 from autotune.executors.replay import Landscape, ReplayExecutor, load_landscape
 from autotune.outcome import Kind, Outcome
-from autotune.predict.predictor import Predictor
+from autotune.predict.predictor import Predictor, Table
 from autotune.predict.trace import Trace, trace_job
-from autotune.search.proposer import Proposer
+from autotune.search.proposer import Proposal, Proposer
 from autotune.search.study import StudyStore
 from autotune.search.tuner import Tuner
 from autotune.units import GIB, parse_duration
@@ -49,14 +50,54 @@ class Biased(Predictor):
         return super()._log_step(p, constants) + [math.log(1.5) * s for s in sign]
 
 
-def autotune(landscape: Landscape, trace: Trace, seed: int, budget: float, *, biased: bool = False) -> dict[str, Any]:
+class Ignorant(Predictor):
+    """A predictor that knows nothing: every candidate may fit and is as fast as any."""
+
+    def prepared_table(self, prepared: Any) -> Table:
+        one = np.ones(len(prepared.columns.stage))
+        samples = prepared.columns.micro_batch * prepared.columns.accumulation * self.job.ranks
+        capacity = float(self.hardware.capacity_bytes)
+        return Table(0.5 * capacity * one, capacity * one, 0.0 * one, samples, one, one)
+
+
+class WithoutLadder(Proposer):
+    """Every rung in an engine of its own."""
+
+    def next_rung(self, current: Candidate) -> None:
+        return None
+
+
+class WithoutDominance(Proposer):
+    """What ran out of memory says nothing of other candidates but through the predictor."""
+
+    def _rule_out(self, mask: Any, reason: str) -> None:
+        pass
+
+
+class WithoutSampler(Proposer):
+    """The predictor alone, even where it is blunt."""
+
+    def _advised(self, allowed: Any) -> Proposal:
+        return Proposal(self.candidates[int(self._worth()[0].argmax())], "best predicted")
+
+
+# One part taken away each.
+ABLATIONS: dict[str, tuple[type[Predictor], type[Proposer]]] = {
+    "autotune": (Predictor, Proposer), "adversarial": (Biased, Proposer), "no-predictor": (Ignorant, Proposer),
+    "no-ladder": (Predictor, WithoutLadder), "no-dominance": (Predictor, WithoutDominance),
+    "no-sampler": (Predictor, WithoutSampler),
+}  # fmt: skip
+
+
+def autotune(landscape: Landscape, trace: Trace, seed: int, budget: float, parts: str) -> dict[str, Any]:
     executor = ReplayExecutor(landscape, seed)
     job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
     store = StudyStore.in_memory(job, hardware, space)
-    predictor = (Biased if biased else Predictor)(job, hardware, trace)
+    make_predictor, make_proposer = ABLATIONS[parts]
+    predictor = make_predictor(job, hardware, trace)
     candidates = sorted(landscape.rows, key=str)
     random.Random(seed).shuffle(candidates)
-    proposer = Proposer(candidates, space, job, hardware, store, seed, predictor)
+    proposer = make_proposer(candidates, space, job, hardware, store, seed, predictor)
     began = time.perf_counter()
     result = Tuner(store, executor, proposer, space, hardware, budget_seconds=budget).run()
     trials = max(1, len(executor.ledger.trials))
@@ -202,7 +243,7 @@ def judge(landscape: Landscape, executor: ReplayExecutor, budget: float) -> dict
     return found
 
 
-STRATEGIES = ("autotune", "adversarial", "tpe", "gp", "random", "deepspeed")
+STRATEGIES = (*ABLATIONS, "tpe", "gp", "random", "deepspeed")
 
 
 def one(task: tuple[Path, str, int, float]) -> dict[str, Any]:
@@ -210,8 +251,8 @@ def one(task: tuple[Path, str, int, float]) -> dict[str, Any]:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore")
     landscape = load_landscape(path)
-    if strategy in ("autotune", "adversarial"):
-        return autotune(landscape, trace_job(landscape.job()), seed, budget, biased=strategy == "adversarial")
+    if strategy in ABLATIONS:
+        return autotune(landscape, trace_job(landscape.job()), seed, budget, strategy)
     kind = {"tpe": by_optuna(tpe), "gp": by_optuna(gp), "random": at_random, "deepspeed": like_deepspeed}[strategy]
     return baseline(landscape, seed, budget, kind)
 

@@ -287,7 +287,7 @@ class LocalSession:
         if effort.certify:
             self._enter(Phase.SAVE)
             certificate = self._ask(
-                "certify", {"micro_batch": candidate.micro_batch, "folder": str(self._folder)}, deadline
+                "certify", {"micro_batch": candidate.micro_batch, "folder": str(self._folder.resolve())}, deadline
             )
             if isinstance(certificate, Outcome):
                 return self._finish(certificate, began)

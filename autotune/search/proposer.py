@@ -29,7 +29,6 @@ RISK_STEP, MOST_CAUTIOUS = 0.25, 0.8  # the least probability of fitting rises w
 LAST_RESORTS = 4  # engines tried although nothing is predicted to fit
 LEAST_EVIDENCE = 8  # candidates measured before a search may end by itself
 MISLED = 0.08  # with peaks unexplained by so much, what was predicted not to fit is tried after all
-DOUBTS = 12  # but no more often than this
 PROBE_AFTER = 4  # measured candidates, before an exhaustive search looks for the end of memory
 
 
@@ -64,6 +63,8 @@ class Proposer:
         self._dominance = Dominance(candidates)
         families: dict[tuple[tuple[str, Value], ...], int] = {}
         self._family = np.array([families.setdefault(c.family, len(families)) for c in candidates])
+        kinds: dict[tuple[object, ...], int] = {}
+        self._kind = np.array([kinds.setdefault(_kind(c), len(kinds)) for c in candidates])
         self._micro_batch = np.array([c.micro_batch for c in candidates])
         self._accumulation = np.array([c.accumulation for c in candidates])
         self._prepared = predictor.prepare(candidates)
@@ -76,7 +77,7 @@ class Proposer:
         self._engines = 0
         self._ran_out = 0
         self._last_resorts = 0
-        self._doubts = 0
+        self._doubted_kinds: set[int] = set()
         self._surprises: list[float] = []
         self._sampler = Sampler(space, store, seed)
         self.stopped_early = ""
@@ -197,17 +198,20 @@ class Proposer:
         return Proposal(self.candidates[least], "least predicted memory: nothing is predicted to fit")
 
     def _doubted(self) -> Proposal | None:
-        """Where memory was predicted badly, the best of what it kept from being tried."""
-        if not self.speed or self.predictor.memory_noise < MISLED or self._doubts >= DOUBTS:
+        """Where memory was predicted badly, the best of what it kept from being tried: the thriftiest of its kind, and
+        each kind once, since what ran out in one way would run out in all."""
+        if not self.speed or self.predictor.memory_noise < MISLED:
             return None
         table = self._predictions()
         gain = np.log(table.samples) + table.step_sigma - math.log(max(self.speed.values()))
-        gain = np.where(self._open, gain, -np.inf)
+        open_kinds = self._open & ~np.isin(self._kind, list(self._doubted_kinds))
+        gain = np.where(open_kinds, gain, -np.inf)
         best = int(gain.argmax())
         if gain[best] < self.tolerance:
             return None
-        self._doubts += 1
-        return Proposal(self.candidates[best], "predicted not to fit by a predictor that was wrong of memory")
+        self._doubted_kinds.add(int(self._kind[best]))
+        thriftiest = int(np.where(open_kinds & (self._kind == self._kind[best]), table.peak, np.inf).argmin())
+        return Proposal(self.candidates[thriftiest], "predicted not to fit by a predictor that was wrong of memory")
 
     def next_rung(self, current: Candidate) -> Proposal | None:
         """The next candidate for the engine that just measured `current`, or None where another engine is worth more.
@@ -293,6 +297,14 @@ class Proposer:
     def _lowest(self, among: Flags) -> Candidate:
         rungs = [self.candidates[i] for i in np.flatnonzero(among)]
         return min(rungs, key=lambda c: (c.micro_batch, c.accumulation))
+
+
+def _kind(candidate: Candidate) -> tuple[object, ...]:
+    """What decides memory in the large."""
+    return (
+        candidate.stage, candidate.micro_batch, candidate.checkpointing, candidate.offload_optimizer,
+        candidate.offload_param,
+    )  # fmt: skip
 
 
 def _normal_cdf(z: Floats) -> Floats:
