@@ -34,6 +34,9 @@ class Posterior:
         return np.asarray(np.sqrt(np.maximum(square, 0.0)))
 
 
+SETTLED = 1e-3  # constants are logarithms or shares: a thousandth of one changes no decision
+
+
 def jacobian_of(model: Callable[[Floats], Floats], at: Floats) -> Floats:
     """(n, constants) derivatives by central differences."""
     columns = []
@@ -78,7 +81,7 @@ def fit(
         gradient = jacobian.T @ (weight * r) + precision @ (mean - prior_mean)
         step = np.linalg.solve(hessian, gradient)
         mean = mean - np.clip(step, -1.0, 1.0)
-        if np.abs(step).max() < 1e-5:
+        if np.abs(step).max() < SETTLED:
             break
     r = residuals(mean)
     # what the fit could not explain widens every interval, outliers included

@@ -48,8 +48,8 @@ _QUIRKS = {
     "stage1": 0.1, "stage2": 0.1, "stage3": 0.1, "checkpointed": 0.05, "offloaded": 0.1, "parameters out": 0.1,
     "overlapped": 0.05, "micro-batch": 0.03, "bucket": 0.03, "sub-group": 0.02, "contiguous": 0.03,
 }  # fmt: skip
-# What is not explained is shared among candidates that are alike; more neighbours than these tell nothing new.
-_MOST_NEIGHBOURS = 256
+# What is not explained is shared among candidates that are alike; more neighbours than these tell little and cost much.
+_MOST_NEIGHBOURS = 128
 _MOST_OBSERVATIONS = 512  # of the latest; the constants are known by then
 _REPEAT_MEMORY, _REPEAT_TIME = 0.004, 0.02  # the same candidate measured twice
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -80,6 +81,7 @@ class Proposer:
         self._doubted_kinds: set[int] = set()
         self._surprises: list[float] = []
         self._sampler = Sampler(space, store, seed)
+        self._distances = _Distances(candidates)
         self.stopped_early = ""
 
     @property
@@ -287,8 +289,7 @@ class Proposer:
 
     def _advised(self, allowed: Flags) -> Proposal:
         wanted = self._sampler.wanted()
-        among = [self.candidates[i] for i in np.flatnonzero(allowed)]
-        nearest = min(among, key=lambda other: _distance(wanted, other))
+        nearest = self.candidates[int(np.where(allowed, self._distances.to(wanted), np.inf).argmin())]
         if self.exhaustive:  # every rung of that engine in one start
             family = self._family == self._family[self._index[nearest]]
             nearest = self._lowest(allowed & family)
@@ -316,16 +317,38 @@ _GRID = np.linspace(-8, 8, 2001)
 _CDF = np.array([0.5 * (1 + math.erf(x / math.sqrt(2))) for x in _GRID])
 
 
-def _distance(wanted: Candidate, other: Candidate) -> float:
-    """Between two settings: 1 for a different choice, the log2 ratio for numbers."""
+class _Distances:
+    """How far one setting is from every candidate: for numbers the log2 ratio, 4 at most, as for a different choice."""
 
-    total = 0.0
-    for name in {*wanted.as_dict, *other.as_dict}:
-        a, b = wanted.get(name), other.get(name)
-        if a == b:
-            continue
-        if name in (CHECKPOINTING, "zero_stage") or a is None or b is None or isinstance(a, bool | str):
-            total += 4.0
-        else:
-            total += min(4.0, abs(math.log2(max(a, 1e-9) / max(b, 1e-9))))
-    return total
+    FAR = 4.0
+
+    def __init__(self, candidates: list[Candidate]) -> None:
+        self._count = len(candidates)
+        names = sorted({name for candidate in candidates for name in candidate.as_dict})
+        self._codes: dict[Any, float] = {}
+        self._columns = {
+            name: np.array([self._code(name, candidate.get(name)) for candidate in candidates]) for name in names
+        }
+
+    def _code(self, name: str, value: Value | None) -> float:
+        """A number's log2; for choices, and for what is not there, a number apart from all those."""
+        if self._is_number(name, value):
+            return math.log2(max(float(value), 1e-9))  # type: ignore[arg-type]
+        return self._codes.setdefault((name, value), 1e3 * (1 + len(self._codes)))
+
+    @staticmethod
+    def _is_number(name: str, value: Value | None) -> bool:
+        return (
+            name not in (CHECKPOINTING, "zero_stage") and isinstance(value, int | float) and not isinstance(value, bool)
+        )
+
+    def to(self, wanted: Candidate) -> Floats:
+        """(n,) distances."""
+        total = np.zeros(self._count)
+        for name in {*wanted.as_dict, *self._columns}:
+            column = self._columns.get(name)
+            if column is None:
+                total += self.FAR
+            else:
+                total += np.minimum(self.FAR, abs(column - self._code(name, wanted.get(name))))
+        return total
