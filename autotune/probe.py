@@ -123,7 +123,8 @@ def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: floa
 def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
     """What is kept of the facts, for each sample (one of the micro-batch's) instead of each batch."""
     kept = {key: facts[key] for key in ("config", "micro_batch", "accumulation", "precision", "model_config", "causal",
-            "model", "trained", "frozen", "checkpointing", "checkpointed", "through_arguments", "client_optimizer",
+            "model", "trained", "frozen", "checkpointing", "checkpointed", "through_arguments", "loader_prepared",
+            "client_optimizer",
             "untested_optimizer")}  # fmt: skip
     micro_batch = facts["micro_batch"] if own else 1
     micros = facts.get("micros") or facts["accumulation"]

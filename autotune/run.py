@@ -417,7 +417,10 @@ def _report(
     if job.script is not None:
         config = str(files[0].resolve())
         plain = shlex.join([*starter(job.script, job.ranks, config), *command(job.script, winner, config)])
-        lines += [f"  train with: {plain}", f"  or watched: autotune launch {name} -- {shlex.join(job.script.argv)}"]
+        lines += [f"  train with: {plain}"]
+        if job.script.profile["loader_prepared"] and not dict(job.script.flags).get(MICRO_BATCH):
+            lines += [f"    with batch_size={winner.micro_batch} in its data loader, which no config reaches"]
+        lines += [f"  or watched: autotune launch {name} -- {shlex.join(job.script.argv)}"]
     counts = ", ".join(f"{count} {kind}" for kind, count in result.by_kind.most_common())
     lines.append(
         f"  {sum(result.by_kind.values())} trials ({counts}) in {format_duration(result.used_seconds)}; {result.ended}"

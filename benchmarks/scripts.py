@@ -3,13 +3,15 @@
 `python benchmarks/scripts.py [--only sft,dpo] [--budget 75s] [--steps 50] [--json FILE]`
 
 Each script is tuned by `autotune run -- SCRIPT …`; then its own starting config and the exported one are trained with in
-turn by torchrun, without autotune, and their steps timed (`benchmarks/timed.py`). Models, tokenizer and texts are made
+turn by torchrun, without autotune, and their steps timed (`benchmarks/timed.py`); loops of accelerate's, whose batch size
+stands in their code, by `autotune launch`. Models, tokenizer and texts are made
 here, small and random.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -26,8 +28,10 @@ from common import print_table, write_json
 
 from autotune.candidate import Candidate
 from autotune.executors.local import rank_environment
+from autotune.ladder import Rung
 from autotune.script import command
 from autotune.search.study import StudyStore
+from autotune.training import Launcher
 
 HERE = Path(__file__).parent
 OWN = HERE.parent / "tests" / "scripts"
@@ -183,6 +187,18 @@ def train(folder: Path, argv: list[str], steps: int, ds_config: str | None) -> d
     return dict(json.loads(out.read_text()))
 
 
+def launched(folder: Path, argv: list[str], steps: int, store: StudyStore, winner: Candidate) -> dict[str, float]:
+    """The same under `autotune launch`: for loops whose loader's batch size stands in their code, which no config reaches."""
+    out = folder / "launched.json"
+    out.unlink(missing_ok=True)
+    assert store.job.script is not None
+    words = (str(HERE / "timed.py"), str(steps), str(out), *argv)
+    job = dataclasses.replace(store.job, script=dataclasses.replace(store.job.script, argv=words))
+    ladder = [Rung(winner, 1e9, 1.0, True)]
+    Launcher(job, store.hardware, ladder, folder, max_restarts=0, silent_seconds=300.0, say=print).run()
+    return dict(json.loads(out.read_text()))
+
+
 def one(
     name: str, options: list[str], argv: list[str], folder: Path, budget: str, steps: int, rounds: int
 ) -> dict[str, Any]:
@@ -203,7 +219,10 @@ def one(
     theirs, ours = [], []
     for _ in range(rounds):
         theirs.append(train(folder, argv, steps, script.ds_config)["samples_per_second"])
-        found = train(folder, command(script, winner, exported), steps, exported if script.ds_config else None)
+        if name.startswith("accelerate"):
+            found = launched(folder, argv, steps, store, winner)
+        else:
+            found = train(folder, command(script, winner, exported), steps, None)
         ours.append(found["samples_per_second"])
     measured = report["winner"]["outcome"]["measurement"]["samples_per_second"]
     return {

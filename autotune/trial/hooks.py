@@ -84,6 +84,7 @@ class Hooks:
         self._through_arguments = False  # TrainingArguments carry the batch sizes
         self._steps_elsewhere = 0
         self._resized = False
+        self._loader_prepared = False  # accelerate has prepared the script's own loader
         self._allowed: list[int] = []  # longest sequences that arguments and tokenizers allow
 
     def install(self) -> None:
@@ -245,6 +246,7 @@ class Hooks:
             "checkpointing": hasattr(plain, "gradient_checkpointing_enable"),
             "checkpointed": bool(getattr(plain, "is_gradient_checkpointing", False)),
             "through_arguments": self._through_arguments,
+            "loader_prepared": self._loader_prepared,
             "client_optimizer": optimizer is not None,
             "untested_optimizer": not supported,
         }
@@ -304,8 +306,6 @@ class Hooks:
             config.set_stage_and_offload()
 
         theirs.HfDeepSpeedConfig.__init__ = init
-        if self.candidate is None:
-            return
         prepare = accelerate.Accelerator.prepare
 
         @functools.wraps(prepare)
@@ -318,14 +318,14 @@ class Hooks:
         """The first data loader that a loop of accelerate's prepares is its training's: at the candidate's size."""
         from torch.utils.data import DataLoader, IterableDataset
 
-        if self._through_arguments or self._resized or self.candidate is None:
+        if self._through_arguments or self._resized:
             return objects
         found = list(objects)
         for at, loader in enumerate(found):
             if not isinstance(loader, DataLoader) or not loader.batch_size:
                 continue
-            self._resized = True
-            if loader.batch_size != self.candidate.micro_batch:
+            self._resized = self._loader_prepared = True
+            if self.candidate is not None and loader.batch_size != self.candidate.micro_batch:
                 same = {
                     key: getattr(loader, key)
                     for key in ("collate_fn", "num_workers", "pin_memory", "drop_last", "timeout", "worker_init_fn",
