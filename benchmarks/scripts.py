@@ -147,8 +147,8 @@ def cases() -> dict[str, tuple[list[str], list[str]]]:
     """Name -> (options of run, the script and its arguments)."""
     trainer = ["--deepspeed", "auto.json", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4",
                "--max_steps", "200", "--output_dir", "out", "--report_to", "none", "--save_strategy", "no",
-               "--gradient_checkpointing", "False"]  # fmt: skip
-    trl = [*trainer, "--model_name_or_path", "causal", "--use_cpu", "--bf16", "False", "--max_length", "64",
+               "--gradient_checkpointing", "False", "--use_cpu"]  # fmt: skip
+    trl = [*trainer, "--model_name_or_path", "causal", "--bf16", "False", "--max_length", "64",
            "--dtype", "float32"]  # fmt: skip
     sft = [shipped("trl", "scripts/sft.py"), *trl, "--dataset_name", "texts"]
     external = "test_utils/scripts/external_deps/test_peak_memory_usage.py"

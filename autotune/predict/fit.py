@@ -34,7 +34,7 @@ class Posterior:
         return np.asarray(np.sqrt(np.maximum(square, 0.0)))
 
 
-SETTLED = 1e-3  # constants are logarithms or shares: a thousandth of one changes no decision
+SETTLED = 1e-4  # constants are logarithms or shares: less of a change decides nothing
 
 
 def jacobian_of(model: Callable[[Floats], Floats], at: Floats) -> Floats:
