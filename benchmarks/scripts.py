@@ -123,7 +123,7 @@ def make_inputs(folder: Path) -> None:
         (folder / name / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     glue = folder / "nyu-mll" / "glue"
     glue.mkdir(parents=True)
-    for split, count in (("train", 1200), ("validation", 200)):
+    for split, count in (("train", 6000), ("validation", 200)):
         rows = [{"sentence1": text(12), "sentence2": text(12), "label": at % 2, "idx": at} for at in range(count)]
         (glue / f"{split}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     (glue / "README.md").write_text(
@@ -159,7 +159,7 @@ def cases() -> dict[str, tuple[list[str], list[str]]]:
         "trl reward": ([], [shipped("trl", "scripts/reward.py"), *trl, "--dataset_name", "pairs"]),
         "accelerate test_peak_memory_usage": (
             ["--ds-config", "accelerate.json"],
-            [shipped("accelerate", external), "--model_name_or_path", "classifier", "--n_train", "1200", "--num_epochs", "30"],
+            [shipped("accelerate", external), "--model_name_or_path", "classifier", "--n_train", "6000", "--num_epochs", "9"],
         ),
         "plain loop": (
             ["--map", "train_micro_batch_size_per_gpu=--batch_size"],

@@ -45,7 +45,7 @@ _TIME = {
 _CPU_SIGMA = 1.2  # a CPU's rates are guesses until the first trial
 # What no formula above knows: small factors by kind of config, and slopes.
 _QUIRKS = {
-    "stage1": 0.1, "stage2": 0.1, "stage3": 0.1, "checkpointed": 0.05, "offloaded": 0.1, "parameters out": 0.1,
+    "stage1": 0.2, "stage2": 0.2, "stage3": 0.2, "checkpointed": 0.05, "offloaded": 0.1, "parameters out": 0.1,
     "overlapped": 0.05, "micro-batch": 0.03, "bucket": 0.03, "sub-group": 0.02, "contiguous": 0.03,
 }  # fmt: skip
 # What is not explained is shared among candidates that are alike; more neighbours than these tell little and cost much.
