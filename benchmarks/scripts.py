@@ -245,7 +245,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")  # a name that another folder used is not taken from there
+        # a name that another folder used is not taken from there
+        os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
         make_inputs(folder)
         for case, (options, argv) in cases().items():
             if arguments.only and not any(part in case for part in arguments.only.split(",")):
