@@ -45,8 +45,7 @@ class InOrder(Trainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         index = inputs.pop("index").tolist()
         loss = super().compute_loss(model, inputs, *args, **kwargs)
-        with open(f"{self.seen}.rank{os.environ['RANK']}.jsonl", "a") as file:
-            file.write(json.dumps({"step": self.state.global_step, "samples": index}) + "\n")
+        note(self.seen, step=self.state.global_step, samples=index)
         return loss
 
 
@@ -55,19 +54,25 @@ def seen_samples(folder: Path) -> dict[int, set[int]]:
     steps: dict[int, set[int]] = {}
     for rank in range(2):
         mine: dict[int, list[int]] = {}
-        last = -1
+        started = False
         for line in (folder / f"seen.rank{rank}.jsonl").read_text().splitlines():
             entry = json.loads(line)
-            if entry["step"] < last:  # a restart: what was trained after the checkpoint is trained again
+            if "started" in entry:
+                started = True
+                continue
+            if started:  # what an earlier attempt trained from here on is trained again
                 mine = {step: found for step, found in mine.items() if step < entry["step"]}
-            if entry["step"] != last:
-                mine[entry["step"]] = []
-            last = entry["step"]
-            mine[last] += entry["samples"]
+                started = False
+            mine.setdefault(entry["step"], []).extend(entry["samples"])
         for step, found in mine.items():
-            assert len(found) == len(set(found))
+            assert len(found) == len(set(found)), f"rank {rank} saw a sample of step {step} twice"
             steps.setdefault(step, set()).update(found)
     return steps
+
+
+def note(seen: str, **entry: object) -> None:
+    with open(f"{seen}.rank{os.environ['RANK']}.jsonl", "a") as file:
+        file.write(json.dumps(entry) + "\n")
 
 
 def main() -> None:
@@ -78,6 +83,7 @@ def main() -> None:
         max_position_embeddings=4096,
     )  # fmt: skip
     InOrder.seen = ours.seen
+    note(ours.seen, started=True)
     args.remove_unused_columns = False
     trainer = InOrder(AutoModelForCausalLM.from_config(config), args, collate, Texts(ours, 60 * ours.global_batch))
     trainer.train()
