@@ -38,7 +38,7 @@ HERE = Path(__file__).parent
 SCRIPT = OWN / "long_batches.py"
 STEPS, BATCH = 60, 8
 FLAGS = ["--deepspeed", "ds.json", "--output_dir", "out", "--save_steps", "5", "--save_total_limit", "3", "--max_steps",
-         str(STEPS), "--report_to", "none", "--seen", "seen"]  # fmt: skip
+         str(STEPS), "--report_to", "none", "--seen", "seen", "--use_cpu"]  # fmt: skip
 
 
 seen_samples = runpy.run_path(str(SCRIPT), run_name="read")["seen_samples"]
@@ -65,8 +65,10 @@ def launch(folder: Path, words: list[str], ladder: list[Rung], cap: int | None, 
 
 def judged(what: str, folder: Path, summary: Summary, seconds: float) -> dict[str, Any]:
     expected = {step: set(range(BATCH * step, BATCH * (step + 1))) for step in range(STEPS)}
-    return {"case": what, "exit": summary.code, "restarts": len(summary.attempts) - 1,
-            "every sample as without failures": seen_samples(folder) == expected, "seconds": seconds}  # fmt: skip
+    row = {"case": what, "exit": summary.code, "restarts": len(summary.attempts) - 1,
+           "every sample as without failures": seen_samples(folder) == expected, "seconds": seconds}  # fmt: skip
+    print(json.dumps(row), flush=True)
+    return row
 
 
 def killed(folder: Path, kills: int, seed: int) -> Summary:
