@@ -106,6 +106,7 @@ class TrainRank(Rank):
 
     def failed(self, error: BaseException) -> None:
         if is_memory_error(error):  # the script may catch it, and its peers would wait for ever
+            self.channel.send("progress", steps=self._steps)
             self.report(error)
             sys.stdout.flush()
             sys.stderr.flush()
