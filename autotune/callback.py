@@ -33,7 +33,6 @@ class StudyCallback(TrainerCallback):  # type: ignore[misc]
         self.study, self.storage = study, storage
         self._began = 0.0
         self._seconds: list[float] = []
-        self._tokens = 0
         self._peak = 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -63,7 +62,7 @@ class StudyCallback(TrainerCallback):  # type: ignore[misc]
         step = statistics.median(seconds)
         samples = candidate.micro_batch * candidate.accumulation * store.job.ranks / step
         spread = statistics.stdev(seconds) / len(seconds) ** 0.5
-        measured = Measurement(step, spread, len(seconds), samples, samples * store.job.seq_len, self._peak)
+        measured = Measurement(step, spread, len(seconds), samples, samples * store.job.tokens_per_sample, self._peak)
         number = store.start(candidate, parse_space(store.space_text), TRAINING, "real training")
         return number, Outcome(Kind.OK, Phase.STEP, measured, peak_bytes=self._peak, seconds=sum(self._seconds))
 

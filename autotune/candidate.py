@@ -180,6 +180,20 @@ class Candidate:
         return config
 
 
+def knobs_of(config: dict[str, Any]) -> dict[str, Value]:
+    """What a DeepSpeed config says of the knobs; what it leaves open or `"auto"` is left out."""
+    found: dict[str, Value] = {}
+    for name, knob in KNOBS.items():
+        value: Any = config if knob.path else None
+        for part in (knob.path or "").split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if isinstance(value, bool | int | str) and value != "auto":
+            found[name] = value
+        elif isinstance(value, float) and value.is_integer():
+            found[name] = int(value)  # 5e8
+    return found
+
+
 def _put(config: dict[str, Any], path: str, value: Value) -> None:
     *parents, leaf = path.split(".")
     for parent in parents:

@@ -25,6 +25,9 @@ LoraOption = Annotated[str | None, typer.Option(help="Adapters: r=16,targets=all
 AttentionOption = Annotated[
     str | None, typer.Option("--attn", help="eager, sdpa, flash_attention_2, flash_attention_3 or flex_attention.")
 ]
+WorkloadOption = Annotated[
+    str | None, typer.Option(help="package.module:function that returns (model, batches) instead of a model.")
+]
 StorageOption = Annotated[str | None, typer.Option(help="Database URL; default: runs/NAME/study.db.")]
 
 
@@ -89,9 +92,7 @@ def run(
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile the model (DeepSpeed's engine.compile).")
     ] = False,
-    workload: Annotated[
-        str | None, typer.Option(help="package.module:function that returns (model, batches) instead of a model.")
-    ] = None,
+    workload: WorkloadOption = None,
     lengths: Annotated[
         Path | None, typer.Option(help="A data set's lengths (`512,1000` a line): the winner fits its longest batch.")
     ] = None,
@@ -140,9 +141,7 @@ def plan(
     headroom: Annotated[str, typer.Option(help="Share of the capacity to leave free.")] = "5%",
     lora: LoraOption = None,
     attn: AttentionOption = None,
-    workload: Annotated[
-        str | None, typer.Option(help="package.module:function that returns (model, batches) instead of a model.")
-    ] = None,
+    workload: WorkloadOption = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
     as_json: JsonFlag = False,
 ) -> None:

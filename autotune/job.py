@@ -72,14 +72,28 @@ class Script:
         return cls(**{**data, "argv": tuple(data["argv"]), "flags": flags})
 
     @property
+    def is_module(self) -> bool:
+        return self.argv[0] == "-m"
+
+    @property
+    def target(self) -> str:
+        """The file or module, as typed."""
+        return self.argv[1] if self.is_module else self.argv[0]
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """What is typed after it."""
+        return self.argv[2:] if self.is_module else self.argv[1:]
+
+    @property
     def name(self) -> str:
         """Short, for studies and tables."""
-        return self.argv[1].split(".")[-1] if self.argv[0] == "-m" else Path(self.argv[0]).stem
+        return self.target.split(".")[-1] if self.is_module else Path(self.target).stem
 
     @property
     def path(self) -> Path | None:
         """The script's file; None for a module."""
-        return None if self.argv[0] == "-m" else Path(self.cwd) / self.argv[0]
+        return None if self.is_module else Path(self.cwd) / self.target
 
     @property
     def key(self) -> str:

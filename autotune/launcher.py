@@ -12,7 +12,6 @@ from autotune.errors import NothingFits, UserError
 from autotune.hardware import Hardware, detect
 from autotune.job import Job
 from autotune.ladder import Rung, recovery_ladder, write_ladder
-from autotune.outcome import Measurement
 from autotune.predict.predictor import Predictor
 from autotune.run import DEFAULT_HEADROOM, Request, build_job, study_folder, with_base
 from autotune.script import make_script
@@ -43,7 +42,7 @@ def launch_training(
     if study is not None:
         store = StudyStore.load(study, storage)
         job, hardware, folder = store.job, store.hardware, store.folder or Path("runs") / store.name
-        check_script(store.name, job, script.argv[1] if script.argv[0] == "-m" else script.argv[0])
+        check_script(store.name, job, script.target)
         if store.winner is None:
             raise UserError(f"study {store.name} has no winner yet: `autotune run --study {store.name} …` goes on")
         if job.script is None:
@@ -90,13 +89,10 @@ def ladder_path(store: StudyStore) -> Path | None:
 def make_ladder(store: StudyStore, top: Candidate, space: SearchSpace, job: Job, hardware: Hardware) -> list[Rung]:
     """From what the study measured, and predictions that it has calibrated."""
     predictor = Predictor(job, hardware)
-    measured: dict[Candidate, Measurement] = {}
     for record in store.records():
         if record.outcome is not None:
             predictor.observe(record.candidate, record.outcome)
-            if record.outcome.measurement is not None:
-                measured[record.candidate] = record.outcome.measurement
-    return recovery_ladder(top, with_base(space, job.base_config), job, predictor, measured)
+    return recovery_ladder(top, with_base(space, job.base_config), job, predictor, store.measured())
 
 
 def _planned(request: Request) -> tuple[Job, Hardware, list[Rung]]:

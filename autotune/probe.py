@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +107,8 @@ def _batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
 
 
 def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: float) -> tuple[Outcome, dict[str, Any]]:
-    session = executor.session(candidate, name)
-    try:
+    with closing(executor.session(candidate, name)) as session:
         outcome = session.measure(candidate, EFFORT, seconds)
-    finally:
-        session.close()
     if not outcome.ok and not outcome.kind.is_oom:
         log = f"{outcome.log}/rank{outcome.rank or 0}.log"
         tail = "\n".join(f"  {line}" for line in log_tail(Path(log)).strip().splitlines()[-12:])

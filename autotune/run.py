@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from autotune.candidate import ACCUMULATION, CHECKPOINTING, KNOBS, MICRO_BATCH, Candidate
+from autotune.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, knobs_of
 from autotune.errors import NothingFits, UserError
 from autotune.export import meta, write_export
 from autotune.hardware import Hardware, detect, named_hardware
@@ -171,16 +171,8 @@ def _precision(base: dict[str, Any], hardware: Hardware) -> str:
 def with_base(space: SearchSpace, base: dict[str, Any]) -> SearchSpace:
     """The space, with what the user's own config says of knobs that it does not tune held fixed."""
     knobs = dict(space.knobs)
-    for name, knob in KNOBS.items():
-        if name in knobs or knob.path is None:
-            continue
-        value: Any = base
-        for part in knob.path.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if isinstance(value, bool | int | str) and value != "auto":
-            knobs[name] = Domain((value,))
-        elif isinstance(value, float) and value.is_integer():
-            knobs[name] = Domain((int(value),))
+    for name, value in knobs_of(base).items():
+        knobs.setdefault(name, Domain((value,)))
     return dataclasses.replace(space, knobs=knobs)
 
 
@@ -299,7 +291,8 @@ def _prepare(request: Request) -> _Setup:
                 f"--global-batch-size {request.global_batch_size} cannot be split over {hardware.count} ranks"
             )
         job = unknown_job(make_script(request.script, request.maps, request.worst_case, request.ds_config), hardware)
-        return _Setup(job, hardware, space, space.candidates(job), is_script=True)
+        engines = [Candidate.of(family) for family in space.families()]  # enough to know which ops are needed
+        return _Setup(job, hardware, space, engines, is_script=True)
     for option, used in (("--map", bool(request.maps)), ("--worst-case", request.worst_case)):
         if used:
             raise UserError(f"{option} is about a script: give it after `--`, like `-- train.py …`")
@@ -435,8 +428,7 @@ def _write_ladder(store: StudyStore, space: SearchSpace, predictor: Predictor, t
     """What `autotune launch` steps down to, beside the winner."""
     from autotune.ladder import recovery_ladder, write_ladder
 
-    measured = {r.candidate: r.outcome.measurement for r in store.records() if r.outcome and r.outcome.measurement}
-    write_ladder(path, recovery_ladder(top, space, store.job, predictor, measured), store.job)
+    write_ladder(path, recovery_ladder(top, space, store.job, predictor, store.measured()), store.job)
     return path
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune.candidate import ACCUMULATION, CHECKPOINTING, KNOBS, MICRO_BATCH, Candidate, Value
+from autotune.candidate import ACCUMULATION, CHECKPOINTING, KNOBS, MICRO_BATCH, Candidate, Value, knobs_of
 from autotune.errors import UserError, near
 from autotune.job import Script
 
@@ -32,11 +33,9 @@ _HEAVY = {
 
 def heavy_imports(script: Script) -> list[str]:
     """Modules that the script will import, of those that are worth importing beforehand."""
-    text = script.argv[-1]
-    if script.argv[0] == "-m":
-        text = script.argv[1]
-    elif script.path is not None:
-        text = script.path.read_text(errors="replace") if script.path.is_file() else ""
+    text = script.argv[1] if script.path is None else ""
+    if script.path is not None and script.path.is_file():
+        text = script.path.read_text(errors="replace")
     words = set(re.findall(r"\w+", text))
     found = {module for name, modules in _HEAVY.items() if name in words for module in modules}
     if found:
@@ -51,26 +50,13 @@ def settings(script: Script, candidate: Candidate) -> dict[str, Value]:
 
 
 def candidate_of_config(config: dict[str, Any]) -> Candidate:
-    """What a DeepSpeed config says of the knobs; what it leaves open or `"auto"` is left out, but for the stage."""
-    knobs: dict[str, Value] = {"zero_stage": 0}
-    for name, knob in KNOBS.items():
-        value: Any = config
-        for part in (knob.path or "").split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if isinstance(value, bool | int | str) and value != "auto":
-            knobs[name] = value
-        elif isinstance(value, float):
-            knobs[name] = int(value)  # 5e8
-    return Candidate.of(knobs)
+    """What a DeepSpeed config says, as a Candidate; without a stage it is stage 0."""
+    return Candidate.of({"zero_stage": 0, **knobs_of(config)})
 
 
 def command(script: Script, candidate: Candidate, config: str) -> list[str]:
     """The script's command under a candidate, its DeepSpeed config read from the file `config`."""
-    argv = list(script.argv)
-    for at, word in enumerate(argv):
-        head, equals, value = word.partition("=")
-        if is_ds_config(Path(script.cwd) / (value if equals else word)):
-            argv[at] = f"{head}={config}" if equals else config
+    argv = with_configs(script.argv, Path(script.cwd), lambda path, at: config)
     given = {word.partition("=")[0] for word in argv}
     declared = set(dict(script.flags).values())
     all_known = bool(script.profile.get("through_arguments"))  # Trainer's arguments have every one of them
@@ -133,6 +119,17 @@ def is_ds_config(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(data, dict) and not _DS_KEYS.isdisjoint(data)
+
+
+def with_configs(argv: Sequence[str], cwd: Path, renamed: Callable[[Path, int], str]) -> list[str]:
+    """The arguments with every DeepSpeed config file among them named anew; `renamed` gets its path and place."""
+    found = list(argv)
+    for at, word in enumerate(found):
+        head, equals, value = word.partition("=")
+        path = cwd / (value if equals else word)
+        if is_ds_config(path):
+            found[at] = f"{head}={renamed(path, at)}" if equals else renamed(path, at)
+    return found
 
 
 def with_flag(argv: list[str], flag: str, value: Value) -> list[str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.executors.local import kill_groups, rank_environment
+from autotune.executors.local import kill_groups, rank_environment, threads_per_rank
 from autotune.export import write_atomically
 from autotune.hardware import Hardware
 from autotune.job import Job
@@ -167,7 +167,7 @@ class Launcher:
             spec = {
                 "job": self.job.to_json(), "world": world, "device": self.hardware.device, "store": store,
                 "cap_bytes": self.hardware.memory_cap_bytes, "candidate": rung.candidate.as_dict,
-                "threads": max(1, min(8, (os.cpu_count() or 1) // world)), "folder": name, "resume_since": resume_since,
+                "threads": threads_per_rank(world), "folder": name, "resume_since": resume_since,
             }  # fmt: skip
             for rank, channel in enumerate(channels):
                 channel.send("spec", **spec, rank=rank)
@@ -313,7 +313,7 @@ def check_script(study: str, job: Job, target: str) -> None:
     """
     if job.script is None:
         return
-    own = job.script.argv[1] if job.script.argv[0] == "-m" else job.script.argv[0]
+    own = job.script.target
     if Path(own).name != Path(target).name:
         raise UserError(f"study {study} is of {own}, not of {target}: tune this script first "
                         f"(`autotune run … -- {target} …`), or give the study that is of it")  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -13,16 +12,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from autotune.executors.local import rank_environment
+from autotune.executors.local import rank_environment, threads_per_rank
 from autotune.job import Job
 
 
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:
     table = Table(title=title, title_justify="left")
-    for name in rows[0]:
+    columns = list(dict.fromkeys(name for row in rows for name in row))  # a row may lack some
+    for name in columns:
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*("—" if v is None else f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
+        values = (row.get(name) for name in columns)
+        table.add_row(*("—" if v is None else f"{v:.4g}" if isinstance(v, float) else str(v) for v in values))
     Console(width=max(120, Console().width)).print(table)
 
 
@@ -37,7 +38,7 @@ def train_plainly(job: Job, config: dict[str, Any], checkpointing: bool, steps: 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "ds.json").write_text(json.dumps(config))
         (Path(folder) / "model.json").write_text(json.dumps(job.model.config))
-        threads = max(1, min(8, (os.cpu_count() or 1) // job.ranks))
+        threads = threads_per_rank(job.ranks)
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.ranks),
             str(Path(__file__).parent / "train_plain.py"), f"{folder}/ds.json", f"{folder}/model.json",

@@ -149,8 +149,7 @@ def main() -> None:
             rows.append(judged(f"a rank killed {met} times", root / f"kill{part}", summary, time.monotonic() - began))
             left, part = left - max(1, met), part + 1
         rows.append(overhead(root / "overhead", arguments.rounds))
-    columns = {key: None for row in rows for key in row}
-    print_table("training under autotune launch", [{key: row.get(key) for key in columns} for row in rows])
+    print_table("training under autotune launch", rows)
     write_json(arguments.json, rows)
 
 

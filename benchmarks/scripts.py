@@ -257,8 +257,7 @@ def main() -> None:
                 row = {"script": case, "tuned": f"training failed: {str(error)[-400:]}"}
             rows.append(row)
             print(json.dumps(row), flush=True)
-    columns = {key: None for row in rows for key in row}
-    print_table("scripts of others and ours, two CPU ranks", [{key: row.get(key) for key in columns} for row in rows])
+    print_table("scripts of others and ours, two CPU ranks", rows)
     write_json(arguments.json, rows)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -72,11 +73,8 @@ class Bench:
     def run(self, candidate: Candidate, deadline_seconds: float = 120.0, effort=None):  # type: ignore[no-untyped-def]
         from autotune.executors.base import Effort
 
-        session = self.session(candidate)
-        try:
+        with closing(self.session(candidate)) as session:
             return session.measure(candidate, effort or Effort(min_seconds=0.0, min_steps=2), deadline_seconds)
-        finally:
-            session.close()
 
 
 @pytest.fixture(scope="session")

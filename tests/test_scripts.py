@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -63,11 +64,8 @@ class Scripts:
     def measure(self, probed: Probe, candidate: Candidate) -> Outcome:
         self._count += 1
         self.executor.job = job_of(probed.script, self.hardware, None)
-        session = self.executor.session(candidate, f"{self._count:04d}")
-        try:
+        with closing(self.executor.session(candidate, f"{self._count:04d}")) as session:
             return session.measure(candidate, EFFORT, 120.0)
-        finally:
-            session.close()
 
 
 @pytest.fixture(scope="module")

@@ -322,7 +322,7 @@ class LocalSession:
             **what, "job": job.to_json(), "world": world, "device": hardware.device,
             "cap_bytes": hardware.memory_cap_bytes,
             "seed": executor.seed, "store": str(self._folder.resolve() / "store"),
-            "threads": max(1, min(8, (os.cpu_count() or 1) // world)),
+            "threads": threads_per_rank(world),
             "fault": executor.fault(self._folder.name), "live": executor.count_live_tensors,
         }  # fmt: skip
         with socket.socket(socket.AF_UNIX) as listener:
@@ -534,6 +534,10 @@ def _scratch(folder: Path, script: Script) -> Path:
         if entry.resolve() not in scratch.parents:
             (scratch / entry.name).symlink_to(entry)
     return scratch
+
+
+def threads_per_rank(ranks: int) -> int:
+    return max(1, min(8, (os.cpu_count() or 1) // ranks))
 
 
 def kill_groups(pids: list[int], status: Callable[[int], int | None]) -> None:

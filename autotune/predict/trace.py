@@ -304,22 +304,24 @@ def _parameters(job: Job, config: Any) -> tuple[list[int], int]:
     import torch
 
     with torch.device("meta"):
-        model = _build(job, config)
+        model, _ = _build(job, config)
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return [n for n, trained in sizes if trained], sum(n for n, trained in sizes if not trained)
 
 
-def _build(job: Job, config: Any) -> Any:
+def _build(job: Job, config: Any) -> tuple[Any, Any]:
+    """The model, and for a workload of the user's own its batches."""
     from transformers.initialization import no_init_weights
 
     from autotune.trial.workload import DTYPES, adapted, causal_model, own_workload
 
     if job.workload:
-        return own_workload(job.workload)[0].to(DTYPES[job.precision])
+        model, batches = own_workload(job.workload)
+        return model.to(DTYPES[job.precision]), batches
     with no_init_weights():
         model = causal_model(config, job)
     model.tie_weights()
-    return adapted(model, job)
+    return adapted(model, job), None
 
 
 def _run_both(job: Job, config: Any, checkpointing: bool, options: tuple[bool, bool]) -> Pass:
@@ -435,7 +437,7 @@ def _run(
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), live, _plain_masks():
             with _plain_conversion():
-                model = _build(job, config)
+                model, batches = _build(job, config)
             use_cache, fused_loss = options
             if job.workload is None:
                 model.config.use_cache = use_cache and not checkpointing
@@ -451,7 +453,7 @@ def _run(
             _hook(model, run)
             live.watch = run.saw
             live.events = run.allocations if keep_events else None
-            loss = _loss(job, model, micro_batch, fused_loss)
+            loss = _loss(job, model, batches, micro_batch, fused_loss)
             run.after_forward = live.bytes - run.base
             run.phase = BACKWARD
             loss.backward()
@@ -463,14 +465,13 @@ def _run(
     return run
 
 
-def _loss(job: Job, model: Any, micro_batch: int, fused_loss: bool) -> Any:
+def _loss(job: Job, model: Any, batches: Any, micro_batch: int, fused_loss: bool) -> Any:
     import torch
 
-    from autotune.trial.workload import forward, own_workload, to_device
+    from autotune.trial.workload import forward, to_device
 
-    if job.workload:
-        batch = next(iter(own_workload(job.workload)[1](micro_batch)))
-        return forward(model, to_device(batch, torch.device("cpu")))
+    if batches is not None:
+        return forward(model, to_device(next(iter(batches(micro_batch))), torch.device("cpu")))
     ids = torch.zeros(micro_batch, job.seq_len, dtype=torch.long)
     return model(input_ids=ids).logits.mean() if fused_loss else model(input_ids=ids, labels=ids).loss
 

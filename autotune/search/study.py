@@ -24,7 +24,7 @@ from autotune.candidate import Candidate, Value
 from autotune.errors import UserError, near
 from autotune.hardware import Hardware
 from autotune.job import Job
-from autotune.outcome import Kind, Outcome
+from autotune.outcome import Kind, Measurement, Outcome
 from autotune.space import SearchSpace
 from autotune.units import GIB
 
@@ -291,6 +291,10 @@ class StudyStore:
     def records(self) -> list[Record]:
         """Every trial, in order."""
         return [record for trial in self.study.get_trials(deepcopy=False) if (record := _record(trial))]
+
+    def measured(self) -> dict[Candidate, Measurement]:
+        """The latest Measurement of every candidate that has one."""
+        return {r.candidate: r.outcome.measurement for r in self.records() if r.outcome and r.outcome.measurement}
 
     def start(self, candidate: Candidate, space: SearchSpace, role: str = SEARCH, note: str = "") -> int:
         """Stores that the candidate is being tried; returns the trial's number."""

@@ -16,13 +16,13 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"type": "SGD", "params": {"lr": 1e-5, "momentum": 0.9}},
     "adagrad": {"type": "Adagrad", "params": {"lr": 1e-5}},
 }
-_QUIET = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger", "autotuning", "dump_state")
+QUIET = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger", "autotuning", "dump_state")
 
 
 def trial_config(candidate: Candidate, job: Job) -> dict[str, Any]:
     """The candidate's config without `"auto"`s and trackers, and with an optimizer where none is given."""
     config: dict[str, Any] = _without_auto(candidate.ds_config(job))
-    for key in _QUIET:
+    for key in QUIET:
         config.pop(key, None)
     if not isinstance(config.get("optimizer"), dict) or "type" not in config["optimizer"]:
         config["optimizer"] = optimizer_section(job, candidate)

@@ -21,7 +21,8 @@ from typing import Any, Protocol
 
 from autotune.candidate import CHECKPOINTING, Candidate
 from autotune.job import Job
-from autotune.script import is_ds_config, settings, with_flag
+from autotune.script import settings, with_configs, with_flag
+from autotune.trial.config import QUIET
 
 # Trackers and uploads, each by the variable that its documentation names.
 QUIET_ENVIRONMENT = {
@@ -29,7 +30,6 @@ QUIET_ENVIRONMENT = {
     "SWANLAB_MODE": "disabled", "DISABLE_MLFLOW_INTEGRATION": "TRUE", "TRACKIO_DISABLED": "1", "DVCLIVE_TEST": "true",
     "HF_HUB_DISABLE_TELEMETRY": "1", "ACCELERATE_DISABLE_RICH": "1",
 }  # fmt: skip
-_TRACKERS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger", "autotuning")
 
 
 UNLIMITED = 10**6  # a tokenizer without a limit says a far larger one
@@ -83,7 +83,6 @@ class Hooks:
         self._configured = False
         self._through_arguments = False  # TrainingArguments carry the batch sizes
         self._steps_elsewhere = 0
-        self._resized = False
         self._loader_prepared = False  # accelerate has prepared the script's own loader
         self._allowed: list[int] = []  # longest sequences that arguments and tokenizers allow
 
@@ -109,7 +108,7 @@ class Hooks:
             self.watcher.configured(copy.deepcopy(config))
         found = copy.deepcopy(config)
         if self.quiet:
-            for key in _TRACKERS:
+            for key in QUIET:
                 found.pop(key, None)
         if self.candidate is None:
             return found
@@ -118,21 +117,19 @@ class Hooks:
 
     def arguments(self) -> list[str]:
         """The script's arguments, with declared flags set and DeepSpeed config files replaced by merged ones."""
-        argv = list(self.script.argv[2:] if self.script.argv[0] == "-m" else self.script.argv[1:])
+        argv = list(self.script.arguments)
         if self.candidate is None:
             return argv
         for flag, value in ((flag, self.candidate.get(knob)) for knob, flag in self.script.flags):
             if value is not None:
                 argv = with_flag(argv, flag, value)
-        for at, word in enumerate(argv):
-            head, equals, value = word.partition("=")
-            path = Path(value if equals else word)
-            if is_ds_config(path):
-                merged = self.folder / f"{path.stem}.{at}.rank{os.environ['RANK']}.json"
-                text = json.dumps(self.merged(json.loads(path.read_text())))
-                merged.write_text(text)
-                argv[at] = f"{head}={merged}" if equals else str(merged)
-        return argv
+        return with_configs(argv, Path(), self._merged_file)
+
+    def _merged_file(self, path: Path, at: int) -> str:
+        """A copy of the script's config file with the candidate's keys in it."""
+        merged = self.folder / f"{path.stem}.{at}.rank{os.environ['RANK']}.json"
+        merged.write_text(json.dumps(self.merged(json.loads(path.read_text()))))
+        return str(merged)
 
     # -- what is hooked ----------------------------------------------------------------------------------------------
 
@@ -318,13 +315,13 @@ class Hooks:
         """The first data loader that a loop of accelerate's prepares is its training's: at the candidate's size."""
         from torch.utils.data import DataLoader, IterableDataset
 
-        if self._through_arguments or self._resized:
+        if self._through_arguments or self._loader_prepared:
             return objects
         found = list(objects)
         for at, loader in enumerate(found):
             if not isinstance(loader, DataLoader) or not loader.batch_size:
                 continue
-            self._resized = self._loader_prepared = True
+            self._loader_prepared = True
             if self.candidate is not None and loader.batch_size != self.candidate.micro_batch:
                 same = {
                     key: getattr(loader, key)
@@ -457,7 +454,7 @@ def run_script(job: Job, arguments: list[str]) -> None:
 
     script = job.script
     assert script is not None
-    if script.argv[0] == "-m":
+    if script.is_module:
         sys.argv = [script.argv[1], *arguments]
         sys.path.insert(0, "")
         runpy.run_module(script.argv[1], run_name="__main__", alter_sys=True)

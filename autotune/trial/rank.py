@@ -30,15 +30,29 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def become_rank(address: str, number: int) -> None:
-    """Never returns: runs the rank, reports how it ended, leaves without waiting for its peers."""
+def greet(address: str, number: int) -> tuple[Channel, Message]:
+    """The line home, and the spec that came over it; leaves where none did."""
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(address)
     channel = Channel(sock)
     channel.send("hello", rank=number, pid=os.getpid())
     spec = channel.receive()
     if spec is None:
-        os._exit(1)
+        leave(1)
+        raise AssertionError("unreachable")
+    return channel, spec
+
+
+def leave(code: int) -> None:
+    """Ends this process at once: a peer may sit in a collective for ever, and nothing may wait for it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def become_rank(address: str, number: int) -> None:
+    """Never returns: runs the rank, reports how it ended, leaves without waiting for its peers."""
+    channel, spec = greet(address, number)
     for caught in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(caught, signal.SIG_DFL)
     _redirect_output(spec["log"])
@@ -54,9 +68,7 @@ def become_rank(address: str, number: int) -> None:
     except BaseException as error:
         rank.report(error)
         code = EXIT_REPORTED
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # a peer may sit in a collective for ever: nothing here may wait for it
+    leave(code)
 
 
 def _redirect_output(path: str) -> None:
@@ -79,7 +91,8 @@ class Rank:
         self.phase = phase
         self.channel.send("phase", phase=phase)
 
-    def run(self) -> None:
+    def _begin(self) -> None:
+        """What every kind of rank does first: the job, the device with its cap, the process group."""
         from autotune.job import Job
 
         self.enter("start")
@@ -93,8 +106,11 @@ class Rank:
         self.device = make_device(self.spec["device"])
         self._fault("start")
         self.device.setup(self.spec["rank"], self.spec["cap_bytes"], self.spec["threads"])
-        torch.manual_seed(self.spec["seed"])
         self._join_group()
+
+    def run(self) -> None:
+        self._begin()
+        self.torch.manual_seed(self.spec["seed"])
         self.live: Any = None
         self.live_peaks: dict[str, int] = {}
         if self.spec.get("live"):

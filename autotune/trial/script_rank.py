@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from autotune.candidate import Candidate
 from autotune.trial.hooks import QUIET_ENVIRONMENT, Hooks, Unusable, run_script
-from autotune.trial.rank import EXIT_REPORTED, Rank
+from autotune.trial.rank import EXIT_REPORTED, Rank, leave
 from autotune.trial.verdict import is_memory_error
 
 WARMUP_STEPS = 2  # batches of a script differ in length: its step times never settle as synthetic ones do
@@ -24,28 +23,14 @@ class ScriptRank(Rank):
     """Runs `spec["job"]["script"]` under `spec["candidate"]`, or as it is where that is None."""
 
     def run(self) -> None:
-        from autotune.job import Job
-
-        self.enter("start")
-        self.job = Job.from_json(self.spec["job"])
+        os.environ.update(QUIET_ENVIRONMENT)
+        self._begin()
         assert self.job.script is not None
         self.script = self.job.script
         self.engine: Any = None
         self.config: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
         self.request: dict[str, Any] | None = None
-        self.live = None
-        self._environment()
-        os.environ.update(QUIET_ENVIRONMENT)
-        import torch
-
-        from autotune.trial.devices import make_device
-
-        self.torch = torch
-        self.device = make_device(self.spec["device"])
-        self._fault("start")
-        self.device.setup(self.spec["rank"], self.spec["cap_bytes"], self.spec["threads"])
-        self._join_group()
         knobs = self.spec["candidate"]
         self.candidate = Candidate.of(knobs) if knobs else None
         scratch = Path(self.spec["scratch"])
@@ -64,7 +49,7 @@ class ScriptRank(Rank):
         raise Unusable(self._why_ended())
 
     def _why_ended(self) -> str:
-        name = self.script.argv[1] if self.script.argv[0] == "-m" else self.script.argv[0]
+        name = self.script.target
         if self.engine is None:
             return (f"{name} ended without calling deepspeed.initialize: give it its DeepSpeed config (for Hugging "
                     "Face's Trainer: --deepspeed ds.json) or make it use DeepSpeed")  # fmt: skip
@@ -183,7 +168,7 @@ class ScriptRank(Rank):
                 self._certify(message)
             elif message["type"] == "stop":
                 break
-        self._leave(0)
+        leave(0)
 
     def _certify(self, message: dict[str, Any]) -> None:
         """A save of the gathered weights, as training would make one."""
@@ -202,16 +187,11 @@ class ScriptRank(Rank):
     def failed(self, error: BaseException) -> None:
         if is_memory_error(error):  # the script may catch it, and its peers would wait
             self.report(error)
-            self._leave(EXIT_REPORTED)
+            leave(EXIT_REPORTED)
 
     def strayed(self) -> None:
         self.report(Unusable(self._why_ended().replace("ended without", "trains without")))
-        self._leave(EXIT_REPORTED)
-
-    def _leave(self, code: int) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        leave(EXIT_REPORTED)
 
 
 class _SavedTensors:

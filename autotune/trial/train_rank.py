@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -16,8 +14,7 @@ from typing import Any
 
 from autotune.candidate import Candidate
 from autotune.trial.hooks import Hooks, run_script
-from autotune.trial.protocol import Channel
-from autotune.trial.rank import EXIT_REPORTED, Rank, die_with_parent
+from autotune.trial.rank import EXIT_REPORTED, Rank, die_with_parent, greet, leave
 from autotune.trial.verdict import is_memory_error
 
 _PROGRESS_SECONDS = 1.0
@@ -27,19 +24,7 @@ class TrainRank(Rank):
     """Trains to the script's own end; reports progress, and memory failures the moment they happen."""
 
     def run(self) -> None:
-        from autotune.job import Job
-
-        self.enter("start")
-        self.job = Job.from_json(self.spec["job"])
-        self._environment()
-        import torch
-
-        from autotune.trial.devices import make_device
-
-        self.torch = torch
-        self.device = make_device(self.spec["device"])
-        self.device.setup(self.spec["rank"], self.spec["cap_bytes"], self.spec["threads"])
-        self._join_group()
+        self._begin()
         self._steps, self._last_progress = 0, 0.0
         hooks = Hooks(self.job, Candidate.of(self.spec["candidate"]), self, self.spec["device"],
                       Path(self.spec["folder"]), quiet=False)  # fmt: skip
@@ -108,9 +93,7 @@ class TrainRank(Rank):
         if is_memory_error(error):  # the script may catch it, and its peers would wait for ever
             self.channel.send("progress", steps=self._steps)
             self.report(error)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(EXIT_REPORTED)
+            leave(EXIT_REPORTED)
 
     def strayed(self) -> None:
         self.channel.send("strayed")
@@ -136,13 +119,7 @@ def newest_checkpoint(folder: Path, since: float, ranks: int) -> Path | None:
 
 def main() -> None:
     die_with_parent()
-    sock = socket.socket(socket.AF_UNIX)
-    sock.connect(sys.argv[1])
-    channel = Channel(sock)
-    channel.send("hello", rank=int(sys.argv[2]), pid=os.getpid())
-    spec = channel.receive()
-    if spec is None:
-        sys.exit(1)
+    channel, spec = greet(sys.argv[1], int(sys.argv[2]))
     sys.argv = sys.argv[:1]
     rank = TrainRank(channel, spec)
     try:
@@ -152,8 +129,7 @@ def main() -> None:
         raise
     except BaseException as error:
         rank.report(error)
-        sys.stdout.flush()
-        os._exit(1)
+        leave(1)
     channel.send("bye", code=0, steps=rank._steps)
 
 
