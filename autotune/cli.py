@@ -180,6 +180,9 @@ def launch(
     maps: Annotated[list[str] | None, typer.Option("--map", help="KNOB=--FLAG, as for run.")] = None,
     max_restarts: Annotated[int, typer.Option(help="Give up after this many.")] = 10,
     hang_timeout: Annotated[str, typer.Option(help="Without a step for so long it hangs.")] = "30m",
+    convert: Annotated[
+        bool, typer.Option("--convert-checkpoints", help="Step down to stage 3 too, converting checkpoints for it.")
+    ] = False,
     memory_cap: Annotated[str | None, typer.Option(help="What one rank may use, like 24GiB.")] = None,
     storage: StorageOption = None,
     as_json: JsonFlag = False,
@@ -195,7 +198,7 @@ def launch(
     )  # fmt: skip
     summary = launch_training(
         study, words if model else words[1:], request=request, maps=maps, storage=storage, memory_cap=memory_cap,
-        max_restarts=max_restarts, hang_timeout=hang_timeout,
+        max_restarts=max_restarts, hang_timeout=hang_timeout, convert=convert,
         say=lambda text: print(f"autotune: {text}", file=sys.stderr, flush=True),
     )  # fmt: skip
     if as_json:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
+from autotune.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.export import write_atomically
 from autotune.job import Job
 from autotune.outcome import Measurement
 from autotune.predict.predictor import Predictor
 from autotune.space import SearchSpace
+from autotune.trial.checkpoints import convertible, layout
 
-# DeepSpeed loads a checkpoint into an engine that partitions its states alike. These knobs leave the partitions alone
-# (deepspeed 0.19.8, stage_1_and_2.py and stage3.py); stage, offload and sub-groups do not.
+# What a rung may change; of these only stage, sub-groups and NVMe decide how checkpoints are laid out
+# (`autotune.trial.checkpoints.layout`). Others, like round_robin_gradients, are left as they are.
 CROSSED = (
-    MICRO_BATCH, ACCUMULATION, CHECKPOINTING, "reduce_bucket_size", "allgather_bucket_size", "contiguous_gradients",
-    "overlap_comm",
+    MICRO_BATCH, ACCUMULATION, CHECKPOINTING, "zero_stage", "offload_optimizer", "offload_param", "reduce_bucket_size",
+    "allgather_bucket_size", "sub_group_size", "contiguous_gradients", "overlap_comm",
 )  # fmt: skip
 LESS = 0.95  # of the peak above: a rung that frees less is no step
-MOST_RUNGS = 6
+MOST_RUNGS = 8
+_STAGE3 = "zero_optimization.stage3_"  # what stage 3 fetches and keeps, none of it in checkpoints
 
 
 @dataclass(frozen=True)
@@ -46,14 +49,15 @@ class Rung:
 
 
 def recovery_ladder(
-    top: Candidate, space: SearchSpace, job: Job, predictor: Predictor, measured: dict[Candidate, Measurement]
-) -> list[Rung]:
-    """The config to start from, then ever less memory, at each step the fastest there is.
+    top: Candidate, space: SearchSpace, job: Job, predictor: Predictor, measured: dict[Candidate, Measurement],
+    failed: Collection[Candidate] = (), *, convert: bool = False,
+) -> list[Rung]:  # fmt: skip
+    """The config to start from, then ever less memory, at each step the fastest there is and at last the thriftiest.
 
-    Every rung keeps the global batch of `top` exactly and can load its checkpoints. Measured values stand where there
-    are any, predicted ones elsewhere.
+    Every rung keeps the global batch of `top` exactly and can load its checkpoints, with `convert` after they are
+    converted. Measured values stand where there are any, predicted ones elsewhere; what has `failed` is left out.
     """
-    candidates = sorted({top, *_compatible(top, space, job)}, key=str)
+    candidates = sorted({top, *_compatible(top, space, job, convert)} - set(failed), key=str)
     table = predictor.table(candidates)
     rungs = []
     for i, candidate in enumerate(candidates):
@@ -62,29 +66,36 @@ def recovery_ladder(
         speed = seen.samples_per_second if seen else float(table.samples[i])
         rungs.append(Rung(candidate, peak, speed, seen is not None))
     ladder = [next(rung for rung in rungs if rung.candidate == top)]
-    while len(ladder) < MOST_RUNGS:
-        below = [rung for rung in rungs if rung.peak_bytes <= LESS * ladder[-1].peak_bytes]
-        if not below:
-            break
+    while below := [rung for rung in rungs if rung.peak_bytes <= LESS * ladder[-1].peak_bytes]:
+        if len(ladder) == MOST_RUNGS - 1:  # the last resort
+            return [*ladder, min(below, key=lambda rung: rung.peak_bytes)]
         ladder.append(max(below, key=lambda rung: rung.samples_per_second))
     return ladder
 
 
-def _compatible(top: Candidate, space: SearchSpace, job: Job) -> list[Candidate]:
-    """Settings of the space that keep the global batch and what checkpoints hold."""
+def _compatible(top: Candidate, space: SearchSpace, job: Job, convert: bool) -> list[Candidate]:
+    """Settings of the space that keep the global batch and can load what `top` saves."""
     total = top.micro_batch * top.accumulation
     sizes = [size for size in range(1, total + 1) if total % size == 0]
     if job.script is not None and job.script.profile.get("batch_note"):
         sizes = [top.micro_batch]  # the script does not obey another
-    fixed = {name: value for name, value in top.knobs if name not in CROSSED}
+    own = top.ds_config(job)
     found = []
     for family in [dict(top.family), *space.families()]:
-        if {name: value for name, value in family.items() if name not in CROSSED} != fixed:
+        if _others(family) != _others(dict(top.family)):
             continue
-        for micro_batch in sizes:
-            rung = {MICRO_BATCH: micro_batch, ACCUMULATION: total // micro_batch}
-            found.append(Candidate.of({**dict(top.family), **family, **rung}))
+        config = Candidate.of(family).ds_config(job)
+        if layout(config) != layout(own) and not (convert and convertible(own, config)):
+            continue
+        found += [
+            Candidate.of({**family, MICRO_BATCH: micro_batch, ACCUMULATION: total // micro_batch})
+            for micro_batch in sizes
+        ]
     return found
+
+
+def _others(family: dict[str, Value]) -> dict[str, Value]:
+    return {name: value for name, value in family.items() if name not in CROSSED and not name.startswith(_STAGE3)}
 
 
 def write_ladder(path: Path, ladder: list[Rung], job: Job) -> None:

@@ -13,10 +13,10 @@ from autotune.hardware import Hardware, detect
 from autotune.job import Job
 from autotune.ladder import Rung, recovery_ladder, write_ladder
 from autotune.predict.predictor import Predictor
-from autotune.run import DEFAULT_HEADROOM, Request, build_job, study_folder, with_base
+from autotune.run import DEFAULT_HEADROOM, Request, build_job, for_job, study_folder
 from autotune.script import make_script
 from autotune.search.study import StudyStore
-from autotune.space import SearchSpace, load_space, parse_space
+from autotune.space import load_space, parse_space
 from autotune.training import Launcher, Summary, check_script
 from autotune.units import parse_bytes, parse_duration, parse_share
 
@@ -27,9 +27,12 @@ DEFAULT_SILENCE = "30m"
 def launch_training(
     study: str | None, command: list[str], *, request: Request | None = None, maps: list[str] | None = None,
     storage: str | None = None, memory_cap: str | None = None, max_restarts: int = DEFAULT_RESTARTS,
-    hang_timeout: str = DEFAULT_SILENCE, say: Callable[[str], None] = print,
+    hang_timeout: str = DEFAULT_SILENCE, convert: bool = False, say: Callable[[str], None] = print,
 ) -> Summary:  # fmt: skip
     """Trains a script to its end under a study's winner, or without a study under the best of a plan.
+
+    Args:
+        convert: whether the ladder may lead to configs for which checkpoints must be converted.
 
     Raises:
         UserError: bad input, or a study that is not of this script.
@@ -53,31 +56,32 @@ def launch_training(
         script = dataclasses.replace(script, flags=script.flags or known.flags, profile=known.profile,
                                      ds_config=known.ds_config)  # fmt: skip
         job = dataclasses.replace(job, script=script)
-        ladder = ladder_of(store)
+        ladder = ladder_of(store, convert)
     else:
         assert request is not None
-        job, hardware, ladder = _planned(request)
+        job, hardware, ladder = _planned(request, convert)
         own = str(request.ds_config.resolve()) if request.ds_config else None
         job = dataclasses.replace(job, script=dataclasses.replace(script, ds_config=own))
         folder = study_folder(request.runs, f"launch-{script.name}")
     cap = parse_bytes(memory_cap) if memory_cap else None
     found = detect(hardware.device, hardware.count, memory_cap_bytes=cap, headroom=hardware.headroom)
     say(f"{len(ladder)} configs on the ladder; a failure is met at most {max_restarts} times")
-    launcher = Launcher(job, found, ladder, folder, max_restarts=max_restarts, silent_seconds=silent_seconds, say=say)
+    launcher = Launcher(job, found, ladder, folder, max_restarts=max_restarts, silent_seconds=silent_seconds,
+                        convert=convert, say=say)  # fmt: skip
     return launcher.run()
 
 
-def ladder_of(store: StudyStore) -> list[Rung]:
+def ladder_of(store: StudyStore, convert: bool) -> list[Rung]:
     """The recovery ladder of a study's winner: as it was exported, or made anew."""
     winner = store.winner
     assert winner is not None
     path = ladder_path(store)
-    if path is not None and path.exists():
+    if not convert and path is not None and path.exists():
         known = [Rung.from_json(one) for one in json.loads(path.read_text())]
         if known and known[0].candidate == winner.candidate:
             return known
-    ladder = make_ladder(store, winner.candidate, parse_space(store.space_text), store.job, store.hardware)
-    if path is not None:
+    ladder = make_ladder(store, winner.candidate, convert)
+    if not convert and path is not None:
         write_ladder(path, ladder, store.job)
     return ladder
 
@@ -86,16 +90,17 @@ def ladder_path(store: StudyStore) -> Path | None:
     return store.folder / f"{store.name}.ladder.json" if store.folder else None
 
 
-def make_ladder(store: StudyStore, top: Candidate, space: SearchSpace, job: Job, hardware: Hardware) -> list[Rung]:
+def make_ladder(store: StudyStore, top: Candidate, convert: bool = False) -> list[Rung]:
     """From what the study measured, and predictions that it has calibrated."""
-    predictor = Predictor(job, hardware)
+    predictor = Predictor(store.job, store.hardware)
     for record in store.records():
         if record.outcome is not None:
             predictor.observe(record.candidate, record.outcome)
-    return recovery_ladder(top, with_base(space, job.base_config), job, predictor, store.measured())
+    space = for_job(parse_space(store.space_text), store.job)
+    return recovery_ladder(top, space, store.job, predictor, store.measured(), store.failed(), convert=convert)
 
 
-def _planned(request: Request) -> tuple[Job, Hardware, list[Rung]]:
+def _planned(request: Request, convert: bool) -> tuple[Job, Hardware, list[Rung]]:
     """The best of a plan for this machine, and what is below it."""
     if request.global_batch_size is None:
         raise UserError(
@@ -106,7 +111,7 @@ def _planned(request: Request) -> tuple[Job, Hardware, list[Rung]]:
     hardware = detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom)
     job = build_job(request, hardware)
     space = load_space(request.space or ("default" if hardware.device == "cuda" else "cpu_demo"))
-    space = with_base(space, job.base_config)
+    space = for_job(space, job)
     predictor = Predictor(job, hardware)
     candidates = space.candidates(job)
     table = predictor.table(candidates)
@@ -114,4 +119,4 @@ def _planned(request: Request) -> tuple[Job, Hardware, list[Rung]]:
     if not fits.any():
         raise NothingFits(f"nothing of space {space.name} is predicted to fit: `autotune plan` says what would")
     best = max((i for i in range(len(candidates)) if fits[i]), key=lambda i: float(table.samples[i]))
-    return job, hardware, recovery_ladder(candidates[best], space, job, predictor, {})
+    return job, hardware, recovery_ladder(candidates[best], space, job, predictor, {}, convert=convert)

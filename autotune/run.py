@@ -26,7 +26,7 @@ from autotune.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candida
 from autotune.errors import NothingFits, UserError
 from autotune.export import meta, write_export
 from autotune.hardware import Hardware, detect, named_hardware
-from autotune.job import Job, Script, load_ds_config, load_lengths, longest_sequence, parse_lora
+from autotune.job import Job, load_ds_config, load_lengths, longest_sequence, parse_lora
 from autotune.models import resolve_model, workload_spec
 from autotune.outcome import Kind
 from autotune.probe import Probe, job_of, own_candidate, probe, unknown_job
@@ -428,7 +428,8 @@ def _write_ladder(store: StudyStore, space: SearchSpace, predictor: Predictor, t
     """What `autotune launch` steps down to, beside the winner."""
     from autotune.ladder import recovery_ladder, write_ladder
 
-    write_ladder(path, recovery_ladder(top, space, store.job, predictor, store.measured()), store.job)
+    ladder = recovery_ladder(top, space, store.job, predictor, store.measured(), store.failed())
+    write_ladder(path, ladder, store.job)
     return path
 
 
@@ -442,13 +443,16 @@ def _probed(
     assert setup.job.script is not None
     probed = probe(local, setup.job.script, folder, seconds, say)
     local.job = job = job_of(probed.script, setup.hardware, request.global_batch_size)
-    space = for_script(with_base(setup.space, job.base_config), probed.script)
+    space = for_job(setup.space, job)
     return dataclasses.replace(setup, job=job, space=space, candidates=space.candidates(job)), probed
 
 
-def for_script(space: SearchSpace, script: Script) -> SearchSpace:
-    """The space without what this script cannot be told."""
-    seen, knobs = script.profile, dict(space.knobs)
+def for_job(space: SearchSpace, job: Job) -> SearchSpace:
+    """The space with what the user's own config says of other knobs, without what this script cannot be told."""
+    space = with_base(space, job.base_config)
+    if job.script is None:
+        return space
+    seen, knobs = job.script.profile, dict(space.knobs)
     if not seen["checkpointing"]:
         knobs.pop(CHECKPOINTING, None)
     if seen["batch_note"]:

@@ -86,15 +86,16 @@ class Launcher:
     Args:
         max_restarts: after this many the training is left as it ended.
         silent_seconds: without a step for so long it hangs.
+        convert: whether checkpoints are converted for a rung that cannot load them as they are.
         say: takes a line for people.
     """
 
     def __init__(
         self, job: Job, hardware: Hardware, ladder: list[Rung], folder: Path, *, max_restarts: int,
-        silent_seconds: float, say: Callable[[str], None],
+        silent_seconds: float, say: Callable[[str], None], convert: bool = False,
     ) -> None:  # fmt: skip
         self.job, self.hardware, self.ladder, self.folder = job, hardware, ladder, folder
-        self.max_restarts, self.silent_seconds, self._say = max_restarts, silent_seconds, say
+        self.max_restarts, self.silent_seconds, self.convert, self._say = max_restarts, silent_seconds, convert, say
         self._signal: int | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -132,11 +133,11 @@ class Launcher:
                 end.resumed_from,
             )
             attempt.ended = f"{end.kind.value}: {end.reason}" if end.kind else end.reason
-            if end.kind is None or self._signal is not None:
+            if end.kind is None or self._signal is not None or (end.kind is Kind.INVALID and at == 0):
                 return Summary(end.code, attempts)
             self.say(f"{end.kind.value} after {end.steps} steps: {end.reason}")
             barren = 0 if end.steps else barren + 1
-            down = end.kind in (Kind.OOM_DEVICE, Kind.OOM_HOST) or barren > 1
+            down = end.kind in (Kind.OOM_DEVICE, Kind.OOM_HOST, Kind.INVALID) or barren > 1
             if down and at + 1 == len(self.ladder):
                 self.say("no config with less memory is left on the ladder: giving up")
                 return Summary(end.code or 1, attempts)
@@ -168,6 +169,7 @@ class Launcher:
                 "job": self.job.to_json(), "world": world, "device": self.hardware.device, "store": store,
                 "cap_bytes": self.hardware.memory_cap_bytes, "candidate": rung.candidate.as_dict,
                 "threads": threads_per_rank(world), "folder": name, "resume_since": resume_since,
+                "convert": self.convert,
             }  # fmt: skip
             for rank, channel in enumerate(channels):
                 channel.send("spec", **spec, rank=rank)
@@ -213,6 +215,8 @@ class Launcher:
                     elif message["type"] == "resumed" and not resumed:
                         resumed = message["path"]
                         self.say(f"going on from {resumed}")
+                    elif message["type"] == "note":
+                        self.say(message["text"])
                     elif message["type"] == "phase" and message["phase"] in set(Phase):
                         phase = Phase(message["phase"])
                     elif message["type"] == "strayed" and not strayed:
@@ -260,7 +264,7 @@ class Launcher:
         codes = [128 - status if status < 0 else status for status in evidence.statuses.values() if status]
         code = codes[0] if codes else 1
         verdict = judge(evidence)
-        if verdict.kind.is_oom:
+        if verdict.kind.is_oom or verdict.kind is Kind.INVALID:
             return _End(code, verdict.kind, verdict.reason, steps, resumed)
         if verdict.kind is Kind.CRASH and verdict.evidence.startswith("SIGKILL"):
             return _End(code, Kind.CRASH, verdict.reason, steps, resumed)

@@ -36,6 +36,20 @@ def test_every_rung_trains_the_same_with_less_memory() -> None:
         assert {n: v for n, v in below.candidate.knobs if n not in CROSSED} == fixed
 
 
+def test_stages_are_crossed_as_far_as_checkpoints_allow() -> None:
+    assert {rung.candidate.stage for rung in make()} <= {1, 2}
+    far = recovery_ladder(TOP, load_space("default"), JOB, Predictor(JOB, HARDWARE), {}, convert=True)
+    assert far[-1].candidate.stage == 3
+    assert far[-1].peak_bytes < make()[-1].peak_bytes
+
+
+def test_what_failed_in_the_study_is_no_rung() -> None:
+    failed = {rung.candidate for rung in make()[1:]}
+    again = recovery_ladder(TOP, load_space("default"), JOB, Predictor(JOB, HARDWARE), {}, failed)
+    assert len(again) > 1
+    assert not failed & {rung.candidate for rung in again}
+
+
 def test_each_rung_is_the_fastest_of_what_is_left() -> None:
     ladder = make()
     assert ladder[1].samples_per_second >= ladder[2].samples_per_second

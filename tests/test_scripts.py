@@ -21,7 +21,7 @@ from autotune.job import Script
 from autotune.ladder import Rung
 from autotune.outcome import Kind, Outcome
 from autotune.probe import Probe, job_of, own_candidate, probe, unknown_job
-from autotune.run import for_script
+from autotune.run import for_job
 from autotune.space import load_space
 from autotune.training import Launcher, Summary
 from autotune.units import MIB
@@ -132,7 +132,7 @@ def test_a_batch_that_the_script_ignores_is_noticed(scripts: Scripts, tmp_path: 
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     found = scripts.probe([str(SCRIPTS / "plain.py"), "--deepspeed_config", "ds.json"], tmp_path)
     assert "--map train_micro_batch_size_per_gpu" in found.script.profile["batch_note"]
-    space = for_script(load_space("cpu_demo"), found.script)
+    space = for_job(load_space("cpu_demo"), job_of(found.script, scripts.hardware, None))
     assert space.knobs["train_micro_batch_size_per_gpu"].values == (2,)
     with pytest.raises(UserError, match="--map train_micro_batch_size_per_gpu"):
         scripts.measure(found, make_candidate(1, 8, 2))
@@ -212,6 +212,7 @@ def launch(
     ladder: list[Candidate],
     cap: int = 3000,
     says: list[str] | None = None,
+    convert: bool = False,
 ) -> Summary:
     flags = (("train_micro_batch_size_per_gpu", "--batch_size"),) if "--deepspeed_config" in argv else ()
     script = Script(tuple(argv), str(folder), flags)
@@ -221,7 +222,7 @@ def launch(
     hardware = detect("cpu", 2, memory_cap_bytes=cap * MIB)
     lines = says if says is not None else []
     launcher = Launcher(job, hardware, [rung(c) for c in ladder], folder, max_restarts=6, silent_seconds=120.0,
-                        say=lines.append)  # fmt: skip
+                        convert=convert, say=lines.append)  # fmt: skip
     return launcher.run()
 
 
@@ -278,6 +279,51 @@ def test_a_killed_rank_is_started_again(scripts: Scripts, tmp_path: Path) -> Non
     assert summary.attempts[1].resumed_from
     steps = [json.loads(line)["step"] for line in (tmp_path / "losses").read_text().splitlines()]
     assert steps == [*range(1, 7), *range(5, 11)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "convert"),
+    [
+        (make_candidate(1, 2, 2), make_candidate(3, 1, 4), True),
+        (make_candidate(2, 2, 2), make_candidate(1, 2, 2, offload_optimizer="cpu"), False),
+    ],
+)
+def test_a_rung_loads_what_another_one_saved(
+    scripts: Scripts, tmp_path: Path, before: Candidate, after: Candidate, convert: bool
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    name = write(tmp_path, "starved.py", f"""
+        import pathlib, sys
+        import torch
+        from deepspeed.runtime.engine import DeepSpeedEngine
+        sys.path.insert(0, {str(SCRIPTS)!r})
+        import plain
+        forward = DeepSpeedEngine.forward
+        def starving(engine, *args, **kwargs):
+            if engine.global_steps == 6 and not pathlib.Path("starved").exists():
+                torch.distributed.barrier()
+                pathlib.Path("starved").touch()
+                torch.empty(1 << 55)
+            return forward(engine, *args, **kwargs)
+        DeepSpeedEngine.forward = starving
+        plain.main()
+        """)  # fmt: skip
+    argv = [name, "--deepspeed_config", "ds.json", "--steps", "10", "--save_every", "4", "--losses", "losses"]
+    says: list[str] = []
+    summary = launch(scripts, tmp_path, argv, [before, after], says=says, convert=convert)
+    assert summary.code == 0, says
+    assert [one.rung for one in summary.attempts] == [0, 1]
+    assert any("converting" in line for line in says) == convert
+    entries = [json.loads(line) for line in (tmp_path / "losses").read_text().splitlines()]
+    assert [entry["step"] for entry in entries] == [*range(1, 7), *range(5, 11)]
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    (undisturbed / "ds.json").write_text(json.dumps(CONFIG))
+    plain = [str(SCRIPTS / "plain.py"), "--deepspeed_config", "ds.json", "--steps", "10", "--losses", "losses"]
+    assert launch(scripts, undisturbed, plain, [before]).code == 0
+    expected = [json.loads(line)["loss"] for line in (undisturbed / "losses").read_text().splitlines()]
+    assert [entry["loss"] for entry in entries[6:]] == pytest.approx(expected[4:], rel=1e-4)
+    assert not list((tmp_path / "out").glob("*universal"))
 
 
 def test_a_script_of_its_own_failure_keeps_its_exit_code(scripts: Scripts, tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ class Predictor:
         memory = dict(zip(self._memory_names, self._memory.mean, strict=True))
         quirks = dict(zip(_QUIRKS, np.exp(self._time.mean[len(_TIME) :]), strict=True))
         named = {**memory, **self._time_constants(self._time.mean), **quirks}
-        return {name: float(value) for name, value in named.items()}
+        return {name: np.asarray(value).item() for name, value in named.items()}
 
     # -- prediction --------------------------------------------------------------------------------------------------
 
@@ -189,7 +189,10 @@ class Predictor:
         shift, sigma = _corrected(self._memory, by_constants / peak[:, None], self._memory_near, prepared.features)
         peak = peak * (1 + shift)
         log_step = self._log_step(prepared, self._time.mean)
-        rates = jacobian_of(lambda k: np.log(self._spent(prepared, k).step), self._time.mean[: len(_TIME)])
+        # one setting of the constants at a time: the arrays of ten thousand candidates stay in the cache
+        rates = jacobian_of(
+            lambda many: np.array([np.log(self._spent(prepared, k).step) for k in many]), self._time.mean[: len(_TIME)]
+        )
         by_constants = np.hstack([rates, prepared.quirks])
         shift, log_sigma = _corrected(self._time, by_constants, self._time_near, prepared.features)
         log_step = log_step + shift
@@ -262,7 +265,8 @@ class Predictor:
     # -- the model -----------------------------------------------------------------------------------------------------
 
     def _moments(self, p: _Prepared, constants: Floats) -> Floats:
-        k = dict(zip(self._memory_names, constants, strict=True))
+        """(..., moments, n) bytes at constants (..., constants)."""
+        k = {name: constants[..., i, None, None] for i, name in enumerate(self._memory_names)}
         b = p.bill
         held = k["states"] * (b.parameters + b.gradients + b.optimizer) + k["overhead"] * GIB
         if self.hardware.device == "cpu":  # host and device are one
@@ -272,7 +276,7 @@ class Predictor:
                           + k["temporaries"] * b.temporaries + factor * b.activations)  # fmt: skip
 
     def _peaks(self, p: _Prepared, constants: Floats) -> Floats:
-        return np.asarray(self._moments(p, constants).max(axis=0))
+        return np.asarray(self._moments(p, constants).max(axis=-2))
 
     def _peaks_and_slopes(self, p: _Prepared, constants: Floats) -> tuple[Floats, Floats]:
         """Peaks, and their derivatives by the constants: a peak is linear in them but for which moment it is."""
@@ -289,17 +293,18 @@ class Predictor:
         }  # fmt: skip
         return np.asarray(moments[at, every]), np.array([slopes[name] for name in self._memory_names]).T
 
-    def _time_constants(self, constants: Floats) -> dict[str, float]:
-        k = {name: float(np.exp(value)) for name, value in zip(_TIME, constants[: len(_TIME)], strict=True)}
-        raw = constants[self._time_names.index("hidden")]
-        k["hidden"] = float(1 / (1 + np.exp(-raw)))
+    def _time_constants(self, constants: Floats) -> dict[str, Floats]:
+        """Factors on full rates, (..., 1) each, from constants (..., constants)."""
+        k = {name: np.exp(constants[..., i, None]) for i, name in enumerate(_TIME)}
+        k["hidden"] = k["hidden"] / (1 + k["hidden"])
         return k
 
     def _spent(self, p: _Prepared, constants: Floats) -> Spent:
         return spend(p.work, p.columns, self._time_constants(constants))
 
     def _log_step(self, p: _Prepared, constants: Floats) -> Floats:
-        return np.asarray(np.log(self._spent(p, constants).step) + p.quirks @ constants[len(_TIME) :])
+        """(..., n) logarithms of a step's seconds at constants (..., constants)."""
+        return np.asarray(np.log(self._spent(p, constants).step) + constants[..., len(_TIME) :] @ p.quirks.T)
 
 
 @dataclass

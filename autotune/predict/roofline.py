@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -147,13 +148,13 @@ class Spent:
         return self.forward + self.backward + self.recompute + self.communication + self.optimizer + self.offload
 
 
-def spend(w: Work, c: Columns, k: dict[str, float]) -> Spent:
+def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
     """Seconds from work and the constants `k`, all as factors on the work at full rates (`tail` in tokens,
-    `hidden` the share of communication that can run beside computation)."""
+    `hidden` the share of communication that can run beside computation); (..., 1) constants give (..., n) seconds."""
     products = k["products"] * (w.products + k["tail"] * w.tail)
     moved = k["moved"] * w.moved
     starts = k["starts"] * w.starts
-    compute = ((products + moved) ** 4 + starts**4) ** 0.25  # the larger of the two, smoothly
+    compute = np.sqrt(np.sqrt(np.square((products + moved) ** 2) + np.square(starts**2)))  # the larger, smoothly
     micro = k["comm"] * (w.gather_micro + k["reduce"] * w.reduce_micro)
     step = k["comm"] * (w.gather_step + k["reduce"] * w.reduce_step)
     hidden = k["hidden"] * w.hides

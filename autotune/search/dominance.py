@@ -10,7 +10,7 @@ from autotune.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candida
 from autotune.predict.knobs import Flags
 
 MORE_IS_MORE = (MICRO_BATCH, "reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
-# 1 where the setting spares memory, 0 where it does not
+# settings that spare memory
 _SPARES = {CHECKPOINTING: (True,), "offload_optimizer": ("cpu", "nvme"), "offload_param": ("cpu", "nvme")}
 _HANDLED = {*MORE_IS_MORE, *_SPARES, ACCUMULATION, "overlap_comm", "zero_stage"}
 
@@ -26,11 +26,12 @@ class Dominance:
         self._index = {candidate: i for i, candidate in enumerate(candidates)}
         self._stage = np.array([c.stage for c in candidates])
         self._accumulation = np.array([c.accumulation for c in candidates])
-        self._more = np.array([[float(c.get(name, -1)) for name in MORE_IS_MORE] for c in candidates])
-        self._spares = np.array([[float(c.get(n) in kinds) for n, kinds in _SPARES.items()] for c in candidates])
-        self._spares_how = np.array(
-            [[hash(c.get(n)) if c.get(n) in kinds else 0 for n, kinds in _SPARES.items()] for c in candidates]
-        )
+        self._more = [np.array([float(c.get(name, -1)) for c in candidates]) for name in MORE_IS_MORE]
+        # how memory is spared; 0 where it is not
+        self._spares = [
+            np.array([kinds.index(c.get(name)) + 1 if c.get(name) in kinds else 0 for c in candidates])
+            for name, kinds in _SPARES.items()
+        ]
         self._overlap = np.array([{True: 1.0, False: 0.0}.get(c.get("overlap_comm"), -1.0) for c in candidates])
         others: dict[tuple[object, ...], int] = {}
         self._others = np.array([
@@ -47,7 +48,9 @@ class Dominance:
         found &= self._others == self._others[at]
         # accumulating may need a gradient buffer of its own
         found &= (self._accumulation == self._accumulation[at]) | (self._accumulation > 1)
-        found &= (self._more >= self._more[at]).all(axis=1)
-        found &= ((self._spares == 0) | (self._spares_how == self._spares_how[at])).all(axis=1)
+        for more in self._more:
+            found &= more >= more[at]
+        for spares in self._spares:
+            found &= (spares == 0) | (spares == spares[at])
         found &= (self._overlap == self._overlap[at]) | (self._overlap == 1.0)
         return np.asarray(found)

@@ -3,6 +3,7 @@ reason, and where the predictor has no more to gain Optuna's sampler looks for w
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class Proposer:
         self._index = {candidate: i for i, candidate in enumerate(candidates)}
         self._open = np.ones(len(candidates), dtype=bool)
         self._none = np.zeros(len(candidates), dtype=bool)
+        self._too_large = self._none.copy()
         self._dominance = Dominance(candidates)
         families: dict[tuple[tuple[str, Value], ...], int] = {}
         self._family = np.array([families.setdefault(c.family, len(families)) for c in candidates])
@@ -81,7 +83,6 @@ class Proposer:
         self._doubted_kinds: set[int] = set()
         self._surprises: list[float] = []
         self._sampler = Sampler(space, store, seed)
-        self._distances = _Distances(candidates)
         self.stopped_early = ""
 
     @property
@@ -108,8 +109,7 @@ class Proposer:
             self._worked.append(candidate)
         elif outcome.kind is Kind.OOM_DEVICE:
             self._ran_out += 1
-            reason = f"needs no less memory than {candidate}, which ran out"
-            self._rule_out(self._dominance.needs_no_less(candidate), reason)
+            self._rule_out_larger(candidate)
         elif outcome.kind is Kind.INVALID:
             self._learn_refusal(candidate, outcome.reason)
         else:  # a hang, a crash or the host's memory: the same engine would end the same way
@@ -138,6 +138,14 @@ class Proposer:
         if count := int((mask & self._open).sum()):
             self._open &= ~mask
             self.skipped[reason] += count
+
+    def _rule_out_larger(self, candidate: Candidate) -> None:
+        at = self._index.get(candidate)
+        if at is None or self._too_large[at]:  # what needs no less than it needs no less than what ruled it out
+            return
+        larger = self._dominance.needs_no_less(candidate)
+        self._too_large |= larger
+        self._rule_out(larger, f"needs no less memory than {candidate}, which ran out")
 
     def _learn_refusal(self, candidate: Candidate, reason: str) -> None:
         """DeepSpeed refused: what all candidates refused with this message share, and none that worked has, is out."""
@@ -287,6 +295,10 @@ class Proposer:
         seconds = measuring + np.where(alive, 0.0, startup) if alive is not None else measuring + startup
         return np.where(barred, -np.inf, gain / seconds), gain
 
+    @functools.cached_property
+    def _distances(self) -> _Distances:
+        return _Distances(self.candidates)
+
     def _advised(self, allowed: Flags) -> Proposal:
         wanted = self._sampler.wanted()
         nearest = self.candidates[int(np.where(allowed, self._distances.to(wanted), np.inf).argmin())]
@@ -326,9 +338,11 @@ class _Distances:
         self._count = len(candidates)
         names = sorted({name for candidate in candidates for name in candidate.as_dict})
         self._codes: dict[Any, float] = {}
-        self._columns = {
-            name: np.array([self._code(name, candidate.get(name)) for candidate in candidates]) for name in names
-        }
+        self._columns = {}
+        for name in names:
+            values = [candidate.get(name) for candidate in candidates]
+            codes = {value: self._code(name, value) for value in dict.fromkeys(values)}
+            self._columns[name] = np.array([codes[value] for value in values])
 
     def _code(self, name: str, value: Value | None) -> float:
         """A number's log2; for choices, and for what is not there, a number apart from all those."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.candidate import Candidate
+from autotune.trial.checkpoints import load_converted
 from autotune.trial.hooks import Hooks, run_script
 from autotune.trial.rank import EXIT_REPORTED, Rank, die_with_parent, greet, leave
 from autotune.trial.verdict import is_memory_error
@@ -56,15 +57,19 @@ class TrainRank(Rank):
         from deepspeed.runtime.engine import DeepSpeedEngine
 
         original = DeepSpeedEngine.load_checkpoint
+        load = functools.partial(load_converted, original, say=self._tell) if self.spec["convert"] else original
 
         @functools.wraps(original)
         def load_checkpoint(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            found = original(engine, *args, **kwargs)
+            found = load(engine, *args, **kwargs)
             if found and found[0]:
                 self.channel.send("resumed", path=str(found[0]))
             return found
 
         setattr(DeepSpeedEngine, original.__name__, load_checkpoint)
+
+    def _tell(self, text: str) -> None:
+        self.channel.send("note", text=text)
 
     # -- what the hooks see ------------------------------------------------------------------------------------------
 

@@ -142,9 +142,13 @@ def test_ten_thousand_candidates_cost_less_than_forty_single_ones() -> None:
 
 def test_the_fit_follows_data_and_priors() -> None:
     x = np.array([1.0, 2.0, 3.0, 4.0])
-    free = fit([Prior(0.0, 10.0), Prior(0.0, 10.0)], lambda k: k[0] + k[1] * x - (1 + 2 * x), noise=0.01)
+
+    def residuals(k: np.ndarray) -> np.ndarray:
+        return k[..., :1] + k[..., 1:] * x - (1 + 2 * x)
+
+    free = fit([Prior(0.0, 10.0), Prior(0.0, 10.0)], residuals, noise=0.01)
     assert free.mean == pytest.approx([1, 2], abs=0.05)
-    held = fit([Prior(0.0, 0.001), Prior(0.0, 10.0)], lambda k: k[0] + k[1] * x - (1 + 2 * x), noise=0.1)
+    held = fit([Prior(0.0, 0.001), Prior(0.0, 10.0)], residuals, noise=0.1)
     assert abs(held.mean[0]) < 0.1
     assert fit([Prior(3.0, 1.0)], None, noise=1.0).mean == [3.0]
 

@@ -110,7 +110,7 @@ def test_data_dependent_models_are_untraceable(monkeypatch: pytest.MonkeyPatch) 
                 out = out * 2
             return type("O", (), {"loss": out.mean()})()
 
-    monkeypatch.setattr(tracing, "_build", lambda job, config: Routed())
+    monkeypatch.setattr(tracing, "_build", lambda job, config: (Routed(), None))
     with pytest.raises(Untraceable):
         trace_model(make_job())
 

@@ -1,0 +1,157 @@
+"""Checkpoints under another config than the one that wrote them: which load as they are, and how others are converted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SUB_GROUP_DEFAULT = 1_000_000_000  # deepspeed 0.19.8, runtime/zero/config.py
+SUFFIX = "_universal"
+_MODEL_STATES = "mp_rank_00_model_states.pt"
+
+
+def layout(config: dict[str, Any]) -> tuple[object, ...]:
+    """What two DeepSpeed configs must share for one's checkpoints to load under the other as they are.
+
+    Found with deepspeed 0.19.8 by loading each under each (tests/trial/test_checkpoints.py): stages 1 and 2 keep the
+    same flat partitions, stage 3 partitions every parameter and keeps them in sub-groups; offloading to main memory
+    changes neither, NVMe puts states beside the checkpoint.
+    """
+    zero = config.get("zero_optimization") or {}
+    stage = int(zero.get("stage", 0))
+    nvme = tuple(
+        isinstance(zero.get(part), dict) and zero[part].get("device") == "nvme"
+        for part in ("offload_optimizer", "offload_param")
+    )
+    if stage == 3:
+        return 3, int(float(zero.get("sub_group_size", SUB_GROUP_DEFAULT))), nvme
+    return ("flat" if stage else 0), nvme
+
+
+def convertible(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Whether checkpoints of one config can be converted for another: from any stage that partitions, to stage 3.
+
+    Stage 0 leaves nothing that DeepSpeed's converter reads, and nobody leaves stage 3 for want of memory.
+    """
+    source, target = layout(before), layout(after)
+    return source[0] != 0 and target[0] == 3 and not any((*_nvme(source), *_nvme(target)))
+
+
+def _nvme(found: tuple[object, ...]) -> tuple[bool, ...]:
+    places = found[-1]
+    assert isinstance(places, tuple)
+    return places
+
+
+def written_under(folder: Path) -> dict[str, Any] | None:
+    """The DeepSpeed config that a checkpoint's folder was written under; None where there is no checkpoint."""
+    import torch
+
+    states = next(iter(sorted(folder.glob(f"*{_MODEL_STATES}"))), None)
+    if states is None:
+        return None
+    config = torch.load(states, map_location="cpu", mmap=True, weights_only=False).get("ds_config")
+    return config if isinstance(config, dict) else None
+
+
+def load_converted(
+    load: Callable[..., Any], engine: Any, load_dir: str, tag: str | None = None, *args: Any,
+    say: Callable[[str], None], **kwargs: Any,
+) -> Any:  # fmt: skip
+    """`load`, which is DeepSpeed's `load_checkpoint`, of what another config of the ladder may have written; every rank calls it.
+
+    A checkpoint that does not load as it is becomes a universal one beside it first, which is removed when it is loaded.
+
+    Raises:
+        RuntimeError: it cannot be converted.
+    """
+    import torch
+
+    latest = Path(load_dir) / "latest"
+    name = tag if tag is not None else latest.read_text().strip() if latest.exists() else None
+    folder = Path(load_dir) / str(name)
+    before = written_under(folder) if name is not None else None
+    if before is None or layout(before) == layout(engine.config) or not convertible(before, engine.config):
+        return load(engine, load_dir, tag, *args, **kwargs)
+    universal = folder.with_name(folder.name + SUFFIX)
+    first = torch.distributed.get_rank() == 0
+    if first:
+        say(f"converting {folder} for stage 3; it was written under stage {before['zero_optimization']['stage']}")
+        convert(folder, universal, torch.distributed.get_world_size())
+    torch.distributed.barrier()
+    groups = [dict(group, params=None) for group in engine.optimizer.optimizer.param_groups]
+    settings = engine._config
+    settings.load_universal_checkpoint = True
+    try:
+        found = load(engine, load_dir, universal.name, *args, **kwargs)
+    finally:
+        settings.load_universal_checkpoint = False
+    _keep_groups(engine.optimizer.optimizer.param_groups, groups)
+    _load_buffers(engine.module, folder)
+    torch.distributed.barrier()
+    if first:
+        shutil.rmtree(universal, ignore_errors=True)
+        (Path(load_dir) / "latest_universal").unlink(missing_ok=True)
+    return found
+
+
+def convert(folder: Path, universal: Path, ranks: int) -> None:
+    """Makes DeepSpeed's universal checkpoint of one, as stage 3 loads it.
+
+    Raises:
+        RuntimeError: DeepSpeed's converter fails; the message is its last line.
+    """
+    shutil.rmtree(universal, ignore_errors=True)  # of a launch that was killed meanwhile
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(folder),
+               "--output_folder", str(universal), "--num_extract_workers", "2", "--num_merge_workers", "1"]  # fmt: skip
+    flat = (folder / _MODEL_STATES).exists()
+    if flat:  # what a client of Megatron's would have put into it
+        command.append("--inject_missing_state")
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise RuntimeError(f"checkpoint {folder} cannot be converted: {why}")
+    if flat:
+        _name_for_stage3(universal, ranks)
+
+
+def _name_for_stage3(universal: Path, ranks: int) -> None:
+    """deepspeed 0.19.8 converts stages 1 and 2 for themselves: stage 3 looks for the same under other names."""
+    import torch
+
+    for rank in range(ranks):
+        os.link(universal / _MODEL_STATES, universal / f"zero_pp_rank_{rank}_{_MODEL_STATES}")
+    path = universal / "zero" / "optimizer_state.pt"
+    state = torch.load(path, map_location="cpu", weights_only=False)
+    steps = next(iter((universal / "zero").glob("*/step.pt")), None)
+    step = torch.load(steps, map_location="cpu", weights_only=False) if steps else 0
+    state["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": state["param_groups"]}
+    torch.save(state, path)
+
+
+def _keep_groups(groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
+    """Stage 3 gives every parameter group the first one's settings: each gets its own back, its learning rate in the
+    proportion it had to the first one's."""
+    first = own[0].get("initial_lr", own[0]["lr"])
+    for group, kept in zip(groups, own, strict=True):
+        share = kept.get("initial_lr", kept["lr"]) / first if first else 1.0
+        group["lr"] *= share
+        if "initial_lr" in kept:
+            group["initial_lr"] = kept["initial_lr"]
+        group.update({key: kept[key] for key in kept if key not in ("params", "lr", "initial_lr", "step")})
+
+
+def _load_buffers(module: Any, folder: Path) -> None:
+    """Universal checkpoints hold parameters alone."""
+    import torch
+
+    states = next(iter(sorted(folder.glob(f"*{_MODEL_STATES}"))))
+    saved = torch.load(states, map_location="cpu", mmap=True, weights_only=False).get("module") or {}
+    for name, buffer in module.named_buffers():
+        if name in saved:
+            buffer.copy_(saved[name])
