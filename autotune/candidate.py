@@ -6,12 +6,13 @@ What each knob does at which stage was read from deepspeed 0.19.8; docs/deepspee
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.job import Job
+from autotune.job import ATTENTIONS, Job
 
 Value = bool | int | float | str
 Knobs = Mapping[str, Value]
@@ -19,6 +20,9 @@ Knobs = Mapping[str, Value]
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 CHECKPOINTING = "activation_checkpointing"
+ATTENTION = "attention"
+COMPILED = "compile"
+MODEL_KNOBS = (ATTENTION, COMPILED)  # how the model is made; a script makes its own
 RUNG_KNOBS = (MICRO_BATCH, ACCUMULATION)  # what may change while an engine lives
 
 
@@ -51,6 +55,8 @@ KNOBS: dict[str, Knob] = {
     ACCUMULATION: Knob(ACCUMULATION, int, low=1),
     "zero_stage": Knob(_ZERO + "stage", int),
     CHECKPOINTING: Knob(None, bool),
+    ATTENTION: Knob(None, ATTENTIONS),
+    COMPILED: Knob(None, bool),
     "offload_optimizer": Knob(_ZERO + "offload_optimizer.device", _DEVICES, _at(1, 2, 3)),
     "offload_param": Knob(_ZERO + "offload_param.device", _DEVICES, _at(3)),
     "reduce_bucket_size": Knob(_ZERO + "reduce_bucket_size", int, _at(1, 2, 3), low=1),
@@ -178,6 +184,13 @@ class Candidate:
             elif section is not None:
                 config[precision] = {**(section if isinstance(section, dict) else {}), "enabled": False}
         return config
+
+
+def under(job: Job, candidate: Candidate) -> Job:
+    """The job with the model as the candidate wants it made."""
+    return dataclasses.replace(
+        job, attention=candidate.get(ATTENTION, job.attention), compiled=candidate.get(COMPILED, job.compiled)
+    )
 
 
 def knobs_of(config: dict[str, Any]) -> dict[str, Value]:

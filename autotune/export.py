@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from autotune import __version__
-from autotune.candidate import Candidate
+from autotune.candidate import Candidate, under
 from autotune.job import Job
 from autotune.outcome import Measurement
 
@@ -70,6 +70,8 @@ def training_arguments(candidate: Candidate, job: Job, device: str = "cuda") -> 
     }
     if candidate.checkpointing:
         arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    if under(job, candidate).compiled:
+        arguments["torch_compile"] = True
     if device == "cpu":
         arguments["use_cpu"] = True
     return arguments
@@ -101,6 +103,13 @@ def needs(candidate: Candidate, job: Job) -> list[str]:
         lines.append(
             "call model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False}) "
             "(Trainer: gradient_checkpointing=True): it was measured with activation checkpointing"
+        )
+    made = under(job, candidate)
+    if made.attention:
+        lines.append(f"make the model with attn_implementation={made.attention!r}: it was measured with it")
+    if made.compiled:
+        lines.append(
+            "call engine.compile() after deepspeed.initialize (Trainer: torch_compile=True): it was measured so"
         )
     if candidate.offload_optimizer != "none" and "optimizer" not in job.base_config:
         lines.append(

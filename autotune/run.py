@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from autotune.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, knobs_of
+from autotune.candidate import ACCUMULATION, ATTENTION, CHECKPOINTING, MICRO_BATCH, MODEL_KNOBS, Candidate, knobs_of
 from autotune.errors import NothingFits, UserError
 from autotune.export import meta, write_export
 from autotune.hardware import Hardware, detect, named_hardware
@@ -133,6 +133,28 @@ def build_job(request: Request, hardware: Hardware) -> Job:
 
 # What a choice needs that is not always installed: found out once, not in every trial.
 _PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+
+
+def installed(space: SearchSpace) -> tuple[SearchSpace, list[str]]:
+    """The space without kernels whose package is missing, and a line for each.
+
+    Raises:
+        UserError: none is left.
+    """
+    domain = space.knobs.get(ATTENTION)
+    if domain is None:
+        return space, []
+    missing = {
+        kind: _PACKAGES[str(kind)]
+        for kind in domain.values
+        if kind in _PACKAGES and importlib.util.find_spec(_PACKAGES[str(kind)]) is None
+    }
+    left = tuple(kind for kind in domain.values if kind not in missing)
+    lines = [f"attention {kind} needs the package {package}, which is not installed: left out"
+             for kind, package in missing.items()]  # fmt: skip
+    if not left:
+        raise UserError(f"space {space.name}: {lines[0].removesuffix(': left out')}; install it or add another")
+    return dataclasses.replace(space, knobs={**space.knobs, ATTENTION: Domain(left)}), lines
 
 
 def _check_packages(job: Job) -> None:
@@ -257,6 +279,7 @@ class _Setup:
     candidates: list[Candidate]
     landscape: Landscape | None = None
     is_script: bool = False  # then job and candidates are stand-ins until it has run
+    notes: list[str] = field(default_factory=list)  # for people, before it begins
 
 
 def _prepare(request: Request) -> _Setup:
@@ -297,8 +320,8 @@ def _prepare(request: Request) -> _Setup:
         if used:
             raise UserError(f"{option} is about a script: give it after `--`, like `-- train.py …`")
     job = build_job(request, hardware)
-    space = with_base(space, job.base_config)
-    return _Setup(job, hardware, space, space.candidates(job))
+    space, notes = installed(for_job(space, job))
+    return _Setup(job, hardware, space, space.candidates(job), notes=notes)
 
 
 def run_study(
@@ -353,6 +376,8 @@ def run_study(
         store, resumed = StudyStore.create_or_resume(name, storage, folder, job, hardware, space, force=request.force)
         store.lock()
         observer = make_observer(job, hardware, budget_seconds, console, quiet)
+        for note in setup.notes:
+            observer.say(note)
         closed = store.close_interrupted()
         if probed is not None:
             candidates = _with_baseline(store, space, candidates, probed)
@@ -448,11 +473,17 @@ def _probed(
 
 
 def for_job(space: SearchSpace, job: Job) -> SearchSpace:
-    """The space with what the user's own config says of other knobs, without what this script cannot be told."""
+    """The space with what the user's own config says of other knobs, without what this script or workload cannot be
+    told."""
     space = with_base(space, job.base_config)
+    knobs = dict(space.knobs)
+    if job.workload is not None:
+        knobs.pop(ATTENTION, None)
     if job.script is None:
-        return space
-    seen, knobs = job.script.profile, dict(space.knobs)
+        return dataclasses.replace(space, knobs=knobs)
+    seen = job.script.profile
+    for knob in MODEL_KNOBS:
+        knobs.pop(knob, None)
     if not seen["checkpointing"]:
         knobs.pop(CHECKPOINTING, None)
     if seen["batch_note"]:
@@ -489,7 +520,7 @@ def plans(request: Request, names: list[str | None]) -> list[Plan]:
         else:
             hardware = named_hardware(name.strip(), count, headroom=headroom)
         job = build_job(request, hardware)
-        space = with_base(load_space(request.space or "default"), job.base_config)
+        space, _ = installed(for_job(load_space(request.space or "default"), job))
         predictor = Predictor(job, hardware, traces.get(job.precision))
         traces[job.precision] = predictor.trace
         made.append(make_plan(job, hardware, space, predictor))

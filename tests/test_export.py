@@ -62,6 +62,10 @@ def test_what_a_config_cannot_carry_is_said() -> None:
     assert any("gradient_checkpointing_enable" in line for line in lines)
     assert any("DeepSpeedCPUAdam" in line for line in lines)
     assert not needs(make_candidate(0), make_job(base_config=OWN))
+    made = needs(make_candidate(0, attention="sdpa", compile=True), make_job(base_config=OWN))
+    assert "attn_implementation='sdpa'" in made[0]
+    assert "engine.compile()" in made[1]
+    assert "compiled" not in " ".join(needs(make_candidate(0, compile=False), make_job(base_config=OWN, compiled=True)))
 
 
 @pytest.mark.parametrize("style", ["deepspeed", "accelerate", "hf"])

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from autotune.candidate import is_read
 from autotune.errors import UserError
+from autotune.run import installed
 from autotune.space import DS_TOP_LEVEL, DS_ZERO_KEYS, load_space, parse_space, shipped_spaces
 from tests.conftest import make_job
 
@@ -171,3 +172,12 @@ def test_any_text_is_a_space_or_a_user_error(text: str) -> None:
         parse_space(text, "f")
     except UserError as error:
         assert str(error).startswith("f")
+
+
+def test_kernels_that_are_not_installed_are_left_out_once() -> None:
+    space = parse_space("knobs: {zero_stage: [1], attention: [sdpa, flash_attention_2], compile: [true, false]}")
+    left, lines = installed(space)
+    assert left.knobs["attention"].values == ("sdpa",)
+    assert lines == ["attention flash_attention_2 needs the package flash_attn, which is not installed: left out"]
+    with pytest.raises(UserError, match="flash_attn"):
+        installed(parse_space("knobs: {zero_stage: [1], attention: [flash_attention_2]}"))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from autotune.candidate import Candidate
+from autotune.candidate import Candidate, under
 from autotune.errors import UserError
 from autotune.executors.base import Effort
 from autotune.hardware import Hardware
@@ -319,7 +319,7 @@ class LocalSession:
         else:
             what = {"config": trial_config(self._candidate, job), "checkpointing": self._candidate.checkpointing}
         spec = {
-            **what, "job": job.to_json(), "world": world, "device": hardware.device,
+            **what, "job": under(job, self._candidate).to_json(), "world": world, "device": hardware.device,
             "cap_bytes": hardware.memory_cap_bytes,
             "seed": executor.seed, "store": str(self._folder.resolve() / "store"),
             "threads": threads_per_rank(world),

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.candidate import Candidate
-from autotune.job import Job
+from autotune.candidate import ATTENTION, COMPILED, Candidate
+from autotune.job import ATTENTIONS, Job
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -41,6 +41,8 @@ class Columns:
     prefetch: Floats
     max_live: Floats
     max_reuse: Floats
+    attention: Floats  # which of ATTENTIONS; -1 for transformers' choice
+    compiled: Floats
 
     def __len__(self) -> int:
         return len(self.stage)
@@ -51,6 +53,7 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
     own = _own_values(job.base_config)
     zero = "zero_optimization."
     raws = [candidate.as_dict for candidate in candidates]
+    kinds: list[object] = [None, *ATTENTIONS]
 
     def column(name: str, default: float) -> Floats:
         default = own.get(name, default)
@@ -62,6 +65,10 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
     stage = np.array([float(c.stage) for c in candidates])
     overlap = np.array([float(raw.get("overlap_comm", own.get("overlap_comm", c.stage == 3)))
                         for raw, c in zip(raws, candidates, strict=True)])  # fmt: skip
+    prefetch, max_live, max_reuse = (
+        column(zero + name, DEFAULTS[zero + name])
+        for name in ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
+    )
     return Columns(
         stage, np.array([float(c.micro_batch) for c in candidates]),
         np.array([float(c.accumulation) for c in candidates]), np.array([float(c.checkpointing) for c in candidates]),
@@ -69,8 +76,9 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
         column("reduce_bucket_size", DEFAULTS["reduce_bucket_size"]),
         column("sub_group_size", DEFAULTS["sub_group_size"]), column("contiguous_gradients", DEFAULTS["contiguous_gradients"]),
         overlap,
-        *(column(zero + name, DEFAULTS[zero + name]) for name in
-          ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")),
+        prefetch, max_live, max_reuse,
+        np.array([float(kinds.index(raw.get(ATTENTION, job.attention))) for raw in raws]) - 1,
+        np.array([float(raw.get(COMPILED, job.compiled)) for raw in raws]),
     )  # fmt: skip
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from autotune.candidate import Candidate
+from autotune.candidate import ATTENTION, Candidate
 from autotune.hardware import Hardware
 from autotune.job import Job
 from autotune.outcome import Kind, Outcome
@@ -15,7 +17,7 @@ from autotune.predict.fit import Neighbours, Posterior, Prior, fit, jacobian_of
 from autotune.predict.knobs import Columns, Flags, Floats, columns_of
 from autotune.predict.roofline import Spent, Work, host_limit_bytes, spend, work
 from autotune.predict.trace import Trace, trace_job
-from autotune.predict.zero import Bill, bill
+from autotune.predict.zero import SUMS, TABLES, Bill, bill
 from autotune.units import GIB
 
 SIGMAS = 2.0  # half the width of an interval
@@ -46,7 +48,7 @@ _CPU_SIGMA = 1.2  # a CPU's rates are guesses until the first trial
 # What no formula above knows: small factors by kind of config, and slopes.
 _QUIRKS = {
     "stage1": 0.2, "stage2": 0.2, "stage3": 0.2, "checkpointed": 0.05, "offloaded": 0.1, "parameters out": 0.1,
-    "overlapped": 0.05, "micro-batch": 0.03, "bucket": 0.03, "sub-group": 0.02, "contiguous": 0.03,
+    "overlapped": 0.05, "micro-batch": 0.03, "bucket": 0.03, "sub-group": 0.02, "contiguous": 0.03, "compiled": 0.3,
 }  # fmt: skip
 # What is not explained is shared among candidates that are alike; more neighbours than these tell little and cost much.
 _MOST_NEIGHBOURS = 128
@@ -91,6 +93,7 @@ class Predictor:
     def __init__(self, job: Job, hardware: Hardware, trace: Trace | None = None) -> None:
         self.job, self.hardware = job, hardware
         self.trace = trace if trace is not None else trace_job(job)
+        self._traces = {job.attention: self.trace}
         widen = 1.0 if self.trace.exact else 3.0
         gib = _OVERHEAD_GIB[hardware.device]
         extra = _NCCL_GIB if hardware.device == "cuda" and job.ranks > 1 else 0.0
@@ -126,7 +129,7 @@ class Predictor:
         self._stale = False
         candidates = list(self._seen)[-_MOST_OBSERVATIONS:]
         outcomes = [self._seen[c] for c in candidates]
-        prepared = _Prepared.of(self.job, self.hardware, self.trace, candidates)
+        prepared = self.prepare(candidates)
         ok = np.array([o.measurement is not None for o in outcomes])
         capacity = float(self.hardware.capacity_bytes)
         peaks = np.array([o.measurement.peak_bytes if o.measurement else capacity + 0.5 * (o.missing_bytes or 0)
@@ -181,7 +184,19 @@ class Predictor:
 
     def prepare(self, candidates: Sequence[Candidate]) -> _Prepared:
         """What of a prediction does not depend on the calibration."""
-        return _Prepared.of(self.job, self.hardware, self.trace, candidates)
+        ways: dict[str | None, list[int]] = {}
+        for i, candidate in enumerate(candidates):
+            ways.setdefault(candidate.get(ATTENTION, self.job.attention), []).append(i)
+        parts = [
+            _Prepared.of(self.job, self.hardware, self._trace_of(attention), [candidates[i] for i in at])
+            for attention, at in ways.items()
+        ]
+        return parts[0] if len(parts) == 1 else _Prepared.joined(parts, list(ways.values()))
+
+    def _trace_of(self, attention: str | None) -> Trace:
+        if attention not in self._traces:
+            self._traces[attention] = trace_job(dataclasses.replace(self.job, attention=attention))
+        return self._traces[attention]
 
     def prepared_table(self, prepared: _Prepared) -> Table:
         self.calibrate()
@@ -323,20 +338,52 @@ class _Prepared:
             c.stage == 1, c.stage == 2, c.stage == 3, c.checkpointing, c.offload_optimizer > 0, c.offload_param > 0,
             (c.overlap > 0) & zero, np.log2(c.micro_batch) - 2, np.where(zero, np.log10(c.reduce_bucket / 5e8), 0.0),
             np.where(c.stage == 3, np.log10(c.sub_group / 1e9), 0.0), (c.contiguous > 0) & zero,
+            c.compiled,
         ], dtype=np.float64).T  # fmt: skip
         features = np.array([
             1.5 * (c.stage == 0), 1.5 * (c.stage == 1), 1.5 * (c.stage == 2), 1.5 * (c.stage == 3), c.checkpointing,
             1.5 * (c.offload_optimizer > 0), 1.5 * (c.offload_param > 0), 0.7 * c.overlap * zero,
             0.4 * c.contiguous * zero, 0.5 * np.log2(c.micro_batch), 0.3 * np.log2(c.accumulation),
             np.where(zero, 0.3 * np.log10(c.reduce_bucket), 0.0), np.where(c.stage == 3, 0.2 * np.log10(c.sub_group), 0.0),
+            3.0 * c.attention, 1.5 * c.compiled,
         ], dtype=np.float64).T  # fmt: skip
         return cls(c, bill(job, trace, c), work(job, hardware, trace, c), quirks, features)
+
+    @classmethod
+    def joined(cls, parts: list[_Prepared], at: list[list[int]]) -> _Prepared:
+        """Candidates of several traces as one table; `at` says where those of each part stand in it."""
+        order = np.argsort(np.concatenate([np.array(places) for places in at]))
+
+        def beside(kind: type, whole: list[Any]) -> dict[str, Any]:
+            names = [field.name for field in dataclasses.fields(kind)]
+            return {name: np.concatenate([getattr(one, name) for one in whole])[order] for name in names}
+
+        bills = [part.bill for part in parts]
+        moments = tuple(name for one in bills for name in one.moments)  # each part's are its own
+        tables = {name: _diagonal([getattr(one, name) for one in bills])[:, order] for name in TABLES}
+        sums = {name: np.concatenate([getattr(one, name) for one in bills])[order] for name in SUMS}
+        return cls(
+            Columns(**beside(Columns, [part.columns for part in parts])), Bill(moments=moments, **sums, **tables),
+            Work(**beside(Work, [part.work for part in parts])),
+            np.concatenate([part.quirks for part in parts])[order],
+            np.concatenate([part.features for part in parts])[order],
+        )  # fmt: skip
 
     def rows(self, mask: Floats) -> _Prepared:
         """Only some candidates."""
         columns = Columns(**{name: value[mask] for name, value in vars(self.columns).items()})
         w = Work(**{name: value[mask] for name, value in vars(self.work).items()})
         return _Prepared(columns, self.bill, w, self.quirks[mask], self.features[mask])
+
+
+def _diagonal(tables: list[Floats]) -> Floats:
+    """Tables along the diagonal of one, zeros elsewhere."""
+    found = np.zeros((sum(len(one) for one in tables), sum(one.shape[1] for one in tables)))
+    row = column = 0
+    for one in tables:
+        found[row : row + len(one), column : column + one.shape[1]] = one
+        row, column = row + len(one), column + one.shape[1]
+    return found
 
 
 def _corrected(

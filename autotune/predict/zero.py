@@ -19,6 +19,10 @@ STATE_BYTES = {"adamw": 8, "adam": 8, "fused_adam": 8, "lion": 4, "sgd": 4, "ada
 REDUCE_ELEMENTS = 5e8  # stage 0 reduces in flat copies of so many elements (engine.py, allreduce_gradients)
 
 
+SUMS = ("parameters", "gradients", "optimizer", "host")  # of a Bill: one entry a candidate
+TABLES = ("buckets", "gathered", "temporaries", "activations")  # (moments, candidates)
+
+
 @dataclass(frozen=True)
 class Bill:
     """Bytes of one rank; one entry a candidate, or a table of (moments, candidates).

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune.candidate import CHECKPOINTING, Candidate, Value
+from autotune.candidate import ATTENTION, CHECKPOINTING, Candidate, Value
 from autotune.hardware import Hardware
 from autotune.job import Job
 from autotune.outcome import Kind, Outcome
@@ -111,8 +111,10 @@ class Proposer:
             self._ran_out += 1
             self._rule_out_larger(candidate)
         elif outcome.kind is Kind.INVALID:
-            self._learn_refusal(candidate, outcome.reason)
-        else:  # a hang, a crash or the host's memory: the same engine would end the same way
+            self._learn_refusal(candidate, outcome.reason, "DeepSpeed refuses")
+        elif outcome.kind is Kind.CRASH and outcome.evidence.startswith("exception"):
+            self._learn_refusal(candidate, outcome.reason, "crashes")
+        else:  # a hang, a signal or the host's memory: the same engine would end the same way
             at = self._index.get(candidate, -1)
             same = self._family == self._family[at] if at >= 0 else self._none
             self._rule_out(same, f"same engine as {candidate}: {outcome.kind.value}")
@@ -147,15 +149,15 @@ class Proposer:
         self._too_large |= larger
         self._rule_out(larger, f"needs no less memory than {candidate}, which ran out")
 
-    def _learn_refusal(self, candidate: Candidate, reason: str) -> None:
-        """DeepSpeed refused: what all candidates refused with this message share, and none that worked has, is out."""
+    def _learn_refusal(self, candidate: Candidate, reason: str, how: str) -> None:
+        """What all candidates that failed with this message share, and none that worked has, is out."""
         refused = self._refused.setdefault(reason, [])
         refused.append(candidate)
         shared = set.intersection(*(set(one.family) for one in refused))
         if len(refused) == 1 or any(shared <= set(one.family) for one in self._worked):
             shared = set(candidate.family)
         alike = np.array([shared <= set(other.family) for other in self.candidates])
-        self._rule_out(alike, f"DeepSpeed refuses: {reason[:160]}")
+        self._rule_out(alike, f"{how}: {reason[:160]}")
 
     def skips(self) -> dict[str, int]:
         """Why candidates were not tried, with counts: what followed from measurements, and what the predictor says."""
@@ -316,7 +318,7 @@ def _kind(candidate: Candidate) -> tuple[object, ...]:
     """What decides memory in the large."""
     return (
         candidate.stage, candidate.micro_batch, candidate.checkpointing, candidate.offload_optimizer,
-        candidate.offload_param,
+        candidate.offload_param, candidate.get(ATTENTION),
     )  # fmt: skip
 
 

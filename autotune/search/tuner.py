@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from autotune.candidate import Candidate
+from autotune.candidate import MODEL_KNOBS, Candidate
 from autotune.errors import UserError
 from autotune.executors.base import SEARCH as SEARCH_EFFORT
 from autotune.executors.base import VERIFY as VERIFY_EFFORT
@@ -234,12 +234,18 @@ class Tuner:
         if outcome.kind is Kind.CRASH and outcome.evidence.startswith("exception"):
             crashed = self._crashes.setdefault(outcome.reason, set())
             crashed.add(candidate)
-            if len({one.family for one in crashed}) >= 2 and not self._ok:
+            if len({one.family for one in crashed}) >= 2 and not self._ok and not self._blames_the_model(crashed):
                 where = f"{outcome.log}/rank{outcome.rank or 0}.log"
                 raise UserError(
                     f"the job fails by itself, whatever the config: {outcome.reason} (phase {outcome.phase.value}; "
                     f"traceback in {where})"
                 )
+
+    def _blames_the_model(self, crashed: set[Candidate]) -> bool:
+        """Whether what crashed made its model in one way, and there are others."""
+        ways = {tuple(one.get(knob) for knob in MODEL_KNOBS) for one in crashed}
+        return len(ways) == 1 and any(len(self.space.knobs[knob].values) > 1 for knob in MODEL_KNOBS
+                                      if knob in self.space.knobs)  # fmt: skip
 
     # -- the winner --------------------------------------------------------------------------------------------------
 

@@ -1,3 +1,4 @@
+import dataclasses
 import time
 from pathlib import Path
 
@@ -159,3 +160,21 @@ def test_neighbours_share_a_residual_and_strangers_do_not() -> None:
     assert shift == pytest.approx([0.5, 0.497, 0.0], abs=0.01)
     assert sigma[0] < 0.02
     assert sigma[2] == pytest.approx(0.3)
+
+
+def test_each_attention_is_predicted_by_its_own_trace() -> None:
+    job, hardware = make_job(seq_len=512), named_hardware("rtx4090", 2)
+    kinds = ["eager", "sdpa", "eager", "sdpa", "sdpa"]
+    candidates = [make_candidate(i % 4, 2 + i, attention=kind) for i, kind in enumerate(kinds)]
+    predictor = Predictor(job, hardware)
+    table = predictor.table(candidates)
+    for i, (candidate, kind) in enumerate(zip(candidates, kinds, strict=True)):
+        alone = Predictor(dataclasses.replace(job, attention=kind), hardware).table([candidate])
+        assert table.peak[i] == pytest.approx(alone.peak[0])
+        assert table.step[i] == pytest.approx(alone.step[0])
+    assert (
+        predictor.predict(candidates[0]).memory["activations"]
+        > 1.2 * (predictor.predict(candidates[0].but(attention="sdpa")).memory["activations"])
+    )
+    predictor.observe(candidates[0], Outcome(Kind.OOM_DEVICE, missing_bytes=GIB))
+    assert np.isfinite(predictor.table(candidates).peak).all()

@@ -5,14 +5,16 @@ import pytest
 
 from autotune.candidate import Candidate
 from autotune.executors.replay import Landscape, load_landscape
-from autotune.outcome import Kind, Measurement, Outcome
+from autotune.hardware import named_hardware
+from autotune.outcome import Kind, Measurement, Outcome, Phase
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.search.dominance import Dominance
 from autotune.search.proposer import Proposer
 from autotune.search.study import StudyStore
+from autotune.space import parse_space
 from autotune.units import GIB
-from tests.conftest import make_candidate
+from tests.conftest import make_candidate, make_job
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 
@@ -69,6 +71,23 @@ def test_exhaustive_goes_on_with_optunas_sampler(landscape: Landscape) -> None:
         proposer.observe(proposal.candidate, result(landscape, proposal.candidate))
     assert "Optuna's sampler" in notes
     assert not proposer.stopped_early
+
+
+def test_a_kernel_that_crashes_everywhere_is_given_up() -> None:
+    job, hardware = make_job(), named_hardware("rtx4090", 2)
+    space = parse_space("knobs: {zero_stage: [1, 2], train_micro_batch_size_per_gpu: [1, 2], "
+                        "attention: [sdpa, flex_attention], overlap_comm: [true, false]}")  # fmt: skip
+    store = StudyStore.in_memory(job, hardware, space)
+    proposer = Proposer(space.candidates(job), space, job, hardware, store, 0, Predictor(job, hardware))
+    crashed = Outcome(Kind.CRASH, Phase.FORWARD, reason="no such kernel", evidence="exception RuntimeError")
+    flex = [c for c in space.candidates(job) if c.get("attention") == "flex_attention"]
+    apart = next(c for c in flex if c.stage != flex[0].stage and c.get("overlap_comm") != flex[0].get("overlap_comm"))
+    proposer.observe(flex[0].but(attention="sdpa"), Outcome(Kind.OK, measurement=Measurement(1, 0, 4, 1, 1, GIB)))
+    proposer.observe(flex[0], crashed)
+    assert any(c.get("attention") == "flex_attention" for c in proposer.open)
+    proposer.observe(apart, crashed)
+    assert all(c.get("attention") == "sdpa" for c in proposer.open)
+    assert any("no such kernel" in reason for reason in proposer.skipped)
 
 
 def test_rungs_of_one_engine_ascend(landscape: Landscape) -> None:
