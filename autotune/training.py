@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.executors.local import kill_groups, rank_environment, threads_per_rank
+from autotune.executors.local import end_ranks, rank_environment, threads_per_rank
 from autotune.export import write_atomically
 from autotune.hardware import Hardware
 from autotune.job import Job
@@ -105,7 +105,7 @@ class Launcher:
         try:
             summary = self._run()
         finally:
-            kill_groups([process.pid for process in self._processes], self._status)
+            end_ranks([process.pid for process in self._processes], self._status)
             for number, old in before.items():
                 signal.signal(number, old)
         write_atomically(self.folder / "launch.json", json.dumps(summary.to_json(), indent=2) + "\n")
@@ -178,7 +178,7 @@ class Launcher:
             finally:
                 for channel in channels:
                     channel.close()
-                kill_groups([process.pid for process in self._processes], self._status)
+                end_ranks([process.pid for process in self._processes], self._status)
 
     def _greet(self, listener: socket.socket) -> list[Channel] | None:
         """The ranks' channels in their order; None where one did not come up."""

@@ -2,10 +2,10 @@
 
 `python benchmarks/scripts.py [--only sft,dpo] [--budget 75s] [--steps 50] [--json FILE]`
 
-Each script is tuned by `autotune run -- SCRIPT …`; then its own starting config and the exported one are trained with in
-turn by torchrun, without autotune, and their steps timed (`benchmarks/timed.py`); loops of accelerate's, whose batch size
-stands in their code, by `autotune launch`. Models, tokenizer and texts are made
-here, small and random.
+Each script is tuned by `autotune run -- SCRIPT …`; then the winner is measured again, and its own starting config and
+the exported one are trained with by torchrun, without autotune, and their steps timed (`benchmarks/timed.py`), all in
+turn; loops of accelerate's, whose batch size stands in their code, by `autotune launch`. Models, tokenizer and texts
+are made here, small and random.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from common import print_table, write_json
 
 from autotune.candidate import Candidate
-from autotune.executors.local import rank_environment
+from autotune.executors.base import VERIFY
+from autotune.executors.local import LocalExecutor, rank_environment
 from autotune.ladder import Rung
 from autotune.script import command
 from autotune.search.study import StudyStore
@@ -57,28 +59,8 @@ knobs:
   reduce_bucket_size: [1000000]
   sub_group_size: [10000000]
 """
-WORDS = [
-    "the",
-    "tuner",
-    "measures",
-    "what",
-    "people",
-    "train",
-    "and",
-    "says",
-    "how",
-    "fast",
-    "it",
-    "runs",
-    "on",
-    "which",
-    "machine",
-    "with",
-    "how",
-    "much",
-    "memory",
-    "left",
-]
+WORDS = ["the", "tuner", "measures", "what", "people", "train", "and", "says", "how", "fast", "it", "runs", "on", "which",
+         "machine", "with", "much", "memory", "left"]  # fmt: skip
 
 
 def make_inputs(folder: Path) -> None:
@@ -216,20 +198,26 @@ def one(
     assert script is not None
     first = store.records()[0].outcome
     exported = str(Path(folder / report["files"][0]).resolve())
-    theirs, ours = [], []
-    for _ in range(rounds):
+    theirs, ours, again = [], [], []
+    executor = LocalExecutor(store.job, store.hardware, folder / "again" / study, [winner])
+    executor.open(print)
+    for at in range(rounds):
+        with closing(executor.session(winner, str(at))) as session:
+            measured = session.measure(winner, VERIFY, 300.0).measurement
+        assert measured is not None
+        again.append(measured.samples_per_second)
         theirs.append(train(folder, argv, steps, script.ds_config)["samples_per_second"])
         if name.startswith("accelerate"):
             found = launched(folder, argv, steps, store, winner)
         else:
             found = train(folder, command(script, winner, exported), steps, None)
         ours.append(found["samples_per_second"])
-    measured = report["winner"]["outcome"]["measurement"]["samples_per_second"]
+    executor.close()
     return {
         "script": name, "tuned": "verified" if report["verified"] else "measured", "winner": str(winner),
         "own samples/s": statistics.median(theirs), "exported samples/s": statistics.median(ours),
         "exported / own": statistics.median(ours) / statistics.median(theirs),
-        "trained / measured": statistics.median(ours) / measured,
+        "trained / measured, in turn": statistics.median(o / a for o, a in zip(ours, again, strict=True)),
         "as it is, measured": first.measurement.samples_per_second if first and first.measurement else None,
     }  # fmt: skip
 
@@ -239,7 +227,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="comma-separated parts of names")
     parser.add_argument("--budget", default="75s")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []

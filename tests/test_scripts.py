@@ -7,9 +7,10 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
+import psutil
 import pytest
 
 from autotune.candidate import Candidate
@@ -196,6 +197,28 @@ def test_a_script_that_catches_our_out_of_memory(scripts: Scripts, tmp_path: Pat
         """)  # fmt: skip
     with pytest.raises(UserError, match="fits neither as it is nor at its thriftiest"):
         scripts.probe([name], tmp_path)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_workers_that_leave_their_process_group_are_ended_too(scripts: Scripts, tmp_path: Path, dies: bool) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    pids = tmp_path / "pids"
+    name = write(tmp_path, "workers.py", f"""
+        import os, subprocess, sys
+        worker = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        with open({str(pids)!r}, "a") as file:
+            print(worker.pid, file=file)
+        if {dies}:
+            os.kill(os.getpid(), 9)
+        sys.path.insert(0, {str(SCRIPTS)!r})
+        import plain
+        plain.main()
+        """)  # fmt: skip
+    with pytest.raises(UserError) if dies else nullcontext():
+        scripts.probe([name, "--deepspeed_config", "ds.json"], tmp_path)
+    started = [int(line) for line in pids.read_text().split()]
+    assert len(started) >= 2
+    assert not [pid for pid in started if psutil.pid_exists(pid)]
 
 
 # -- launch ----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
 from autotune.candidate import Candidate, under
 from autotune.errors import UserError
 from autotune.executors.base import Effort
@@ -56,11 +58,17 @@ class Launcher(Protocol):
     def status(self, pid: int) -> int | None:
         """Exit code, negative for a signal; None while it lives."""
 
+    @property
+    def server(self) -> int | None:
+        """The process that adopts what dead ranks leave running, if there is one."""
+
     def close(self) -> None: ...
 
 
 class SpawnLauncher:
     """A cold start: a new interpreter a rank, seconds of imports."""
+
+    server: int | None = None
 
     def __init__(self, device: str, folder: Path) -> None:
         self._device, self._folder = device, folder
@@ -134,6 +142,10 @@ class ForkLauncher:
         if pid not in self._statuses and self._channel.closed:
             return -signal.SIGKILL  # the server is gone, and its children with it
         return self._statuses.get(pid)
+
+    @property
+    def server(self) -> int | None:
+        return self._process.pid
 
     @property
     def alive(self) -> bool:
@@ -513,7 +525,8 @@ class LocalSession:
             channel.send("stop")
         if self._gauge is not None:
             self._gauge.stop()
-        kill_groups(self._pids, self._executor.launcher.status)
+        launcher = self._executor.launcher
+        end_ranks(self._pids, launcher.status, launcher.server)
         for channel in self._channels:
             channel.close()
         with suppress(OSError):
@@ -540,8 +553,32 @@ def threads_per_rank(ranks: int) -> int:
     return max(1, min(8, (os.cpu_count() or 1) // ranks))
 
 
-def kill_groups(pids: list[int], status: Callable[[int], int | None]) -> None:
-    """SIGTERM to every rank's process group, SIGKILL after the grace, and back only when none is left."""
+def end_ranks(pids: list[int], status: Callable[[int], int | None], server: int | None = None) -> None:
+    """Ends the ranks and all they have started; back only when nothing of it is left.
+
+    Args:
+        status: of a rank; reaps it.
+        server: the process that adopts what dead ranks leave running.
+    """
+    started = [process for pid in pids for process in _below(pid)]
+    _kill_groups(pids, status)
+    started += _below(server) if server is not None else []
+    for process in started:  # what left its rank's process group
+        with suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                process.kill()
+    psutil.wait_procs([process for process in started if process.is_running()], timeout=5)
+
+
+def _below(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def _kill_groups(pids: list[int], status: Callable[[int], int | None]) -> None:
+    """SIGTERM to every rank's process group, SIGKILL after the grace."""
     for number, patience in ((signal.SIGTERM, KILL_GRACE_SECONDS), (signal.SIGKILL, 10.0)):
         for pid in pids:
             with suppress(ProcessLookupError, PermissionError):

@@ -31,6 +31,7 @@ RISK_STEP, MOST_CAUTIOUS = 0.25, 0.8  # the least probability of fitting rises w
 LAST_RESORTS = 4  # engines tried although nothing is predicted to fit
 LEAST_EVIDENCE = 8  # candidates measured before a search may end by itself
 MISLED = 0.08  # with peaks unexplained by so much, what was predicted not to fit is tried after all
+WIDER = 1.25  # what intervals of such peaks are multiplied by
 PROBE_AFTER = 4  # measured candidates, before an exhaustive search looks for the end of memory
 
 
@@ -63,6 +64,7 @@ class Proposer:
         self._open = np.ones(len(candidates), dtype=bool)
         self._none = np.zeros(len(candidates), dtype=bool)
         self._too_large = self._none.copy()
+        self._fitted = self._none.copy()  # of a kind that was measured
         self._dominance = Dominance(candidates)
         families: dict[tuple[tuple[str, Value], ...], int] = {}
         self._family = np.array([families.setdefault(c.family, len(families)) for c in candidates])
@@ -107,6 +109,8 @@ class Proposer:
             if outcome.measurement.peak_bytes <= self.hardware.ceiling_bytes:
                 self.speed[candidate] = outcome.measurement.samples_per_second
             self._worked.append(candidate)
+            if candidate in self._index:
+                self._fitted |= self._kind == self._kind[self._index[candidate]]
         elif outcome.kind is Kind.OOM_DEVICE:
             self._ran_out += 1
             self._rule_out_larger(candidate)
@@ -190,9 +194,9 @@ class Proposer:
         best = int(worth.argmax())
         if not self.speed:
             return Proposal(self.candidates[best], "best predicted")
+        if (doubted := self._doubted(more_than=gain[best])) is not None:
+            return doubted
         if gain[best] < 0.25 * self.tolerance and len(self.speed) >= LEAST_EVIDENCE:
-            if (doubted := self._doubted()) is not None:
-                return doubted
             if not self.exhaustive:
                 self.stopped_early = (
                     f"the predicted gain of going on is below {100 * self.tolerance:g} % (--exhaustive goes on)"
@@ -209,17 +213,21 @@ class Proposer:
         least = int(np.where(self._open, self._predictions().peak, np.inf).argmin())
         return Proposal(self.candidates[least], "least predicted memory: nothing is predicted to fit")
 
-    def _doubted(self) -> Proposal | None:
-        """Where memory was predicted badly, the best of what it kept from being tried: the thriftiest of its kind, and
-        each kind once, since what ran out in one way would run out in all."""
+    def _doubted(self, more_than: float = 0.0) -> Proposal | None:
+        """Where memory was predicted badly, the best of what it kept from being tried, intervals taken wider: the
+        thriftiest of its kind, and each kind once, since what ran out in one way would run out in all.
+
+        None where it promises no more than `more_than`, the gain of what is predicted to fit.
+        """
         if not self.speed or self.predictor.memory_noise < MISLED:
             return None
         table = self._predictions()
         gain = np.log(table.samples) + table.step_sigma - math.log(max(self.speed.values()))
+        gain *= _normal_cdf((self.hardware.ceiling_bytes - table.peak) / (WIDER * table.peak_sigma))
         open_kinds = self._open & ~np.isin(self._kind, list(self._doubted_kinds))
         gain = np.where(open_kinds, gain, -np.inf)
         best = int(gain.argmax())
-        if gain[best] < self.tolerance:
+        if gain[best] < max(0.25 * self.tolerance, more_than):
             return None
         self._doubted_kinds.add(int(self._kind[best]))
         thriftiest = int(np.where(open_kinds & (self._kind == self._kind[best]), table.peak, np.inf).argmin())
@@ -291,7 +299,7 @@ class Proposer:
         z = (logs - best) / sigma
         gain = sigma * (z * _normal_cdf(z) + np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)) * fits
         if not self.exhaustive:
-            barred = barred | (fits < min(MOST_CAUTIOUS, RISK_STEP * self._ran_out))
+            barred = barred | ~self._fitted & (fits < min(MOST_CAUTIOUS, RISK_STEP * self._ran_out))
         startup = float(np.median(self._startup[-8:])) if self._startup else STARTUP_SECONDS
         measuring = table.step * np.minimum(4.0, 6.0 / self._accumulation) + 1.0
         seconds = measuring + np.where(alive, 0.0, startup) if alive is not None else measuring + startup

@@ -7,6 +7,7 @@ it connects to the tuner, says which rank it is, and gets its spec.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import shutil
 import signal
@@ -28,6 +29,11 @@ EXIT_REPORTED = 13  # the failure was reported over the channel
 def die_with_parent() -> None:
     """The kernel kills this process when its parent dies: a killed tuner leaves no orphan."""
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def adopt_orphans() -> None:
+    """What a dead child leaves running becomes this process's child: a data loader's worker with a session of its own."""
+    ctypes.CDLL(None, use_errno=True).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
 def greet(address: str, number: int) -> tuple[Channel, Message]:
@@ -202,19 +208,16 @@ class Rank:
                 break
         warm_seconds = time.perf_counter() - began
         times: list[list[float]] = []
-        steps: list[float] = []
         self.live_peaks = {}
         skipped = getattr(self.engine, "skipped_steps", 0)
+        elapsed, pace = 0.0, warm[-1]
         measuring = time.perf_counter()
-        while True:
-            parts = self._step(data, micros, whole)
-            steps.append(self._agree(_extrapolate(parts, accumulation)))
-            times.append(parts)
+        while not enough(message, elapsed, len(times)):
+            for _ in range(stretch(message, elapsed, len(times), pace)):
+                times.append(self._step(data, micros, whole))
             elapsed = self._agree(time.perf_counter() - measuring)
-            if len(steps) >= message["max_steps"] or elapsed > message["max_seconds"]:
-                break
-            if len(steps) >= message["min_steps"] and elapsed > message["min_seconds"]:
-                break
+            pace = elapsed / len(times)
+        steps = self._average([_extrapolate(parts, accumulation) for parts in times])
         self.device.synchronize()
         self.channel.send(
             "measured",
@@ -284,6 +287,15 @@ class Rank:
         self.torch.distributed.all_reduce(value, op=self.torch.distributed.ReduceOp.MAX)
         return float(value.item())
 
+    def _average(self, seconds: list[float]) -> list[float]:
+        """Each step's mean over the ranks: they wait for each other within a step, so none is slower for long."""
+        if self.spec["world"] == 1:
+            return seconds
+        value = self.torch.tensor(seconds, dtype=self.torch.float64 if self.device.name == "cpu" else None)
+        value = value.to(self.device.torch_device())
+        self.torch.distributed.all_reduce(value)
+        return [float(one) / self.spec["world"] for one in value]
+
     def _certify(self, message: Message) -> None:
         """What training does besides steps: an evaluation forward, and a save of the gathered weights."""
         torch = self.torch
@@ -328,6 +340,21 @@ class Rank:
 
 def _data(rank: Rank, micro_batch: int) -> Any:
     return rank.source(micro_batch, rank.device.torch_device(), rank.spec["seed"] + rank.spec["rank"])
+
+
+def enough(request: Message, elapsed: float, steps: int) -> bool:
+    """Whether so many measured steps in so many seconds are what was asked for."""
+    if steps >= request["max_steps"] or elapsed > request["max_seconds"]:
+        return True
+    return bool(steps >= request["min_steps"] and elapsed > request["min_seconds"])
+
+
+def stretch(request: Message, elapsed: float, steps: int, pace: float) -> int:
+    """How many steps of `pace` seconds to go on before the ranks compare their clocks again: they do not after every
+    step, since training does not wait for its slowest rank there either."""
+    wanted: int = max(request["min_steps"] - steps, math.ceil((request["min_seconds"] - elapsed) / pace))
+    affordable = int((request["max_seconds"] - elapsed) / pace)
+    return max(1, min(wanted, affordable, int(request["max_steps"]) - steps))
 
 
 def _extrapolate(parts: list[float], accumulation: int) -> float:

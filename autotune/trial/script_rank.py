@@ -12,7 +12,7 @@ from typing import Any
 
 from autotune.candidate import Candidate
 from autotune.trial.hooks import QUIET_ENVIRONMENT, Hooks, Unusable, run_script
-from autotune.trial.rank import EXIT_REPORTED, Rank, leave
+from autotune.trial.rank import EXIT_REPORTED, Rank, enough, leave, stretch
 from autotune.trial.verdict import is_memory_error
 
 WARMUP_STEPS = 2  # batches of a script differ in length: its step times never settle as synthetic ones do
@@ -109,27 +109,30 @@ class ScriptRank(Rank):
         self.device.synchronize()
         self.device.note()
         now = time.perf_counter()
-        step = self._agree(now - self._began)
+        step = now - self._began
         self._steps += 1
         if self._steps == 1:
             self._check_batch()
-        if self._steps <= WARMUP_STEPS:
+        if self._steps < WARMUP_STEPS:
+            pass
+        elif self._steps == WARMUP_STEPS:
+            self._stretch = stretch(self.request, 0.0, 0, self._agree(step))
             self._measuring = time.perf_counter()
         else:
             self._times.append(step)
             self._sizes.append((self._micros, self._rows, self._tokens))
-            if self._is_enough():
-                self._finish()
+            self._stretch -= 1
+            if not self._stretch:
+                self._compare_clocks()
         self._micros = self._rows = self._tokens = 0
         self._began = time.perf_counter()
 
-    def _is_enough(self) -> bool:
+    def _compare_clocks(self) -> None:
         assert self.request is not None
-        elapsed = self._agree(time.perf_counter() - self._measuring)
-        count = len(self._times)
-        if count >= self.request["max_steps"] or elapsed > self.request["max_seconds"]:
-            return True
-        return bool(count >= self.request["min_steps"] and elapsed > self.request["min_seconds"])
+        elapsed, steps = self._agree(time.perf_counter() - self._measuring), len(self._times)
+        if enough(self.request, elapsed, steps):
+            self._finish()
+        self._stretch = stretch(self.request, elapsed, steps, elapsed / steps)
 
     def _check_batch(self) -> None:
         """What the candidate asks for must be what the script does, or its speed would be taken for another's."""
@@ -158,7 +161,7 @@ class ScriptRank(Rank):
             facts["saved_bytes"] = self._saved.bytes
             facts["saved_rows"] = self._saved.rows
         self.channel.send(
-            "measured", step_seconds=self._times, warmup_steps=WARMUP_STEPS,
+            "measured", step_seconds=self._average(self._times), warmup_steps=WARMUP_STEPS,
             measured_seconds=time.perf_counter() - self._measuring, tokens=tokens,
             extrapolated=False, skipped_steps=getattr(self.engine, "skipped_steps", 0), facts=facts, live_bytes={},
             **self.device.peaks(),

@@ -14,12 +14,13 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 from autotune.trial.ops import load_ops
 from autotune.trial.protocol import Channel
-from autotune.trial.rank import become_rank, die_with_parent
+from autotune.trial.rank import adopt_orphans, become_rank, die_with_parent
 
 
 def prepare_environment(device: str) -> dict[str, str]:
@@ -95,9 +96,8 @@ def serve(sock: socket.socket) -> None:
             select.select(watched, [], [])
         with suppress(BlockingIOError):
             os.read(wake_read, 4096)
-        for pid in list(children):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
+        for pid, status in _ended():
+            if pid in children:  # and not an orphan
                 children.discard(pid)
                 channel.send("exited", pid=pid, status=os.waitstatus_to_exitcode(status))
         for message in channel.drain():
@@ -108,6 +108,13 @@ def serve(sock: socket.socket) -> None:
     for pid in children:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def _ended() -> Iterator[tuple[int, int]]:
+    """(pid, status) of children that have ended."""
+    with suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            yield found
 
 
 def _fork(address: str, rank: int, inherited: list[int]) -> int:
@@ -125,6 +132,7 @@ def _fork(address: str, rank: int, inherited: list[int]) -> int:
 
 def main() -> None:
     die_with_parent()
+    adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the tuner decides
     serve(socket.socket(fileno=int(sys.argv[1])))
 

@@ -57,7 +57,7 @@ def test_how_the_model_is_made_is_a_knob(bench: Bench) -> None:
     assert bench.run(make_candidate(1, attention="eager")).ok
     missing = bench.run(make_candidate(1, attention="flash_attention_2"))
     assert missing.kind is Kind.CRASH
-    assert "flash_attn" in missing.reason
+    assert "FlashAttention2" in missing.reason
 
 
 def test_one_engine_climbs_and_a_long_accumulation_is_extrapolated(bench: Bench) -> None:
