@@ -260,7 +260,18 @@ def test_tuning_does_not_change_what_is_learnt(scripts: Scripts, tmp_path: Path)
     assert losses[2] == pytest.approx(losses[0], rel=1e-4)
 
 
-def test_training_survives_its_longest_batches(scripts: Scripts, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("after", "convert"),
+    [
+        (make_candidate(1, 1, 4), False),
+        (make_candidate(2, 1, 4, offload_optimizer="cpu"), False),  # for which Trainer takes another class of Adam
+        (make_candidate(3, 1, 4), True),
+    ],
+    ids=["smaller", "offloaded", "converted"],
+)
+def test_training_survives_its_longest_batches(
+    scripts: Scripts, tmp_path: Path, after: Candidate, convert: bool
+) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(AUTO))
     argv = [str(SCRIPTS / "long_batches.py"), "--deepspeed", "ds.json", "--output_dir", "out", "--save_steps", "5",
             "--max_steps", "24", "--long_steps", "7,19", "--report_to", "none", "--seen", "seen"]  # fmt: skip
@@ -268,8 +279,9 @@ def test_training_survives_its_longest_batches(scripts: Scripts, tmp_path: Path)
     short = scripts.probe([*argv, "--per_device_train_batch_size", "4", "--long_steps", ""], tmp_path).baseline
     assert short is not None
     assert short.peak_bytes is not None
-    ladder = [make_candidate(1, 4, 1), make_candidate(1, 1, 4)]
-    summary = launch(scripts, tmp_path, argv, ladder, cap=short.peak_bytes // MIB + 150, says=says)
+    ladder = [make_candidate(1, 4, 1), after]
+    cap = short.peak_bytes // MIB + 150
+    summary = launch(scripts, tmp_path, argv, ladder, cap=cap, says=says, convert=convert)
     assert summary.code == 0, says
     assert len(summary.attempts) == 2, says
     assert summary.attempts[0].ended.startswith(Kind.OOM_DEVICE.value)

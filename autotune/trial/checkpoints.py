@@ -84,20 +84,47 @@ def load_converted(
         say(f"converting {folder} for stage 3; it was written under stage {before['zero_optimization']['stage']}")
         convert(folder, universal, torch.distributed.get_world_size())
     torch.distributed.barrier()
-    groups = [dict(group, params=None) for group in engine.optimizer.optimizer.param_groups]
+    groups = settings_of(engine)
     settings = engine._config
     settings.load_universal_checkpoint = True
     try:
         found = load(engine, load_dir, universal.name, *args, **kwargs)
     finally:
         settings.load_universal_checkpoint = False
-    _keep_groups(engine.optimizer.optimizer.param_groups, groups)
+    _keep_groups(_inner(engine).param_groups, groups)
     _load_buffers(engine.module, folder)
     torch.distributed.barrier()
     if first:
         shutil.rmtree(universal, ignore_errors=True)
         (Path(load_dir) / "latest_universal").unlink(missing_ok=True)
     return found
+
+
+def settings_of(engine: Any) -> list[dict[str, Any]]:
+    """Of every parameter group of the optimizer that steps, without its parameters."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in _inner(engine).param_groups]
+
+
+def mend(engine: Any, own: list[dict[str, Any]]) -> None:
+    """After a load: offloading takes another class of Adam than the one whose states were saved. What its groups lack
+    comes from its `own` settings, and each state has a count of steps of its own in the form that it reads."""
+    import torch
+
+    optimizer = _inner(engine)
+    for group, kept in zip(optimizer.param_groups, own, strict=True):
+        for key in kept.keys() - group.keys():
+            group[key] = kept[key]
+    deepspeeds = type(optimizer).__module__.startswith("deepspeed")
+    beside = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    for parameter, state in optimizer.state.items():
+        if "step" in state:
+            count, device = float(state["step"]), parameter.device if beside else torch.device("cpu")
+            state["step"] = int(count) if deepspeeds else torch.tensor(count, dtype=torch.float32, device=device)
+
+
+def _inner(engine: Any) -> Any:
+    """The optimizer inside ZeRO's."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
 def convert(folder: Path, universal: Path, ranks: int) -> None:
@@ -143,7 +170,7 @@ def _keep_groups(groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> Non
         group["lr"] *= share
         if "initial_lr" in kept:
             group["initial_lr"] = kept["initial_lr"]
-        group.update({key: kept[key] for key in kept if key not in ("params", "lr", "initial_lr", "step")})
+        group.update({key: kept[key] for key in kept if key not in ("lr", "initial_lr", "step")})
 
 
 def _load_buffers(module: Any, folder: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.candidate import Candidate
-from autotune.trial.checkpoints import load_converted
+from autotune.trial.checkpoints import load_converted, mend, settings_of
 from autotune.trial.hooks import Hooks, run_script
 from autotune.trial.rank import EXIT_REPORTED, Rank, die_with_parent, greet, leave
 from autotune.trial.verdict import is_memory_error
@@ -61,7 +61,10 @@ class TrainRank(Rank):
 
         @functools.wraps(original)
         def load_checkpoint(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            own = settings_of(engine) if engine.optimizer is not None else None
             found = load(engine, *args, **kwargs)
+            if found and found[0] and own is not None:
+                mend(engine, own)
             if found and found[0]:
                 self.channel.send("resumed", path=str(found[0]))
             return found
