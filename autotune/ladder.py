@@ -79,13 +79,14 @@ def _compatible(top: Candidate, space: SearchSpace, job: Job, convert: bool) -> 
     sizes = [size for size in range(1, total + 1) if total % size == 0]
     if job.script is not None and job.script.profile.get("batch_note"):
         sizes = [top.micro_batch]  # the script does not obey another
-    own = top.ds_config(job)
+    own, others = top.ds_config(job), _others(dict(top.family))
+    mine = layout(own)
     found = []
     for family in [dict(top.family), *space.families()]:
-        if _others(family) != _others(dict(top.family)):
+        if _others(family) != others:
             continue
         config = Candidate.of(family).ds_config(job)
-        if layout(config) != layout(own) and not (convert and convertible(own, config)):
+        if layout(config) != mine and not (convert and convertible(own, config)):
             continue
         found += [
             Candidate.of({**family, MICRO_BATCH: micro_batch, ACCUMULATION: total // micro_batch})

@@ -144,11 +144,8 @@ def installed(space: SearchSpace) -> tuple[SearchSpace, list[str]]:
     domain = space.knobs.get(ATTENTION)
     if domain is None:
         return space, []
-    missing = {
-        kind: _PACKAGES[str(kind)]
-        for kind in domain.values
-        if kind in _PACKAGES and importlib.util.find_spec(_PACKAGES[str(kind)]) is None
-    }
+    needed = {kind: _PACKAGES[str(kind)] for kind in domain.values if kind in _PACKAGES}
+    missing = {kind: package for kind, package in needed.items() if _is_missing(package)}
     left = tuple(kind for kind in domain.values if kind not in missing)
     lines = [f"attention {kind} needs the package {package}, which is not installed: left out"
              for kind, package in missing.items()]  # fmt: skip
@@ -157,12 +154,16 @@ def installed(space: SearchSpace) -> tuple[SearchSpace, list[str]]:
     return dataclasses.replace(space, knobs={**space.knobs, ATTENTION: Domain(left)}), lines
 
 
+def _is_missing(package: str) -> bool:
+    return importlib.util.find_spec(package) is None
+
+
 def _check_packages(job: Job) -> None:
     needed = {"--lora": "peft"} if job.lora else {}
     if job.attention in _PACKAGES:
         needed[f"--attn {job.attention}"] = _PACKAGES[job.attention]
     for option, package in needed.items():
-        if importlib.util.find_spec(package) is None:
+        if _is_missing(package):
             raise UserError(f"{option} needs the package {package}, which is not installed: install it or leave it out")
 
 

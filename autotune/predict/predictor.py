@@ -187,11 +187,14 @@ class Predictor:
         ways: dict[str | None, list[int]] = {}
         for i, candidate in enumerate(candidates):
             ways.setdefault(candidate.get(ATTENTION, self.job.attention), []).append(i)
+        if len(ways) <= 1:
+            trace = self._trace_of(next(iter(ways), self.job.attention))
+            return _Prepared.of(self.job, self.hardware, trace, candidates)
         parts = [
             _Prepared.of(self.job, self.hardware, self._trace_of(attention), [candidates[i] for i in at])
             for attention, at in ways.items()
         ]
-        return parts[0] if len(parts) == 1 else _Prepared.joined(parts, list(ways.values()))
+        return _Prepared.joined(parts, list(ways.values()))
 
     def _trace_of(self, attention: str | None) -> Trace:
         if attention not in self._traces:
@@ -354,19 +357,19 @@ class _Prepared:
         """Candidates of several traces as one table; `at` says where those of each part stand in it."""
         order = np.argsort(np.concatenate([np.array(places) for places in at]))
 
-        def beside(kind: type, whole: list[Any]) -> dict[str, Any]:
-            names = [field.name for field in dataclasses.fields(kind)]
+        def beside(whole: list[Any], names: Sequence[str]) -> dict[str, Any]:
             return {name: np.concatenate([getattr(one, name) for one in whole])[order] for name in names}
+
+        def joined(whole: list[Any]) -> Any:
+            kind = type(whole[0])
+            return kind(**beside(whole, [field.name for field in dataclasses.fields(kind)]))
 
         bills = [part.bill for part in parts]
         moments = tuple(name for one in bills for name in one.moments)  # each part's are its own
         tables = {name: _diagonal([getattr(one, name) for one in bills])[:, order] for name in TABLES}
-        sums = {name: np.concatenate([getattr(one, name) for one in bills])[order] for name in SUMS}
         return cls(
-            Columns(**beside(Columns, [part.columns for part in parts])), Bill(moments=moments, **sums, **tables),
-            Work(**beside(Work, [part.work for part in parts])),
-            np.concatenate([part.quirks for part in parts])[order],
-            np.concatenate([part.features for part in parts])[order],
+            joined([part.columns for part in parts]), Bill(moments=moments, **beside(bills, SUMS), **tables),
+            joined([part.work for part in parts]), **beside(parts, ("quirks", "features")),
         )  # fmt: skip
 
     def rows(self, mask: Floats) -> _Prepared:

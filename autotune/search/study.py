@@ -313,8 +313,9 @@ class StudyStore:
 
     def failed(self) -> set[Candidate]:
         """Candidates that ran out of memory, were refused or crashed, and were never measured."""
-        told = {r.candidate for r in self.records() if r.outcome and r.outcome.kind.says_something_of_the_candidate}
-        return told - set(self.measured())
+        told = [(r.candidate, r.outcome) for r in self.records() if r.outcome]
+        measured = {candidate for candidate, outcome in told if outcome.measurement}
+        return {candidate for candidate, outcome in told if outcome.kind.says_something_of_the_candidate} - measured
 
     def start(self, candidate: Candidate, space: SearchSpace, role: str = SEARCH, note: str = "") -> int:
         """Stores that the candidate is being tried; returns the trial's number."""

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SUB_GROUP_DEFAULT = 1_000_000_000  # deepspeed 0.19.8, runtime/zero/config.py
+from autotune.predict.knobs import DEFAULTS
+
 SUFFIX = "_universal"
 _MODEL_STATES = "mp_rank_00_model_states.pt"
 
@@ -18,9 +19,9 @@ _MODEL_STATES = "mp_rank_00_model_states.pt"
 def layout(config: dict[str, Any]) -> tuple[object, ...]:
     """What two DeepSpeed configs must share for one's checkpoints to load under the other as they are.
 
-    Found with deepspeed 0.19.8 by loading each under each (tests/trial/test_checkpoints.py): stages 1 and 2 keep the
-    same flat partitions, stage 3 partitions every parameter and keeps them in sub-groups; offloading to main memory
-    changes neither, NVMe puts states beside the checkpoint.
+    Found with deepspeed 0.19.8 by loading each under each (docs/recovery.md; tests/test_scripts.py loads some): stages
+    1 and 2 keep the same flat partitions, stage 3 partitions every parameter and keeps them in sub-groups; offloading
+    to main memory changes neither, NVMe puts states beside the checkpoint.
     """
     zero = config.get("zero_optimization") or {}
     stage = int(zero.get("stage", 0))
@@ -29,7 +30,7 @@ def layout(config: dict[str, Any]) -> tuple[object, ...]:
         for part in ("offload_optimizer", "offload_param")
     )
     if stage == 3:
-        return 3, int(float(zero.get("sub_group_size", SUB_GROUP_DEFAULT))), nvme
+        return 3, int(float(zero.get("sub_group_size", DEFAULTS["sub_group_size"]))), nvme
     return ("flat" if stage else 0), nvme
 
 
@@ -50,53 +51,77 @@ def _nvme(found: tuple[object, ...]) -> tuple[bool, ...]:
 
 def written_under(folder: Path) -> dict[str, Any] | None:
     """The DeepSpeed config that a checkpoint's folder was written under; None where there is no checkpoint."""
-    import torch
-
-    states = next(iter(sorted(folder.glob(f"*{_MODEL_STATES}"))), None)
-    if states is None:
-        return None
-    config = torch.load(states, map_location="cpu", mmap=True, weights_only=False).get("ds_config")
+    config = _model_states(folder).get("ds_config")
     return config if isinstance(config, dict) else None
 
 
-def load_converted(
-    load: Callable[..., Any], engine: Any, load_dir: str, tag: str | None = None, *args: Any,
-    say: Callable[[str], None], **kwargs: Any,
-) -> Any:  # fmt: skip
-    """`load`, which is DeepSpeed's `load_checkpoint`, of what another config of the ladder may have written; every rank calls it.
+def _model_states(folder: Path) -> dict[str, Any]:
+    """What the first rank saved of the model, its tensors left in the file; empty where there is no checkpoint."""
+    import torch
 
-    A checkpoint that does not load as it is becomes a universal one beside it first, which is removed when it is loaded.
+    states = next(iter(sorted(folder.glob(f"*{_MODEL_STATES}"))), None)
+    return dict(torch.load(states, map_location="cpu", mmap=True, weights_only=False)) if states else {}
+
+
+def load_any(
+    load: Callable[..., Any], engine: Any, load_dir: str, tag: str | None = None, *args: Any,
+    convert: bool, say: Callable[[str], None], **kwargs: Any,
+) -> Any:  # fmt: skip
+    """`load`, which is DeepSpeed's `load_checkpoint`, of what another config of the ladder may have written; every
+    rank calls it.
+
+    With `convert` a checkpoint that does not load as it is becomes a universal one beside it first, which is removed
+    when it is loaded.
 
     Raises:
         RuntimeError: it cannot be converted.
     """
-    import torch
+    own = settings_of(engine) if engine.optimizer is not None else None
+    written = _to_convert(engine, load_dir, tag) if convert and own is not None else None
+    if written is None or own is None:
+        found = load(engine, load_dir, tag, *args, **kwargs)
+    else:
+        found = _load_converted(load, engine, *written, own, say, *args, **kwargs)
+    if found and found[0] and own is not None:
+        mend(engine, own)
+    return found
 
+
+def _to_convert(engine: Any, load_dir: str, tag: str | None) -> tuple[Path, int] | None:
+    """The checkpoint that would be loaded and its stage, where the engine cannot load it as it is but converted."""
     latest = Path(load_dir) / "latest"
     name = tag if tag is not None else latest.read_text().strip() if latest.exists() else None
     folder = Path(load_dir) / str(name)
     before = written_under(folder) if name is not None else None
     if before is None or layout(before) == layout(engine.config) or not convertible(before, engine.config):
-        return load(engine, load_dir, tag, *args, **kwargs)
+        return None
+    return folder, int(before["zero_optimization"]["stage"])
+
+
+def _load_converted(
+    load: Callable[..., Any], engine: Any, folder: Path, stage: int, own: list[dict[str, Any]],
+    say: Callable[[str], None], *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    import torch
+
     universal = folder.with_name(folder.name + SUFFIX)
     first = torch.distributed.get_rank() == 0
     if first:
-        say(f"converting {folder} for stage 3; it was written under stage {before['zero_optimization']['stage']}")
+        say(f"converting {folder} for stage 3; it was written under stage {stage}")
         convert(folder, universal, torch.distributed.get_world_size())
     torch.distributed.barrier()
-    groups = settings_of(engine)
     settings = engine._config
     settings.load_universal_checkpoint = True
     try:
-        found = load(engine, load_dir, universal.name, *args, **kwargs)
+        found = load(engine, str(folder.parent), universal.name, *args, **kwargs)
     finally:
         settings.load_universal_checkpoint = False
-    _keep_groups(_inner(engine).param_groups, groups)
+    _keep_groups(_inner(engine).param_groups, own)
     _load_buffers(engine.module, folder)
     torch.distributed.barrier()
     if first:
         shutil.rmtree(universal, ignore_errors=True)
-        (Path(load_dir) / "latest_universal").unlink(missing_ok=True)
+        (folder.parent / "latest_universal").unlink(missing_ok=True)
     return found
 
 
@@ -175,10 +200,7 @@ def _keep_groups(groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> Non
 
 def _load_buffers(module: Any, folder: Path) -> None:
     """Universal checkpoints hold parameters alone."""
-    import torch
-
-    states = next(iter(sorted(folder.glob(f"*{_MODEL_STATES}"))))
-    saved = torch.load(states, map_location="cpu", mmap=True, weights_only=False).get("module") or {}
+    saved = _model_states(folder).get("module") or {}
     for name, buffer in module.named_buffers():
         if name in saved:
             buffer.copy_(saved[name])

@@ -454,12 +454,11 @@ def run_script(job: Job, arguments: list[str]) -> None:
 
     script = job.script
     assert script is not None
+    sys.argv = [script.target, *arguments]
     if script.is_module:
-        sys.argv = [script.argv[1], *arguments]
         sys.path.insert(0, "")
-        runpy.run_module(script.argv[1], run_name="__main__", alter_sys=True)
+        runpy.run_module(script.target, run_name="__main__", alter_sys=True)
     else:
         path = str(script.path)
-        sys.argv = [script.argv[0], *arguments]
         sys.path.insert(0, str(Path(path).parent))
         runpy.run_path(path, run_name="__main__")

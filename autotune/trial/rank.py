@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 from autotune.trial.protocol import Channel, Message
 
@@ -45,11 +45,10 @@ def greet(address: str, number: int) -> tuple[Channel, Message]:
     spec = channel.receive()
     if spec is None:
         leave(1)
-        raise AssertionError("unreachable")
     return channel, spec
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """Ends this process at once: a peer may sit in a collective for ever, and nothing may wait for it."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -282,19 +281,19 @@ class Rank:
         """The slowest rank's time, so that all ranks take the same decisions."""
         if self.spec["world"] == 1:
             return seconds
-        value = self.torch.tensor([seconds], dtype=self.torch.float64 if self.device.name == "cpu" else None)
-        value = value.to(self.device.torch_device())
-        self.torch.distributed.all_reduce(value, op=self.torch.distributed.ReduceOp.MAX)
-        return float(value.item())
+        return self._reduced([seconds], self.torch.distributed.ReduceOp.MAX)[0]
 
     def _average(self, seconds: list[float]) -> list[float]:
         """Each step's mean over the ranks: they wait for each other within a step, so none is slower for long."""
         if self.spec["world"] == 1:
             return seconds
+        return [one / self.spec["world"] for one in self._reduced(seconds, self.torch.distributed.ReduceOp.SUM)]
+
+    def _reduced(self, seconds: list[float], op: Any) -> list[float]:
         value = self.torch.tensor(seconds, dtype=self.torch.float64 if self.device.name == "cpu" else None)
         value = value.to(self.device.torch_device())
-        self.torch.distributed.all_reduce(value)
-        return [float(one) / self.spec["world"] for one in value]
+        self.torch.distributed.all_reduce(value, op=op)
+        return [float(one) for one in value.tolist()]
 
     def _certify(self, message: Message) -> None:
         """What training does besides steps: an evaluation forward, and a save of the gathered weights."""

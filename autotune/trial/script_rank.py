@@ -113,12 +113,10 @@ class ScriptRank(Rank):
         self._steps += 1
         if self._steps == 1:
             self._check_batch()
-        if self._steps < WARMUP_STEPS:
-            pass
-        elif self._steps == WARMUP_STEPS:
+        if self._steps == WARMUP_STEPS:
             self._stretch = stretch(self.request, 0.0, 0, self._agree(step))
             self._measuring = time.perf_counter()
-        else:
+        elif self._steps > WARMUP_STEPS:
             self._times.append(step)
             self._sizes.append((self._micros, self._rows, self._tokens))
             self._stretch -= 1

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.candidate import Candidate
-from autotune.trial.checkpoints import load_converted, mend, settings_of
+from autotune.trial.checkpoints import load_any
 from autotune.trial.hooks import Hooks, run_script
 from autotune.trial.rank import EXIT_REPORTED, Rank, die_with_parent, greet, leave
 from autotune.trial.verdict import is_memory_error
@@ -57,14 +57,11 @@ class TrainRank(Rank):
         from deepspeed.runtime.engine import DeepSpeedEngine
 
         original = DeepSpeedEngine.load_checkpoint
-        load = functools.partial(load_converted, original, say=self._tell) if self.spec["convert"] else original
+        load = functools.partial(load_any, original, convert=self.spec["convert"], say=self._tell)
 
         @functools.wraps(original)
         def load_checkpoint(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            own = settings_of(engine) if engine.optimizer is not None else None
             found = load(engine, *args, **kwargs)
-            if found and found[0] and own is not None:
-                mend(engine, own)
             if found and found[0]:
                 self.channel.send("resumed", path=str(found[0]))
             return found
