@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from autotune.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
+from autotune.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, samples
 from autotune.outcome import Kind, Measurement, Outcome, Phase
 from autotune.script import candidate_of_config
 from autotune.search.study import TRAINING, StudyStore
@@ -60,9 +60,9 @@ class StudyCallback(TrainerCallback):  # type: ignore[misc]
         }  # fmt: skip
         candidate = Candidate.of(knobs)
         step = statistics.median(seconds)
-        samples = candidate.micro_batch * candidate.accumulation * store.job.ranks / step
+        speed = samples(store.job, candidate) / step
         spread = statistics.stdev(seconds) / len(seconds) ** 0.5
-        measured = Measurement(step, spread, len(seconds), samples, samples * store.job.tokens_per_sample, self._peak)
+        measured = Measurement(step, spread, len(seconds), speed, speed * store.job.tokens_per_sample, self._peak)
         number = store.start(candidate, parse_space(store.space_text), TRAINING, "real training")
         return number, Outcome(Kind.OK, Phase.STEP, measured, peak_bytes=self._peak, seconds=sum(self._seconds))
 

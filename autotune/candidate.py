@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.job import ATTENTIONS, Job
+from autotune.job import ATTENTIONS, Job, Lora, parse_lora
 
 Value = bool | int | float | str
 Knobs = Mapping[str, Value]
@@ -22,7 +22,10 @@ ACCUMULATION = "gradient_accumulation_steps"
 CHECKPOINTING = "activation_checkpointing"
 ATTENTION = "attention"
 COMPILED = "compile"
-MODEL_KNOBS = (ATTENTION, COMPILED)  # how the model is made; a script makes its own
+LORA = "lora"
+PACKING = "packing"
+MODEL_KNOBS = (ATTENTION, COMPILED, LORA, PACKING)  # how the model and its batches are made; a script makes its own
+TRACED_KNOBS = (ATTENTION, LORA)  # those that change what a forward allocates for a row
 RUNG_KNOBS = (MICRO_BATCH, ACCUMULATION)  # what may change while an engine lives
 
 
@@ -57,6 +60,8 @@ KNOBS: dict[str, Knob] = {
     CHECKPOINTING: Knob(None, bool),
     ATTENTION: Knob(None, ATTENTIONS),
     COMPILED: Knob(None, bool),
+    LORA: Knob(None, Lora),
+    PACKING: Knob(None, bool),
     "offload_optimizer": Knob(_ZERO + "offload_optimizer.device", _DEVICES, _at(1, 2, 3)),
     "offload_param": Knob(_ZERO + "offload_param.device", _DEVICES, _at(3)),
     "reduce_bucket_size": Knob(_ZERO + "reduce_bucket_size", int, _at(1, 2, 3), low=1),
@@ -187,10 +192,18 @@ class Candidate:
 
 
 def under(job: Job, candidate: Candidate) -> Job:
-    """The job with the model as the candidate wants it made."""
+    """The job with the model and its batches as the candidate wants them made."""
+    lora = candidate.get(LORA)
     return dataclasses.replace(
-        job, attention=candidate.get(ATTENTION, job.attention), compiled=candidate.get(COMPILED, job.compiled)
-    )
+        job, attention=candidate.get(ATTENTION, job.attention), compiled=candidate.get(COMPILED, job.compiled),
+        lora=job.lora if lora is None else None if lora == "none" else parse_lora(lora),
+        packed=candidate.get(PACKING, job.packed),
+    )  # fmt: skip
+
+
+def samples(job: Job, candidate: Candidate) -> float:
+    """Sequences that one optimizer step trains on, over all ranks; packed ones are counted one by one."""
+    return candidate.micro_batch * candidate.accumulation * job.ranks * under(job, candidate).samples_per_row
 
 
 def knobs_of(config: dict[str, Any]) -> dict[str, Value]:

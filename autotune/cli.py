@@ -96,6 +96,9 @@ def run(
     lengths: Annotated[
         Path | None, typer.Option(help="A data set's lengths (`512,1000` a line): the winner fits its longest batch.")
     ] = None,
+    packed: Annotated[
+        bool, typer.Option("--packing", help="Sequences of --lengths laid end to end in rows of --seq-len.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Go on with a study of another job or machine.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing.")] = False,
     as_json: JsonFlag = False,
@@ -104,10 +107,12 @@ def run(
     from autotune.run import Request, run_study
 
     request = Request(
-        model, gpus, budget, device, seq_len, precision, optimizer, global_batch_size, ds_config, space, memory_cap,
-        headroom, study, storage, seed, max_trials, out, force, isolation, trust_remote_code,
-        tolerance, exhaustive, executor, script or [], maps or [], worst_case, lora, attn, compiled,
-        lengths, workload,
+        model, gpus=gpus, budget=budget, device=device, seq_len=seq_len, precision=precision, optimizer=optimizer,
+        global_batch_size=global_batch_size, ds_config=ds_config, space=space, memory_cap=memory_cap, headroom=headroom,
+        study=study, storage=storage, seed=seed, max_trials=max_trials, out=out, force=force, isolation=isolation,
+        trust_remote_code=trust_remote_code, tolerance=tolerance, exhaustive=exhaustive, executor=executor,
+        script=script or [], maps=maps or [], worst_case=worst_case, lora=lora, attention=attn, compiled=compiled,
+        lengths=lengths, packed=packed, workload=workload,
     )  # fmt: skip
     ask = None if yes or as_json or not sys.stdin.isatty() else (lambda text: typer.confirm(text, default=True))
     report = run_study(request, console(stderr=as_json), quiet=as_json, confirm=ask)

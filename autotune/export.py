@@ -107,6 +107,10 @@ def needs(candidate: Candidate, job: Job) -> list[str]:
     made = under(job, candidate)
     if made.attention:
         lines.append(f"make the model with attn_implementation={made.attention!r}: it was measured with it")
+    if made.lora:
+        lines.append(f"train adapters alone (peft's LoraConfig, {made.lora}): it was measured with them")
+    if made.packed:
+        lines.append(f"pack sequences into rows of {job.seq_len} tokens: the batch sizes count rows")
     if made.compiled:
         lines.append(
             "call engine.compile() after deepspeed.initialize (Trainer: torch_compile=True): it was measured so"

@@ -33,6 +33,11 @@ class Lora:
     def from_json(cls, data: dict[str, Any]) -> Lora:
         return cls(data["rank"], tuple(data["targets"]), data["alpha"])
 
+    def __str__(self) -> str:
+        """As `parse_lora` reads it."""
+        targets = "" if self.targets == ("all-linear",) else f",targets={'+'.join(self.targets)}"
+        return f"r={self.rank}{targets}" + (f",alpha={self.alpha}" if self.alpha is not None else "")
+
 
 def parse_lora(text: str) -> Lora:
     """`r=16,targets=all-linear,alpha=32`; several targets are joined by `+`.
@@ -44,14 +49,14 @@ def parse_lora(text: str) -> Lora:
     for part in text.split(","):
         key, equals, value = part.strip().partition("=")
         if not equals or key not in ("r", "targets", "alpha") or not value:
-            raise UserError(f"--lora {text}: expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32")
+            raise UserError(f"LoRA {text}: expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32")
         values[key] = value
     try:
         rank, alpha = int(values.get("r", "16")), int(values["alpha"]) if "alpha" in values else None
     except ValueError:
-        raise UserError(f"--lora {text}: r and alpha are whole numbers") from None
+        raise UserError(f"LoRA {text}: r and alpha are whole numbers") from None
     if not 1 <= rank <= 4096:
-        raise UserError(f"--lora {text}: r is between 1 and 4096")
+        raise UserError(f"LoRA {text}: r is between 1 and 4096")
     return Lora(rank, tuple(values.get("targets", "all-linear").split("+")), alpha)
 
 
@@ -120,6 +125,7 @@ class Job:
     attention: str | None = None  # transformers' attn_implementation; None: its own choice
     compiled: bool = False  # DeepSpeed's engine.compile()
     lengths: tuple[tuple[int, int], ...] = ()  # (tokens, how often) of a data set; `seq_len` is then the longest
+    packed: bool = False  # sequences of those lengths are laid end to end until a row of `seq_len` is full
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -132,6 +138,8 @@ class Job:
             raise UserError(f"--optimizer {self.optimizer}: expected one of {', '.join(OPTIMIZERS)}")
         if self.attention is not None and self.attention not in ATTENTIONS:
             raise UserError(f"--attn {self.attention}: expected one of {', '.join(ATTENTIONS)}")
+        if self.packed and not self.lengths:
+            raise UserError("--packing needs to know how long sequences are: give --lengths FILE")
         if self.global_batch_size is not None:
             if self.global_batch_size < 1:
                 raise UserError(f"--global-batch-size {self.global_batch_size}: expected at least 1")
@@ -145,7 +153,7 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         data = dataclasses.asdict(self)
-        for name in ("script", "workload", "lora", "attention", "compiled", "lengths"):
+        for name in ("script", "workload", "lora", "attention", "compiled", "lengths", "packed"):
             if not data[name]:
                 del data[name]  # what is not used does not make an older study another's
         return data
@@ -178,6 +186,11 @@ class Job:
         return sum(tokens * count for tokens, count in self.lengths) / sum(count for _, count in self.lengths)
 
     @property
+    def samples_per_row(self) -> float:
+        """Sequences in a row of a batch: more than one where they are packed."""
+        return self.seq_len / self.tokens_per_sample if self.packed else 1.0
+
+    @property
     def summary(self) -> str:
         """One line for people."""
         batch = f"global batch {self.global_batch_size}" if self.global_batch_size else "batch free"
@@ -187,7 +200,8 @@ class Job:
         extras += ["compiled"] if self.compiled else []
         tokens = f"{self.seq_len} tokens"
         if self.lengths:
-            tokens = f"{self.tokens_per_sample:.0f} tokens on average, {self.seq_len} at most"
+            packed = f"packed to {self.seq_len}" if self.packed else f"{self.seq_len} at most"
+            tokens = f"{self.tokens_per_sample:.0f} tokens on average, {packed}"
         return ", ".join([self.model.name, tokens, self.precision, *extras, optimizer, batch])
 
     @property

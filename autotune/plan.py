@@ -67,7 +67,7 @@ def prediction_json(one: Prediction, job: Job) -> dict[str, Any]:
         "memory": {name: round(value) for name, value in one.memory.items()}, "moment": one.moment,
         "host_bytes_per_rank": round(one.host_bytes), "step_seconds": one.step_seconds,
         "step_interval": list(one.step_interval), "time": one.time, "samples_per_second": one.samples_per_second,
-        "tokens_per_second": one.samples_per_second * job.seq_len, "binding": one.binding,
+        "tokens_per_second": one.samples_per_second * job.tokens_per_sample, "binding": one.binding,
     }  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def _unlocks(wanted: Prediction, job: Job, hardware: Hardware, space: SearchSpac
 
 
 def _speed(one: Prediction, job: Job) -> str:
-    return f"{format_count(one.samples_per_second * job.seq_len).strip()} tokens/s"
+    return f"{format_count(one.samples_per_second * job.tokens_per_sample).strip()} tokens/s"
 
 
 # -- showing it ----------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def show_plan(plan: Plan, out: Console) -> None:
         for one in plan.best:
             low, high = one.peak_interval
             spread = 100 * (one.step_interval[1] / one.step_seconds - 1)
-            table.add_row(str(one.candidate), format_count(one.samples_per_second * job.seq_len).strip(),
+            table.add_row(str(one.candidate), format_count(one.samples_per_second * job.tokens_per_sample).strip(),
                           f"{one.step_seconds:.3g} s ±{spread:.0f} %",
                           f"{one.peak_bytes / GIB:.1f} ({low / GIB:.1f} to {high / GIB:.1f})", one.binding)  # fmt: skip
         out.print(table)
@@ -209,7 +209,7 @@ def show_comparison(plans: list[Plan], out: Console) -> None:
             table.add_row(str(plan.hardware), "nothing fits", "", "", "", "device memory")
             continue
         one = plan.best[0]
-        tokens = one.samples_per_second * plan.job.seq_len
+        tokens = one.samples_per_second * plan.job.tokens_per_sample
         table.add_row(str(plan.hardware), str(one.candidate), format_count(tokens).strip(),
                       format_count(tokens / plan.job.ranks).strip(), f"{one.peak_bytes / GIB:.1f}", one.binding)  # fmt: skip
     out.print(table)

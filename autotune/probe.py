@@ -27,6 +27,7 @@ _THRIFTY: dict[str, Value] = {
     "zero_stage": 3, MICRO_BATCH: 1, ACCUMULATION: 1, "offload_optimizer": "cpu", "offload_param": "cpu",
     CHECKPOINTING: True, "reduce_bucket_size": 1_000_000, "sub_group_size": 10_000_000,
 }  # fmt: skip
+_ANY_OPTIMIZER = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}  # the script's, as it is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,15 +61,14 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
     baseline, facts = _try(executor, Candidate(()), "probe", seconds)
     if baseline.kind.is_oom:
         say(f"as it is it does not fit ({baseline.reason}); trying what takes least memory")
-        thrifty = Candidate.of(_THRIFTY)
-        outcome, found = _try(executor, thrifty, "probe-thrifty", seconds)
+        before, executor.job = executor.job, dataclasses.replace(executor.job, base_config=_ANY_OPTIMIZER)
+        outcome, found = _try(executor, Candidate.of(_THRIFTY), "probe-thrifty", seconds)
+        executor.job = before
         if not outcome.ok:
             raise UserError(f"{script.name} fits neither as it is nor at its thriftiest: {outcome.reason}")
-        facts = {
-            **facts,
-            **found,
-            **{key: facts[key] for key in ("config", "micro_batch", "accumulation") if key in facts},
-        }
+        if "micro_batch" not in facts:
+            say("it ran out before its own batch was known: --global-batch-size says what it is")
+        facts = {**found, **facts}
         measured = None
     else:
         measured = baseline
@@ -122,8 +122,7 @@ def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
     """What is kept of the facts, for each sample (one of the micro-batch's) instead of each batch."""
     kept = {key: facts[key] for key in ("config", "micro_batch", "accumulation", "precision", "model_config", "causal",
             "model", "trained", "frozen", "checkpointing", "checkpointed", "through_arguments", "loader_prepared",
-            "client_optimizer",
-            "untested_optimizer")}  # fmt: skip
+            "client_optimizer", "untested_optimizer", "flags")}  # fmt: skip
     micro_batch = facts["micro_batch"] if own else 1
     micros = facts.get("micros") or facts["accumulation"]
     rows = facts.get("rows", 0.0) / micros

@@ -22,7 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from autotune.candidate import ACCUMULATION, ATTENTION, CHECKPOINTING, MICRO_BATCH, MODEL_KNOBS, Candidate, knobs_of
+from autotune.candidate import (
+    ACCUMULATION,
+    CHECKPOINTING,
+    MICRO_BATCH,
+    MODEL_KNOBS,
+    PACKING,
+    TRACED_KNOBS,
+    Candidate,
+    knobs_of,
+)
 from autotune.errors import NothingFits, UserError
 from autotune.export import meta, write_export
 from autotune.hardware import Hardware, detect, named_hardware
@@ -31,7 +40,7 @@ from autotune.models import resolve_model, workload_spec
 from autotune.outcome import Kind
 from autotune.probe import Probe, job_of, own_candidate, probe, unknown_job
 from autotune.report import PlainObserver, closest_lines, make_observer, record_json, winner_lines
-from autotune.script import command, make_script, starter
+from autotune.script import carried, command, make_script, starter
 from autotune.search.study import SEARCH, Record, StudyStore, default_storage, fingerprint
 from autotune.space import Domain, SearchSpace, load_space
 from autotune.units import format_bytes, format_duration, parse_bytes, parse_duration, parse_share
@@ -83,6 +92,7 @@ class Request:
     attention: str | None = None
     compiled: bool = False
     lengths: Path | None = None
+    packed: bool = False
     workload: str | None = None
     runs: Path = field(default_factory=lambda: Path("runs"))
 
@@ -95,7 +105,7 @@ def build_job(request: Request, hardware: Hardware) -> Job:
     """
     if request.workload:
         for name, given in (("--model", request.model), ("--lora", request.lora), ("--attn", request.attention),
-                            ("--lengths", request.lengths)):  # fmt: skip
+                            ("--lengths", request.lengths), ("--packing", request.packed)):  # fmt: skip
             if given:
                 raise UserError(
                     f"{name} with --workload: the function itself makes model and batches; leave {name} out"
@@ -111,9 +121,14 @@ def build_job(request: Request, hardware: Hardware) -> Job:
     seq_len = _sequence(request.seq_len, longest, model.name)
     lengths = load_lengths(request.lengths) if request.lengths else ()
     if lengths:
-        if seq_len is not None:
+        most = max(tokens for tokens, _ in lengths)
+        if seq_len is not None and not request.packed:
             raise UserError("--lengths says how long sequences are: leave --seq-len out")
-        seq_len = max(tokens for tokens, _ in lengths)
+        seq_len = seq_len or most
+        if seq_len < most:
+            raise UserError(
+                f"--seq-len {seq_len}: the longest sequence of --lengths, {most} tokens, fits in no such row"
+            )
     if seq_len is None:
         seq_len = min(DEFAULT_SEQ_LEN[hardware.device], longest or 10**9)
     if longest and seq_len > longest:
@@ -125,46 +140,45 @@ def build_job(request: Request, hardware: Hardware) -> Job:
         model=model, ranks=hardware.count, seq_len=seq_len, precision=request.precision or _precision(base, hardware),
         optimizer=request.optimizer, global_batch_size=batch, base_config=base,
         lora=parse_lora(request.lora) if request.lora else None, attention=request.attention, compiled=request.compiled,
-        lengths=lengths, workload=request.workload,
+        lengths=lengths, packed=request.packed, workload=request.workload,
     )  # fmt: skip
-    _check_packages(job)
+    for option, value in (("--lora", job.lora), ("--attn", job.attention)):
+        if package := _missing_package(value):
+            raise UserError(f"{option} {value} needs the package {package}, which is not installed: "
+                            "install it or leave it out")  # fmt: skip
     return job
 
 
-# What a choice needs that is not always installed: found out once, not in every trial.
-_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-
-
 def installed(space: SearchSpace) -> tuple[SearchSpace, list[str]]:
-    """The space without kernels whose package is missing, and a line for each.
+    """The space without choices whose package is missing, and a line for each: found out once, not in every trial.
 
     Raises:
         UserError: none is left.
     """
-    domain = space.knobs.get(ATTENTION)
-    if domain is None:
-        return space, []
-    needed = {kind: _PACKAGES[str(kind)] for kind in domain.values if kind in _PACKAGES}
-    missing = {kind: package for kind, package in needed.items() if _is_missing(package)}
-    left = tuple(kind for kind in domain.values if kind not in missing)
-    lines = [f"attention {kind} needs the package {package}, which is not installed: left out"
-             for kind, package in missing.items()]  # fmt: skip
-    if not left:
-        raise UserError(f"space {space.name}: {lines[0].removesuffix(': left out')}; install it or add another")
-    return dataclasses.replace(space, knobs={**space.knobs, ATTENTION: Domain(left)}), lines
+    knobs, lines = dict(space.knobs), []
+    for knob in TRACED_KNOBS:
+        if knob not in knobs:
+            continue
+        missing = {value: package for value in knobs[knob].values if (package := _missing_package(value))}
+        said = [f"{knob} {value} needs the package {package}, which is not installed"
+                for value, package in missing.items()]  # fmt: skip
+        left = tuple(value for value in knobs[knob].values if value not in missing)
+        if not left:
+            raise UserError(f"space {space.name}: {said[0]}; install it or add another")
+        knobs[knob] = dataclasses.replace(knobs[knob], values=left)
+        lines += [f"{line}: left out" for line in said]
+    return dataclasses.replace(space, knobs=knobs), lines
 
 
-def _is_missing(package: str) -> bool:
-    return importlib.util.find_spec(package) is None
+_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 
 
-def _check_packages(job: Job) -> None:
-    needed = {"--lora": "peft"} if job.lora else {}
-    if job.attention in _PACKAGES:
-        needed[f"--attn {job.attention}"] = _PACKAGES[job.attention]
-    for option, package in needed.items():
-        if _is_missing(package):
-            raise UserError(f"{option} needs the package {package}, which is not installed: install it or leave it out")
+def _missing_package(choice: object) -> str | None:
+    """What an attention or adapters need and this machine has not."""
+    if choice in (None, "none"):
+        return None
+    package = "peft" if str(choice).startswith("r=") else _PACKAGES.get(str(choice))
+    return package if package and importlib.util.find_spec(package) is None else None
 
 
 def _sequence(asked: int | str | None, longest: int | None, model: str) -> int | None:
@@ -303,11 +317,10 @@ def _prepare(request: Request) -> _Setup:
     hardware = detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom)
     space = load_space(request.space or ("default" if hardware.device == "cuda" else "cpu_demo"))
     if request.script:
-        for name, given in (
-            ("--model", request.model),
-            ("--seq-len", request.seq_len),
-            ("--precision", request.precision),
-        ):
+        for name, given in (("--model", request.model), ("--seq-len", request.seq_len), ("--precision", request.precision),
+                            ("--lora", request.lora), ("--attn", request.attention), ("--compile", request.compiled),
+                            ("--lengths", request.lengths), ("--packing", request.packed),
+                            ("--workload", request.workload)):  # fmt: skip
             if given:
                 raise UserError(f"{name} with a script: the script itself says it; leave {name} out")
         if request.global_batch_size is not None and request.global_batch_size % hardware.count:
@@ -436,10 +449,13 @@ def _report(
     if job.script is not None:
         config = str(files[0].resolve())
         plain = shlex.join([*starter(job.script, job.ranks, config), *command(job.script, winner, config)])
-        lines += [f"  train with: {plain}"]
+        watched = f"autotune launch {name} -- {shlex.join(job.script.argv)}"
+        if carried(job.script):
+            lines += [f"  train with: {plain}", f"  or watched: {watched}"]
+        else:
+            lines += [f"  train with: {watched}", f"  or put {files[0]} where the script has its own config"]
         if job.script.profile["loader_prepared"] and not dict(job.script.flags).get(MICRO_BATCH):
             lines += [f"    with batch_size={winner.micro_batch} in its data loader, which no config reaches"]
-        lines += [f"  or watched: autotune launch {name} -- {shlex.join(job.script.argv)}"]
     counts = ", ".join(f"{count} {kind}" for kind, count in result.by_kind.most_common())
     lines.append(
         f"  {sum(result.by_kind.values())} trials ({counts}) in {format_duration(result.used_seconds)}; {result.ended}"
@@ -479,7 +495,10 @@ def for_job(space: SearchSpace, job: Job) -> SearchSpace:
     space = with_base(space, job.base_config)
     knobs = dict(space.knobs)
     if job.workload is not None:
-        knobs.pop(ATTENTION, None)
+        for knob in TRACED_KNOBS:
+            knobs.pop(knob, None)
+    if not job.lengths:
+        knobs.pop(PACKING, None)
     if job.script is None:
         return dataclasses.replace(space, knobs=knobs)
     seen = job.script.profile

@@ -19,6 +19,9 @@ KNOWN_FLAGS = {
     ACCUMULATION: "--gradient_accumulation_steps",
     CHECKPOINTING: "--gradient_checkpointing",
 }
+CONFIG_FLAG = "--deepspeed"  # of Hugging Face's parsers: the config's file
+LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")  # what the `deepspeed` launcher gives every rank
+FLAGS = frozenset((*KNOWN_FLAGS.values(), CONFIG_FLAG, *LOCAL_RANK_FLAGS))  # worth knowing whether a script has them
 _LAUNCHERS = {"deepspeed", "torchrun", "accelerate", "mpirun", "srun"}
 # One of these at the top makes a JSON file a DeepSpeed config.
 _DS_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
@@ -55,15 +58,32 @@ def candidate_of_config(config: dict[str, Any]) -> Candidate:
 
 
 def command(script: Script, candidate: Candidate, config: str) -> list[str]:
-    """The script's command under a candidate, its DeepSpeed config read from the file `config`."""
+    """The script's command under a candidate, its DeepSpeed config read from the file `config`: as far as flags carry it,
+    see `carried`."""
     argv = with_configs(script.argv, Path(script.cwd), lambda path, at: config)
-    given = {word.partition("=")[0] for word in argv}
-    declared = set(dict(script.flags).values())
-    all_known = bool(script.profile.get("through_arguments"))  # Trainer's arguments have every one of them
+    flags = _flags(script)
+    if argv == list(script.argv) and CONFIG_FLAG in flags and script.profile.get("through_arguments"):
+        argv = with_flag(argv, CONFIG_FLAG, config)
     for flag, setting in settings(script, candidate).items():
-        if all_known or flag in given or flag in declared:  # others may be unknown to the script
+        if flag in flags:
             argv = with_flag(argv, flag, setting)
     return argv
+
+
+def carried(script: Script) -> bool:
+    """Whether `command` says all of a candidate; what it does not stands in the script's own code or files."""
+    flags, through = {**KNOWN_FLAGS, **dict(script.flags)}, bool(script.profile.get("through_arguments"))
+    named = with_configs(script.argv, Path(script.cwd), lambda path, at: "") != list(script.argv)
+    if not (named or script.ds_config is not None or (through and CONFIG_FLAG in _flags(script))):
+        return False
+    # a loop of DeepSpeed's has its batch from the config, Trainer from its own arguments
+    return not through or {flags[MICRO_BATCH], flags[ACCUMULATION]} <= _flags(script)
+
+
+def _flags(script: Script) -> set[str]:
+    """Flags that the script takes: given, declared, or seen in its parser."""
+    given = {word.partition("=")[0] for word in script.argv}
+    return given | set(dict(script.flags).values()) | set(script.profile.get("flags", ()))
 
 
 def make_script(command: list[str], maps: list[str], worst_case: bool = False, ds_config: Path | None = None) -> Script:
@@ -96,8 +116,11 @@ def make_script(command: list[str], maps: list[str], worst_case: bool = False, d
 
 def _mapping(text: str) -> tuple[str, str]:
     knob, equals, flag = text.partition("=")
-    if not equals or not flag.startswith("-"):
-        raise UserError(f"--map {text}: expected KNOB=--FLAG, like {MICRO_BATCH}=--batch_size")
+    if not equals or not flag or "=" in flag:
+        raise UserError(
+            f"--map {text}: expected KNOB=--FLAG, like {MICRO_BATCH}=--batch_size, or KNOB=NAME where the script is "
+            "given NAME=VALUE"
+        )
     if knob not in KNOBS:
         raise UserError(f"--map {text}: unknown knob {knob!r}{near(knob, KNOBS)}")
     return knob, flag
@@ -106,6 +129,8 @@ def _mapping(text: str) -> tuple[str, str]:
 def starter(script: Script, ranks: int, config: str) -> list[str]:
     """What starts the script's ranks without autotune."""
     if script.ds_config is None:
+        if not script.profile.get("through_arguments") and set(LOCAL_RANK_FLAGS) & set(script.profile.get("flags", ())):
+            return ["deepspeed", "--num_gpus", str(ranks)]
         return ["torchrun", "--nproc-per-node", str(ranks)]
     return ["accelerate", "launch", "--use_deepspeed", "--deepspeed_config_file", config, "--num_processes", str(ranks)]
 
@@ -133,9 +158,16 @@ def with_configs(argv: Sequence[str], cwd: Path, renamed: Callable[[Path, int], 
 
 
 def with_flag(argv: list[str], flag: str, value: Value) -> list[str]:
-    """The arguments with the flag at this value: in place where it is given, else at the end."""
+    """The arguments with the flag at this value: in place where it is given, else at the end. A name without dashes stands
+    for an argument `name=value`, as Hydra and OmegaConf read it."""
     found = list(argv)
     for at, word in enumerate(found):
+        if not flag.startswith("-"):
+            name, equals, _ = word.partition("=")
+            if equals and name.lstrip("+") == flag:
+                found[at] = f"{name}={value}"
+                return found
+            continue
         if word == flag:
             if at + 1 < len(found) and not found[at + 1].startswith("--"):
                 found[at + 1] = str(value)
@@ -145,4 +177,4 @@ def with_flag(argv: list[str], flag: str, value: Value) -> list[str]:
         if word.startswith(flag + "="):
             found[at] = f"{flag}={value}"
             return found
-    return [*found, flag, str(value)]
+    return [*found, *([flag, str(value)] if flag.startswith("-") else [f"{flag}={value}"])]

@@ -16,7 +16,7 @@ import yaml
 
 from autotune.candidate import ACCUMULATION, KNOBS, MICRO_BATCH, RUNG_KNOBS, Candidate, Value, is_read, short_name
 from autotune.errors import UserError, near
-from autotune.job import Job
+from autotune.job import Job, Lora, parse_lora
 
 MAX_CANDIDATES = 2_000_000  # beyond it, enumerating takes minutes
 _DS_KEYS = json.loads((resources.files("autotune") / "data" / "deepspeed_keys.json").read_text())
@@ -310,6 +310,8 @@ class _Parser:
                 raise self.fail(path, f"expected a number, a word or true/false, found {value!r}")
             return value
         knob = KNOBS[name]
+        if knob.kind is Lora:
+            return self._lora(path, value)
         if isinstance(knob.kind, tuple):
             word = "none" if value is None else value
             if word not in knob.kind:
@@ -335,3 +337,14 @@ class _Parser:
                 f"{value} is out of range: expected {'0 to 3' if name == 'zero_stage' else f'at least {knob.low}'}",
             )
         return value
+
+    def _lora(self, path: tuple[str, ...], value: Any) -> str:
+        """`none` for full training, or adapters in their shortest writing; a number is a rank."""
+        if value in (None, "none"):
+            return "none"
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise self.fail(path, f"expected none, a rank, or r=16,targets=all-linear, found {value!r}")
+        try:
+            return str(parse_lora(f"r={value}" if isinstance(value, int) else value))
+        except UserError as error:
+            raise self.fail(path, str(error)) from None

@@ -1,8 +1,8 @@
-"""`autotune launch` under fire: `python benchmarks/recovery.py [--kills 20] [--json FILE]`, on two CPU ranks.
+"""`autotune launch` under fire: `python benchmarks/recovery.py [--kills 20] [--turns 300] [--json FILE]`, on two CPU ranks.
 
 1. A Trainer script of 60 steps whose 7th, 19th and 40th batches are too long for the memory cap.
 2. The same without long batches, a rank killed at random moments.
-3. The same undisturbed, against torchrun alone: seconds of a step, in turn.
+3. The same undisturbed, against torchrun alone, in turn (`benchmarks/inturn.py`): seconds of a step.
 
 Every step's samples are compared with those of an undisturbed training.
 """
@@ -15,7 +15,6 @@ import random
 import runpy
 import shutil
 import signal
-import statistics
 import tempfile
 import threading
 import time
@@ -24,7 +23,8 @@ from typing import Any
 
 import psutil
 from common import print_table, write_json
-from scripts import AUTO, OWN, train
+from inturn import ratio, take_turns, torchrun, under_autotune
+from scripts import AUTO, OWN
 
 from autotune.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.hardware import detect
@@ -34,11 +34,10 @@ from autotune.models import ModelSpec
 from autotune.training import Launcher, Summary
 from autotune.units import MIB
 
-HERE = Path(__file__).parent
 SCRIPT = OWN / "long_batches.py"
 STEPS, BATCH = 60, 8
-FLAGS = ["--deepspeed", "ds.json", "--output_dir", "out", "--save_steps", "5", "--save_total_limit", "3", "--max_steps",
-         str(STEPS), "--report_to", "none", "--seen", "seen", "--use_cpu"]  # fmt: skip
+FLAGS = ["--deepspeed", "ds.json", "--output_dir", "out", "--save_steps", "5", "--save_total_limit", "3", "--report_to",
+         "none", "--seen", "seen", "--use_cpu"]  # fmt: skip
 
 
 seen_samples = runpy.run_path(str(SCRIPT), run_name="read")["seen_samples"]
@@ -50,8 +49,8 @@ def rung(micro_batch: int) -> Rung:
     return Rung(Candidate.of(knobs), 1e9, 1.0, True)
 
 
-def argv(*, long_steps: str, tokens: int = 512) -> list[str]:
-    return [str(SCRIPT), *FLAGS, "--long_steps", long_steps, "--long", str(tokens)]
+def argv(*, long_steps: str, tokens: int = 512, steps: int = STEPS) -> list[str]:
+    return [str(SCRIPT), *FLAGS, "--max_steps", str(steps), "--long_steps", long_steps, "--long", str(tokens)]
 
 
 def launch(folder: Path, words: list[str], ladder: list[Rung], cap: int | None, restarts: int) -> Summary:
@@ -100,33 +99,24 @@ def killed(folder: Path, kills: int, seed: int) -> Summary:
     return summary
 
 
-def overhead(folder: Path, rounds: int) -> dict[str, Any]:
-    """Seconds of a step under launch and without, in turn; the script's own timing of its run."""
+def overhead(folder: Path, turns: int) -> dict[str, Any]:
+    """Seconds of a step under launch and under torchrun, as the training's own log has them."""
     folder.mkdir()
     (folder / "ds.json").write_text(json.dumps(AUTO))
-    words = argv(long_steps="")
-    words[words.index("--save_steps") + 1] = "1000"
-    plain = [*words, "--per_device_train_batch_size", "4"]
-    ours, theirs = [], []
-    for _ in range(rounds):
-        theirs.append(train(folder, plain, STEPS - 1, None)["step_seconds"])
-        out = folder / "launched.json"
-        out.unlink(missing_ok=True)
-        timed = [str(HERE / "timed.py"), str(STEPS - 1), str(out), *plain]
-        launch(folder, timed, [rung(4)], None, 0)
-        ours.append(json.loads(out.read_text())["step_seconds"])
-    ratio = statistics.median(ours) / statistics.median(theirs)
-    return {
-        "case": f"overhead, {rounds} rounds in turn",
-        "seconds": statistics.median(ours),
-        "launch / torchrun": ratio,
-    }
+    words = argv(long_steps="", steps=100_000)
+    words[words.index("--save_steps") + 1] = "100000"
+    job = Job(ModelSpec("long", {}, str(SCRIPT)), 2, 32, "fp32", script=Script(tuple(words), str(folder)))
+    ours = under_autotune("launch", job, rung(4).candidate, folder)
+    theirs = torchrun("torchrun", [*words, "--per_device_train_batch_size", "4"], folder, 2)
+    take_turns([ours, theirs], turns)
+    slower, spread = ratio(theirs, ours)
+    return {"case": f"overhead, {turns} turns each", "launch / torchrun, step": slower, "±": spread}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=300, help="of launch and torchrun, for the overhead")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -148,7 +138,7 @@ def main() -> None:
             met = len(summary.attempts) - 1
             rows.append(judged(f"a rank killed {met} times", root / f"kill{part}", summary, time.monotonic() - began))
             left, part = left - max(1, met), part + 1
-        rows.append(overhead(root / "overhead", arguments.rounds))
+        rows.append(overhead(root / "overhead", arguments.turns))
     print_table("training under autotune launch", rows)
     write_json(arguments.json, rows)
 

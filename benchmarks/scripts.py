@@ -1,22 +1,21 @@
 """Scripts that others wrote, as their packages ship them, tuned and trained with on CPU ranks.
 
-`python benchmarks/scripts.py [--only sft,dpo] [--budget 75s] [--steps 50] [--json FILE]`
+`python benchmarks/scripts.py [--only sft,dpo] [--budget 75s] [--turns 30] [--json FILE]`
 
-Each script is tuned by `autotune run -- SCRIPT …`; then the winner is measured again, and its own starting config and
-the exported one are trained with by torchrun, without autotune, and their steps timed (`benchmarks/timed.py`), all in
-turn; loops of accelerate's, whose batch size stands in their code, by `autotune launch`. Models, tokenizer and texts
-are made here, small and random.
+Each script is tuned by `autotune run -- SCRIPT …`. Then three trainings take turns (`benchmarks/inturn.py`): its own
+starting config and the exported one by torchrun, without autotune, and a trial of the winner; loops of accelerate's, whose
+batch size stands in their code, by `autotune launch`. Last, what autotune measures of a run is compared with the log that
+this run writes itself. Models, tokenizer and texts are made here, small and random.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
+import itertools
 import json
 import os
 import random
-import shlex
 import statistics
 import subprocess
 import sys
@@ -26,17 +25,18 @@ from pathlib import Path
 from typing import Any
 
 from common import print_table, write_json
+from inturn import ratio, samples_per_second, take_turns, torchrun, under_autotune
 
 from autotune.candidate import Candidate
-from autotune.executors.base import VERIFY
-from autotune.executors.local import LocalExecutor, rank_environment
-from autotune.ladder import Rung
+from autotune.executors.base import Effort
+from autotune.executors.local import LocalExecutor
+from autotune.job import Job
 from autotune.script import command
 from autotune.search.study import StudyStore
-from autotune.training import Launcher
+from autotune.trial.script_rank import WARMUP_STEPS
 
-HERE = Path(__file__).parent
-OWN = HERE.parent / "tests" / "scripts"
+OWN = Path(__file__).parent.parent / "tests" / "scripts"
+MEASURED_STEPS = 45
 RANKS = 2
 AUTO = {
     "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "train_batch_size": "auto",
@@ -128,7 +128,7 @@ def shipped(package: str, path: str) -> str:
 def cases() -> dict[str, tuple[list[str], list[str]]]:
     """Name -> (options of run, the script and its arguments)."""
     trainer = ["--deepspeed", "auto.json", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4",
-               "--max_steps", "200", "--output_dir", "out", "--report_to", "none", "--save_strategy", "no",
+               "--max_steps", "100000", "--output_dir", "out", "--report_to", "none", "--save_strategy", "no",
                "--gradient_checkpointing", "False", "--use_cpu"]  # fmt: skip
     trl = [*trainer, "--model_name_or_path", "causal", "--bf16", "False", "--max_length", "64",
            "--dtype", "float32"]  # fmt: skip
@@ -141,49 +141,18 @@ def cases() -> dict[str, tuple[list[str], list[str]]]:
         "trl reward": ([], [shipped("trl", "scripts/reward.py"), *trl, "--dataset_name", "pairs"]),
         "accelerate test_peak_memory_usage": (
             ["--ds-config", "accelerate.json"],
-            [shipped("accelerate", external), "--model_name_or_path", "classifier", "--n_train", "6000", "--num_epochs", "9"],
+            [shipped("accelerate", external), "--model_name_or_path", "classifier", "--n_train", "6000", "--num_epochs", "99"],
         ),
         "plain loop": (
             ["--map", "train_micro_batch_size_per_gpu=--batch_size"],
-            [str(OWN / "plain.py"), "--deepspeed_config", "plain.json", "--batch_size", "2", "--steps", "500"],
+            [str(OWN / "plain.py"), "--deepspeed_config", "plain.json", "--batch_size", "2", "--steps", "100000"],
         ),
         "Trainer": ([], [str(OWN / "trainer.py"), *trainer]),
-        "accelerate loop": ([], [str(OWN / "accelerated.py"), "--config", "accelerate.json", "--steps", "500"]),
+        "accelerate loop": ([], [str(OWN / "accelerated.py"), "--config", "accelerate.json", "--steps", "100000"]),
     }  # fmt: skip
 
 
-def train(folder: Path, argv: list[str], steps: int, ds_config: str | None) -> dict[str, float]:
-    """One training without autotune: its steps' seconds."""
-    out = folder / "timed.json"
-    out.unlink(missing_ok=True)
-    env = {**rank_environment("cpu"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    if ds_config:
-        env |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": ds_config}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
-         str(HERE / "timed.py"), str(steps), str(out), *argv],
-        cwd=folder, env=env, capture_output=True, text=True,
-    )  # fmt: skip
-    if not out.exists():
-        raise RuntimeError(f"{shlex.join(argv)}\n{done.stdout[-1000:]}{done.stderr[-3000:]}")
-    return dict(json.loads(out.read_text()))
-
-
-def launched(folder: Path, argv: list[str], steps: int, store: StudyStore, winner: Candidate) -> dict[str, float]:
-    """The same under `autotune launch`: for loops whose loader's batch size stands in their code, which no config reaches."""
-    out = folder / "launched.json"
-    out.unlink(missing_ok=True)
-    assert store.job.script is not None
-    words = (str(HERE / "timed.py"), str(steps), str(out), *argv)
-    job = dataclasses.replace(store.job, script=dataclasses.replace(store.job.script, argv=words))
-    ladder = [Rung(winner, 1e9, 1.0, True)]
-    Launcher(job, store.hardware, ladder, folder, max_restarts=0, silent_seconds=300.0, say=print).run()
-    return dict(json.loads(out.read_text()))
-
-
-def one(
-    name: str, options: list[str], argv: list[str], folder: Path, budget: str, steps: int, rounds: int
-) -> dict[str, Any]:
+def one(name: str, options: list[str], argv: list[str], folder: Path, budget: str, turns: int) -> dict[str, Any]:
     study = "".join(c if c.isalnum() else "-" for c in name)
     done = subprocess.run(
         [sys.executable, "-m", "autotune.cli", "run", "--device", "cpu", "--gpus", str(RANKS), "--budget", budget,
@@ -196,38 +165,47 @@ def one(
     store = StudyStore.load(str(folder / "runs" / study))
     script, winner = store.job.script, Candidate.of(report["winner"]["candidate"])
     assert script is not None
-    first = store.records()[0].outcome
     exported = str(Path(folder / report["files"][0]).resolve())
-    theirs, ours, again = [], [], []
-    executor = LocalExecutor(store.job, store.hardware, folder / "again" / study, [winner])
-    executor.open(print)
-    for at in range(rounds):
-        with closing(executor.session(winner, str(at))) as session:
-            measured = session.measure(winner, VERIFY, 300.0).measurement
-        assert measured is not None
-        again.append(measured.samples_per_second)
-        theirs.append(train(folder, argv, steps, script.ds_config)["samples_per_second"])
-        if name.startswith("accelerate"):
-            found = launched(folder, argv, steps, store, winner)
-        else:
-            found = train(folder, command(script, winner, exported), steps, None)
-        ours.append(found["samples_per_second"])
-    executor.close()
+    if name.startswith("accelerate"):  # a loader's batch size stands in their code, which no config reaches
+        ours = under_autotune("launch", store.job, winner, folder)
+    else:
+        ours = torchrun("exported", command(script, winner, exported), folder, RANKS)
+    own, trial = (
+        torchrun("own", argv, folder, RANKS, script.ds_config),
+        under_autotune("trial", store.job, winner, folder),
+    )
+    take_turns([own, ours, trial], turns)
+    gain, gain_spread = ratio(ours, own)
+    slower, slower_spread = ratio(ours, trial)
     return {
         "script": name, "tuned": "verified" if report["verified"] else "measured", "winner": str(winner),
-        "own samples/s": statistics.median(theirs), "exported samples/s": statistics.median(ours),
-        "exported / own": statistics.median(ours) / statistics.median(theirs),
-        "trained / measured, in turn": statistics.median(o / a for o, a in zip(ours, again, strict=True)),
-        "as it is, measured": first.measurement.samples_per_second if first and first.measurement else None,
+        "own samples/s": samples_per_second(own), "exported samples/s": samples_per_second(ours),
+        "exported / own": gain, "exported / own, ±": gain_spread, "exported / its trial": slower,
+        "exported / its trial, ±": slower_spread, "own log / measured, same run": same_run(store, winner, folder),
     }  # fmt: skip
+
+
+def same_run(store: StudyStore, winner: Candidate, folder: Path) -> float:
+    """Speed by the log that a training writes itself, against what autotune measures of that very run."""
+    side = under_autotune("trial", store.job, winner, folder)
+    job = Job.from_json(json.loads(side.log.with_suffix(".json").read_text())["job"])
+    executor = LocalExecutor(job, store.hardware, folder / "same", [winner])
+    executor.open(print)
+    effort = Effort(min_steps=MEASURED_STEPS, max_steps=MEASURED_STEPS, min_seconds=0.0, max_seconds=300.0)
+    side.log.unlink(missing_ok=True)
+    with closing(executor.session(winner, "0")) as session:
+        measured = session.measure(winner, effort, 300.0).measurement
+    executor.close()
+    assert measured is not None
+    logged = [b - a for a, b in itertools.pairwise(side.ends()[WARMUP_STEPS - 1 :])]
+    return measured.step_seconds / statistics.median(logged)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="comma-separated parts of names")
     parser.add_argument("--budget", default="75s")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -240,9 +218,9 @@ def main() -> None:
             if arguments.only and not any(part in case for part in arguments.only.split(",")):
                 continue
             try:
-                row = one(case, options, argv, folder, arguments.budget, arguments.steps, arguments.rounds)
+                row = one(case, options, argv, folder, arguments.budget, arguments.turns)
             except RuntimeError as error:
-                row = {"script": case, "tuned": f"training failed: {str(error)[-400:]}"}
+                row = {"script": case, "tuned": f"training failed: {str(error)[-3000:]}"}
             rows.append(row)
             print(json.dumps(row), flush=True)
     print_table("scripts of others and ours, two CPU ranks", rows)

@@ -34,6 +34,7 @@ def test_what_is_not_used_leaves_older_studies_alone() -> None:
 )
 def test_lora(text: str, expected: Lora) -> None:
     assert parse_lora(text) == expected
+    assert parse_lora(str(expected)) == expected
 
 
 @given(st.text(max_size=20))

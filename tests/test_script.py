@@ -1,5 +1,6 @@
 """A script's command line: what is taken, and how a candidate gets into it."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from autotune.candidate import Candidate
 from autotune.errors import UserError
 from autotune.job import Script
-from autotune.script import candidate_of_config, command, is_ds_config, make_script, with_flag
+from autotune.script import FLAGS, candidate_of_config, carried, command, is_ds_config, make_script, starter, with_flag
 from autotune.training import check_script
 from tests.conftest import make_candidate, make_job
 
@@ -79,6 +80,36 @@ def test_the_command_of_a_candidate(folder: Path) -> None:
 )
 def test_a_flag_is_set_where_it_stands(argv: list[str], expected: list[str]) -> None:
     assert with_flag(argv, "--bs", 4) == expected
+
+
+def test_a_name_without_dashes_is_an_argument_of_its_own(folder: Path) -> None:
+    script = make_script(["train.py", "model=big", "++data.bs=8"], ["train_micro_batch_size_per_gpu=data.bs"])
+    assert command(script, make_candidate(2, 4), "best.json") == ["train.py", "model=big", "++data.bs=4"]
+    assert with_flag(["train.py"], "data.bs", 4) == ["train.py", "data.bs=4"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "profile", "expected"),
+    [
+        (["train.py", "--deepspeed", "ds.json"], {}, True),
+        (["train.py"], {}, False),
+        (["train.py", "args.yaml"], {"through_arguments": True}, False),
+        (["train.py", "--deepspeed", "ds.json"], {"through_arguments": True}, False),
+        (["train.py"], {"through_arguments": True, "flags": sorted(FLAGS)}, True),
+    ],
+)
+def test_what_a_command_can_carry(folder: Path, argv: list[str], profile: dict, expected: bool) -> None:
+    script = dataclasses.replace(make_script(argv, []), profile=profile)
+    assert carried(script) == expected
+    words = command(script, make_candidate(1, 4, 2), "best.json")
+    assert ("best.json" in words) == (expected or "ds.json" in argv)
+
+
+def test_a_script_that_wants_its_rank_is_started_by_deepspeed(folder: Path) -> None:
+    script = make_script(["train.py", "--deepspeed", "ds.json"], [])
+    assert starter(script, 2, "best.json")[0] == "torchrun"
+    wants = dataclasses.replace(script, profile={"flags": ["--local_rank"]})
+    assert starter(wants, 2, "best.json") == ["deepspeed", "--num_gpus", "2"]
 
 
 def test_what_is_a_deepspeed_config(folder: Path) -> None:

@@ -23,6 +23,7 @@ from autotune.ladder import Rung
 from autotune.outcome import Kind, Outcome
 from autotune.probe import Probe, job_of, own_candidate, probe, unknown_job
 from autotune.run import for_job
+from autotune.script import carried
 from autotune.space import load_space
 from autotune.training import Launcher, Summary
 from autotune.units import MIB
@@ -121,6 +122,106 @@ def test_a_script_is_tuned_as_it_is(
     assert entries(tmp_path) == before, "nothing is left behind"
 
 
+MODEL = """
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+
+        def forward(self, x):
+            return self.layers(x)
+
+    data = torch.utils.data.TensorDataset(torch.randn(4096, 16), torch.randint(0, 4, (4096,)))
+    measure = torch.nn.CrossEntropyLoss()
+"""
+WAYS = {
+    # the config a dict in the code, DeepSpeed's own loader, the rank as the `deepspeed` launcher gives it
+    "training_data": """
+        import argparse, deepspeed
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--local_rank", type=int, default=-1)
+        parser = deepspeed.add_config_arguments(parser)
+        args = parser.parse_args()
+        assert args.local_rank >= 0
+        deepspeed.init_distributed()
+        net = Net()
+        config = {"train_batch_size": 8, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1},
+                  "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+                  "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}
+        engine, _, loader, _ = deepspeed.initialize(args=args, model=net, model_parameters=net.parameters(),
+                                                    training_data=data, config=config)
+        for _ in range(3):
+            for x, y in loader:
+                loss = measure(engine(x.to(engine.local_rank) if torch.cuda.is_available() else x), y)
+                engine.backward(loss)
+                engine.step()
+        """,
+    # the module is called and not the engine; the batch is given as Hydra gives it
+    "name=value": """
+        import sys, deepspeed
+        given = dict(word.split("=") for word in sys.argv[1:])
+        net = Net()
+        engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=given["ds"])
+        loader = torch.utils.data.DataLoader(data, batch_size=int(given["data.batch"]))
+        for x, y in loader:
+            engine.backward(measure(engine.module(x), y))
+            engine.step()
+        """,
+    # accelerate with its plugin in the code, the accumulation given twice
+    "plugin": """
+        from accelerate import Accelerator, DeepSpeedPlugin
+        accelerator = Accelerator(gradient_accumulation_steps=2,
+                                  deepspeed_plugin=DeepSpeedPlugin(zero_stage=1, gradient_accumulation_steps=2))
+        net = Net()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
+        net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+        for x, y in loader:
+            with accelerator.accumulate(net):
+                accelerator.backward(measure(net(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+    # Trainer's arguments from a file
+    "arguments in a file": """
+        import sys
+        from transformers import HfArgumentParser, Trainer, TrainingArguments
+        (arguments,) = HfArgumentParser(TrainingArguments).parse_json_file(sys.argv[1])
+
+        class Ours(Trainer):
+            def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+                return measure(model(inputs["x"]), inputs["y"])
+
+        rows = [{"x": x, "y": y} for x, y in data]
+        collate = lambda some: {key: torch.stack([one[key] for one in some]) for key in ("x", "y")}
+        Ours(model=Net(), args=arguments, train_dataset=rows, data_collator=collate).train()
+        """,
+}
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_other_ways_to_write_a_training(scripts: Scripts, tmp_path: Path, way: str) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    arguments = {"output_dir": "out", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "use_cpu": True,
+                 "report_to": "none", "remove_unused_columns": False, "max_steps": 60, "deepspeed": AUTO}  # fmt: skip
+    (tmp_path / "args.json").write_text(json.dumps(arguments))
+    words = {"name=value": ["ds=ds.json", "data.batch=2"], "arguments in a file": ["args.json"]}.get(way, [])
+    flags = (("train_micro_batch_size_per_gpu", "data.batch"),) if way == "name=value" else ()
+    script = write(tmp_path, "train.py", textwrap.dedent(MODEL) + textwrap.dedent(WAYS[way]))
+    found = scripts.probe([script, *words], tmp_path, flags)
+    seen = found.script.profile
+    assert (seen["micro_batch"], seen["accumulation"], seen["batch_note"]) == (2, 2, "")
+    assert ("--local_rank" in seen["flags"]) == (way == "training_data")
+    assert carried(found.script) == (way == "name=value")
+    outcome = scripts.measure(found, make_candidate(2, 4, 3))
+    assert outcome.ok, outcome
+    measured = outcome.measurement
+    assert measured is not None
+    assert measured.samples_per_second * measured.step_seconds == pytest.approx(2 * 4 * 3)
+
+
 def test_out_of_memory_of_a_script_is_a_measurement(scripts: Scripts, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     argv = [str(SCRIPTS / "plain.py"), "--deepspeed_config", "ds.json", "--longest", "1024"]
@@ -159,8 +260,16 @@ def test_a_batch_that_the_script_ignores_is_noticed(scripts: Scripts, tmp_path: 
          import subprocess, sys, time
          subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
          """, "without calling deepspeed.initialize"),
+        ("""
+         import deepspeed, torch
+         from deepspeed.pipe import PipelineModule
+         deepspeed.init_distributed()
+         net = PipelineModule([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], num_stages=2, loss_fn=torch.nn.MSELoss())
+         config = {"train_batch_size": 2, "optimizer": {"type": "Adam"}}
+         deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+         """, "a pipeline"),
     ],
-    ids=["no DeepSpeed", "crash", "needs arguments", "reads stdin", "plain torch", "workers outlive it"],
+    ids=["no DeepSpeed", "crash", "needs arguments", "reads stdin", "plain torch", "workers outlive it", "pipeline"],
 )  # fmt: skip
 def test_scripts_that_cannot_be_tuned(scripts: Scripts, tmp_path: Path, text: str, says: str) -> None:
     name = write(tmp_path, "bad.py", text)

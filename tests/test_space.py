@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from autotune.candidate import is_read
 from autotune.errors import UserError
-from autotune.run import installed
+from autotune.run import for_job, installed
 from autotune.space import DS_TOP_LEVEL, DS_ZERO_KEYS, load_space, parse_space, shipped_spaces
 from tests.conftest import make_job
 
@@ -181,3 +181,22 @@ def test_kernels_that_are_not_installed_are_left_out_once() -> None:
     assert lines == ["attention flash_attention_2 needs the package flash_attn, which is not installed: left out"]
     with pytest.raises(UserError, match="flash_attn"):
         installed(parse_space("knobs: {zero_stage: [1], attention: [flash_attention_2]}"))
+
+
+def test_adapters_are_a_knob(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = parse_space(
+        "knobs: {zero_stage: [1], lora: [none, 8, 'targets=q_proj+v_proj,r=16'], packing: [true, false]}"
+    )
+    assert space.knobs["lora"].values == ("none", "r=8", "r=16,targets=q_proj+v_proj")
+    wrong = {"fast": "expected r=16", "0": "between 1 and 4096", "true": "found True", "1.5": "found 1.5"}
+    for value, message in wrong.items():
+        with pytest.raises(UserError, match=f"f:1: lora: .*{message}"):
+            parse_space(f"knobs: {{lora: [{value}]}}", "f")
+    with pytest.raises(UserError, match="names a value twice"):
+        parse_space("knobs: {lora: [8, r=8]}")
+    assert "packing" not in for_job(space, make_job()).knobs, "batches without lengths are full already"
+    assert "packing" in for_job(space, make_job(lengths=((16, 1), (32, 1)))).knobs
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    left, lines = installed(space)
+    assert left.knobs["lora"].values == ("none",)
+    assert lines[0] == "lora r=8 needs the package peft, which is not installed: left out"

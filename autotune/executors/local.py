@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from autotune.candidate import Candidate, under
+from autotune.candidate import Candidate, samples, under
 from autotune.errors import UserError
 from autotune.executors.base import Effort
 from autotune.hardware import Hardware
@@ -482,10 +482,10 @@ class LocalSession:
         job, hardware = self._executor.job, self._executor.hardware
         steps = results[0]["step_seconds"]
         median = statistics.median(steps)
-        samples = candidate.micro_batch * candidate.accumulation * job.ranks
+        trained = samples(job, candidate)
         if not candidate.knobs:  # a script as it is
-            samples = self.facts["micro_batch"] * self.facts["accumulation"] * job.ranks
-        tokens = samples * job.tokens_per_sample
+            trained = self.facts["micro_batch"] * self.facts["accumulation"] * job.ranks
+        tokens = trained * job.tokens_per_sample
         if "tokens" in results[0]:
             tokens = sum(result["tokens"] for result in results)
 
@@ -495,7 +495,7 @@ class LocalSession:
 
         inside = worst("data_bytes") or worst("reserved_bytes") or 0
         tflops = mfu = None
-        if flops := model_flops_per_token(job):
+        if flops := model_flops_per_token(under(job, candidate)):
             tflops = flops * tokens / median / job.ranks / 1e12
             facts = hardware.gpu_facts
             if facts:
@@ -504,7 +504,7 @@ class LocalSession:
         seconds = {**self._phase_seconds, self._phase.value: now - self._phase_began}
         return Measurement(
             step_seconds=median, step_seconds_spread=median_spread(steps), steps=len(steps),
-            samples_per_second=samples / median, tokens_per_second=tokens / median,
+            samples_per_second=trained / median, tokens_per_second=tokens / median,
             peak_bytes=max(peaks.worst, inside),
             micro_step_seconds=results[0].get("micro_seconds"), boundary_seconds=results[0].get("boundary_seconds"),
             extrapolated=bool(results[0].get("extrapolated")),

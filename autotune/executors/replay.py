@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.candidate import KNOBS, Candidate, Value
+from autotune.candidate import KNOBS, Candidate, Value, samples
 from autotune.errors import UserError, near
 from autotune.executors.base import Effort
 from autotune.hardware import GpuFacts, Hardware, gpu_table, named_gpu
@@ -287,11 +287,11 @@ class ReplaySession:
         executor = self._executor
         assert row.step_seconds is not None
         step = row.step_seconds * executor._random.lognormvariate(0.0, NOISE)
-        samples = candidate.micro_batch * candidate.accumulation * executor._job.ranks
+        trained = samples(executor._job, candidate)
         peak = int(row.peak_gib * GIB)
         measurement = Measurement(
-            step_seconds=step, step_seconds_spread=1.96 * NOISE * step, steps=4, samples_per_second=samples / step,
-            tokens_per_second=samples * executor._job.seq_len / step, peak_bytes=peak,
+            step_seconds=step, step_seconds_spread=1.96 * NOISE * step, steps=4, samples_per_second=trained / step,
+            tokens_per_second=trained * executor._job.tokens_per_sample / step, peak_bytes=peak,
             extrapolated=candidate.accumulation > 3,
         )  # fmt: skip
         return Outcome(

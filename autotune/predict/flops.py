@@ -38,9 +38,10 @@ def matmul_parameters(config: dict[str, Any]) -> int | None:
 
 def model_flops_per_token(job: Job) -> float | None:
     """FLOPs of forward and backward a token: 6 x matmul parameters + 12 x layers x attention width x sequence
-    (Chowdhery et al. 2022, PaLM, appendix B; recomputation is not counted). None for a shape that is not known."""
+    (Chowdhery et al. 2022, PaLM, appendix B; recomputation is not counted); frozen weights take 4, as they have no
+    gradients of their own. None for a shape that is not known."""
     shape, parameters = dense_shape(job.model.config), matmul_parameters(job.model.config)
     if shape is None or parameters is None:
         return None
     layers, attention, _ = shape
-    return 6.0 * parameters + 12.0 * layers * attention * job.seq_len
+    return (4.0 if job.lora else 6.0) * parameters + 12.0 * layers * attention * job.seq_len

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.candidate import ATTENTION, COMPILED, Candidate
-from autotune.job import ATTENTIONS, Job
+from autotune.candidate import ATTENTION, COMPILED, LORA, PACKING, Candidate
+from autotune.job import ATTENTIONS, Job, parse_lora
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -43,6 +43,9 @@ class Columns:
     max_reuse: Floats
     attention: Floats  # which of ATTENTIONS; -1 for transformers' choice
     compiled: Floats
+    lora: Floats  # the adapters' rank; 0 for full training
+    packed: Floats
+    tokens: Floats  # of a row, padding included, on average
 
     def __len__(self) -> int:
         return len(self.stage)
@@ -69,8 +72,13 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
         column(zero + name, DEFAULTS[zero + name])
         for name in ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
     )
+    micro_batch = np.array([float(c.micro_batch) for c in candidates])
+    packed = np.array([float(raw.get(PACKING, job.packed)) for raw in raws])
+    ranks: dict[Any, float] = {None: float(job.lora.rank) if job.lora else 0.0, "none": 0.0}
+    loras = [raw.get(LORA) for raw in raws]
+    ranks |= {one: float(parse_lora(str(one)).rank) for one in set(loras) - set(ranks)}
     return Columns(
-        stage, np.array([float(c.micro_batch) for c in candidates]),
+        stage, micro_batch,
         np.array([float(c.accumulation) for c in candidates]), np.array([float(c.checkpointing) for c in candidates]),
         place("offload_optimizer"), place("offload_param"),
         column("reduce_bucket_size", DEFAULTS["reduce_bucket_size"]),
@@ -79,7 +87,17 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
         prefetch, max_live, max_reuse,
         np.array([float(kinds.index(raw.get(ATTENTION, job.attention))) for raw in raws]) - 1,
         np.array([float(raw.get(COMPILED, job.compiled)) for raw in raws]),
+        np.array([ranks[one] for one in loras]), packed,
+        np.where(packed > 0, float(job.seq_len), padded_tokens(job.lengths, micro_batch) if job.lengths else float(job.seq_len)),
     )  # fmt: skip
+
+
+def padded_tokens(lengths: Sequence[tuple[int, int]], micro_batch: Floats) -> Floats:
+    """Mean of the longest of `micro_batch` sequences drawn from (tokens, how often): what a collator pads to."""
+    tokens, counts = np.array(sorted(lengths), dtype=np.float64).T
+    below = np.concatenate([[0.0], np.cumsum(counts) / counts.sum()])
+    sizes, place = np.unique(micro_batch, return_inverse=True)
+    return np.asarray((np.diff(below ** sizes[:, None], axis=1) @ tokens)[place])
 
 
 def _own_values(config: dict[str, Any]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune.candidate import ATTENTION, Candidate
+from autotune.candidate import TRACED_KNOBS, Candidate, under
 from autotune.hardware import Hardware
 from autotune.job import Job
 from autotune.outcome import Kind, Outcome
@@ -49,6 +49,7 @@ _CPU_SIGMA = 1.2  # a CPU's rates are guesses until the first trial
 _QUIRKS = {
     "stage1": 0.2, "stage2": 0.2, "stage3": 0.2, "checkpointed": 0.05, "offloaded": 0.1, "parameters out": 0.1,
     "overlapped": 0.05, "micro-batch": 0.03, "bucket": 0.03, "sub-group": 0.02, "contiguous": 0.03, "compiled": 0.3,
+    "adapted": 0.1, "packed": 0.15,
 }  # fmt: skip
 # What is not explained is shared among candidates that are alike; more neighbours than these tell little and cost much.
 _MOST_NEIGHBOURS = 128
@@ -93,7 +94,7 @@ class Predictor:
     def __init__(self, job: Job, hardware: Hardware, trace: Trace | None = None) -> None:
         self.job, self.hardware = job, hardware
         self.trace = trace if trace is not None else trace_job(job)
-        self._traces = {job.attention: self.trace}
+        self._traces: dict[tuple[object, ...], Trace] = {(None,) * len(TRACED_KNOBS): self.trace}
         widen = 1.0 if self.trace.exact else 3.0
         gib = _OVERHEAD_GIB[hardware.device]
         extra = _NCCL_GIB if hardware.device == "cuda" and job.ranks > 1 else 0.0
@@ -106,6 +107,7 @@ class Predictor:
             for n, p in _TIME.items()
         ]
         self._time_priors = [*rates, *(Prior(0.0, sigma) for sigma in _QUIRKS.values())]
+        self._packed_rows = job.seq_len / job.tokens_per_sample
         self._memory_noise, self._time_noise = MEMORY_NOISE * widen, TIME_NOISE * widen
         self._seen: dict[Candidate, Outcome] = {}
         self._stale = False
@@ -184,22 +186,20 @@ class Predictor:
 
     def prepare(self, candidates: Sequence[Candidate]) -> _Prepared:
         """What of a prediction does not depend on the calibration."""
-        ways: dict[str | None, list[int]] = {}
+        ways: dict[tuple[object, ...], list[int]] = {}
         for i, candidate in enumerate(candidates):
-            ways.setdefault(candidate.get(ATTENTION, self.job.attention), []).append(i)
+            ways.setdefault(tuple(candidate.get(knob) for knob in TRACED_KNOBS), []).append(i)
+        for way, at in ways.items():
+            if way not in self._traces:
+                self._traces[way] = trace_job(under(self.job, candidates[at[0]]))
         if len(ways) <= 1:
-            trace = self._trace_of(next(iter(ways), self.job.attention))
+            trace = self._traces[next(iter(ways))] if ways else self.trace
             return _Prepared.of(self.job, self.hardware, trace, candidates)
         parts = [
-            _Prepared.of(self.job, self.hardware, self._trace_of(attention), [candidates[i] for i in at])
-            for attention, at in ways.items()
+            _Prepared.of(self.job, self.hardware, self._traces[way], [candidates[i] for i in at])
+            for way, at in ways.items()
         ]
         return _Prepared.joined(parts, list(ways.values()))
-
-    def _trace_of(self, attention: str | None) -> Trace:
-        if attention not in self._traces:
-            self._traces[attention] = trace_job(dataclasses.replace(self.job, attention=attention))
-        return self._traces[attention]
 
     def prepared_table(self, prepared: _Prepared) -> Table:
         self.calibrate()
@@ -215,7 +215,8 @@ class Predictor:
         shift, log_sigma = _corrected(self._time, by_constants, self._time_near, prepared.features)
         log_step = log_step + shift
         c = prepared.columns
-        samples = c.micro_batch * c.accumulation * self.job.ranks / np.exp(log_step)
+        rows = c.micro_batch * c.accumulation * self.job.ranks
+        samples = rows * np.where(c.packed > 0, self._packed_rows, 1.0) / np.exp(log_step)
         return Table(peak, sigma * peak, prepared.bill.host, np.exp(log_step), log_sigma, samples)
 
     def fits(self, table: Table) -> Flags:
@@ -341,14 +342,14 @@ class _Prepared:
             c.stage == 1, c.stage == 2, c.stage == 3, c.checkpointing, c.offload_optimizer > 0, c.offload_param > 0,
             (c.overlap > 0) & zero, np.log2(c.micro_batch) - 2, np.where(zero, np.log10(c.reduce_bucket / 5e8), 0.0),
             np.where(c.stage == 3, np.log10(c.sub_group / 1e9), 0.0), (c.contiguous > 0) & zero,
-            c.compiled,
+            c.compiled, c.lora > 0, c.packed,
         ], dtype=np.float64).T  # fmt: skip
         features = np.array([
             1.5 * (c.stage == 0), 1.5 * (c.stage == 1), 1.5 * (c.stage == 2), 1.5 * (c.stage == 3), c.checkpointing,
             1.5 * (c.offload_optimizer > 0), 1.5 * (c.offload_param > 0), 0.7 * c.overlap * zero,
             0.4 * c.contiguous * zero, 0.5 * np.log2(c.micro_batch), 0.3 * np.log2(c.accumulation),
             np.where(zero, 0.3 * np.log10(c.reduce_bucket), 0.0), np.where(c.stage == 3, 0.2 * np.log10(c.sub_group), 0.0),
-            3.0 * c.attention, 1.5 * c.compiled,
+            3.0 * c.attention, 1.5 * c.compiled, 1.5 * (c.lora > 0), 0.2 * np.log2(1 + c.lora), 1.5 * c.packed,
         ], dtype=np.float64).T  # fmt: skip
         return cls(c, bill(job, trace, c), work(job, hardware, trace, c), quirks, features)
 

@@ -94,9 +94,10 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
 
     whole_pass = [sum(run.flops) + ATTENTION_SHARE * sum(run.attention) for run in (plain, again)]
     forward = plain.flops[0] + ATTENTION_SHARE * plain.attention[0]
-    products = either(*whole_pass) * c.micro_batch / rates.flops
+    rows = c.micro_batch * c.tokens / job.seq_len  # traced rows are as long as the longest; most are shorter
+    products = either(*whole_pass) * rows / rates.flops
     moved = (either(plain.moved[0][0] + plain.moved[1][0], again.moved[0][0] + again.moved[1][0])
-             + either(plain.moved[0][1] + plain.moved[1][1], again.moved[0][1] + again.moved[1][1]) * c.micro_batch
+             + either(plain.moved[0][1] + plain.moved[1][1], again.moved[0][1] + again.moved[1][1]) * rows
              ) / rates.memory  # fmt: skip
     starts = either(sum(plain.operators), sum(again.operators)) * rates.operator_seconds
     one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
@@ -115,7 +116,7 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
     return Work(
         forward_share=either(forward / whole_pass[0], forward / whole_pass[1]),
         recompute_share=either(0.0, 1 - whole_pass[0] / whole_pass[1]),
-        products=products, tail=products / (c.micro_batch * job.seq_len), moved=moved, starts=starts,
+        products=products, tail=products / (c.micro_batch * c.tokens), moved=moved, starts=starts,
         gather_micro=np.where(three, 2 * once, zero), gather_step=np.where(one | two, once, zero),
         reduce_micro=np.select([two, three], [2 * once + zero, once + zero], 0.0),
         reduce_step=np.where((c.stage == 0) | one, 2 * once, zero),

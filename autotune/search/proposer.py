@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune.candidate import ATTENTION, CHECKPOINTING, Candidate, Value
+from autotune.candidate import CHECKPOINTING, MODEL_KNOBS, Candidate, Value
 from autotune.hardware import Hardware
 from autotune.job import Job
 from autotune.outcome import Kind, Outcome
@@ -326,7 +326,7 @@ def _kind(candidate: Candidate) -> tuple[object, ...]:
     """What decides memory in the large."""
     return (
         candidate.stage, candidate.micro_batch, candidate.checkpointing, candidate.offload_optimizer,
-        candidate.offload_param, candidate.get(ATTENTION),
+        candidate.offload_param, *(candidate.get(knob) for knob in MODEL_KNOBS),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from contextlib import suppress
 from pathlib import Path
@@ -89,6 +90,7 @@ class CpuDevice:
     def setup(self, local_rank: int, cap_bytes: int | None, threads: int) -> None:
         torch.set_num_threads(threads)
         self._peak = 0
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY)  # kept open: looked at several times a micro-step
         if cap_bytes is not None:
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
             resource.setrlimit(resource.RLIMIT_DATA, (cap_bytes, hard))
@@ -100,7 +102,8 @@ class CpuDevice:
         pass
 
     def note(self) -> None:
-        self._peak = max(self._peak, data_bytes("self"))
+        pages = int(os.pread(self._statm, 256, 0).split()[5])  # as `data_bytes` reads it
+        self._peak = max(self._peak, pages * _PAGE)
 
     def reset_peaks(self) -> None:
         self._peak = 0

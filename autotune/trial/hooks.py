@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from autotune.candidate import CHECKPOINTING, Candidate
 from autotune.job import Job
-from autotune.script import settings, with_configs, with_flag
+from autotune.script import FLAGS, LOCAL_RANK_FLAGS, settings, with_configs, with_flag
 from autotune.trial.config import QUIET
 
 # Trackers and uploads, each by the variable that its documentation names.
@@ -44,6 +44,9 @@ class Watcher(Protocol):
 
     def configured(self, config: dict[str, Any]) -> None:
         """The script's own DeepSpeed config, before anything of a candidate is in it."""
+
+    def planned(self, micro_batch: int, accumulation: int) -> None:
+        """The batch that the script asks for: known before memory can run out."""
 
     def built(self, engine: Any, facts: dict[str, Any]) -> None:
         """The engine that trains exists."""
@@ -83,6 +86,7 @@ class Hooks:
         self._configured = False
         self._through_arguments = False  # TrainingArguments carry the batch sizes
         self._steps_elsewhere = 0
+        self._flags: set[str] = set()  # of FLAGS, those that the script's own parsers have
         self._loader_prepared = False  # accelerate has prepared the script's own loader
         self._allowed: list[int] = []  # longest sequences that arguments and tokenizers allow
 
@@ -134,19 +138,23 @@ class Hooks:
     # -- what is hooked ----------------------------------------------------------------------------------------------
 
     def _hook_argparse(self) -> None:
-        """Flags that carry knobs, in any argparse parser that has them."""
-        if self.candidate is None:
-            return
-        wanted = settings(self.script, self.candidate)
+        """Flags that carry knobs, in any argparse parser that has them; and the rank, which `deepspeed` gives by a flag
+        and `torchrun` does not."""
+        wanted = settings(self.script, self.candidate) if self.candidate is not None else {}
         original = argparse.ArgumentParser.parse_known_args
 
         @functools.wraps(original)
         def parse_known_args(parser: Any, *args: Any, **kwargs: Any) -> Any:
             found, rest = original(parser, *args, **kwargs)
+            self._flags |= parser._option_string_actions.keys() & FLAGS
             for flag, value in wanted.items():
                 action = parser._option_string_actions.get(flag)
                 if action is not None and hasattr(found, action.dest):
                     setattr(found, action.dest, value)
+            for flag in LOCAL_RANK_FLAGS:
+                action = parser._option_string_actions.get(flag)
+                if action is not None and getattr(found, action.dest, None) == action.default:
+                    setattr(found, action.dest, int(os.environ["LOCAL_RANK"]))
             return found, rest
 
         setattr(argparse.ArgumentParser, original.__name__, parse_known_args)
@@ -180,8 +188,13 @@ class Hooks:
             optimizer = bound.get("optimizer")
             if self.engine is not None or not _trains(bound, config):
                 return original(*args, **kwargs)
+            if isinstance(bound.get("model"), deepspeed.PipelineModule):
+                raise Unusable("the script trains a pipeline (PipelineModule), which takes no ZeRO stage above 1 and no other "
+                               "loop than its own: it is not tuned")  # fmt: skip
             self.watcher.entered("init")
             bound["config"] = self.merged(config)
+            if plan := batch_of(bound["config"], int(os.environ["WORLD_SIZE"])):
+                self.watcher.planned(*plan)
             bound.pop("config_params", None)
             if own:
                 bound["args"] = copy.copy(bound["args"])
@@ -246,6 +259,7 @@ class Hooks:
             "loader_prepared": self._loader_prepared,
             "client_optimizer": optimizer is not None,
             "untested_optimizer": not supported,
+            "flags": sorted(self._flags),
         }
 
     def _watched(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -303,6 +317,15 @@ class Hooks:
             config.set_stage_and_offload()
 
         theirs.HfDeepSpeedConfig.__init__ = init
+        made = accelerate.DeepSpeedPlugin.__post_init__
+
+        @functools.wraps(made)
+        def post_init(plugin: Any) -> None:
+            made(plugin)
+            # one that is written in code keeps the stage of its arguments, and loops skip reductions by it
+            plugin.zero_stage = int((plugin.deepspeed_config.get("zero_optimization") or {}).get("stage", 0))
+
+        accelerate.DeepSpeedPlugin.__post_init__ = post_init
         prepare = accelerate.Accelerator.prepare
 
         @functools.wraps(prepare)
@@ -400,6 +423,7 @@ class Hooks:
                 for name in ("gradient_checkpointing", "activation_checkpointing"):
                     if hasattr(arguments, name):
                         setattr(arguments, name, self.candidate.checkpointing)
+        self.watcher.planned(arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps)
         if not self.quiet:
             return
         arguments.output_dir = str(self.folder / "output")
@@ -416,6 +440,22 @@ def _trains(bound: dict[str, Any], config: dict[str, Any]) -> bool:
     if bound.get("optimizer") is not None or bound.get("model_parameters") is not None:
         return True
     return bool(config.get("optimizer")) and bool(getattr(bound.get("model"), "training", True))
+
+
+def batch_of(config: dict[str, Any], ranks: int) -> tuple[int, int] | None:
+    """(micro-batch, accumulation) of a DeepSpeed config, any two of its three sizes deciding the third, and none decided
+    where it says too little (deepspeed 0.19.8, runtime/config.py, `_set_batch_related_parameters`)."""
+    micro, steps, total = (
+        value if isinstance(value := config.get(key), int) and value > 0 else None
+        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    )
+    if micro is None and total is None:
+        return None
+    if micro is None:
+        micro = max(1, (total or 1) // (steps or 1) // ranks)
+    if steps is None:
+        steps = max(1, total // micro // ranks) if total else 1
+    return micro, steps
 
 
 def rows_and_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:

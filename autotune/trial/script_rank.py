@@ -61,6 +61,10 @@ class ScriptRank(Rank):
     def configured(self, config: dict[str, Any]) -> None:
         self.config = config
 
+    def planned(self, micro_batch: int, accumulation: int) -> None:
+        if self.candidate is None and self.engine is None:
+            self.channel.send("facts", config=self.config, micro_batch=micro_batch, accumulation=accumulation)
+
     def built(self, engine: Any, facts: dict[str, Any]) -> None:
         self.engine = engine
         self.facts = facts
@@ -73,17 +77,22 @@ class ScriptRank(Rank):
         self._times: list[float] = []
         self._sizes: list[tuple[int, int, int]] = []  # micro-batches, rows and tokens of each measured step
 
+    def _await_request(self, rows: int) -> None:
+        """Before the first batch: what is known so far is told, and what to measure heard."""
+        if self.request is not None:
+            return
+        self.channel.send("facts", config=self.config, **self.facts)
+        self.channel.send("phase", phase="ready")
+        message = self.channel.receive()
+        if message is None or message["type"] != "measure":
+            os._exit(0)
+        self.request = message
+        self.device.reset_peaks()
+        self._began = self._measuring = time.perf_counter()
+        self._saved = _SavedTensors(self.engine, rows) if self.candidate is None else None
+
     def forward(self, rows: int, tokens: int) -> None:
-        if self.request is None:
-            self.channel.send("facts", config=self.config, **self.facts)
-            self.channel.send("phase", phase="ready")
-            message = self.channel.receive()
-            if message is None or message["type"] != "measure":
-                os._exit(0)
-            self.request = message
-            self.device.reset_peaks()
-            self._began = self._measuring = time.perf_counter()
-            self._saved = _SavedTensors(self.engine, rows) if self.candidate is None else None
+        self._await_request(rows)
         self._micros += 1
         self._rows += rows
         self._tokens += tokens
@@ -94,6 +103,7 @@ class ScriptRank(Rank):
             self.enter("init")
             self._fault("init")
             return
+        self._await_request(0)  # a loop may call the module and not the engine
         self.phase = name
         self.device.note()
         if name == "backward" and self.request is not None and self._saved is not None:

@@ -76,6 +76,9 @@ class TrainRank(Rank):
     def configured(self, config: dict[str, Any]) -> None:
         pass
 
+    def planned(self, micro_batch: int, accumulation: int) -> None:
+        pass
+
     def built(self, engine: Any, facts: dict[str, Any]) -> None:
         self.enter("forward")
 

@@ -203,21 +203,39 @@ def batches(job: Job, micro_batch: int, device: torch.device, seed: int) -> Iter
     """Endless batches, made on the host and copied over as a data loader would.
 
     All are at the full sequence length; of a job with a data set's lengths only the first two are (the second meets
-    gradients that accumulate), and the others are drawn from them and padded to their longest.
+    gradients that accumulate), and the others are drawn from them and padded to their longest. Packed rows are full.
     """
     generator = torch.Generator().manual_seed(seed)
     top = vocabulary(job)
-    widths = [job.seq_len] * 4
-    if job.lengths:
-        tokens, counts = (torch.tensor(column) for column in zip(*job.lengths, strict=True))
-        drawn = torch.multinomial(counts.double(), 16 * micro_batch, replacement=True, generator=generator)
-        widths = [job.seq_len] * 2 + tokens[drawn].view(16, micro_batch).max(dim=1).values.tolist()
-    pool = [torch.randint(0, top, (micro_batch, width), generator=generator) for width in widths]
+    widths, first = [job.seq_len] * 4, 0
+    if job.lengths and not job.packed:
+        drawn = draw(job, 16 * micro_batch, generator)
+        widths, first = [job.seq_len] * 2 + drawn.view(16, micro_batch).max(dim=1).values.tolist(), 2
+    pool = [{"input_ids": torch.randint(0, top, (micro_batch, width), generator=generator)} for width in widths]
+    for batch in pool:
+        batch["labels"] = batch["input_ids"]
+        if job.packed:
+            batch["position_ids"] = torch.stack([packed_positions(job, generator) for _ in range(micro_batch)])
+            # the first token of a sequence is not foretold from the sequence before it
+            batch["labels"] = batch["labels"].masked_fill(batch["position_ids"] == 0, -100)
     if device.type == "cuda":
-        pool = [tensor.pin_memory() for tensor in pool]
-    first = 0
+        pool = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in pool]
+    yield from (to_device(batch, device) for batch in pool)
     while True:
-        for tensor in pool[first:]:
-            ids = tensor.to(device, non_blocking=True)
-            yield {"input_ids": ids, "labels": ids}
-        first = 2 if job.lengths else 0
+        yield from (to_device(batch, device) for batch in pool[first:])
+
+
+def draw(job: Job, count: int, generator: torch.Generator) -> torch.Tensor:
+    """(count,) tokens of sequences, as often as the job's data set has them."""
+    tokens, often = (torch.tensor(column) for column in zip(*job.lengths, strict=True))
+    return tokens[torch.multinomial(often.double(), count, replacement=True, generator=generator)]
+
+
+def packed_positions(job: Job, generator: torch.Generator) -> torch.Tensor:
+    """(seq_len,) positions in a row of sequences laid end to end, the last cut off: each begins at 0, which is how
+    transformers tells them apart."""
+    shortest = min(tokens for tokens, _ in job.lengths)
+    lengths = draw(job, -(-job.seq_len // shortest), generator)
+    starts = torch.cat([torch.zeros(1, dtype=lengths.dtype), lengths.cumsum(0)])
+    places = torch.arange(job.seq_len)
+    return places - starts[torch.searchsorted(starts, places, right=True) - 1]

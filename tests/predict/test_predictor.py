@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autotune.candidate import Candidate
+from autotune.candidate import Candidate, under
 from autotune.executors.replay import Landscape, load_landscape
 from autotune.hardware import named_hardware
 from autotune.outcome import Kind, Measurement, Outcome
 from autotune.predict.fit import Neighbours, Prior, fit
+from autotune.predict.knobs import padded_tokens
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.search.proposer import HOPELESS_SIGMAS
@@ -160,6 +161,28 @@ def test_neighbours_share_a_residual_and_strangers_do_not() -> None:
     assert shift == pytest.approx([0.5, 0.497, 0.0], abs=0.01)
     assert sigma[0] < 0.02
     assert sigma[2] == pytest.approx(0.3)
+
+
+def test_adapters_are_predicted_by_their_own_trace_and_packing_by_its_full_rows() -> None:
+    job, hardware = make_job(seq_len=256, lengths=((32, 7), (256, 1))), named_hardware("rtx4090", 2)
+    candidates = [make_candidate(2, 4, lora=kind, packing=packed)
+                  for kind in ("none", "r=8", "r=64") for packed in (False, True)]  # fmt: skip
+    table = Predictor(job, hardware).table(candidates)
+    for i, candidate in enumerate(candidates):
+        made = under(job, candidate)
+        alone = Predictor(made, hardware).table([make_candidate(2, 4)])
+        assert table.peak[i] == pytest.approx(alone.peak[0])
+        assert table.step[i] == pytest.approx(alone.step[0])
+        assert table.samples[i] == pytest.approx(alone.samples[0])
+    assert table.peak[0] > table.peak[4] > table.peak[2]
+    assert (table.samples[1::2] > table.samples[::2]).all(), "no padding"
+
+
+def test_batches_are_as_wide_as_their_longest_sequence() -> None:
+    lengths, random = ((8, 5), (20, 3), (64, 1)), np.random.default_rng(0)
+    drawn = random.choice([8, 20, 64], p=np.array([5, 3, 1]) / 9, size=(20_000, 4))
+    expected = [drawn[:, :size].max(axis=1).mean() for size in (1, 4)]
+    assert padded_tokens(lengths, np.array([4.0, 1.0, 4.0])) == pytest.approx([expected[1], *expected], rel=0.02)
 
 
 def test_each_attention_is_predicted_by_its_own_trace() -> None:

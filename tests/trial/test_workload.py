@@ -5,37 +5,81 @@ from pathlib import Path
 import pytest
 import torch
 
+from autotune.candidate import Candidate
 from autotune.executors.base import Effort
 from autotune.executors.local import LocalExecutor
 from autotune.job import Job, Lora
 from autotune.models import workload_spec
 from autotune.outcome import Outcome
 from autotune.predict.trace import trace_job, trace_model
-from autotune.trial.workload import batches, loss_of, own_workload
+from autotune.trial.workload import (
+    batches,
+    causal_model,
+    fill_weights,
+    loss_of,
+    own_workload,
+    transformers_config,
+)
+from autotune.units import MIB
 from tests.conftest import Bench, make_candidate, make_job
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 EFFORT = Effort(min_seconds=0.0, min_steps=2, max_steps=2)
 
 
-def measure(bench: Bench, job: Job, *candidates: tuple[int, int, int]) -> list[Outcome]:
+def measure(bench: Bench, job: Job, *candidates: Candidate) -> list[Outcome]:
     """On the module's fork server, which any job can use."""
     executor: LocalExecutor = bench.executor
     before, executor.job = executor.job, job
     try:
-        return [bench.run(make_candidate(*one), effort=EFFORT) for one in candidates]
+        return [bench.run(one, effort=EFFORT) for one in candidates]
     finally:
         executor.job = before
 
 
 def test_adapters_train_and_the_rest_is_frozen(bench: Bench) -> None:
     job = make_job(lora=Lora(4))
-    for outcome in measure(bench, job, (2, 2, 2), (3, 2, 1)):
+    for outcome in measure(bench, job, make_candidate(2, 2, 2), make_candidate(3, 2, 1)):
         assert outcome.ok, outcome
     trace, whole = trace_job(job), trace_job(make_job())
     assert trace.exact
     assert sum(trace.parameters) < 0.2 * trace.frozen
     assert trace.frozen == sum(whole.parameters)
+
+
+def test_adapters_and_packing_are_knobs(bench: Bench) -> None:
+    job = make_job(seq_len=64, lengths=((8, 90), (64, 10)), lora=Lora(2))
+    outcomes = measure(
+        bench, job, make_candidate(2, 2, 1, packing=True), make_candidate(0, 2, 1, lora="none"), make_candidate(0, 2, 1)
+    )
+    packed, whole, plain = (outcome.measurement for outcome in outcomes)
+    assert packed is not None
+    assert whole is not None
+    assert plain is not None
+    assert packed.tokens_per_second * packed.step_seconds == pytest.approx(2 * 2 * 64), "no padding"
+    assert packed.samples_per_second * packed.step_seconds == pytest.approx(2 * 2 * 64 / 13.6)
+    assert plain.samples_per_second * plain.step_seconds == pytest.approx(2 * 2)
+    assert whole.peak_bytes > plain.peak_bytes + 10 * MIB, "all weights train"
+
+
+def test_packed_sequences_do_not_see_each_other() -> None:
+    job = make_job(seq_len=64, lengths=((8, 1), (24, 1)), packed=True)
+    batch = next(batches(job, 3, torch.device("cpu"), 0))
+    starts = batch["position_ids"] == 0
+    assert starts[:, 0].all()
+    assert (batch["labels"] == torch.where(starts, -100, batch["input_ids"])).all()
+    steps = batch["position_ids"].diff()
+    assert ((steps == 1) | starts[:, 1:]).all()
+    lengths = starts[0].nonzero().flatten().diff().tolist()
+    assert set(lengths) <= {8, 24}
+    model = causal_model(transformers_config(job.model), job).eval()
+    fill_weights(model)
+    model.config.use_cache = False
+    with torch.no_grad():
+        together = model(input_ids=batch["input_ids"][:1], position_ids=batch["position_ids"][:1]).logits[0]
+        first = lengths[0]
+        alone = model(input_ids=batch["input_ids"][:1, first : first + lengths[1]]).logits[0]
+    torch.testing.assert_close(together[first : first + lengths[1]], alone, rtol=1e-4, atol=1e-5)
 
 
 def test_attention_is_traced_as_it_is() -> None:
@@ -54,7 +98,7 @@ def test_batches_of_a_data_sets_lengths() -> None:
 
 def test_lengths_are_trained(bench: Bench) -> None:
     job = make_job(seq_len=64, lengths=((8, 90), (64, 1)))
-    (outcome,) = measure(bench, job, (1, 2, 1))
+    (outcome,) = measure(bench, job, make_candidate(1, 2, 1))
     assert outcome.ok
     assert outcome.measurement is not None
     assert outcome.measurement.tokens_per_second < 0.2 * 64 * outcome.measurement.samples_per_second

@@ -1,0 +1,196 @@
+"""Trainings compared on one machine whose speed moves from minute to minute: each runs for a second or two while the others
+are stopped (SIGSTOP), round and round, and only neighbouring turns are compared.
+
+`python benchmarks/inturn.py trial|launch SPEC.json` is one side of such a comparison: a job's candidate as a trial runs it
+to measure it, or under `autotune launch`. Its script is `timed.py`, whose log of steps says how fast it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from autotune.candidate import Candidate
+from autotune.executors.base import Effort
+from autotune.executors.local import LocalExecutor, rank_environment
+from autotune.hardware import detect
+from autotune.job import Job, Script
+from autotune.ladder import Rung
+from autotune.training import Launcher
+from autotune.trial.verdict import log_tail
+
+HERE = Path(__file__).parent
+SETTLE_STEPS = 8  # before the first turn
+STEPS_A_TURN, TURN_SECONDS = 8, 0.6  # at the least
+ENDLESS = 10**6
+
+
+@dataclass
+class Side:
+    """One training, in a process tree of its own."""
+
+    name: str
+    argv: list[str]
+    log: Path  # written by `timed.py`
+    cwd: Path
+    env: dict[str, str]
+    turns: list[tuple[float, float]] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Until it has settled.
+
+        Raises:
+            RuntimeError: it ended before.
+        """
+        self.log.unlink(missing_ok=True)
+        output = self.log.with_suffix(".out")
+        self._process = subprocess.Popen(
+            self.argv, cwd=self.cwd, env=self.env, stdin=subprocess.DEVNULL, stdout=output.open("w"),
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        while len(self.ends()) < SETTLE_STEPS:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"{shlex.join(self.argv)}\n{log_tail(output, 3000)}")
+            time.sleep(0.1)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ends(self) -> list[float]:
+        """Clock at the end of every step so far."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return [json.loads(line)["end"] for line in lines if line.endswith("}")]
+
+    def samples_a_step(self) -> float:
+        return float(json.loads(self.log.read_text().splitlines()[0])["samples"])
+
+    def signal(self, number: int) -> None:
+        """To the process and all below it."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in [*psutil.Process(self._process.pid).children(recursive=True), self._process]:
+                with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                    process.send_signal(number)
+
+    def run_for(self, seconds: float) -> None:
+        began = time.perf_counter()
+        self.signal(signal.SIGCONT)
+        time.sleep(seconds)
+        self.signal(signal.SIGSTOP)
+        self.turns.append((began, time.perf_counter()))
+
+    def turn_seconds(self) -> list[float | None]:
+        """Each turn's median step; None where it had too few whole steps."""
+        ends = self.ends()
+        found: list[float | None] = []
+        for began, ended in self.turns:
+            inside = [end for end in ends if began < end < ended]
+            steps = [b - a for a, b in itertools.pairwise(inside)]
+            found.append(statistics.median(steps) if len(steps) >= 3 else None)
+        return found
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self._process.wait()
+
+
+def torchrun(name: str, argv: list[str], folder: Path, ranks: int, ds_config: str | None = None) -> Side:
+    """A training without autotune; `ds_config` as `accelerate launch` says it."""
+    log = folder / f"{name}.log"
+    env = {**rank_environment("cpu"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if ds_config:
+        env |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": ds_config}
+    words = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *timed(log, argv)
+    ]  # fmt: skip
+    return Side(name, words, log, folder, env)
+
+
+def under_autotune(kind: str, job: Job, candidate: Candidate, folder: Path) -> Side:
+    """The job's script as a `trial` measures it, or under `launch`."""
+    assert job.script is not None
+    log, spec = folder / f"{kind}.log", folder / f"{kind}.json"
+    script = dataclasses.replace(job.script, argv=tuple(timed(log, list(job.script.argv))))
+    spec.write_text(
+        json.dumps({"job": dataclasses.replace(job, script=script).to_json(), "candidate": candidate.as_dict})
+    )
+    words = [sys.executable, str(HERE / "inturn.py"), kind, str(spec)]
+    return Side(kind, words, log, folder, {**os.environ, "HF_HUB_OFFLINE": "1"})
+
+
+def timed(log: Path, argv: list[str]) -> list[str]:
+    return [str(HERE / "timed.py"), str(log), *argv]
+
+
+def take_turns(sides: list[Side], turns: int) -> None:
+    """Starts the sides one after another and lets each run while the others are stopped, `turns` times."""
+    try:
+        for side in sides:
+            side.start()
+            side.signal(signal.SIGSTOP)
+        paces = [statistics.median(b - a for a, b in itertools.pairwise(side.ends()[3:])) for side in sides]
+        for _ in range(turns):
+            for side, pace in zip(sides, paces, strict=True):
+                side.run_for(max(TURN_SECONDS, STEPS_A_TURN * pace))
+            if not all(side.alive for side in sides):
+                break
+    finally:
+        for side in sides:
+            if hasattr(side, "_process"):
+                side.kill()
+
+
+def ratio(one: Side, other: Side) -> tuple[float, float]:
+    """Speed of `one` against `other` in samples a second: the median over their turns, and half the width of its 95 %
+    interval."""
+    weight = one.samples_a_step() / other.samples_a_step()
+    found = [
+        weight * b / a
+        for a, b in zip(one.turn_seconds(), other.turn_seconds(), strict=True)
+        if a is not None and b is not None
+    ]
+    low, _, high = statistics.quantiles(found, n=4, method="inclusive")
+    return statistics.median(found), 1.96 * 1.2533 * (high - low) / 1.349 / len(found) ** 0.5
+
+
+def samples_per_second(side: Side) -> float:
+    return side.samples_a_step() / statistics.median(s for s in side.turn_seconds() if s is not None)
+
+
+# -- one side ------------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    kind, spec = sys.argv[1], Path(sys.argv[2])
+    data = json.loads(spec.read_text())
+    job, candidate = Job.from_json(data["job"]), Candidate.of(data["candidate"])
+    assert isinstance(job.script, Script)
+    hardware, folder = detect("cpu", job.ranks), spec.with_suffix("")
+    folder.mkdir(exist_ok=True)
+    if kind == "launch":
+        ladder = [Rung(candidate, 1e9, 1.0, True)]
+        os.chdir(job.script.cwd)
+        Launcher(job, hardware, ladder, folder, max_restarts=0, silent_seconds=ENDLESS, say=print).run()
+        return
+    executor = LocalExecutor(job, hardware, folder, [candidate])
+    executor.open(print)
+    session = executor.session(candidate, "0")
+    effort = Effort(min_steps=ENDLESS, max_steps=ENDLESS, min_seconds=ENDLESS, max_seconds=ENDLESS)
+    print(session.measure(candidate, effort, ENDLESS))
+
+
+if __name__ == "__main__":
+    main()
