@@ -180,7 +180,9 @@ class Job:
 
     @property
     def tokens_per_sample(self) -> float:
-        """On average, without padding."""
+        """On average, without padding; of a script as its first steps showed it, all forwards of a sample together."""
+        if self.script is not None and self.script.profile.get("tokens_per_sample"):
+            return float(self.script.profile["tokens_per_sample"])
         if not self.lengths:
             return float(self.seq_len)
         return sum(tokens * count for tokens, count in self.lengths) / sum(count for _, count in self.lengths)

@@ -17,7 +17,7 @@ from autotune.export import write_atomically
 from autotune.hardware import Hardware
 from autotune.job import Job, Script
 from autotune.models import ModelSpec
-from autotune.outcome import Outcome
+from autotune.outcome import Kind, Outcome
 from autotune.script import candidate_of_config
 from autotune.trial.verdict import log_tail
 
@@ -109,6 +109,9 @@ def _batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
 def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: float) -> tuple[Outcome, dict[str, Any]]:
     with closing(executor.session(candidate, name)) as session:
         outcome = session.measure(candidate, EFFORT, seconds)
+    if outcome.kind is Kind.INTERRUPTED:
+        more = ": give a larger --budget" if "budget" in outcome.evidence else ""
+        raise UserError(f"{outcome.reason}, before anything of the script was measured{more}")
     if not outcome.ok and not outcome.kind.is_oom:
         log = f"{outcome.log}/rank{outcome.rank or 0}.log"
         tail = "\n".join(f"  {line}" for line in log_tail(Path(log)).strip().splitlines()[-12:])
@@ -126,14 +129,13 @@ def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
     micro_batch = facts["micro_batch"] if own else 1
     micros = facts.get("micros") or facts["accumulation"]
     rows = facts.get("rows", 0.0) / micros
-    saved_rows = facts.get("saved_rows") or 0
     rows_per_sample = max(1, round(rows / micro_batch)) if rows else 1
     return {
         **kept,
         "rows_per_sample": rows_per_sample,
         "seq_len": max(1, int(facts.get("widest", 1))),
         "tokens_per_sample": facts.get("tokens", 1.0) / micros / micro_batch,
-        "saved_bytes_per_sample": facts.get("saved_bytes", 0) / saved_rows * rows_per_sample if saved_rows else None,
+        "saved_bytes_per_sample": facts["saved_bytes"] / micro_batch if rows and "saved_bytes" in facts else None,
     }
 
 

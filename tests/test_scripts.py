@@ -55,13 +55,15 @@ class Scripts:
         self.executor.open(lambda text: None)
         self._count = 0
 
-    def probe(self, argv: list[str], cwd: Path, flags: tuple[tuple[str, str], ...] = ()) -> Probe:
+    def probe(
+        self, argv: list[str], cwd: Path, flags: tuple[tuple[str, str], ...] = (), seconds: float = 120.0
+    ) -> Probe:
         self._count += 1
         script = Script(tuple(argv), str(cwd), flags)
         folder = self.executor.folder = cwd / "runs" / "study"
         folder.mkdir(parents=True, exist_ok=True)
         self.executor.job = unknown_job(script, self.hardware)
-        return probe(self.executor, script, folder, 120.0, lambda text: None)
+        return probe(self.executor, script, folder, seconds, lambda text: None)
 
     def measure(self, probed: Probe, candidate: Candidate) -> Outcome:
         self._count += 1
@@ -277,6 +279,33 @@ def test_scripts_that_cannot_be_tuned(scripts: Scripts, tmp_path: Path, text: st
         scripts.probe([name], tmp_path)
     left = subprocess.run(["pgrep", "-f", "time.sleep[(]600"], capture_output=True, text=True).stdout
     assert not left
+
+
+def test_a_script_that_the_budget_does_not_reach(scripts: Scripts, tmp_path: Path) -> None:
+    name = write(tmp_path, "slow.py", "import time\ntime.sleep(600)\n")
+    with pytest.raises(UserError, match="before anything of the script was measured: give a larger --budget"):
+        scripts.probe([name], tmp_path, seconds=3.0)
+
+
+def test_forwards_that_train_nothing_are_no_micro_batches(scripts: Scripts, tmp_path: Path) -> None:
+    """As KTO's second forward of every batch."""
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    text = """
+        import sys, deepspeed
+        net = Net()
+        engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config="ds.json")
+        loader = torch.utils.data.DataLoader(data, batch_size=engine.train_micro_batch_size_per_gpu())
+        for x, y in loader:
+            with torch.no_grad():
+                engine(x.flip(0))
+            engine.backward(measure(engine(x), y))
+            engine.step()
+        """
+    script = write(tmp_path, "train.py", textwrap.dedent(MODEL) + textwrap.dedent(text))
+    found = scripts.probe([script], tmp_path)
+    assert found.script.profile["rows_per_sample"] == 2
+    assert not found.script.profile["batch_note"]
+    assert scripts.measure(found, make_candidate(1, 4, 3)).ok
 
 
 def test_a_script_that_ends_too_early(scripts: Scripts, tmp_path: Path) -> None:

@@ -129,7 +129,9 @@ class ForkLauncher:
                 raise UserError(f"DeepSpeed's ops were not built within {_BUILDING_SECONDS} s; `autotune doctor` tries "
                                 f"each (log: {self._folder}/server.log)")  # fmt: skip
             if waited == 15:
-                say("building DeepSpeed's ops, once on this machine; this takes minutes on a slow CPU")
+                say(
+                    "starting takes long: DeepSpeed's ops are built once on this machine, which takes minutes on a slow CPU"
+                )
         self.ready = message
 
     def launch(self, address: str, rank: int) -> None:

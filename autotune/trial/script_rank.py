@@ -77,7 +77,7 @@ class ScriptRank(Rank):
         self._times: list[float] = []
         self._sizes: list[tuple[int, int, int]] = []  # micro-batches, rows and tokens of each measured step
 
-    def _await_request(self, rows: int) -> None:
+    def _await_request(self) -> None:
         """Before the first batch: what is known so far is told, and what to measure heard."""
         if self.request is not None:
             return
@@ -89,11 +89,10 @@ class ScriptRank(Rank):
         self.request = message
         self.device.reset_peaks()
         self._began = self._measuring = time.perf_counter()
-        self._saved = _SavedTensors(self.engine, rows) if self.candidate is None else None
+        self._saved = _SavedTensors(self.engine) if self.candidate is None else None
 
     def forward(self, rows: int, tokens: int) -> None:
-        self._await_request(rows)
-        self._micros += 1
+        self._await_request()
         self._rows += rows
         self._tokens += tokens
         self._widest = max(self._widest, tokens // rows if rows else 0)
@@ -103,7 +102,9 @@ class ScriptRank(Rank):
             self.enter("init")
             self._fault("init")
             return
-        self._await_request(0)  # a loop may call the module and not the engine
+        self._await_request()  # a loop may call the module and not the engine
+        # of forwards a micro-batch may have several (TRL's KTO); accelerate calls the engine's step at boundaries alone
+        self._micros += name == "backward"
         self.phase = name
         self.device.note()
         if name == "backward" and self.request is not None and self._saved is not None:
@@ -167,7 +168,6 @@ class ScriptRank(Rank):
         facts: dict[str, Any] = {"micros": micros, "rows": rows, "tokens": tokens, "widest": self._widest}
         if self._saved is not None:
             facts["saved_bytes"] = self._saved.bytes
-            facts["saved_rows"] = self._saved.rows
         self.channel.send(
             "measured", step_seconds=self._average(self._times), warmup_steps=WARMUP_STEPS,
             measured_seconds=time.perf_counter() - self._measuring, tokens=tokens,
@@ -206,12 +206,12 @@ class ScriptRank(Rank):
 
 
 class _SavedTensors:
-    """Bytes that one forward leaves for its backward, parameters apart; counted by storage."""
+    """Bytes that the forwards of one micro-batch leave for its backward, parameters apart; counted by storage."""
 
-    def __init__(self, engine: Any, rows: int) -> None:
+    def __init__(self, engine: Any) -> None:
         import torch
 
-        self.bytes, self.rows = 0, rows
+        self.bytes = 0
         own = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
         seen: set[int] = set()
 
