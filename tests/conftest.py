@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -17,6 +18,10 @@ from autotune.hardware import Hardware, detect
 from autotune.job import Job
 from autotune.models import resolve_model
 from autotune.units import MIB
+
+# Hypothesis fails a test by seconds on a clock; machines are shared and slow at times.
+settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared machine")
 
 
 def has_cuda() -> bool:
