@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +26,7 @@ import psutil
 
 from autotune.candidate import Candidate
 from autotune.executors.base import Effort
-from autotune.executors.local import LocalExecutor, rank_environment
+from autotune.executors.local import LocalExecutor, median_spread, rank_environment
 from autotune.hardware import detect
 from autotune.job import Job, Script
 from autotune.ladder import Rung
@@ -61,7 +62,7 @@ class Side:
             self.argv, cwd=self.cwd, env=self.env, stdin=subprocess.DEVNULL, stdout=output.open("w"),
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-        while len(self.ends()) < SETTLE_STEPS:
+        while len(step_ends(self.log)) < SETTLE_STEPS:
             if self._process.poll() is not None:
                 raise RuntimeError(f"{shlex.join(self.argv)}\n{log_tail(output, 3000)}")
             time.sleep(0.1)
@@ -69,11 +70,6 @@ class Side:
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
-
-    def ends(self) -> list[float]:
-        """Clock at the end of every step so far."""
-        lines = self.log.read_text().splitlines() if self.log.exists() else []
-        return [json.loads(line)["end"] for line in lines if line.endswith("}")]
 
     def samples_a_step(self) -> float:
         return float(json.loads(self.log.read_text().splitlines()[0])["samples"])
@@ -94,7 +90,7 @@ class Side:
 
     def turn_seconds(self) -> list[float | None]:
         """Each turn's median step; None where it had too few whole steps."""
-        ends = self.ends()
+        ends = step_ends(self.log)
         found: list[float | None] = []
         for began, ended in self.turns:
             inside = [end for end in ends if began < end < ended]
@@ -121,17 +117,25 @@ def torchrun(name: str, argv: list[str], folder: Path, ranks: int, ds_config: st
 
 def under_autotune(kind: str, job: Job, candidate: Candidate, folder: Path) -> Side:
     """The job's script as a `trial` measures it, or under `launch`."""
-    assert job.script is not None
     log, spec = folder / f"{kind}.log", folder / f"{kind}.json"
-    script = dataclasses.replace(job.script, argv=tuple(timed(log, list(job.script.argv))))
-    spec.write_text(
-        json.dumps({"job": dataclasses.replace(job, script=script).to_json(), "candidate": candidate.as_dict})
-    )
+    spec.write_text(json.dumps({"job": logged(job, log).to_json(), "candidate": candidate.as_dict}))
     words = [sys.executable, str(HERE / "inturn.py"), kind, str(spec)]
     return Side(kind, words, log, folder, {**os.environ, "HF_HUB_OFFLINE": "1"})
 
 
-def timed(log: Path, argv: list[str]) -> list[str]:
+def logged(job: Job, log: Path) -> Job:
+    """The job with its script under `timed.py`."""
+    assert job.script is not None
+    return dataclasses.replace(job, script=dataclasses.replace(job.script, argv=tuple(timed(log, job.script.argv))))
+
+
+def step_ends(log: Path) -> list[float]:
+    """Clock at the end of every step that is logged so far."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [json.loads(line)["end"] for line in lines if line.endswith("}")]
+
+
+def timed(log: Path, argv: Sequence[str]) -> list[str]:
     return [str(HERE / "timed.py"), str(log), *argv]
 
 
@@ -141,7 +145,7 @@ def take_turns(sides: list[Side], turns: int) -> None:
         for side in sides:
             side.start()
             side.signal(signal.SIGSTOP)
-        paces = [statistics.median(b - a for a, b in itertools.pairwise(side.ends()[3:])) for side in sides]
+        paces = [statistics.median(b - a for a, b in itertools.pairwise(step_ends(side.log)[3:])) for side in sides]
         for _ in range(turns):
             for side, pace in zip(sides, paces, strict=True):
                 side.run_for(max(TURN_SECONDS, STEPS_A_TURN * pace))
@@ -162,8 +166,7 @@ def ratio(one: Side, other: Side) -> tuple[float, float]:
         for a, b in zip(one.turn_seconds(), other.turn_seconds(), strict=True)
         if a is not None and b is not None
     ]
-    low, _, high = statistics.quantiles(found, n=4, method="inclusive")
-    return statistics.median(found), 1.96 * 1.2533 * (high - low) / 1.349 / len(found) ** 0.5
+    return statistics.median(found), median_spread(found)
 
 
 def samples_per_second(side: Side) -> float:

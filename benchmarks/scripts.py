@@ -25,12 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from common import print_table, write_json
-from inturn import ratio, samples_per_second, take_turns, torchrun, under_autotune
+from inturn import logged, ratio, samples_per_second, step_ends, take_turns, torchrun, under_autotune
 
 from autotune.candidate import Candidate
 from autotune.executors.base import Effort
 from autotune.executors.local import LocalExecutor
-from autotune.job import Job
 from autotune.script import command
 from autotune.search.study import StudyStore
 from autotune.trial.script_rank import WARMUP_STEPS
@@ -187,18 +186,17 @@ def one(name: str, options: list[str], argv: list[str], folder: Path, budget: st
 
 def same_run(store: StudyStore, winner: Candidate, folder: Path) -> float:
     """Speed by the log that a training writes itself, against what autotune measures of that very run."""
-    side = under_autotune("trial", store.job, winner, folder)
-    job = Job.from_json(json.loads(side.log.with_suffix(".json").read_text())["job"])
-    executor = LocalExecutor(job, store.hardware, folder / "same", [winner])
+    log = folder / "same.log"
+    log.unlink(missing_ok=True)
+    executor = LocalExecutor(logged(store.job, log), store.hardware, folder / "same", [winner])
     executor.open(print)
     effort = Effort(min_steps=MEASURED_STEPS, max_steps=MEASURED_STEPS, min_seconds=0.0, max_seconds=300.0)
-    side.log.unlink(missing_ok=True)
     with closing(executor.session(winner, "0")) as session:
         measured = session.measure(winner, effort, 300.0).measurement
     executor.close()
     assert measured is not None
-    logged = [b - a for a, b in itertools.pairwise(side.ends()[WARMUP_STEPS - 1 :])]
-    return measured.step_seconds / statistics.median(logged)
+    seconds = [b - a for a, b in itertools.pairwise(step_ends(log)[WARMUP_STEPS - 1 :])]
+    return measured.step_seconds / statistics.median(seconds)
 
 
 def main() -> None:
