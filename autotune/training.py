@@ -80,6 +80,42 @@ class _End:
     resumed_from: str
 
 
+@dataclass
+class _Heard:
+    """What the ranks of one attempt have said."""
+
+    say: Callable[[str], None]
+    errors: list[Message] = field(default_factory=list)
+    codes: dict[int, int] = field(default_factory=dict)  # the script's own, of ranks where it is over
+    steps: int = 0
+    resumed: str = ""
+    strayed: bool = False
+    phase: Phase = Phase.START
+
+    def take(self, rank: int, message: Message) -> None:
+        kind = message["type"]
+        if kind == "error":
+            self.errors.append(message)
+        elif kind == "bye":
+            self.codes[rank] = message["code"]
+        elif kind == "resumed" and not self.resumed:
+            self.resumed = message["path"]
+            self.say(f"going on from {self.resumed}")
+        elif kind == "note":
+            self.say(message["text"])
+        elif kind == "phase" and message["phase"] in set(Phase):
+            self.phase = Phase(message["phase"])
+        elif kind == "strayed" and not self.strayed:
+            self.strayed = True
+            self.say("the script trains without DeepSpeed: no config of ours is in it")
+        self.steps = max(self.steps, int(message.get("steps") or 0))
+
+    def scripts_own(self, statuses: dict[int, int]) -> dict[int, int]:
+        """Exit codes of ranks that have ended: a rank whose script was over has the script's, whatever its interpreter
+        died of on the way out (libraries' threads end in an abort there now and then)."""
+        return {rank: self.codes.get(rank, status) if status < 0 else status for rank, status in statuses.items()}
+
+
 class Launcher:
     """Runs a script's ranks under the rungs of a ladder until it ends by itself.
 
@@ -164,7 +200,7 @@ class Launcher:
             ]  # fmt: skip
             channels = self._greet(listener)
             if channels is None:
-                return self._ended(Evidence(self.hardware.device, statuses=self._statuses()), 0, "")
+                return self._ended(Evidence(self.hardware.device, statuses=self._statuses()), _Heard(self.say))
             spec = {
                 "job": self.job.to_json(), "world": world, "device": self.hardware.device, "store": store,
                 "cap_bytes": self.hardware.memory_cap_bytes, "candidate": rung.candidate.as_dict,
@@ -199,68 +235,61 @@ class Launcher:
         return [found[rank] for rank in sorted(found)]
 
     def _watch(self, channels: list[Channel]) -> _End:
-        errors: list[Message] = []
-        steps, resumed, strayed = 0, "", False
+        heard = _Heard(self.say)
         last = time.monotonic()
         kills = kernel_oom_kills()
-        phase = Phase.START
         open_channels = list(channels)
         while True:
             readable, _, _ = select.select(open_channels, [], [], 0.2)
             for channel in readable:
                 for message in channel.drain():
                     last = time.monotonic()
-                    if message["type"] == "error":
-                        errors.append(message)
-                    elif message["type"] == "resumed" and not resumed:
-                        resumed = message["path"]
-                        self.say(f"going on from {resumed}")
-                    elif message["type"] == "note":
-                        self.say(message["text"])
-                    elif message["type"] == "phase" and message["phase"] in set(Phase):
-                        phase = Phase(message["phase"])
-                    elif message["type"] == "strayed" and not strayed:
-                        strayed = True
-                        self.say("the script trains without DeepSpeed: no config of ours is in it")
-                    steps = max(steps, int(message.get("steps") or 0))
+                    heard.take(channels.index(channel), message)
                 if channel.closed:
                     open_channels.remove(channel)
-            statuses = self._statuses()
-            if len(statuses) == self.job.ranks and all(status == 0 for status in statuses.values()):
-                return _End(0, None, "done", steps, resumed)
-            silent = time.monotonic() - last
             if self._signal is not None:
-                return self._leave(steps, resumed)
-            if errors or any(status != 0 for status in statuses.values()):
-                self._settle(channels, errors)
+                return self._leave(heard)
+            if heard.errors or any(self._statuses().values()):
+                self._settle(channels, heard)
+            statuses = heard.scripts_own(self._statuses())
+            if len(statuses) == self.job.ranks and not any(statuses.values()):
+                for rank, status in self._statuses().items():
+                    if status < 0:
+                        name = signal.Signals(-status).name
+                        self.say(f"rank {rank} died by {name} on its way out, after the script's end")
+                return _End(0, None, "done", heard.steps, heard.resumed)
+            if heard.errors or any(statuses.values()):
                 peaks = self._peaks()
                 peaks.oom_kills = kernel_oom_kills() - kills
-                evidence = Evidence(self.hardware.device, errors, self._statuses(), None, phase, peaks,
+                evidence = Evidence(self.hardware.device, heard.errors, statuses, None, heard.phase, peaks,
                                     self.hardware.host_memory_bytes)  # fmt: skip
-                return self._ended(evidence, steps, resumed)
+                return self._ended(evidence, heard)
+            silent = time.monotonic() - last
             if silent > self.silent_seconds:
-                return self._hang(silent, phase, steps, resumed)
+                return self._hang(silent, heard)
 
-    def _settle(self, channels: list[Channel], errors: list[Message]) -> None:
+    def _settle(self, channels: list[Channel], heard: _Heard) -> None:
         until = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < until:
-            for channel in channels:
-                errors += [message for message in channel.drain() if message["type"] == "error"]
+            for rank, channel in enumerate(channels):
+                for message in channel.drain():
+                    heard.take(rank, message)
             time.sleep(0.05)
 
-    def _hang(self, silent: float, phase: Phase, steps: int, resumed: str) -> _End:
+    def _hang(self, silent: float, heard: _Heard) -> _End:
         """Silence: memory's doing where a device or the host is as good as full."""
         peaks = self._peaks()
         host_left = peaks.host_low < 0.03 * self.hardware.host_memory_bytes
-        text = f"no step for {format_duration(silent)}"
+        text, steps, resumed = f"no step for {format_duration(silent)}", heard.steps, heard.resumed
         if peaks.worst > _NEAR_FULL * self.hardware.capacity_bytes:
             return _End(1, Kind.OOM_DEVICE, f"{text}, with the device's memory full", steps, resumed)
         if host_left:
             return _End(1, Kind.OOM_HOST, f"{text}, with main memory full", steps, resumed)
-        self.say(f"{text} in {phase.value}, with memory to spare: not memory's doing, ending it")
+        self.say(f"{text} in {heard.phase.value}, with memory to spare: not memory's doing, ending it")
         return _End(1, None, "hang", steps, resumed)
 
-    def _ended(self, evidence: Evidence, steps: int, resumed: str) -> _End:
+    def _ended(self, evidence: Evidence, heard: _Heard) -> _End:
+        steps, resumed = heard.steps, heard.resumed
         codes = [128 - status if status < 0 else status for status in evidence.statuses.values() if status]
         code = codes[0] if codes else 1
         verdict = judge(evidence)
@@ -272,15 +301,17 @@ class Launcher:
             return _End(code, verdict.kind, verdict.reason, steps, resumed)
         return _End(code, None, f"the script's own failure ({verdict.reason})", steps, resumed)
 
-    def _leave(self, steps: int, resumed: str) -> _End:
+    def _leave(self, heard: _Heard) -> _End:
         """After a signal: the ranks have it too, and some time to end in their own way."""
         assert self._signal is not None
         until = time.monotonic() + LEAVE_SECONDS
         while len(self._statuses()) < self.job.ranks and time.monotonic() < until:
             time.sleep(0.1)
-        codes = [status for status in self._statuses().values() if status > 0]
-        name = signal.Signals(self._signal).name
-        return _End(codes[0] if codes else 128 + self._signal, None, f"stopped by {name}", steps, resumed)
+        statuses = heard.scripts_own(self._statuses())
+        codes = [status for status in statuses.values() if status > 0]
+        ended_well = len(statuses) == self.job.ranks and not any(statuses.values())
+        code = codes[0] if codes else 0 if ended_well else 128 + self._signal
+        return _End(code, None, f"stopped by {signal.Signals(self._signal).name}", heard.steps, heard.resumed)
 
     # -- processes ---------------------------------------------------------------------------------------------------
 

@@ -514,6 +514,15 @@ def test_a_script_of_its_own_failure_keeps_its_exit_code(scripts: Scripts, tmp_p
     assert len(summary.attempts) == 1
 
 
+def test_a_crash_on_the_way_out_is_no_failure_of_the_training(scripts: Scripts, tmp_path: Path) -> None:
+    name = write(tmp_path, "aborts.py", "import atexit, os; os.environ['RANK'] == '1' and atexit.register(os.abort)")
+    says: list[str] = []
+    summary = launch(scripts, tmp_path, [name], [make_candidate()], says=says)
+    assert summary.code == 0, says
+    assert len(summary.attempts) == 1
+    assert any("rank 1 died by SIGABRT" in line for line in says)
+
+
 def test_the_command_line_end_to_end(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(AUTO))
     (tmp_path / "space.yaml").write_text(

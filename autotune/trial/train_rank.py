@@ -5,6 +5,7 @@ Run as `python -m autotune.trial.train_rank SOCKET RANK`.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import sys
@@ -25,6 +26,9 @@ class TrainRank(Rank):
     """Trains to the script's own end; reports progress, and memory failures the moment they happen."""
 
     def run(self) -> None:
+        atexit.register(
+            self._leave_group
+        )  # the first to be registered is the last to run: the script may still need it
         self._begin()
         self._steps, self._last_progress = 0, 0.0
         hooks = Hooks(self.job, Candidate.of(self.spec["candidate"]), self, self.spec["device"],
@@ -34,6 +38,11 @@ class TrainRank(Rank):
             self._resume_trainer(self.spec["resume_since"])
         self._note_loads()
         run_script(self.job, hooks.arguments())
+
+    def _leave_group(self) -> None:
+        """The group is ours to close: left open, its threads race the interpreter's end, and abort it now and then."""
+        if self.torch.distributed.is_initialized():
+            self.torch.distributed.destroy_process_group()
 
     # -- restarting --------------------------------------------------------------------------------------------------
 
@@ -133,7 +142,8 @@ def main() -> None:
     try:
         rank.run()
     except SystemExit as error:
-        channel.send("bye", code=error.code)
+        code = error.code
+        channel.send("bye", code=code if isinstance(code, int) else int(code is not None), steps=rank._steps)
         raise
     except BaseException as error:
         rank.report(error)
