@@ -146,6 +146,18 @@ def is_ds_config(path: Path) -> bool:
     return isinstance(data, dict) and not _DS_KEYS.isdisjoint(data)
 
 
+def named_config(script: Script) -> dict[str, Any] | None:
+    """The DeepSpeed config whose file the command names; None where it stands elsewhere."""
+    found = [Path(script.ds_config)] if script.ds_config is not None else []
+
+    def note(path: Path, at: int) -> str:
+        found.append(path)
+        return ""
+
+    with_configs(script.argv, Path(script.cwd), note)
+    return json.loads(found[0].read_text()) if found else None
+
+
 def with_configs(argv: Sequence[str], cwd: Path, renamed: Callable[[Path, int], str]) -> list[str]:
     """The arguments with every DeepSpeed config file among them named anew; `renamed` gets its path and place."""
     found = list(argv)

@@ -59,7 +59,8 @@ def needed_ops(candidates: list[Candidate], job: Job, device: str) -> list[str]:
     offloads = {candidate.offload_optimizer for candidate in candidates}
     if offloads - {"none"}:
         ops.append({"lion": "CPULionBuilder", "adagrad": "CPUAdagradBuilder"}.get(kind, "CPUAdamBuilder"))
-    if kind == "fused_adam" or ("optimizer" in job.base_config and "adam" in kind):
+    own = job.base_config.get("optimizer")
+    if kind == "fused_adam" or (own and "adam" in kind and not (own.get("params") or {}).get("torch_adam")):
         ops.append("FusedAdamBuilder")
     if kind == "lion" and "none" in offloads:
         ops.append("FusedLionBuilder")

@@ -1,5 +1,11 @@
+import json
+from pathlib import Path
+
 import pytest
 
+from autotune.hardware import detect
+from autotune.job import Script
+from autotune.probe import unknown_job
 from autotune.trial.config import needed_ops, optimizer_section, trial_config
 from tests.conftest import make_candidate, make_job
 
@@ -30,3 +36,27 @@ def test_ops_that_are_built_before_the_budget() -> None:
     assert "FusedAdamBuilder" in needed_ops([make_candidate()], make_job(optimizer="fused_adam"), "cuda")
     nvme = [make_candidate(3, offload_optimizer="nvme")]
     assert "AsyncIOBuilder" in needed_ops(nvme, job, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "fused"),
+    [
+        ({"type": "AdamW", "params": {"lr": "auto"}}, True),
+        ({"type": "Adam", "params": {"torch_adam": True}}, False),
+        ({"type": "Lion"}, False),
+        (None, False),  # the script's own, or Trainer's
+        ("AdamW", False),  # DeepSpeed will say what is wrong with it
+    ],
+)
+def test_a_scripts_fused_adam_is_built_where_its_config_asks_for_it(
+    tmp_path: Path, optimizer: object, fused: bool
+) -> None:
+    config = {"train_batch_size": 4, **({"optimizer": optimizer} if optimizer else {})}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    named = Script(("train.py", "--deepspeed", "ds.json"), str(tmp_path))
+    handed = Script(("train.py",), str(tmp_path), ds_config=str(tmp_path / "ds.json"))
+    for script in (named, handed):
+        ops = needed_ops([make_candidate()], unknown_job(script, detect("cpu", 2)), "cuda")
+        assert ("FusedAdamBuilder" in ops) == fused
+    unknown = unknown_job(Script(("train.py",), str(tmp_path)), detect("cpu", 2))
+    assert "FusedAdamBuilder" in needed_ops([make_candidate()], unknown, "cuda"), "only its code knows"
