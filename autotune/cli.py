@@ -227,7 +227,7 @@ def show(study: StudyArgument, storage: StorageOption = None, as_json: JsonFlag 
         return
     records, calls = store.records(), store.calls()
     out = console()
-    out.print(report.trials_table(records, store.job))
+    out.print(report.trials_table(records))
     for reason, count in sorted(store.skips.items(), key=lambda item: -item[1])[:12]:
         out.print(f"not tried ({count}): {reason}", markup=False, highlight=False, soft_wrap=True)
     total = sum(call.used_seconds for call in calls)

@@ -15,7 +15,7 @@ from rich.text import Text
 from autotune.candidate import Candidate
 from autotune.hardware import Hardware
 from autotune.job import Job
-from autotune.outcome import Kind, Outcome
+from autotune.outcome import Kind, Measurement, Outcome
 from autotune.search.study import VERIFY, Record, StudyStore
 from autotune.units import format_bytes, format_count, format_duration
 
@@ -25,17 +25,17 @@ _STYLE = {
 }  # fmt: skip
 
 
-def speed(samples_per_second: float, job: Job) -> str:
-    tokens = format_count(samples_per_second * job.seq_len)
-    return f"{samples_per_second:.4g} samples/s ({tokens.strip()} tokens/s)"
+def speed(measured: Measurement) -> str:
+    tokens = format_count(measured.tokens_per_second)
+    return f"{measured.samples_per_second:.4g} samples/s ({tokens.strip()} tokens/s)"
 
 
-def outcome_line(outcome: Outcome, job: Job) -> str:
+def outcome_line(outcome: Outcome) -> str:
     """One line: speed and peak, or what went wrong."""
     if outcome.measurement is not None:
         measured = outcome.measurement
         retries = f", {measured.alloc_retries} allocator retries" if measured.alloc_retries else ""
-        return f"{speed(measured.samples_per_second, job)}, peak {format_bytes(measured.peak_bytes)}{retries}"
+        return f"{speed(measured)}, peak {format_bytes(measured.peak_bytes)}{retries}"
     missing = f", short of {format_bytes(outcome.missing_bytes)}" if outcome.missing_bytes else ""
     why = outcome.evidence if outcome.kind.is_oom else outcome.reason
     who = f" on rank {outcome.rank}" if outcome.rank is not None else ""
@@ -45,8 +45,8 @@ def outcome_line(outcome: Outcome, job: Job) -> str:
 class PlainObserver:
     """Plain lines, for logs and pipes."""
 
-    def __init__(self, job: Job, console: Console) -> None:
-        self.job, self.console = job, console
+    def __init__(self, console: Console) -> None:
+        self.console = console
 
     def start(self) -> None:
         pass
@@ -63,7 +63,7 @@ class PlainObserver:
     def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None:
         what = "verify" if role == VERIFY else "trial"
         seconds = format_duration(outcome.seconds)
-        self._print(f"{what} {number:>3}  {candidate}  ->  {outcome_line(outcome, self.job)}  [{seconds}]")
+        self._print(f"{what} {number:>3}  {candidate}  ->  {outcome_line(outcome)}  [{seconds}]")
 
     def say(self, text: str) -> None:
         self._print(text)
@@ -78,8 +78,8 @@ class PlainObserver:
 class LiveObserver(PlainObserver):
     """The live view: budget, counts, the best so far, what runs and in which phase, the last failures."""
 
-    def __init__(self, job: Job, console: Console, hardware: Hardware, budget_seconds: float) -> None:
-        super().__init__(job, console)
+    def __init__(self, console: Console, hardware: Hardware, budget_seconds: float) -> None:
+        super().__init__(console)
         self._hardware, self._budget = hardware, budget_seconds
         self._began = time.monotonic()
         self._counts: Counter[Kind] = Counter()
@@ -106,7 +106,7 @@ class LiveObserver(PlainObserver):
         super().trial_finished(number, candidate, role, outcome)
         self._counts[outcome.kind] += 1
         if outcome.measurement is None:
-            self._failures = [*self._failures[-2:], f"{candidate}: {outcome_line(outcome, self.job)}"]
+            self._failures = [*self._failures[-2:], f"{candidate}: {outcome_line(outcome)}"]
         elif outcome.measurement.peak_bytes <= self._hardware.ceiling_bytes:
             found = outcome.measurement.samples_per_second
             if self._best is None or found > self._best[0]:
@@ -119,21 +119,21 @@ class LiveObserver(PlainObserver):
             Text.from_markup(f"left {format_duration(left)} of {format_duration(self._budget)}   {counts}")
         ]
         if self._best:
-            lines.append(Text(f"best  {self._best[1]}  {outcome_line(self._best[2], self.job)}", style="bold green"))
+            lines.append(Text(f"best  {self._best[1]}  {outcome_line(self._best[2])}", style="bold green"))
         lines.append(Text(f"now   {self._running}  ({self._phase})"))
         lines += [Text(f"failed {line}", style="yellow") for line in self._failures]
         return Panel(Group(*lines), title="autotune", border_style="dim")
 
 
-def make_observer(job: Job, hardware: Hardware, budget_seconds: float, console: Console, quiet: bool) -> PlainObserver:
+def make_observer(hardware: Hardware, budget_seconds: float, console: Console, quiet: bool) -> PlainObserver:
     if quiet:
-        return PlainObserver(job, Console(quiet=True))
+        return PlainObserver(Console(quiet=True))
     if console.is_terminal:
-        return LiveObserver(job, console, hardware, budget_seconds)
-    return PlainObserver(job, console)
+        return LiveObserver(console, hardware, budget_seconds)
+    return PlainObserver(console)
 
 
-def trials_table(records: list[Record], job: Job) -> Table:
+def trials_table(records: list[Record]) -> Table:
     """Every trial with its result or reason."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("#", "candidate", "outcome", "samples/s", "step", "peak", "why tried / what happened"):
@@ -153,7 +153,7 @@ def trials_table(records: list[Record], job: Job) -> Table:
             f"{measured.samples_per_second:.4g}" if measured else "",
             format_duration(measured.step_seconds) if measured else "",
             format_bytes(peak) if peak else "",
-            record.note if measured else outcome_line(outcome, job),
+            record.note if measured else outcome_line(outcome),
         )  # fmt: skip
     return table
 
@@ -168,8 +168,7 @@ def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hard
     free = 100 * (1 - measured.peak_bytes / hardware.capacity_bytes)
     lines = [
         f"winner: {record.candidate}",
-        f"  {speed(measured.samples_per_second, job)}, ±{spread:.1f} %; a GPU: {samples:.4g} samples/s, "
-        f"{tokens:.5g} tokens/s",
+        f"  {speed(measured)}, ±{spread:.1f} %; a GPU: {samples:.4g} samples/s, {tokens:.5g} tokens/s",
         f"  step {format_duration(measured.step_seconds)}; peak {format_bytes(measured.peak_bytes)} of "
         f"{format_bytes(hardware.capacity_bytes)} ({free:.0f} % free, headroom {100 * hardware.headroom:.0f} %)",
     ]

@@ -382,14 +382,14 @@ def run_study(
         closing.callback(executor.close)
         probed: Probe | None = None
         if setup.is_script and local is not None:
-            say = PlainObserver(setup.job, Console(quiet=True) if quiet else console).say
+            say = PlainObserver(Console(quiet=True) if quiet else console).say
             local.open(say)
             setup, probed = _probed(setup, local, folder, request, budget_seconds / 2, say)
         job, space, candidates = setup.job, setup.space, setup.candidates
         storage = request.storage or default_storage(folder)
         store, resumed = StudyStore.create_or_resume(name, storage, folder, job, hardware, space, force=request.force)
         store.lock()
-        observer = make_observer(job, hardware, budget_seconds, console, quiet)
+        observer = make_observer(hardware, budget_seconds, console, quiet)
         for note in setup.notes:
             observer.say(note)
         closed = store.close_interrupted()

@@ -145,7 +145,7 @@ def study(tmp_path: Path) -> StudyStore:
     slower = Outcome(Kind.OK, measurement=Measurement(2.0, 0.01, 5, 4.0, 128.0, 200 * MIB))
     store.finish(store.start(make_candidate(0, 7), space), slower)
     best = store.start(make_candidate(0, 1), space, VERIFY)
-    store.finish(best, Outcome(Kind.OK, measurement=Measurement(1.0, 0.01, 5, 8.0, 256.0, 300 * MIB)))
+    store.finish(best, Outcome(Kind.OK, measurement=Measurement(1.0, 0.01, 5, 8.0, 160.0, 300 * MIB)))
     store.set_winner(best, "verified")
     store.note_skips({"needs more": 5})
     store.update_call(33.0, "budget used")
@@ -160,6 +160,8 @@ def test_show(
     code, out, _ = call(monkeypatch, capsys, "show", "s")
     assert code == 0
     assert "winner: z0 mb1 ga1" in out
+    assert "8 samples/s (160 tokens/s)" in out, "as measured: its samples are shorter than the longest"
+    assert "a GPU: 4 samples/s, 80 tokens/s" in out
     assert "+100.0 % against the next best" in out
     assert "33.0 s of 1m00s" in out
     assert "not tried (5): needs more" in out
@@ -204,8 +206,8 @@ def test_the_live_view(study: StudyStore) -> None:
     from rich.console import Console
 
     console = Console(force_terminal=True, width=120, record=True)
-    job, hardware = make_job(), detect("cpu", 2)
-    live = report.make_observer(job, hardware, 60.0, console, quiet=False)
+    hardware = detect("cpu", 2)
+    live = report.make_observer(hardware, 60.0, console, quiet=False)
     assert isinstance(live, report.LiveObserver)
     live.start()
     live.trial_started(0, make_candidate(), "search", "")
@@ -221,7 +223,7 @@ def test_the_live_view(study: StudyStore) -> None:
     assert "best  z0" in text
     assert "oom_device 1" in text
     assert "hello" in text
-    quiet = report.make_observer(job, hardware, 60.0, console, quiet=True)
+    quiet = report.make_observer(hardware, 60.0, console, quiet=True)
     quiet.start()
     quiet.say("nothing")
     quiet.stop()
