@@ -62,6 +62,16 @@ def launch(folder: Path, words: list[str], ladder: list[Rung], cap: int | None, 
     return launcher.run()
 
 
+def trained(folder: Path) -> tuple[int, int]:
+    """Attempts that have come as far as their script, and the steps that the last of them has begun."""
+    try:
+        entries = [json.loads(line) for line in (folder / "seen.rank0.jsonl").read_text().splitlines()]
+    except (OSError, ValueError):  # not yet there, or being written
+        return 0, 0
+    starts = [at for at, entry in enumerate(entries) if "started" in entry]
+    return len(starts), len({entry["step"] for entry in entries[starts[-1] + 1 :]}) if starts else 0
+
+
 def judged(what: str, folder: Path, summary: Summary, seconds: float) -> dict[str, Any]:
     expected = {step: set(range(BATCH * step, BATCH * (step + 1))) for step in range(STEPS)}
     row = {"case": what, "exit": summary.code, "restarts": len(summary.attempts) - 1,
@@ -71,21 +81,27 @@ def judged(what: str, folder: Path, summary: Summary, seconds: float) -> dict[st
 
 
 def killed(folder: Path, kills: int, seed: int) -> Summary:
-    """Kills a rank at random moments of its training, so many times."""
+    """Kills a rank at random moments of its training, so many times: within a step of those that an attempt has trained
+    by then, one time in four while it still starts."""
     chosen, done = random.Random(seed), threading.Event()
 
     def kill() -> None:
         for _ in range(kills):
-            before = {p.pid for p in ranks()}
-            until = time.monotonic() + chosen.uniform(9.0, 22.0)  # starting takes about eight of them
-            while time.monotonic() < until and not done.is_set():
-                time.sleep(0.05)
-            alive = [p for p in ranks() if done.is_set() is False]
-            if not alive:
-                return
-            chosen.choice(alive).send_signal(signal.SIGKILL)
-            while {p.pid for p in ranks()} & before and not done.is_set():
-                time.sleep(0.1)
+            while not ranks() and not done.wait(0.05):
+                pass
+            before, (attempts, _) = {p.pid for p in ranks()}, trained(folder)
+            steps = chosen.randint(1, 9)
+            if chosen.random() < 0.25:
+                done.wait(chosen.uniform(0.0, 6.0))
+            else:
+                while trained(folder) < (attempts + 1, steps) and not done.wait(0.02):
+                    pass
+                done.wait(chosen.uniform(0.0, 0.3))
+            alive = [p for p in ranks() if p.pid in before]
+            if alive and not done.is_set():
+                chosen.choice(alive).send_signal(signal.SIGKILL)
+            while {p.pid for p in ranks()} & before and not done.wait(0.1):
+                pass
 
     def ranks() -> list[psutil.Process]:
         found = psutil.Process().children()
@@ -137,7 +153,7 @@ def main() -> None:
             summary = killed(root / f"kill{part}", kills, part)
             met = len(summary.attempts) - 1
             rows.append(judged(f"a rank killed {met} times", root / f"kill{part}", summary, time.monotonic() - began))
-            left, part = left - max(1, met), part + 1
+            left, part = left - met, part + 1
         rows.append(overhead(root / "overhead", arguments.turns))
     print_table("training under autotune launch", rows)
     write_json(arguments.json, rows)
