@@ -18,6 +18,7 @@ import signal
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,12 @@ def killed(folder: Path, kills: int, seed: int) -> Summary:
                 pass
 
     def ranks() -> list[psutil.Process]:
-        found = psutil.Process().children()
-        return [p for p in found if "autotune.trial.train_rank" in " ".join(p.cmdline()) and p.is_running()]
+        found = []
+        for process in psutil.Process().children():
+            with suppress(psutil.Error):  # it has just ended
+                if "autotune.trial.train_rank" in process.cmdline():
+                    found.append(process)
+        return found
 
     thread = threading.Thread(target=kill, daemon=True)
     thread.start()
