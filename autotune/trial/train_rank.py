@@ -19,7 +19,7 @@ from autotune.trial.hooks import Hooks, run_script
 from autotune.trial.rank import EXIT_REPORTED, Rank, die_with_parent, greet, leave
 from autotune.trial.verdict import is_memory_error
 
-_PROGRESS_SECONDS = 1.0
+_PROGRESS_SECONDS = 0.2
 
 
 class TrainRank(Rank):
