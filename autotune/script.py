@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,9 @@ def make_script(command: list[str], maps: list[str], worst_case: bool = False, d
             raise UserError("`-- -m`: expected a module's name after it")
     else:
         path = Path(words[0])
+        if not path.is_file() and shutil.which(words[0]):
+            raise UserError(f"`-- {words[0]} …`: a command, no script: give what it starts, like `-- train.py …` or "
+                            "`-- -m trl.scripts.sft …`")  # fmt: skip
         if not path.is_file():
             raise UserError(f"no script {words[0]}: expected a Python file, or `-m` and a module")
         if b"\0" in path.read_bytes()[:4096]:

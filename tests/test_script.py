@@ -40,6 +40,7 @@ def test_a_script_is_its_command(folder: Path) -> None:
         (["train.p"], [], "no script train.p"),
         (["torchrun", "train.py"], [], "the script itself"),
         (["binary"], [], "no Python script"),
+        (["ls", "-l"], [], "a command, no script"),
         (["-m"], [], "module"),
         (["train.py"], ["bs"], "KNOB=--FLAG"),
         (["train.py"], ["zero_stag=--stage"], "zero_stage"),
