@@ -1,6 +1,6 @@
 """Scripts that others wrote, as their packages ship them, tuned and trained with on CPU ranks.
 
-`python benchmarks/scripts.py [--only sft,dpo] [--budget 75s] [--turns 30] [--json FILE]`
+`python benchmarks/scripts.py [--only sft,dpo] [--budget 75s] [--turns 30] [--json FILE]`, whose rows of other scripts are kept
 
 Each script is tuned by `autotune run -- SCRIPT …`. Then three trainings take turns (`benchmarks/inturn.py`): its own
 starting config and the exported one by torchrun, without autotune, and a trial of the winner; loops of accelerate's, whose
@@ -199,6 +199,12 @@ def same_run(store: StudyStore, winner: Candidate, folder: Path) -> float:
     return measured.step_seconds / statistics.median(seconds)
 
 
+def keep(path: Path | None, row: dict[str, Any]) -> None:
+    """Writes the row at once, in place of an earlier one of this script: all eight take most of an hour."""
+    known = json.loads(path.read_text()) if path is not None and path.exists() else []
+    write_json(path, [*(one for one in known if one["script"] != row["script"]), row])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="comma-separated parts of names")
@@ -221,8 +227,8 @@ def main() -> None:
                 row = {"script": case, "tuned": f"training failed: {str(error)[-3000:]}"}
             rows.append(row)
             print(json.dumps(row), flush=True)
+            keep(arguments.json, row)
     print_table("scripts of others and ours, two CPU ranks", rows)
-    write_json(arguments.json, rows)
 
 
 if __name__ == "__main__":

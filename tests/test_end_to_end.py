@@ -18,7 +18,7 @@ from autotune.search.study import VERIFY, StudyStore
 AUTOTUNE = [sys.executable, "-m", "autotune.cli"]
 SPACE = """
 knobs:
-  zero_stage: [0, 1, 2]
+  zero_stage: [0, 2]
   train_micro_batch_size_per_gpu: [1, 2, 4, 256]
   offload_optimizer: [none, cpu]
   reduce_bucket_size: [500000]
