@@ -11,7 +11,7 @@ import pytest
 from autotune import cli, report
 from autotune.hardware import detect
 from autotune.outcome import Kind, Measurement, Outcome, Phase
-from autotune.search.study import VERIFY, StudyStore, default_storage
+from autotune.search.study import SEARCH, VERIFY, Record, StudyStore, default_storage
 from autotune.space import load_space
 from autotune.units import MIB
 from tests.conftest import make_candidate, make_job
@@ -192,6 +192,22 @@ def test_export(
     assert (code, "no measured trial" in err) == (2, True)
     code, out, _ = call(monkeypatch, capsys, "export", "s", "--trial", "0", "--out", "x.json", "--json")
     assert json.loads(out)["files"] == ["x.json", "x.meta.json"]
+
+
+def test_the_margin_compares_what_was_measured_alike() -> None:
+    def record(number: int, role: str, micro_batch: int, rate: float) -> Record:
+        outcome = Outcome(Kind.OK, measurement=Measurement(1.0, 0.01, 5, rate, rate, 300 * MIB))
+        return Record(number, make_candidate(0, micro_batch), outcome, role)
+
+    searched = [record(0, SEARCH, 1, 400.0), record(1, SEARCH, 2, 380.0), record(2, SEARCH, 4, 100.0)]
+    slowed = record(3, VERIFY, 1, 300.0)  # the machine is slower by now
+    hardware = detect("cpu", 2)
+    last = report.winner_lines(slowed, [*searched, slowed], make_job(), hardware)[-1]
+    assert last == "  +5.3 % against the next best, 4.0x the slowest of 3 that fit"
+    displaced = record(4, VERIFY, 2, 290.0)
+    last = report.winner_lines(slowed, [*searched, slowed, displaced], make_job(), hardware)[-1]
+    assert last == "  +3.4 % against the next best, 4.0x the slowest of 3 that fit"
+    assert "next best" not in report.winner_lines(slowed, [slowed], make_job(), hardware)[-1]
 
 
 def test_what_came_closest(study: StudyStore) -> None:
