@@ -16,7 +16,7 @@ from autotune.candidate import Candidate
 from autotune.hardware import Hardware
 from autotune.job import Job
 from autotune.outcome import Kind, Measurement, Outcome
-from autotune.search.study import SEARCH, VERIFY, Record, StudyStore
+from autotune.search.study import AS_IS, SEARCH, VERIFY, Record, StudyStore
 from autotune.units import format_bytes, format_count, format_duration
 
 _STYLE = {
@@ -174,26 +174,34 @@ def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hard
     ]
     if measured.mfu is not None:
         lines.append(f"  {measured.model_tflops_per_gpu:.1f} model TFLOP/s a GPU, MFU {100 * measured.mfu:.1f} %")
-    if ratios := _times_others(record, records, hardware.ceiling_bytes):
+    times = _times_others(record, records)
+    fits = {r.candidate for r in records
+            if r.outcome and r.outcome.measurement and r.outcome.measurement.peak_bytes <= hardware.ceiling_bytes}  # fmt: skip
+    if ratios := [ratio for other, ratio in times.items() if other in fits]:
         lines.append(f"  {100 * (min(ratios) - 1):+.1f} % against the next best, {max(ratios):.1f}x the slowest of "
                      f"{len(ratios) + 1} that fit")  # fmt: skip
+    own = next((r.candidate for r in records if r.note == AS_IS), None)
+    if own is not None and own in times:
+        lines.append(f"  {times[own]:.2f}x {AS_IS}: {own}")
+    elif own == record.candidate:
+        lines.append(f"  {AS_IS} has this config already")
     return lines
 
 
-def _times_others(winner: Record, records: list[Record], ceiling_bytes: float) -> list[float]:
-    """How many times as fast the winner is as each other config that fits: both as verified, or both as searched, since
-    a machine's pace may change between the two."""
+def _times_others(winner: Record, records: list[Record]) -> dict[Candidate, float]:
+    """How many times as fast the winner is as each other config: both as verified, or both as searched, since a machine's
+    pace may change between the two."""
     speeds: dict[str, dict[Candidate, float]] = {VERIFY: {}, SEARCH: {}}
     for record in [*records, winner]:
-        measured = record.outcome.measurement if record.outcome else None
-        if measured is not None and measured.peak_bytes <= ceiling_bytes and record.role in speeds:
-            speeds[record.role][record.candidate] = measured.samples_per_second
+        if record.outcome and record.outcome.measurement and record.role in speeds:
+            speeds[record.role][record.candidate] = record.outcome.measurement.samples_per_second
     mine = winner.candidate
-    ratios = []
-    for other in (speeds[SEARCH].keys() | speeds[VERIFY].keys()) - {mine}:
-        alike = [found[mine] / found[other] for found in speeds.values() if mine in found and other in found]
-        ratios += alike[:1]
-    return ratios
+    times: dict[Candidate, float] = {}
+    for found in speeds.values():
+        for other in found.keys() - {mine} - times.keys():
+            if mine in found:
+                times[other] = found[mine] / found[other]
+    return times
 
 
 def study_json(store: StudyStore) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from autotune.outcome import Kind
 from autotune.probe import Probe, job_of, own_candidate, probe, unknown_job
 from autotune.report import PlainObserver, closest_lines, make_observer, record_json, winner_lines
 from autotune.script import carried, command, make_script, starter
-from autotune.search.study import SEARCH, Record, StudyStore, default_storage, fingerprint
+from autotune.search.study import AS_IS, SEARCH, Record, StudyStore, default_storage, fingerprint
 from autotune.space import Domain, SearchSpace, load_space
 from autotune.units import format_bytes, format_duration, parse_bytes, parse_duration, parse_share
 
@@ -396,6 +396,10 @@ def run_study(
         if probed is not None:
             candidates = _with_baseline(store, space, candidates, probed)
         _announce(observer, job, hardware, space, len(candidates), name, resumed, closed, store)
+        if not resumed:  # what is known before the search: a script's own config
+            for record in store.records():
+                if record.outcome is not None:
+                    observer.trial_finished(record.number, record.candidate, record.role, record.outcome)
         predictor = Predictor(job, hardware)
         if not predictor.trace.exact:
             observer.say(f"{predictor.trace.note}; predictions are wider for it")
@@ -517,7 +521,7 @@ def _with_baseline(
     """The candidates and the script's own config among them, which is a trial of the study when it was measured."""
     own = own_candidate(probed.script)
     if probed.baseline is not None and all(record.candidate != own for record in store.records()):
-        store.finish(store.start(own, space, SEARCH, "the script as it is"), probed.baseline)
+        store.finish(store.start(own, space, SEARCH, AS_IS), probed.baseline)
     return candidates if own in candidates else [*candidates, own]
 
 

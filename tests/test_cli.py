@@ -11,7 +11,7 @@ import pytest
 from autotune import cli, report
 from autotune.hardware import detect
 from autotune.outcome import Kind, Measurement, Outcome, Phase
-from autotune.search.study import SEARCH, VERIFY, Record, StudyStore, default_storage
+from autotune.search.study import AS_IS, SEARCH, VERIFY, Record, StudyStore, default_storage
 from autotune.space import load_space
 from autotune.units import MIB
 from tests.conftest import make_candidate, make_job
@@ -195,9 +195,9 @@ def test_export(
 
 
 def test_the_margin_compares_what_was_measured_alike() -> None:
-    def record(number: int, role: str, micro_batch: int, rate: float) -> Record:
+    def record(number: int, role: str, micro_batch: int, rate: float, note: str = "") -> Record:
         outcome = Outcome(Kind.OK, measurement=Measurement(1.0, 0.01, 5, rate, rate, 300 * MIB))
-        return Record(number, make_candidate(0, micro_batch), outcome, role)
+        return Record(number, make_candidate(0, micro_batch), outcome, role, note)
 
     searched = [record(0, SEARCH, 1, 400.0), record(1, SEARCH, 2, 380.0), record(2, SEARCH, 4, 100.0)]
     slowed = record(3, VERIFY, 1, 300.0)  # the machine is slower by now
@@ -207,6 +207,11 @@ def test_the_margin_compares_what_was_measured_alike() -> None:
     displaced = record(4, VERIFY, 2, 290.0)
     last = report.winner_lines(slowed, [*searched, slowed, displaced], make_job(), hardware)[-1]
     assert last == "  +3.4 % against the next best, 4.0x the slowest of 3 that fit"
+    own = record(5, SEARCH, 8, 200.0, AS_IS)
+    last = report.winner_lines(slowed, [*searched, slowed, own], make_job(), hardware)[-1]
+    assert last == f"  2.00x the script as it is: {make_candidate(0, 8)}"
+    kept = record(6, SEARCH, 1, 400.0, AS_IS)
+    assert report.winner_lines(slowed, [kept, slowed], make_job(), hardware)[-1].endswith("has this config already")
     assert "next best" not in report.winner_lines(slowed, [slowed], make_job(), hardware)[-1]
 
 

@@ -32,6 +32,7 @@ from autotune.units import GIB
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 warnings.filterwarnings("ignore", module=r"optuna\.|autotune\.search", category=optuna.exceptions.ExperimentalWarning)
 
+AS_IS = "the script as it is"  # the note of the trial of its own config
 SEARCH, VERIFY, TRAINING = "search", "verify", "training"  # the last: recorded by `autotune.callback`
 _ADDRESS = re.compile(r"//([^:/@]*):([^@]*)@")
 
