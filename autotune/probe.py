@@ -18,7 +18,7 @@ from autotune.hardware import Hardware
 from autotune.job import Job, Script
 from autotune.models import ModelSpec
 from autotune.outcome import Kind, Outcome
-from autotune.script import candidate_of_config, named_config
+from autotune.script import candidate_of_config, config_path
 from autotune.trial.verdict import log_tail
 
 EFFORT = Effort(min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
@@ -41,8 +41,8 @@ class Probe:
 def unknown_job(script: Script, hardware: Hardware) -> Job:
     """The Job of a script of which only the command is known, and the optimizer if its config's file is named there."""
     model = ModelSpec(script.name, {}, " ".join(script.argv))
-    config = named_config(script)
-    optimizer = {"type": "AdamW"} if config is None else config.get("optimizer")
+    path = config_path(script)
+    optimizer = {"type": "AdamW"} if path is None else json.loads(path.read_text()).get("optimizer")
     base = {"optimizer": optimizer} if isinstance(optimizer, dict) else {}
     return Job(model, hardware.count, 1, "fp32", base_config=base, script=script)
 

@@ -192,7 +192,7 @@ def _times_others(winner: Record, records: list[Record]) -> dict[Candidate, floa
     """How many times as fast the winner is as each other config: both as verified, or both as searched, since a machine's
     pace may change between the two."""
     speeds: dict[str, dict[Candidate, float]] = {VERIFY: {}, SEARCH: {}}
-    for record in [*records, winner]:
+    for record in records:
         if record.outcome and record.outcome.measurement and record.role in speeds:
             speeds[record.role][record.candidate] = record.outcome.measurement.samples_per_second
     mine = winner.candidate

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,7 @@ def command(script: Script, candidate: Candidate, config: str) -> list[str]:
 def carried(script: Script) -> bool:
     """Whether `command` says all of a candidate; what it does not stands in the script's own code or files."""
     flags, through = {**KNOWN_FLAGS, **dict(script.flags)}, bool(script.profile.get("through_arguments"))
-    named = with_configs(script.argv, Path(script.cwd), lambda path, at: "") != list(script.argv)
-    if not (named or script.ds_config is not None or (through and CONFIG_FLAG in _flags(script))):
+    if config_path(script) is None and not (through and CONFIG_FLAG in _flags(script)):
         return False
     # a loop of DeepSpeed's has its batch from the config, Trainer from its own arguments
     return not through or {flags[MICRO_BATCH], flags[ACCUMULATION]} <= _flags(script)
@@ -150,26 +149,27 @@ def is_ds_config(path: Path) -> bool:
     return isinstance(data, dict) and not _DS_KEYS.isdisjoint(data)
 
 
-def named_config(script: Script) -> dict[str, Any] | None:
-    """The DeepSpeed config whose file the command names; None where it stands elsewhere."""
-    found = [Path(script.ds_config)] if script.ds_config is not None else []
+def config_path(script: Script) -> Path | None:
+    """The DeepSpeed config file that the command names; None where the config stands elsewhere."""
+    if script.ds_config is not None:
+        return Path(script.ds_config)
+    return next((path for _, _, path in _config_files(script.argv, Path(script.cwd))), None)
 
-    def note(path: Path, at: int) -> str:
-        found.append(path)
-        return ""
 
-    with_configs(script.argv, Path(script.cwd), note)
-    return json.loads(found[0].read_text()) if found else None
+def _config_files(argv: Sequence[str], cwd: Path) -> Iterator[tuple[int, str, Path]]:
+    """Of every DeepSpeed config file among the arguments: its place, what precedes it in its word, and its path."""
+    for at, word in enumerate(argv):
+        head, equals, value = word.partition("=")
+        path = cwd / (value if equals else word)
+        if is_ds_config(path):
+            yield at, f"{head}=" if equals else "", path
 
 
 def with_configs(argv: Sequence[str], cwd: Path, renamed: Callable[[Path, int], str]) -> list[str]:
     """The arguments with every DeepSpeed config file among them named anew; `renamed` gets its path and place."""
     found = list(argv)
-    for at, word in enumerate(found):
-        head, equals, value = word.partition("=")
-        path = cwd / (value if equals else word)
-        if is_ds_config(path):
-            found[at] = f"{head}={renamed(path, at)}" if equals else renamed(path, at)
+    for at, head, path in _config_files(argv, cwd):
+        found[at] = head + renamed(path, at)
     return found
 
 

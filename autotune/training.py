@@ -84,6 +84,7 @@ class _End:
 class _Heard:
     """What the ranks of one attempt have said."""
 
+    channels: list[Channel]  # one a rank
     say: Callable[[str], None]
     errors: list[Message] = field(default_factory=list)
     codes: dict[int, int] = field(default_factory=dict)  # the script's own, of ranks where it is over
@@ -92,7 +93,14 @@ class _Heard:
     strayed: bool = False
     phase: Phase = Phase.START
 
-    def take(self, rank: int, message: Message) -> None:
+    def listen(self) -> bool:
+        """Takes what has come in by now; whether anything has."""
+        messages = [(rank, message) for rank, channel in enumerate(self.channels) for message in channel.drain()]
+        for rank, message in messages:
+            self._take(rank, message)
+        return bool(messages)
+
+    def _take(self, rank: int, message: Message) -> None:
         kind = message["type"]
         if kind == "error":
             self.errors.append(message)
@@ -114,6 +122,9 @@ class _Heard:
         """Exit codes of ranks that have ended: a rank whose script was over has the script's, whatever its interpreter
         died of on the way out (libraries' threads end in an abort there now and then)."""
         return {rank: self.codes.get(rank, status) if status < 0 else status for rank, status in statuses.items()}
+
+    def end(self, code: int, kind: Kind | None, reason: str) -> _End:
+        return _End(code, kind, reason, self.steps, self.resumed)
 
 
 class Launcher:
@@ -200,7 +211,7 @@ class Launcher:
             ]  # fmt: skip
             channels = self._greet(listener)
             if channels is None:
-                return self._ended(Evidence(self.hardware.device, statuses=self._statuses()), _Heard(self.say))
+                return self._ended(Evidence(self.hardware.device, statuses=self._statuses()), _Heard([], self.say))
             spec = {
                 "job": self.job.to_json(), "world": world, "device": self.hardware.device, "store": store,
                 "cap_bytes": self.hardware.memory_cap_bytes, "candidate": rung.candidate.as_dict,
@@ -210,7 +221,7 @@ class Launcher:
             for rank, channel in enumerate(channels):
                 channel.send("spec", **spec, rank=rank)
             try:
-                return self._watch(channels)
+                return self._watch(_Heard(channels, self.say))
             finally:
                 for channel in channels:
                     channel.close()
@@ -234,30 +245,24 @@ class Launcher:
                 found[hello["rank"]] = channel
         return [found[rank] for rank in sorted(found)]
 
-    def _watch(self, channels: list[Channel]) -> _End:
-        heard = _Heard(self.say)
+    def _watch(self, heard: _Heard) -> _End:
         last = time.monotonic()
         kills = kernel_oom_kills()
-        open_channels = list(channels)
         while True:
-            readable, _, _ = select.select(open_channels, [], [], 0.2)
-            for channel in readable:
-                for message in channel.drain():
-                    last = time.monotonic()
-                    heard.take(channels.index(channel), message)
-                if channel.closed:
-                    open_channels.remove(channel)
+            select.select([channel for channel in heard.channels if not channel.closed], [], [], 0.2)
+            if heard.listen():
+                last = time.monotonic()
             if self._signal is not None:
                 return self._leave(heard)
-            if heard.errors or any(self._statuses().values()):
-                self._settle(channels, heard)
+            if heard.errors or any(heard.scripts_own(self._statuses()).values()):
+                self._settle(heard)
             statuses = heard.scripts_own(self._statuses())
             if len(statuses) == self.job.ranks and not any(statuses.values()):
                 for rank, status in self._statuses().items():
                     if status < 0:
                         name = signal.Signals(-status).name
                         self.say(f"rank {rank} died by {name} on its way out, after the script's end")
-                return _End(0, None, "done", heard.steps, heard.resumed)
+                return heard.end(0, None, "done")
             if heard.errors or any(statuses.values()):
                 peaks = self._peaks()
                 peaks.oom_kills = kernel_oom_kills() - kills
@@ -268,38 +273,35 @@ class Launcher:
             if silent > self.silent_seconds:
                 return self._hang(silent, heard)
 
-    def _settle(self, channels: list[Channel], heard: _Heard) -> None:
+    def _settle(self, heard: _Heard) -> None:
         until = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < until:
-            for rank, channel in enumerate(channels):
-                for message in channel.drain():
-                    heard.take(rank, message)
+            heard.listen()
             time.sleep(0.05)
 
     def _hang(self, silent: float, heard: _Heard) -> _End:
         """Silence: memory's doing where a device or the host is as good as full."""
         peaks = self._peaks()
         host_left = peaks.host_low < 0.03 * self.hardware.host_memory_bytes
-        text, steps, resumed = f"no step for {format_duration(silent)}", heard.steps, heard.resumed
+        text = f"no step for {format_duration(silent)}"
         if peaks.worst > _NEAR_FULL * self.hardware.capacity_bytes:
-            return _End(1, Kind.OOM_DEVICE, f"{text}, with the device's memory full", steps, resumed)
+            return heard.end(1, Kind.OOM_DEVICE, f"{text}, with the device's memory full")
         if host_left:
-            return _End(1, Kind.OOM_HOST, f"{text}, with main memory full", steps, resumed)
+            return heard.end(1, Kind.OOM_HOST, f"{text}, with main memory full")
         self.say(f"{text} in {heard.phase.value}, with memory to spare: not memory's doing, ending it")
-        return _End(1, None, "hang", steps, resumed)
+        return heard.end(1, None, "hang")
 
     def _ended(self, evidence: Evidence, heard: _Heard) -> _End:
-        steps, resumed = heard.steps, heard.resumed
         codes = [128 - status if status < 0 else status for status in evidence.statuses.values() if status]
         code = codes[0] if codes else 1
         verdict = judge(evidence)
         if verdict.kind.is_oom or verdict.kind is Kind.INVALID:
-            return _End(code, verdict.kind, verdict.reason, steps, resumed)
+            return heard.end(code, verdict.kind, verdict.reason)
         if verdict.kind is Kind.CRASH and verdict.evidence.startswith("SIGKILL"):
-            return _End(code, Kind.CRASH, verdict.reason, steps, resumed)
+            return heard.end(code, Kind.CRASH, verdict.reason)
         if verdict.kind in (Kind.INFRASTRUCTURE, Kind.FOREIGN):
-            return _End(code, verdict.kind, verdict.reason, steps, resumed)
-        return _End(code, None, f"the script's own failure ({verdict.reason})", steps, resumed)
+            return heard.end(code, verdict.kind, verdict.reason)
+        return heard.end(code, None, f"the script's own failure ({verdict.reason})")
 
     def _leave(self, heard: _Heard) -> _End:
         """After a signal: the ranks have it too, and some time to end in their own way."""
@@ -307,11 +309,12 @@ class Launcher:
         until = time.monotonic() + LEAVE_SECONDS
         while len(self._statuses()) < self.job.ranks and time.monotonic() < until:
             time.sleep(0.1)
+        heard.listen()
         statuses = heard.scripts_own(self._statuses())
         codes = [status for status in statuses.values() if status > 0]
         ended_well = len(statuses) == self.job.ranks and not any(statuses.values())
         code = codes[0] if codes else 0 if ended_well else 128 + self._signal
-        return _End(code, None, f"stopped by {signal.Signals(self._signal).name}", heard.steps, heard.resumed)
+        return heard.end(code, None, f"stopped by {signal.Signals(self._signal).name}")
 
     # -- processes ---------------------------------------------------------------------------------------------------
 

@@ -82,8 +82,8 @@ def judged(what: str, folder: Path, summary: Summary, seconds: float) -> dict[st
 
 
 def killed(folder: Path, kills: int, seed: int) -> Summary:
-    """Kills a rank at random moments of its training, so many times: within a step of those that an attempt has trained
-    by then, one time in four while it still starts."""
+    """Kills a rank at random moments of its training, so many times: after one to nine steps of an attempt, one time in
+    four while it still starts."""
     chosen, done = random.Random(seed), threading.Event()
 
     def kill() -> None:

@@ -26,9 +26,8 @@ class TrainRank(Rank):
     """Trains to the script's own end; reports progress, and memory failures the moment they happen."""
 
     def run(self) -> None:
-        atexit.register(
-            self._leave_group
-        )  # the first to be registered is the last to run: the script may still need it
+        # The first to be registered is the last to run: what the script registers may still need the group.
+        atexit.register(self._leave_group)
         self._begin()
         self._steps, self._last_progress = 0, 0.0
         hooks = Hooks(self.job, Candidate.of(self.spec["candidate"]), self, self.spec["device"],
