@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autotune.training import Summary
+    from autotune.recovery.supervisor import Summary
 
 __version__ = "0.1.0"
 
@@ -19,11 +19,11 @@ def launch(study: str, command: list[str], **options: Any) -> Summary:
     Args:
         study: name of the study, or its folder.
         command: the script and its arguments.
-        options: of `autotune.launcher.launch_training`: `max_restarts`, `hang_timeout`, `memory_cap`, `maps`, `say`.
+        options: of `autotune.commands.launch.launch_training`: `max_restarts`, `hang_timeout`, `memory_cap`, `maps`, `say`.
 
     Raises:
         autotune.errors.UserError: bad input, or a study that is not of this script.
     """
-    from autotune.launcher import launch_training
+    from autotune.commands.launch import launch_training
 
     return launch_training(study, command, **options)

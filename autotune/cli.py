@@ -104,7 +104,7 @@ def run(
     as_json: JsonFlag = False,
 ) -> None:
     """Tune, verify and export; run again with the same study to go on."""
-    from autotune.run import Request, run_study
+    from autotune.commands.run import Request, run_study
 
     request = Request(
         model, gpus=gpus, budget=budget, device=device, seq_len=seq_len, precision=precision, optimizer=optimizer,
@@ -151,8 +151,8 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Predict what fits and how fast, without running anything: by stage, by GPU, and what would unlock more."""
-    from autotune.plan import show_comparison, show_plan
-    from autotune.run import Request, plans
+    from autotune.commands.plan import show_comparison, show_plan
+    from autotune.commands.run import Request, plans
 
     request = Request(
         model, gpus, seq_len=seq_len, precision=precision, optimizer=optimizer, global_batch_size=global_batch_size,
@@ -193,8 +193,8 @@ def launch(
     as_json: JsonFlag = False,
 ) -> None:
     """Train your script under the winner, and bring it back with less memory when it runs out."""
-    from autotune.launcher import launch_training
-    from autotune.run import Request
+    from autotune.commands.launch import launch_training
+    from autotune.commands.run import Request
 
     study = None if model else words[0]
     request = Request(
@@ -217,7 +217,7 @@ def launch(
 @app.command()
 def show(study: StudyArgument, storage: StorageOption = None, as_json: JsonFlag = False) -> None:
     """A study's trials with their reasons, and its winner."""
-    from autotune import report
+    from autotune.results import console as report
     from autotune.search.study import StudyStore
     from autotune.units import format_duration
 
@@ -255,8 +255,8 @@ def export(
     as_json: JsonFlag = False,
 ) -> None:
     """Write the winner as a DeepSpeed config, an accelerate config or TrainingArguments."""
-    from autotune.export import FORMATS
-    from autotune.run import export_record
+    from autotune.commands.run import export_record
+    from autotune.results.export import FORMATS
     from autotune.search.study import VERIFY, StudyStore
 
     if style not in FORMATS:
@@ -291,7 +291,7 @@ def record(
     as_json: JsonFlag = False,
 ) -> None:
     """Write a study as a table that `run --executor replay:TABLE` and the search benchmark replay."""
-    from autotune.run import record_study
+    from autotune.commands.run import record_study
     from autotune.search.study import StudyStore
 
     store = StudyStore.load(study, storage)
@@ -305,7 +305,7 @@ def record(
 @app.command()
 def models(as_json: JsonFlag = False) -> None:
     """The models that resolve offline by name."""
-    from autotune.models import shipped_models
+    from autotune.problem.models import shipped_models
     from autotune.units import format_count
 
     found = shipped_models()
@@ -319,7 +319,7 @@ def models(as_json: JsonFlag = False) -> None:
 @spaces_app.command("list")
 def spaces_list(as_json: JsonFlag = False) -> None:
     """The shipped search spaces."""
-    from autotune.space import load_space, shipped_spaces
+    from autotune.problem.space import load_space, shipped_spaces
 
     found = {name: load_space(name).about for name in shipped_spaces()}
     if as_json:
@@ -332,7 +332,7 @@ def spaces_list(as_json: JsonFlag = False) -> None:
 @spaces_app.command("show")
 def spaces_show(space: Annotated[str, typer.Argument(help="Name or file.")]) -> None:
     """A search space's file, comments included."""
-    from autotune.space import load_space
+    from autotune.problem.space import load_space
 
     print(load_space(space).text, end="")
 
@@ -340,7 +340,7 @@ def spaces_show(space: Annotated[str, typer.Argument(help="Name or file.")]) -> 
 @spaces_app.command("validate")
 def spaces_validate(space: Annotated[str, typer.Argument(help="Name or file.")], as_json: JsonFlag = False) -> None:
     """Check a search space, and count what it holds."""
-    from autotune.space import load_space
+    from autotune.problem.space import load_space
 
     found = load_space(space)
     families = sum(1 for _ in found.families())
@@ -359,7 +359,7 @@ def doctor(
     as_json: JsonFlag = False,
 ) -> None:
     """Check driver, torch, NCCL, DeepSpeed's ops, memory and disk; builds CPU Adam ahead of time."""
-    from autotune.doctor import examine
+    from autotune.commands.doctor import examine
 
     findings = examine(nvme_path)
     if as_json:

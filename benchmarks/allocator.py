@@ -12,10 +12,10 @@ from pathlib import Path
 
 from common import print_table, write_json
 
-from autotune.job import Job
-from autotune.models import resolve_model
 from autotune.predict.allocator import waste
 from autotune.predict.trace import allocations
+from autotune.problem.job import Job
+from autotune.problem.models import resolve_model
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autotune.executors.local import rank_environment, threads_per_rank
-from autotune.job import Job
+from autotune.problem.job import Job
 
 
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:

@@ -17,7 +17,7 @@ from common import print_table, train_plainly, write_json
 
 from autotune.executors.base import VERIFY
 from autotune.executors.local import LocalExecutor
-from autotune.export import deepspeed_config
+from autotune.results.export import deepspeed_config
 from autotune.search.study import StudyStore
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from common import print_table, write_json
 
 from autotune.errors import UserError
-from autotune.hardware import detect
+from autotune.problem.hardware import detect
 
 HERE = Path(__file__).parent
 

@@ -24,14 +24,14 @@ from pathlib import Path
 
 import psutil
 
-from autotune.candidate import Candidate
 from autotune.executors.base import Effort
 from autotune.executors.local import LocalExecutor, median_spread, rank_environment
-from autotune.hardware import detect
-from autotune.job import Job, Script
-from autotune.ladder import Rung
-from autotune.training import Launcher
-from autotune.trial.verdict import log_tail
+from autotune.group.verdict import log_tail
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import detect
+from autotune.problem.job import Job, Script
+from autotune.recovery.ladder import Rung
+from autotune.recovery.supervisor import Launcher
 
 HERE = Path(__file__).parent
 SETTLE_STEPS = 8  # before the first turn

@@ -14,12 +14,12 @@ from typing import Any
 
 from common import write_json
 
-from autotune.candidate import Candidate
 from autotune.executors.base import Effort
 from autotune.executors.local import LocalExecutor
-from autotune.hardware import detect
-from autotune.job import Job
-from autotune.models import resolve_model
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import detect
+from autotune.problem.job import Job
+from autotune.problem.models import resolve_model
 
 EFFORT = Effort(min_steps=2, max_steps=2, min_seconds=0.0, max_seconds=20.0)
 

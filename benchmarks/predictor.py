@@ -21,17 +21,17 @@ from typing import Any
 import numpy as np
 from common import print_table, write_json
 
-from autotune.candidate import Candidate
 from autotune.executors.replay import load_landscape
-from autotune.hardware import Hardware, detect, named_gpu
-from autotune.job import Job
-from autotune.models import ModelSpec, resolve_model
-from autotune.outcome import Kind, Measurement, Outcome
 from autotune.predict.fit import Prior, fit
 from autotune.predict.knobs import columns_of
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import Trace, trace_job, trace_model
 from autotune.predict.zero import bill
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import Hardware, detect, named_gpu
+from autotune.problem.job import Job
+from autotune.problem.models import ModelSpec, resolve_model
+from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.search.proposer import HOPELESS_SIGMAS
 from autotune.units import GIB
 
@@ -228,7 +228,7 @@ def landscapes(folder: Path, seeds: int, known: int = 3) -> list[dict[str, Any]]
 
 def speed() -> list[dict[str, Any]]:
     """Seconds of 10,000 predictions after tracing."""
-    from autotune.space import load_space
+    from autotune.problem.space import load_space
 
     job = Job(resolve_model("tiny-gemma-2"), 2, 64, "fp32")
     candidates = load_space("default").candidates(job)[:10_000]

@@ -16,14 +16,14 @@ from typing import Any
 
 from common import print_table, write_json
 
-from autotune.hardware import named_hardware
-from autotune.job import Job
-from autotune.models import resolve_model
-from autotune.outcome import Kind, Measurement, Outcome
 from autotune.predict.predictor import Predictor
+from autotune.problem.hardware import named_hardware
+from autotune.problem.job import Job
+from autotune.problem.models import resolve_model
+from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.space import load_space
 from autotune.search.proposer import Proposer
 from autotune.search.study import SEARCH, StudyStore, default_storage
-from autotune.space import load_space
 from autotune.units import GIB
 
 TARGETS = {50: 0.1, 500: 0.2, 5000: 0.5}

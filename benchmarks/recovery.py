@@ -27,12 +27,12 @@ from common import print_table, write_json
 from inturn import ratio, take_turns, torchrun, under_autotune
 from scripts import AUTO, OWN
 
-from autotune.candidate import ACCUMULATION, MICRO_BATCH, Candidate
-from autotune.hardware import detect
-from autotune.job import Job, Script
-from autotune.ladder import Rung
-from autotune.models import ModelSpec
-from autotune.training import Launcher, Summary
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.problem.hardware import detect
+from autotune.problem.job import Job, Script
+from autotune.problem.models import ModelSpec
+from autotune.recovery.ladder import Rung
+from autotune.recovery.supervisor import Launcher, Summary
 from autotune.units import MIB
 
 SCRIPT = OWN / "long_batches.py"
@@ -108,7 +108,7 @@ def killed(folder: Path, kills: int, seed: int) -> Summary:
         found = []
         for process in psutil.Process().children():
             with suppress(psutil.Error):  # it has just ended
-                if "autotune.trial.train_rank" in process.cmdline():
+                if "autotune.rank.train" in process.cmdline():
                     found.append(process)
         return found
 

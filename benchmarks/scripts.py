@@ -27,12 +27,12 @@ from typing import Any
 from common import print_table, write_json
 from inturn import logged, ratio, samples_per_second, step_ends, take_turns, torchrun, under_autotune
 
-from autotune.candidate import Candidate
 from autotune.executors.base import Effort
 from autotune.executors.local import LocalExecutor
-from autotune.script import command
+from autotune.problem.candidate import Candidate
+from autotune.problem.script import command
+from autotune.rank.script import WARMUP_STEPS
 from autotune.search.study import StudyStore
-from autotune.trial.script_rank import WARMUP_STEPS
 
 OWN = Path(__file__).parent.parent / "tests" / "scripts"
 MEASURED_STEPS = 45

@@ -23,12 +23,12 @@ import numpy as np
 import optuna
 from common import print_table, write_json
 
-from autotune.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.executors.base import SEARCH, Effort
 from autotune.executors.replay import Landscape, ReplayExecutor, load_landscape
-from autotune.outcome import Kind, Outcome
 from autotune.predict.predictor import Predictor, Table
 from autotune.predict.trace import Trace, trace_job
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.problem.outcome import Kind, Outcome
 from autotune.search.proposer import Proposal, Proposer
 from autotune.search.study import StudyStore
 from autotune.search.tuner import Tuner

@@ -17,13 +17,13 @@ from typing import Any
 import psutil
 from common import print_table, train_plainly, write_json
 
-from autotune.candidate import Candidate
 from autotune.executors.base import Effort
 from autotune.executors.local import Deadlines, LocalExecutor
-from autotune.export import deepspeed_config
-from autotune.hardware import detect
-from autotune.job import Job
-from autotune.models import resolve_model
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import detect
+from autotune.problem.job import Job
+from autotune.problem.models import resolve_model
+from autotune.results.export import deepspeed_config
 from autotune.units import MIB
 
 QUICK = Effort(min_steps=2, max_steps=3, min_seconds=0.0)

@@ -20,8 +20,8 @@ from typing import Any
 
 from common import print_table, train_plainly, write_json
 
-from autotune.job import Job
-from autotune.models import resolve_model
+from autotune.problem.job import Job
+from autotune.problem.models import resolve_model
 
 HERE = Path(__file__).parent
 

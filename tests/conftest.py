@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from autotune.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.executors.local import Deadlines, LocalExecutor
-from autotune.hardware import Hardware, detect
-from autotune.job import Job
-from autotune.models import resolve_model
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.problem.hardware import Hardware, detect
+from autotune.problem.job import Job
+from autotune.problem.models import resolve_model
 from autotune.units import MIB
 
 # Hypothesis fails a test by seconds on a clock; machines are shared and slow at times.

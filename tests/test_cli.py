@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from autotune import cli, report
-from autotune.hardware import detect
-from autotune.outcome import Kind, Measurement, Outcome, Phase
+from autotune import cli
+from autotune.problem.hardware import detect
+from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
+from autotune.problem.space import load_space
+from autotune.results import console as report
 from autotune.search.study import AS_IS, SEARCH, VERIFY, Record, StudyStore, default_storage
-from autotune.space import load_space
 from autotune.units import MIB
 from tests.conftest import make_candidate, make_job
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from autotune.outcome import Kind
+from autotune.problem.outcome import Kind
 from autotune.search.study import VERIFY, StudyStore
 
 AUTOTUNE = [sys.executable, "-m", "autotune.cli"]

@@ -13,19 +13,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from autotune.candidate import Candidate
+from autotune.commands.probe import Probe, job_of, own_candidate, probe, unknown_job
+from autotune.commands.run import for_job
 from autotune.errors import UserError
 from autotune.executors.base import Effort
 from autotune.executors.local import LocalExecutor
-from autotune.hardware import detect
-from autotune.job import Script
-from autotune.ladder import Rung
-from autotune.outcome import Kind, Outcome
-from autotune.probe import Probe, job_of, own_candidate, probe, unknown_job
-from autotune.run import for_job
-from autotune.script import carried
-from autotune.space import load_space
-from autotune.training import Launcher, Summary
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import detect
+from autotune.problem.job import Script
+from autotune.problem.outcome import Kind, Outcome
+from autotune.problem.script import carried
+from autotune.problem.space import load_space
+from autotune.recovery.ladder import Rung
+from autotune.recovery.supervisor import Launcher, Summary
 from autotune.units import MIB
 from tests.conftest import make_candidate
 from tests.scripts.long_batches import seen_samples

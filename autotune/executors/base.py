@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from autotune.candidate import Candidate
-from autotune.outcome import Outcome
+from autotune.problem.candidate import Candidate
+from autotune.problem.outcome import Outcome
 
 
 @dataclass(frozen=True)

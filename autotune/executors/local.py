@@ -21,19 +21,19 @@ from typing import Any, Protocol
 
 import psutil
 
-from autotune.candidate import Candidate, samples, under
 from autotune.errors import UserError
 from autotune.executors.base import Effort
-from autotune.hardware import Hardware
-from autotune.job import Job, Script
-from autotune.outcome import Kind, Measurement, Outcome, Phase
+from autotune.group.fork_server import prepare_environment
+from autotune.group.gauge import Gauge, Peaks, make_meter
+from autotune.group.protocol import Channel, Message
+from autotune.group.verdict import Evidence, is_secondary, judge, log_tail
 from autotune.predict.flops import model_flops_per_token
-from autotune.script import heavy_imports
-from autotune.trial.config import needed_ops, trial_config
-from autotune.trial.gauge import Gauge, Peaks, make_meter
-from autotune.trial.protocol import Channel, Message
-from autotune.trial.server import prepare_environment
-from autotune.trial.verdict import Evidence, is_secondary, judge, log_tail
+from autotune.problem.candidate import Candidate, samples, under
+from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job, Script
+from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
+from autotune.problem.script import heavy_imports
+from autotune.rank.config import needed_ops, trial_config
 
 KILL_GRACE_SECONDS = 2.0
 _LOADING_SECONDS = 20.0  # ops that took longer were built, not loaded
@@ -80,7 +80,7 @@ class SpawnLauncher:
     def launch(self, address: str, rank: int) -> None:
         with (self._folder / "spawn.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "autotune.trial.rank", address, str(rank)],
+                [sys.executable, "-m", "autotune.rank.model", address, str(rank)],
                 env=rank_environment(self._device), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
@@ -109,7 +109,7 @@ class ForkLauncher:
         channel, theirs = Channel.pair()
         with (self._folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "autotune.trial.server", str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", "autotune.group.fork_server", str(theirs.fileno())], pass_fds=[theirs.fileno()],
                 env=rank_environment(self._device), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip

@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.candidate import KNOBS, Candidate, Value, samples
 from autotune.errors import UserError, near
 from autotune.executors.base import Effort
-from autotune.hardware import GpuFacts, Hardware, gpu_table, named_gpu
-from autotune.job import Job
-from autotune.models import ModelSpec, resolve_model
-from autotune.outcome import Kind, Measurement, Outcome, Phase
-from autotune.space import Domain, SearchSpace
+from autotune.problem.candidate import KNOBS, Candidate, Value, samples
+from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_gpu
+from autotune.problem.job import Job
+from autotune.problem.models import ModelSpec, resolve_model
+from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
+from autotune.problem.space import Domain, SearchSpace
 from autotune.units import GIB
 
 RESULTS = ("peak_gib", "step_seconds", "startup_seconds", "outcome")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune.job import Job
+from autotune.problem.job import Job
 
 
 def dense_shape(config: dict[str, Any]) -> tuple[int, int, int] | None:

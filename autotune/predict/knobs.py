@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.candidate import ATTENTION, COMPILED, LORA, PACKING, Candidate
-from autotune.job import ATTENTIONS, Job, parse_lora
+from autotune.problem.candidate import ATTENTION, COMPILED, LORA, PACKING, Candidate
+from autotune.problem.job import ATTENTIONS, Job, parse_lora
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]

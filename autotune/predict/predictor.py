@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from autotune.candidate import TRACED_KNOBS, Candidate, under
-from autotune.hardware import Hardware
-from autotune.job import Job
-from autotune.outcome import Kind, Outcome
 from autotune.predict.fit import Neighbours, Posterior, Prior, fit, jacobian_of
 from autotune.predict.knobs import Columns, Flags, Floats, columns_of
 from autotune.predict.roofline import Spent, Work, host_limit_bytes, spend, work
 from autotune.predict.trace import Trace, trace_job
 from autotune.predict.zero import SUMS, TABLES, Bill, bill
+from autotune.problem.candidate import TRACED_KNOBS, Candidate, under
+from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job
+from autotune.problem.outcome import Kind, Outcome
 from autotune.units import GIB
 
 SIGMAS = 2.0  # half the width of an interval

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.hardware import GpuFacts, Hardware
-from autotune.job import Job
 from autotune.predict.knobs import Columns, Floats
 from autotune.predict.trace import Trace
 from autotune.predict.zero import STATE_BYTES
+from autotune.problem.hardware import GpuFacts, Hardware
+from autotune.problem.job import Job
 from autotune.units import GIB
 
 # Rates of a CPU rank until the first trial corrects them: flops, bytes and bytes a second of one rank.

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from autotune.errors import UserError
-from autotune.job import Job
+from autotune.problem.job import Job
 
 FORWARD, BACKWARD = 0, 1
 VERSION = 4  # of this module's results: raise it when they change
@@ -196,7 +196,7 @@ def trace_model(
         Untraceable: an operator needs values, not shapes.
         ValueError: transformers refuses the configuration.
     """
-    from autotune.trial.workload import transformers_config
+    from autotune.rank.workload import transformers_config
 
     config = None if job.workload else transformers_config(job.model)
     parameters, frozen = _parameters(job, config)
@@ -313,7 +313,7 @@ def _build(job: Job, config: Any) -> tuple[Any, Any]:
     """The model, and for a workload of the user's own its batches."""
     from transformers.initialization import no_init_weights
 
-    from autotune.trial.workload import DTYPES, adapted, causal_model, own_workload
+    from autotune.rank.workload import DTYPES, adapted, causal_model, own_workload
 
     if job.workload:
         model, batches = own_workload(job.workload)
@@ -386,7 +386,7 @@ class _Run:
 def allocations(job: Job, checkpointing: bool, micro_batch: int, layers: int) -> list[tuple[int, int]]:
     """(storage, bytes) of every allocation of a forward and backward of the job's model cut to some layers, negative
     where it is freed: what a model of an allocator replays."""
-    from autotune.trial.workload import transformers_config
+    from autotune.rank.workload import transformers_config
 
     run = _run(job, at_depth(transformers_config(job.model), layers), checkpointing, (False, False), micro_batch, True)
     return run.allocations
@@ -400,7 +400,7 @@ def _run(
     from torch.utils._pytree import tree_leaves
     from torch.utils.flop_counter import flop_registry
 
-    from autotune.predict.live import LiveTensors
+    from autotune.rank.live import LiveTensors
 
     run = _Run()
     kinds: dict[Any, tuple[bool, Any]] = {}
@@ -468,7 +468,7 @@ def _run(
 def _loss(job: Job, model: Any, batches: Any, micro_batch: int, fused_loss: bool) -> Any:
     import torch
 
-    from autotune.trial.workload import forward, to_device
+    from autotune.rank.workload import forward, to_device
 
     if batches is not None:
         return forward(model, to_device(next(iter(batches(micro_batch))), torch.device("cpu")))

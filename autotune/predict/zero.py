@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from autotune.job import Job
 from autotune.predict.knobs import Columns, Floats
 from autotune.predict.trace import BACKWARD, FORWARD, Pass, Trace
+from autotune.problem.job import Job
 
 # Bytes a parameter of optimizer states in 32 bits, beside the master weights.
 STATE_BYTES = {"adamw": 8, "adam": 8, "fused_adam": 8, "lion": 4, "sgd": 4, "adagrad": 4}

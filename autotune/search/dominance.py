@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autotune.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
 from autotune.predict.knobs import Flags
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
 
 MORE_IS_MORE = (MICRO_BATCH, "reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
 # settings that spare memory

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from autotune.candidate import CHECKPOINTING, MODEL_KNOBS, Candidate, Value
-from autotune.hardware import Hardware
-from autotune.job import Job
-from autotune.outcome import Kind, Outcome
 from autotune.predict.knobs import Flags, Floats
 from autotune.predict.predictor import Predictor, Table
 from autotune.predict.roofline import host_limit_bytes
+from autotune.problem.candidate import CHECKPOINTING, MODEL_KNOBS, Candidate, Value
+from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job
+from autotune.problem.outcome import Kind, Outcome
+from autotune.problem.space import SearchSpace
 from autotune.search.dominance import Dominance
 from autotune.search.sampler import Sampler
 from autotune.search.study import StudyStore
-from autotune.space import SearchSpace
 from autotune.units import format_bytes
 
 STARTUP_SECONDS = 15.0  # of an engine, until some were seen

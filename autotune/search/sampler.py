@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import optuna
 
-from autotune.candidate import ACCUMULATION, MICRO_BATCH, Candidate, Value
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate, Value
+from autotune.problem.space import SearchSpace
 from autotune.search.study import StudyStore, distribution
-from autotune.space import SearchSpace
 
 MOST_TRIALS = 500  # the latest; a sampler's own time grows with what it knows
 

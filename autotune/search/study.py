@@ -21,19 +21,19 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState
 
-from autotune.candidate import Candidate, Value
 from autotune.errors import UserError, near
-from autotune.hardware import Hardware
-from autotune.job import Job
-from autotune.outcome import Kind, Measurement, Outcome
-from autotune.space import SearchSpace
+from autotune.problem.candidate import Candidate, Value
+from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job
+from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.space import SearchSpace
 from autotune.units import GIB
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 warnings.filterwarnings("ignore", module=r"optuna\.|autotune\.search", category=optuna.exceptions.ExperimentalWarning)
 
 AS_IS = "the script as it is"  # the note of the trial of its own config
-SEARCH, VERIFY, TRAINING = "search", "verify", "training"  # the last: recorded by `autotune.callback`
+SEARCH, VERIFY, TRAINING = "search", "verify", "training"  # the last: recorded by `autotune.recovery.callback`
 _ADDRESS = re.compile(r"//([^:/@]*):([^@]*)@")
 
 

@@ -8,16 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from autotune.candidate import MODEL_KNOBS, Candidate
 from autotune.errors import UserError
 from autotune.executors.base import SEARCH as SEARCH_EFFORT
 from autotune.executors.base import VERIFY as VERIFY_EFFORT
 from autotune.executors.base import Effort, Executor, Session
-from autotune.hardware import Hardware
-from autotune.outcome import Kind, Measurement, Outcome
+from autotune.problem.candidate import MODEL_KNOBS, Candidate
+from autotune.problem.hardware import Hardware
+from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.space import SearchSpace
 from autotune.search.proposer import Proposal, Proposer
 from autotune.search.study import SEARCH, VERIFY, Record, StudyStore
-from autotune.space import SearchSpace
 from autotune.units import format_duration
 
 FIRST_TRIAL_SECONDS = 5.0  # a budget below this cannot hold one trial

@@ -9,8 +9,8 @@ import pytest
 
 from autotune.executors.base import VERIFY, Effort
 from autotune.executors.local import Deadlines, LocalExecutor, median_spread
-from autotune.hardware import detect
-from autotune.outcome import Kind, Phase
+from autotune.problem.hardware import detect
+from autotune.problem.outcome import Kind, Phase
 from autotune.units import MIB
 from tests.conftest import Bench, make_candidate, make_job
 

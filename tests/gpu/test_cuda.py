@@ -9,8 +9,8 @@ import pytest
 
 from autotune.executors.base import Effort
 from autotune.executors.local import LocalExecutor
-from autotune.hardware import detect
-from autotune.outcome import Kind
+from autotune.problem.hardware import detect
+from autotune.problem.outcome import Kind
 from autotune.units import GIB, MIB
 from tests.conftest import make_candidate, make_job
 

@@ -5,14 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autotune.candidate import Candidate, under
 from autotune.executors.replay import Landscape, load_landscape
-from autotune.hardware import named_hardware
-from autotune.outcome import Kind, Measurement, Outcome
 from autotune.predict.fit import Neighbours, Prior, fit
 from autotune.predict.knobs import padded_tokens
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
+from autotune.problem.candidate import Candidate, under
+from autotune.problem.hardware import named_hardware
+from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.search.proposer import HOPELESS_SIGMAS
 from autotune.units import GIB
 from tests.conftest import make_candidate, make_job

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import UserError
-from autotune.models import ModelSpec, resolve_model
 from autotune.predict import trace as tracing
 from autotune.predict.trace import BACKWARD, FORWARD, Trace, Untraceable, trace_job, trace_model
+from autotune.problem.models import ModelSpec, resolve_model
 from tests.conftest import make_job
 
 REFERENCE = json.loads((Path(__file__).parents[2] / "benchmarks/data/activation_traces.json").read_text())

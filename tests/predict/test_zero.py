@@ -5,15 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autotune.candidate import Candidate
 from autotune.executors.base import Effort
 from autotune.executors.local import LocalExecutor
-from autotune.hardware import detect
-from autotune.job import Job
-from autotune.models import resolve_model
 from autotune.predict.knobs import columns_of
 from autotune.predict.trace import trace_job
 from autotune.predict.zero import bill
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import detect
+from autotune.problem.job import Job
+from autotune.problem.models import resolve_model
 from tests.conftest import make_candidate, make_job
 
 MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/data/live_tensors_cpu.json").read_text())["rows"]

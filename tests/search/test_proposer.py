@@ -3,16 +3,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autotune.candidate import Candidate
 from autotune.executors.replay import Landscape, load_landscape
-from autotune.hardware import named_hardware
-from autotune.outcome import Kind, Measurement, Outcome, Phase
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import named_hardware
+from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
+from autotune.problem.space import parse_space
 from autotune.search.dominance import Dominance
 from autotune.search.proposer import Proposer
 from autotune.search.study import StudyStore
-from autotune.space import parse_space
 from autotune.units import GIB
 from tests.conftest import make_candidate, make_job
 

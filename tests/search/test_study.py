@@ -5,8 +5,9 @@ import optuna
 import pytest
 
 from autotune.errors import UserError
-from autotune.hardware import detect
-from autotune.outcome import Kind, Measurement, Outcome
+from autotune.problem.hardware import detect
+from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.space import load_space
 from autotune.search.study import (
     VERIFY,
     StudyStore,
@@ -17,7 +18,6 @@ from autotune.search.study import (
     hide_password,
     open_storage,
 )
-from autotune.space import load_space
 from autotune.units import GIB, MIB
 from tests.conftest import make_candidate, make_job
 

@@ -3,13 +3,13 @@ from pathlib import Path
 
 import pytest
 
-from autotune.candidate import Candidate
 from autotune.errors import UserError
 from autotune.executors.base import Effort
 from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, load_landscape
-from autotune.outcome import Kind, Outcome, Phase
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
+from autotune.problem.candidate import Candidate
+from autotune.problem.outcome import Kind, Outcome, Phase
 from autotune.search.proposer import Proposer
 from autotune.search.study import SEARCH, VERIFY, StudyStore
 from autotune.search.tuner import Result, Tuner, overlap, too_short
@@ -157,7 +157,7 @@ def test_nothing_fits_has_no_winner(landscape: Landscape) -> None:
 
 
 def test_intervals_overlap() -> None:
-    from autotune.outcome import Measurement
+    from autotune.problem.outcome import Measurement
 
     def at(seconds: float, spread: float) -> Measurement:
         return Measurement(seconds, spread, 5, 1 / seconds, 1.0, 1)

@@ -1,0 +1,168 @@
+"""The first trial of a user's script: run as it is, to learn what it trains and how fast it is today."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import UserError
+from autotune.executors.base import Effort
+from autotune.executors.local import LocalExecutor
+from autotune.group.verdict import log_tail
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
+from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job, Script
+from autotune.problem.models import ModelSpec
+from autotune.problem.outcome import Kind, Outcome
+from autotune.problem.script import candidate_of_config, config_path
+from autotune.results.export import write_atomically
+
+EFFORT = Effort(min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
+# What a script that does not fit as it is may still run under, so that something is learnt of it.
+_THRIFTY: dict[str, Value] = {
+    "zero_stage": 3, MICRO_BATCH: 1, ACCUMULATION: 1, "offload_optimizer": "cpu", "offload_param": "cpu",
+    CHECKPOINTING: True, "reduce_bucket_size": 1_000_000, "sub_group_size": 10_000_000,
+}  # fmt: skip
+_ANY_OPTIMIZER = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}  # the script's, as it is
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """What a script showed."""
+
+    script: Script  # with its profile
+    baseline: Outcome | None  # its own config, measured; None where that ran out of memory
+
+
+def unknown_job(script: Script, hardware: Hardware) -> Job:
+    """The Job of a script of which only the command is known, and the optimizer if its config's file is named there."""
+    model = ModelSpec(script.name, {}, " ".join(script.argv))
+    path = config_path(script)
+    optimizer = {"type": "AdamW"} if path is None else json.loads(path.read_text()).get("optimizer")
+    base = {"optimizer": optimizer} if isinstance(optimizer, dict) else {}
+    return Job(model, hardware.count, 1, "fp32", base_config=base, script=script)
+
+
+def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float, say: Callable[[str], None]) -> Probe:
+    """Runs the script unchanged for a few steps, or remembers what an earlier call saw.
+
+    Raises:
+        UserError: it never calls DeepSpeed, ends too early, or fails by itself; the message ends with its own traceback.
+    """
+    memory = folder / "probe.json"
+    key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.memory_cap_bytes}"
+    if memory.exists():
+        known = json.loads(memory.read_text())
+        if known["key"] == key:
+            baseline = Outcome.from_json(known["baseline"]) if known["baseline"] else None
+            return Probe(dataclasses.replace(script, profile=known["profile"]), baseline)
+    say(f"running {script.name} as it is, to learn what it trains")
+    baseline, facts = _try(executor, Candidate(()), "probe", seconds)
+    if baseline.kind.is_oom:
+        say(f"as it is it does not fit ({baseline.reason}); trying what takes least memory")
+        before, executor.job = executor.job, dataclasses.replace(executor.job, base_config=_ANY_OPTIMIZER)
+        outcome, found = _try(executor, Candidate.of(_THRIFTY), "probe-thrifty", seconds)
+        executor.job = before
+        if not outcome.ok:
+            raise UserError(f"{script.name} fits neither as it is nor at its thriftiest: {outcome.reason}")
+        if "micro_batch" not in facts:
+            say("it ran out before its own batch was known: --global-batch-size says what it is")
+        facts = {**found, **facts}
+        measured = None
+    else:
+        measured = baseline
+    profile = _profile(facts, own=measured is not None)
+    profile["batch_note"] = _batch_note(executor, dataclasses.replace(script, profile=profile), seconds)
+    if profile["batch_note"]:
+        say(f"{profile['batch_note']}; its batch is left as it is, and all else is tuned")
+    kept = {"key": key, "profile": profile, "baseline": measured.to_json() if measured else None}
+    write_atomically(memory, json.dumps(kept, indent=1))
+    return Probe(dataclasses.replace(script, profile=profile), measured)
+
+
+def _batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
+    """Why the script's batch cannot be changed: what it did when told another; empty where it obeyed.
+
+    Raises:
+        UserError: it did not obey the flag that the user declared for it.
+    """
+    own = own_candidate(script)
+    if own.micro_batch > 1 and own.micro_batch % 2 == 0:
+        other = own.but(**{MICRO_BATCH: own.micro_batch // 2, ACCUMULATION: 2 * own.accumulation})
+    else:
+        other = own.but(**{MICRO_BATCH: 2 * own.micro_batch, ACCUMULATION: own.accumulation + 1})
+    before, executor.job = executor.job, job_of(script, executor.hardware, None)
+    session = executor.session(other, "probe-batch")
+    try:
+        session.measure(other, Effort(min_steps=1, max_steps=1, min_seconds=0.0), seconds)
+    except UserError as error:
+        if script.flags or ("sequences a step" not in str(error) and "micro-batches where" not in str(error)):
+            raise
+        return str(error)
+    finally:
+        session.close()
+        executor.job = before
+    return ""
+
+
+def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: float) -> tuple[Outcome, dict[str, Any]]:
+    with closing(executor.session(candidate, name)) as session:
+        outcome = session.measure(candidate, EFFORT, seconds)
+    if outcome.kind is Kind.INTERRUPTED:
+        more = ": give a larger --budget" if "budget" in outcome.evidence else ""
+        raise UserError(f"{outcome.reason}, before anything of the script was measured{more}")
+    if not outcome.ok and not outcome.kind.is_oom:
+        log = f"{outcome.log}/rank{outcome.rank or 0}.log"
+        tail = "\n".join(f"  {line}" for line in log_tail(Path(log)).strip().splitlines()[-12:])
+        raise UserError(
+            f"the script fails by itself, before anything is tuned ({outcome.reason}):\n{tail}\n  log: {log}"
+        )
+    return outcome, session.facts
+
+
+def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
+    """What is kept of the facts, for each sample (one of the micro-batch's) instead of each batch."""
+    kept = {key: facts[key] for key in ("config", "micro_batch", "accumulation", "precision", "model_config", "causal",
+            "model", "trained", "frozen", "checkpointing", "checkpointed", "through_arguments", "loader_prepared",
+            "client_optimizer", "untested_optimizer", "flags")}  # fmt: skip
+    micro_batch = facts["micro_batch"] if own else 1
+    micros = facts.get("micros") or facts["accumulation"]
+    rows = facts.get("rows", 0.0) / micros
+    rows_per_sample = max(1, round(rows / micro_batch)) if rows else 1
+    return {
+        **kept,
+        "rows_per_sample": rows_per_sample,
+        "seq_len": max(1, int(facts.get("widest", 1))),
+        "tokens_per_sample": facts.get("tokens", 1.0) / micros / micro_batch,
+        "saved_bytes_per_sample": facts["saved_bytes"] / micro_batch if rows and "saved_bytes" in facts else None,
+    }
+
+
+def job_of(script: Script, hardware: Hardware, global_batch_size: int | None) -> Job:
+    """The Job that a probed script is; its global batch is the script's own unless another is asked for."""
+    seen = script.profile
+    base = {key: value for key, value in seen["config"].items() if key not in
+            ("train_batch_size", MICRO_BATCH, ACCUMULATION)}  # fmt: skip
+    if seen["client_optimizer"] and not seen["through_arguments"]:
+        base.setdefault("zero_force_ds_cpu_optimizer", False)  # offloaded or not, it stays the script's optimizer
+    if seen["untested_optimizer"]:
+        base.setdefault("zero_allow_untested_optimizer", True)
+    own = seen["micro_batch"] * seen["accumulation"] * hardware.count
+    parameters = sum(seen["trained"]) + seen["frozen"]
+    config = {"model_type": "", **seen["model_config"]}
+    model = ModelSpec(script.name, config, " ".join(script.argv), parameters)
+    return Job(model, hardware.count, seen["seq_len"], seen["precision"], global_batch_size=global_batch_size or own,
+               base_config=base, script=script)  # fmt: skip
+
+
+def own_candidate(script: Script) -> Candidate:
+    """The script's own config as a Candidate, what it leaves open at DeepSpeed's defaults."""
+    seen = script.profile
+    knobs: dict[str, Value] = {MICRO_BATCH: seen["micro_batch"], ACCUMULATION: seen["accumulation"]}
+    if seen["checkpointing"]:
+        knobs[CHECKPOINTING] = seen["checkpointed"]
+    return Candidate.of({**candidate_of_config(seen["config"]).as_dict, **knobs})

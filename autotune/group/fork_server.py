@@ -1,0 +1,141 @@
+"""The fork server: imports torch, deepspeed and transformers once, then forks one child a rank (10 ms against seconds).
+
+It touches no device, opens no process group and runs no torch operation: OpenMP's threads and a woken CUDA driver
+do not survive a fork. Run as `python -m autotune.group.fork_server FD`.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from autotune.group.ops import load_ops
+from autotune.group.protocol import Channel
+from autotune.rank.model import adopt_orphans, become_rank, die_with_parent
+
+
+def prepare_environment(device: str) -> dict[str, str]:
+    """Variables that a rank's process needs before its first instruction."""
+    beside = os.path.dirname(sys.executable)
+    env = {
+        # torch looks for ninja in PATH; pip put it beside this Python, which need not be an activated environment.
+        # Always the same one: another version's log would make it build every op again.
+        "PATH": os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]),
+        "DS_ACCELERATOR": device,
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() must not wake the driver
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+    if device == "cpu":
+        env |= {
+            # Large blocks straight from mmap and back: peak memory then repeats whatever ran before.
+            "MALLOC_MMAP_THRESHOLD_": "1048576",
+            "MALLOC_TRIM_THRESHOLD_": "0",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+    return env
+
+
+def preload(model_type: str | None, ops: list[str], modules: list[str]) -> dict[str, Any]:
+    """Imports what every rank needs and loads DeepSpeed's JIT ops, building them where this machine has not yet."""
+    began = time.monotonic()
+    import deepspeed  # noqa: F401
+    import torch
+    import torch.distributed
+    import transformers
+    from transformers import AutoModelForCausalLM  # noqa: F401
+
+    if model_type:
+        with suppress(Exception):
+            from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+            MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
+    for name in ("torch._dynamo", *modules):
+        with suppress(Exception):
+            importlib.import_module(name)
+    imported = time.monotonic()
+    failed = load_ops(ops)
+    gc.collect()
+    gc.freeze()  # the children's collector leaves the shared pages alone
+    return {
+        "import_seconds": imported - began,
+        "ops_seconds": time.monotonic() - imported,
+        "failed_ops": failed,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "fork_safe": not torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork(),
+    }
+
+
+def serve(sock: socket.socket) -> None:
+    """Forks a rank for every `launch` message until the tuner closes the socket."""
+    channel = Channel(sock)
+    hello = channel.receive()
+    if hello is None:
+        return
+    channel.send("ready", **preload(hello.get("model_type"), hello.get("ops", []), hello.get("modules", [])))
+    wake_read, wake_write = os.pipe()
+    watched: list[int] = [sock.fileno(), wake_read]
+    os.set_blocking(wake_write, False)
+    os.set_blocking(wake_read, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_write)
+    children: set[int] = set()
+    while not channel.closed:
+        with suppress(InterruptedError):
+            select.select(watched, [], [])
+        with suppress(BlockingIOError):
+            os.read(wake_read, 4096)
+        for pid, status in _ended():
+            if pid in children:  # and not an orphan
+                children.discard(pid)
+                channel.send("exited", pid=pid, status=os.waitstatus_to_exitcode(status))
+        for message in channel.drain():
+            if message["type"] == "launch":
+                pid = _fork(message["address"], message["rank"], [sock.fileno(), wake_read, wake_write])
+                children.add(pid)
+                channel.send("launched", pid=pid, rank=message["rank"])
+    for pid in children:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _ended() -> Iterator[tuple[int, int]]:
+    """(pid, status) of children that have ended."""
+    with suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            yield found
+
+
+def _fork(address: str, rank: int, inherited: list[int]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    signal.set_wakeup_fd(-1)
+    os.setsid()
+    die_with_parent()
+    for descriptor in inherited:
+        os.close(descriptor)
+    become_rank(address, rank)
+    raise AssertionError("unreachable")
+
+
+def main() -> None:
+    die_with_parent()
+    adopt_orphans()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the tuner decides
+    serve(socket.socket(fileno=int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""One point of a search space, in canonical form; it alone turns itself into a DeepSpeed config.
+
+What each knob does at which stage was read from deepspeed 0.19.8; docs/deepspeed-facts.md has the places.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.problem.job import ATTENTIONS, Job, Lora, parse_lora
+
+Value = bool | int | float | str
+Knobs = Mapping[str, Value]
+
+MICRO_BATCH = "train_micro_batch_size_per_gpu"
+ACCUMULATION = "gradient_accumulation_steps"
+CHECKPOINTING = "activation_checkpointing"
+ATTENTION = "attention"
+COMPILED = "compile"
+LORA = "lora"
+PACKING = "packing"
+MODEL_KNOBS = (ATTENTION, COMPILED, LORA, PACKING)  # how the model and its batches are made; a script makes its own
+TRACED_KNOBS = (ATTENTION, LORA)  # those that change what a forward allocates for a row
+RUNG_KNOBS = (MICRO_BATCH, ACCUMULATION)  # what may change while an engine lives
+
+
+def _stage(knobs: Knobs) -> int:
+    return int(knobs.get("zero_stage", 0))
+
+
+def _offloads(knobs: Knobs, what: str) -> bool:
+    return knobs.get(what, "none") != "none"
+
+
+def _at(*stages: int) -> Callable[[Knobs], bool]:
+    return lambda knobs: _stage(knobs) in stages
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A knob with a name of its own: where DeepSpeed keeps it, which values it takes, when it is read."""
+
+    path: str | None  # dotted path in the DeepSpeed config; None: it belongs to the model, not to DeepSpeed
+    kind: type | tuple[str, ...]
+    read: Callable[[Knobs], bool] = lambda knobs: True
+    low: float = 0
+
+
+_ZERO = "zero_optimization."
+_DEVICES = ("none", "cpu", "nvme")
+KNOBS: dict[str, Knob] = {
+    MICRO_BATCH: Knob(MICRO_BATCH, int, low=1),
+    ACCUMULATION: Knob(ACCUMULATION, int, low=1),
+    "zero_stage": Knob(_ZERO + "stage", int),
+    CHECKPOINTING: Knob(None, bool),
+    ATTENTION: Knob(None, ATTENTIONS),
+    COMPILED: Knob(None, bool),
+    LORA: Knob(None, Lora),
+    PACKING: Knob(None, bool),
+    "offload_optimizer": Knob(_ZERO + "offload_optimizer.device", _DEVICES, _at(1, 2, 3)),
+    "offload_param": Knob(_ZERO + "offload_param.device", _DEVICES, _at(3)),
+    "reduce_bucket_size": Knob(_ZERO + "reduce_bucket_size", int, _at(1, 2, 3), low=1),
+    "allgather_bucket_size": Knob(_ZERO + "allgather_bucket_size", int, _at(1, 2), low=1),
+    "sub_group_size": Knob(_ZERO + "sub_group_size", int, _at(3), low=1),
+    # stage_1_and_2.py forces it on where the optimizer is offloaded
+    "contiguous_gradients": Knob(
+        _ZERO + "contiguous_gradients",
+        bool,
+        lambda k: _stage(k) == 3 or (_stage(k) in (1, 2) and not _offloads(k, "offload_optimizer")),
+    ),
+    "overlap_comm": Knob(_ZERO + "overlap_comm", bool, _at(1, 2, 3)),
+}
+_BY_PATH = {knob.path: name for name, knob in KNOBS.items() if knob.path}
+
+# Keys under zero_optimization that only some stages read, beside those above.
+_STAGE3_ONLY = (
+    "sub_group_size",
+    "offload_param",
+    "memory_efficient_linear",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "use_all_reduce_for_fetch_params",
+)
+_STAGE12_ONLY = ("round_robin_gradients", "allgather_partitions", "allgather_bucket_size", "compute_grad_norm")
+
+
+def short_name(key: str) -> str:
+    """`zero_optimization.stage` and `zero_stage` are one knob: its short name, or the dotted key itself."""
+    return _BY_PATH.get(key, key)
+
+
+def is_read(name: str, knobs: Knobs) -> bool:
+    """Whether DeepSpeed reads the knob at all, given the others."""
+    if name in KNOBS:
+        return KNOBS[name].read(knobs)
+    if not name.startswith(_ZERO):
+        return True
+    stage, leaf = _stage(knobs), name.removeprefix(_ZERO)
+    head = leaf.split(".")[0]
+    if stage == 0:
+        return False
+    if head.startswith("stage3_") or head in _STAGE3_ONLY:
+        stage_reads = stage == 3
+    elif head in _STAGE12_ONLY:
+        stage_reads = stage in (1, 2)
+    else:
+        stage_reads = True
+    if leaf == "offload_optimizer.ratio":
+        stage_reads = stage == 3
+    if head in ("offload_optimizer", "offload_param") and "." in leaf:
+        return stage_reads and _offloads(knobs, head)
+    return stage_reads
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One setting of the knobs. Two Candidates that give DeepSpeed the same behaviour are equal."""
+
+    knobs: tuple[tuple[str, Value], ...]
+
+    @classmethod
+    def of(cls, knobs: Knobs) -> Candidate:
+        """Canonical: knobs that DeepSpeed would ignore or force are dropped, the rest sorted by name."""
+        named = {short_name(name): value for name, value in knobs.items()}
+        return cls(tuple(sorted((name, value) for name, value in named.items() if is_read(name, named))))
+
+    @functools.cached_property
+    def as_dict(self) -> dict[str, Value]:
+        return dict(self.knobs)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.as_dict.get(name, default)
+
+    def but(self, **changes: Value) -> Candidate:
+        """This candidate with some knobs changed, canonical again."""
+        return Candidate.of({**self.as_dict, **changes})
+
+    @property
+    def stage(self) -> int:
+        return int(self.get("zero_stage", 0))
+
+    @property
+    def micro_batch(self) -> int:
+        return int(self.get(MICRO_BATCH, 1))
+
+    @property
+    def accumulation(self) -> int:
+        return int(self.get(ACCUMULATION, 1))
+
+    @property
+    def checkpointing(self) -> bool:
+        return bool(self.get(CHECKPOINTING, False))
+
+    @property
+    def offload_optimizer(self) -> str:
+        return str(self.get("offload_optimizer", "none"))
+
+    @property
+    def offload_param(self) -> str:
+        return str(self.get("offload_param", "none"))
+
+    @functools.cached_property
+    def family(self) -> tuple[tuple[str, Value], ...]:
+        """What needs an engine of its own: every knob but micro-batch and accumulation."""
+        return tuple(item for item in self.knobs if item[0] not in RUNG_KNOBS)
+
+    def __str__(self) -> str:
+        return describe(self.as_dict)
+
+    def ds_config(self, job: Job) -> dict[str, Any]:
+        """The DeepSpeed config: the user's own, with this candidate's keys and the job's precision on top."""
+        config = copy.deepcopy(job.base_config)
+        for name, value in self.knobs:
+            path = KNOBS[name].path if name in KNOBS else name
+            if path is not None:
+                _put(config, path, value)
+        _tidy_zero(config, self)
+        config["train_batch_size"] = self.micro_batch * self.accumulation * job.ranks
+        for precision in ("bf16", "fp16"):
+            section = config.get(precision)
+            if precision == job.precision:
+                config[precision] = {**(section if isinstance(section, dict) else {}), "enabled": True}
+            elif section is not None:
+                config[precision] = {**(section if isinstance(section, dict) else {}), "enabled": False}
+        return config
+
+
+def under(job: Job, candidate: Candidate) -> Job:
+    """The job with the model and its batches as the candidate wants them made."""
+    lora = candidate.get(LORA)
+    return dataclasses.replace(
+        job, attention=candidate.get(ATTENTION, job.attention), compiled=candidate.get(COMPILED, job.compiled),
+        lora=job.lora if lora is None else None if lora == "none" else parse_lora(lora),
+        packed=candidate.get(PACKING, job.packed),
+    )  # fmt: skip
+
+
+def samples(job: Job, candidate: Candidate) -> float:
+    """Sequences that one optimizer step trains on, over all ranks; packed ones are counted one by one."""
+    return candidate.micro_batch * candidate.accumulation * job.ranks * under(job, candidate).samples_per_row
+
+
+def knobs_of(config: dict[str, Any]) -> dict[str, Value]:
+    """What a DeepSpeed config says of the knobs; what it leaves open or `"auto"` is left out."""
+    found: dict[str, Value] = {}
+    for name, knob in KNOBS.items():
+        value: Any = config if knob.path else None
+        for part in (knob.path or "").split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if isinstance(value, bool | int | str) and value != "auto":
+            found[name] = value
+        elif isinstance(value, float) and value.is_integer():
+            found[name] = int(value)  # 5e8
+    return found
+
+
+def _put(config: dict[str, Any], path: str, value: Value) -> None:
+    *parents, leaf = path.split(".")
+    for parent in parents:
+        if not isinstance(config.get(parent), dict):
+            config[parent] = {}
+        config = config[parent]
+    config[leaf] = value
+
+
+def _tidy_zero(config: dict[str, Any], candidate: Candidate) -> None:
+    """Keeps what the user's own config would add to a stage that refuses it out of the result."""
+    zero = config.get("zero_optimization")
+    if not isinstance(zero, dict):
+        return
+    for section in ("offload_optimizer", "offload_param"):
+        entry = zero.get(section)
+        if not isinstance(entry, dict):
+            continue
+        tuned = section in candidate.as_dict
+        refused = not is_read(section, candidate.as_dict)
+        if refused or (tuned and candidate.get(section) == "none"):
+            del zero[section]
+        elif tuned:
+            entry.setdefault("pin_memory", True)
+
+
+_SHORT = {
+    MICRO_BATCH: "mb",
+    ACCUMULATION: "ga",
+    "zero_stage": "z",
+    CHECKPOINTING: "ckpt",
+    "offload_optimizer": "opt",
+    "offload_param": "par",
+    "reduce_bucket_size": "rbs",
+    "allgather_bucket_size": "agbs",
+    "sub_group_size": "sgs",
+    "contiguous_gradients": "contig",
+    "overlap_comm": "overlap",
+}
+_FIRST = ["zero_stage", MICRO_BATCH, ACCUMULATION, CHECKPOINTING, "offload_optimizer", "offload_param"]
+
+
+def describe(knobs: Knobs) -> str:
+    """`z3 mb8 ga4 ckpt opt=cpu rbs=5e+08`: one line for tables and logs."""
+    words = []
+    for name in [*(k for k in _FIRST if k in knobs), *(k for k in knobs if k not in _FIRST)]:
+        value, short = knobs[name], _SHORT.get(name, name.split(".")[-1])
+        if isinstance(value, bool):
+            if name == CHECKPOINTING:
+                words += [short] if value else []
+            else:
+                words.append(short if value else f"no-{short}")
+        elif name in ("offload_optimizer", "offload_param"):
+            words += [f"{short}={value}"] if value != "none" else []
+        elif name in ("zero_stage", MICRO_BATCH, ACCUMULATION):
+            words.append(f"{short}{value}")
+        else:
+            words.append(f"{short}={value:.3g}" if isinstance(value, int | float) else f"{short}={value}")
+    return " ".join(words)

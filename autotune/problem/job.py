@@ -1,0 +1,280 @@
+"""What is trained: a Job is frozen, and a study belongs to one."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import UserError
+from autotune.problem.models import ModelSpec
+
+PRECISIONS = ("bf16", "fp16", "fp32")
+# `adamw` is torch's, fused: what Hugging Face's Trainer uses by default; offloaded, DeepSpeed replaces it by its own.
+OPTIMIZERS = ("adamw", "adam", "fused_adam", "lion", "sgd", "adagrad")
+
+
+ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters instead of full training."""
+
+    rank: int
+    targets: tuple[str, ...] = ("all-linear",)  # names of modules, or that word
+    alpha: int | None = None  # None: twice the rank
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Lora:
+        return cls(data["rank"], tuple(data["targets"]), data["alpha"])
+
+    def __str__(self) -> str:
+        """As `parse_lora` reads it."""
+        targets = "" if self.targets == ("all-linear",) else f",targets={'+'.join(self.targets)}"
+        return f"r={self.rank}{targets}" + (f",alpha={self.alpha}" if self.alpha is not None else "")
+
+
+def parse_lora(text: str) -> Lora:
+    """`r=16,targets=all-linear,alpha=32`; several targets are joined by `+`.
+
+    Raises:
+        UserError: it is not like that.
+    """
+    values: dict[str, str] = {}
+    for part in text.split(","):
+        key, equals, value = part.strip().partition("=")
+        if not equals or key not in ("r", "targets", "alpha") or not value:
+            raise UserError(f"LoRA {text}: expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32")
+        values[key] = value
+    try:
+        rank, alpha = int(values.get("r", "16")), int(values["alpha"]) if "alpha" in values else None
+    except ValueError:
+        raise UserError(f"LoRA {text}: r and alpha are whole numbers") from None
+    if not 1 <= rank <= 4096:
+        raise UserError(f"LoRA {text}: r is between 1 and 4096")
+    return Lora(rank, tuple(values.get("targets", "all-linear").split("+")), alpha)
+
+
+@dataclass(frozen=True)
+class Script:
+    """A user's own training script: what is typed after `--`, where, and which flags of it carry knobs."""
+
+    argv: tuple[str, ...]  # the script, or `-m` and a module, then its arguments
+    cwd: str
+    flags: tuple[tuple[str, str], ...] = ()  # (knob, flag) as the user declared them
+    worst_case: bool = False  # every batch is padded to the longest that the script allows
+    ds_config: str | None = None  # file for scripts that leave DeepSpeed to `accelerate launch`
+    profile: dict[str, Any] = field(default_factory=dict)  # what running it as it is showed
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Script:
+        flags = tuple((knob, flag) for knob, flag in data.get("flags", ()))
+        return cls(**{**data, "argv": tuple(data["argv"]), "flags": flags})
+
+    @property
+    def is_module(self) -> bool:
+        return self.argv[0] == "-m"
+
+    @property
+    def target(self) -> str:
+        """The file or module, as typed."""
+        return self.argv[1] if self.is_module else self.argv[0]
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """What is typed after it."""
+        return self.argv[2:] if self.is_module else self.argv[1:]
+
+    @property
+    def name(self) -> str:
+        """Short, for studies and tables."""
+        return self.target.split(".")[-1] if self.is_module else Path(self.target).stem
+
+    @property
+    def path(self) -> Path | None:
+        """The script's file; None for a module."""
+        return None if self.is_module else Path(self.cwd) / self.target
+
+    @property
+    def key(self) -> str:
+        """Of the command and the file's text: what was learnt of one is not said of another."""
+        text = self.path.read_bytes() if self.path and self.path.is_file() else b""
+        parts = json.dumps([self.argv, self.cwd, self.flags, self.worst_case, self.ds_config]).encode()
+        return hashlib.sha256(parts + text).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Model, data shape and arithmetic of a training; everything a trial must keep as it is."""
+
+    model: ModelSpec
+    ranks: int
+    seq_len: int  # tokens a sequence
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    global_batch_size: int | None = None  # sequences an optimizer step, over all ranks
+    base_config: dict[str, Any] = field(default_factory=dict)  # the user's own DeepSpeed config
+    script: Script | None = None  # what is trained, where it is not the model with synthetic batches
+    workload: str | None = None  # `package.module:function` that gives model and batches
+    lora: Lora | None = None
+    attention: str | None = None  # transformers' attn_implementation; None: its own choice
+    compiled: bool = False  # DeepSpeed's engine.compile()
+    lengths: tuple[tuple[int, int], ...] = ()  # (tokens, how often) of a data set; `seq_len` is then the longest
+    packed: bool = False  # sequences of those lengths are laid end to end until a row of `seq_len` is full
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise UserError(f"--gpus {self.ranks}: expected at least 1")
+        if not 1 <= self.seq_len <= 10_000_000:
+            raise UserError(f"--seq-len {self.seq_len}: expected between 1 and 10000000 tokens")
+        if self.precision not in PRECISIONS:
+            raise UserError(f"--precision {self.precision}: expected one of {', '.join(PRECISIONS)}")
+        if self.optimizer not in OPTIMIZERS:
+            raise UserError(f"--optimizer {self.optimizer}: expected one of {', '.join(OPTIMIZERS)}")
+        if self.attention is not None and self.attention not in ATTENTIONS:
+            raise UserError(f"--attn {self.attention}: expected one of {', '.join(ATTENTIONS)}")
+        if self.packed and not self.lengths:
+            raise UserError("--packing needs to know how long sequences are: give --lengths FILE")
+        if self.global_batch_size is not None:
+            if self.global_batch_size < 1:
+                raise UserError(f"--global-batch-size {self.global_batch_size}: expected at least 1")
+            if self.global_batch_size % self.ranks:
+                low = self.global_batch_size // self.ranks * self.ranks
+                near = " or ".join(str(size) for size in (low, low + self.ranks) if size)
+                raise UserError(
+                    f"--global-batch-size {self.global_batch_size} cannot be split evenly over {self.ranks} ranks: "
+                    f"try {near}"
+                )
+
+    def to_json(self) -> dict[str, Any]:
+        data = dataclasses.asdict(self)
+        for name in ("script", "workload", "lora", "attention", "compiled", "lengths", "packed"):
+            if not data[name]:
+                del data[name]  # what is not used does not make an older study another's
+        return data
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Job:
+        known = {f.name for f in dataclasses.fields(cls)}
+        values = {key: value for key, value in data.items() if key in known}
+        script = Script.from_json(values["script"]) if values.get("script") else None
+        lora = Lora.from_json(values["lora"]) if values.get("lora") else None
+        lengths = tuple((tokens, count) for tokens, count in values.get("lengths", ()))
+        model = ModelSpec(**values["model"])
+        return cls(**{**values, "model": model, "script": script, "lora": lora, "lengths": lengths})
+
+    @property
+    def element_bytes(self) -> float:
+        """Of a parameter, an activation or a gradient as the model computes with it."""
+        return 4.0 if self.precision == "fp32" else 2.0
+
+    @property
+    def optimizer_kind(self) -> str:
+        """The user's own optimizer where their config names one, in lower case."""
+        return str((self.base_config.get("optimizer") or {}).get("type", self.optimizer)).lower()
+
+    @property
+    def tokens_per_sample(self) -> float:
+        """On average, without padding; of a script as its first steps showed it, all forwards of a sample together."""
+        if self.script is not None and self.script.profile.get("tokens_per_sample"):
+            return float(self.script.profile["tokens_per_sample"])
+        if not self.lengths:
+            return float(self.seq_len)
+        return sum(tokens * count for tokens, count in self.lengths) / sum(count for _, count in self.lengths)
+
+    @property
+    def samples_per_row(self) -> float:
+        """Sequences in a row of a batch: more than one where they are packed."""
+        return self.seq_len / self.tokens_per_sample if self.packed else 1.0
+
+    @property
+    def summary(self) -> str:
+        """One line for people."""
+        batch = f"global batch {self.global_batch_size}" if self.global_batch_size else "batch free"
+        optimizer = "its own optimizer" if self.script else self.optimizer
+        extras = [f"LoRA of rank {self.lora.rank}"] if self.lora else []
+        extras += [self.attention] if self.attention else []
+        extras += ["compiled"] if self.compiled else []
+        tokens = f"{self.seq_len} tokens"
+        if self.lengths:
+            packed = f"packed to {self.seq_len}" if self.packed else f"{self.seq_len} at most"
+            tokens = f"{self.tokens_per_sample:.0f} tokens on average, {packed}"
+        return ", ".join([self.model.name, tokens, self.precision, *extras, optimizer, batch])
+
+    @property
+    def key(self) -> str:
+        """A short stable name of everything in the Job."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+MOST_LENGTHS = 256  # different ones that are kept of a data set
+
+
+def load_lengths(path: Path) -> tuple[tuple[int, int], ...]:
+    """A data set's lengths in tokens: a JSON object or CSV lines of `length: how often`, or one length a line.
+
+    Many different lengths are merged upwards, so that no batch is taken for shorter than it is.
+
+    Raises:
+        UserError: the file is none of these.
+    """
+    expected = 'expected {"512": 1000, …}, lines of `512,1000`, or one length a line'
+    try:
+        text = path.read_text()
+        if text.lstrip().startswith("{"):
+            pairs = [(int(tokens), int(count)) for tokens, count in json.loads(text).items()]
+        else:
+            rows = [line.replace(",", " ").split() for line in text.splitlines() if line.strip()]
+            pairs = [(int(row[0]), int(row[1]) if len(row) > 1 else 1) for row in rows]
+    except FileNotFoundError:
+        raise UserError(f"--lengths {path}: no such file; {expected}") from None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"--lengths {path}: {error}; {expected}") from None
+    counts: Counter[int] = Counter()
+    for tokens, count in pairs:
+        if tokens < 1 or count < 0:
+            raise UserError(f"--lengths {path}: {tokens} tokens, {count} times; {expected}")
+        counts[tokens] += count
+    if not +counts:
+        raise UserError(f"--lengths {path} is empty; {expected}")
+    step = -(-max(counts) // MOST_LENGTHS) if len(counts) > MOST_LENGTHS else 1
+    merged: Counter[int] = Counter()
+    for tokens, count in counts.items():
+        merged[min(max(counts), -(-tokens // step) * step)] += count
+    return tuple(sorted((+merged).items()))
+
+
+def longest_sequence(config: dict[str, Any]) -> int | None:
+    """The model's longest sequence in tokens, as its configuration says."""
+    text = config.get("text_config") or config
+    for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx"):
+        if isinstance(text.get(key), int):
+            return int(text[key])
+    return None
+
+
+def load_ds_config(path: Path) -> dict[str, Any]:
+    """The user's own DeepSpeed config.
+
+    Raises:
+        UserError: the file cannot be read or is no JSON object.
+    """
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"--ds-config {path}: no such file; expected a DeepSpeed config JSON") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: not JSON ({error.msg}); expected a DeepSpeed config") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--ds-config {path} cannot be read: {error}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: expected a JSON object with DeepSpeed's keys, found {type(data).__name__}")
+    zero = data.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise UserError(f"{path}: zero_optimization: expected an object, found {zero!r}")
+    return data

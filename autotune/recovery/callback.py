@@ -1,0 +1,79 @@
+"""A Trainer callback: real training, recorded into a study, so that the next tuning starts wiser.
+
+trainer = Trainer(..., callbacks=[StudyCallback("my-study")])
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, samples
+from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
+from autotune.problem.script import candidate_of_config
+from autotune.problem.space import parse_space
+from autotune.search.study import TRAINING, StudyStore
+
+WARMUP_STEPS = 3
+
+
+class StudyCallback(TrainerCallback):  # type: ignore[misc]
+    """Records median step time and peak memory of a training with DeepSpeed into a study, when it ends.
+
+    Args:
+        study: its name or folder, as for `autotune show`.
+        storage: its database, where it is not in the folder.
+    """
+
+    def __init__(self, study: str, storage: str | None = None) -> None:
+        self.study, self.storage = study, storage
+        self._began = 0.0
+        self._seconds: list[float] = []
+        self._peak = 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._began:
+            self._began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        now = time.perf_counter()
+        self._seconds.append(now - self._began)  # from the end of the last step: its data and logging are in it
+        self._began = now
+        self._peak = max(self._peak, _used_bytes())
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        seconds = self._seconds[WARMUP_STEPS:]
+        config = getattr(getattr(args, "hf_deepspeed_config", None), "config", None)
+        if config is None or len(seconds) < 2 or not state.is_world_process_zero:
+            return
+        store = StudyStore.load(self.study, self.storage, Path("runs"))
+        store.finish(*self._entry(store, args, config, seconds))
+
+    def _entry(self, store: StudyStore, args: Any, config: dict[str, Any], seconds: list[float]) -> tuple[int, Outcome]:
+        knobs = {
+            **candidate_of_config(config).as_dict, MICRO_BATCH: args.per_device_train_batch_size,
+            ACCUMULATION: args.gradient_accumulation_steps, CHECKPOINTING: bool(args.gradient_checkpointing),
+        }  # fmt: skip
+        candidate = Candidate.of(knobs)
+        step = statistics.median(seconds)
+        speed = samples(store.job, candidate) / step
+        spread = statistics.stdev(seconds) / len(seconds) ** 0.5
+        measured = Measurement(step, spread, len(seconds), speed, speed * store.job.tokens_per_sample, self._peak)
+        number = store.start(candidate, parse_space(store.space_text), TRAINING, "real training")
+        return number, Outcome(Kind.OK, Phase.STEP, measured, peak_bytes=self._peak, seconds=sum(self._seconds))
+
+
+def _used_bytes() -> int:
+    """Of this rank: the device's reserved memory, or what a CPU rank's limit counts."""
+    import torch
+
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return max(int(torch.cuda.max_memory_reserved()), total - free)
+    from autotune.rank.devices import data_bytes
+
+    return data_bytes("self")

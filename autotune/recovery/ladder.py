@@ -1,0 +1,104 @@
+"""The recovery ladder: what a training steps down to when memory runs out in the midst of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.predict.predictor import Predictor
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
+from autotune.problem.job import Job
+from autotune.problem.outcome import Measurement
+from autotune.problem.space import SearchSpace
+from autotune.rank.checkpoints import convertible, layout
+from autotune.results.export import write_atomically
+
+# What a rung may change; of these only stage, sub-groups and NVMe decide how checkpoints are laid out
+# (`autotune.rank.checkpoints.layout`). Others, like round_robin_gradients, are left as they are.
+CROSSED = (
+    MICRO_BATCH, ACCUMULATION, CHECKPOINTING, "zero_stage", "offload_optimizer", "offload_param", "reduce_bucket_size",
+    "allgather_bucket_size", "sub_group_size", "contiguous_gradients", "overlap_comm",
+)  # fmt: skip
+LESS = 0.95  # of the peak above: a rung that frees less is no step
+MOST_RUNGS = 8
+_STAGE3 = "zero_optimization.stage3_"  # what stage 3 fetches and keeps, none of it in checkpoints
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One config of the ladder."""
+
+    candidate: Candidate
+    peak_bytes: float
+    samples_per_second: float
+    measured: bool
+
+    def to_json(self, job: Job) -> dict[str, Any]:
+        return {
+            "candidate": self.candidate.as_dict, "measured": self.measured, "peak_bytes": round(self.peak_bytes),
+            "samples_per_second": round(self.samples_per_second, 4), "config": self.candidate.ds_config(job),
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Rung:
+        candidate = Candidate.of(data["candidate"])
+        return cls(candidate, data["peak_bytes"], data["samples_per_second"], data["measured"])
+
+
+def recovery_ladder(
+    top: Candidate, space: SearchSpace, job: Job, predictor: Predictor, measured: dict[Candidate, Measurement],
+    failed: Collection[Candidate] = (), *, convert: bool = False,
+) -> list[Rung]:  # fmt: skip
+    """The config to start from, then ever less memory, at each step the fastest there is and at last the thriftiest.
+
+    Every rung keeps the global batch of `top` exactly and can load its checkpoints, with `convert` after they are
+    converted. Measured values stand where there are any, predicted ones elsewhere; what has `failed` is left out.
+    """
+    candidates = sorted({top, *_compatible(top, space, job, convert)} - set(failed), key=str)
+    table = predictor.table(candidates)
+    rungs = []
+    for i, candidate in enumerate(candidates):
+        seen = measured.get(candidate)
+        peak = float(seen.peak_bytes) if seen else float(table.peak[i])
+        speed = seen.samples_per_second if seen else float(table.samples[i])
+        rungs.append(Rung(candidate, peak, speed, seen is not None))
+    ladder = [next(rung for rung in rungs if rung.candidate == top)]
+    while below := [rung for rung in rungs if rung.peak_bytes <= LESS * ladder[-1].peak_bytes]:
+        if len(ladder) == MOST_RUNGS - 1:  # the last resort
+            return [*ladder, min(below, key=lambda rung: rung.peak_bytes)]
+        ladder.append(max(below, key=lambda rung: rung.samples_per_second))
+    return ladder
+
+
+def _compatible(top: Candidate, space: SearchSpace, job: Job, convert: bool) -> list[Candidate]:
+    """Settings of the space that keep the global batch and can load what `top` saves."""
+    total = top.micro_batch * top.accumulation
+    sizes = [size for size in range(1, total + 1) if total % size == 0]
+    if job.script is not None and job.script.profile.get("batch_note"):
+        sizes = [top.micro_batch]  # the script does not obey another
+    own, others = top.ds_config(job), _others(dict(top.family))
+    mine = layout(own)
+    found = []
+    for family in [dict(top.family), *space.families()]:
+        if _others(family) != others:
+            continue
+        config = Candidate.of(family).ds_config(job)
+        if layout(config) != mine and not (convert and convertible(own, config)):
+            continue
+        found += [
+            Candidate.of({**family, MICRO_BATCH: micro_batch, ACCUMULATION: total // micro_batch})
+            for micro_batch in sizes
+        ]
+    return found
+
+
+def _others(family: dict[str, Value]) -> dict[str, Value]:
+    return {name: value for name, value in family.items() if name not in CROSSED and not name.startswith(_STAGE3)}
+
+
+def write_ladder(path: Path, ladder: list[Rung], job: Job) -> None:
+    """`NAME.ladder.json`: the rungs, first to last."""
+    write_atomically(path, json.dumps([rung.to_json(job) for rung in ladder], indent=2) + "\n")

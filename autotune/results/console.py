@@ -1,0 +1,272 @@
+"""What people see: the live view of a run, and tables of a study."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job
+from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.search.study import AS_IS, SEARCH, VERIFY, Record, StudyStore
+from autotune.units import format_bytes, format_count, format_duration
+
+_STYLE = {
+    Kind.OK: "green", Kind.OOM_DEVICE: "yellow", Kind.OOM_HOST: "yellow", Kind.TIMEOUT: "red", Kind.INVALID: "magenta",
+    Kind.CRASH: "red", Kind.INFRASTRUCTURE: "cyan", Kind.FOREIGN: "cyan", Kind.INTERRUPTED: "dim",
+}  # fmt: skip
+
+
+def speed(measured: Measurement) -> str:
+    tokens = format_count(measured.tokens_per_second)
+    return f"{measured.samples_per_second:.4g} samples/s ({tokens.strip()} tokens/s)"
+
+
+def outcome_line(outcome: Outcome) -> str:
+    """One line: speed and peak, or what went wrong."""
+    if outcome.measurement is not None:
+        measured = outcome.measurement
+        retries = f", {measured.alloc_retries} allocator retries" if measured.alloc_retries else ""
+        return f"{speed(measured)}, peak {format_bytes(measured.peak_bytes)}{retries}"
+    missing = f", short of {format_bytes(outcome.missing_bytes)}" if outcome.missing_bytes else ""
+    why = outcome.evidence if outcome.kind.is_oom else outcome.reason
+    who = f" on rank {outcome.rank}" if outcome.rank is not None else ""
+    return f"{outcome.kind.value} in {outcome.phase.value}{who}{missing}: {why[:110]}"
+
+
+class PlainObserver:
+    """Plain lines, for logs and pipes."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def phase(self, name: str) -> None:
+        pass
+
+    def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None:
+        pass
+
+    def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None:
+        what = "verify" if role == VERIFY else "trial"
+        seconds = format_duration(outcome.seconds)
+        self._print(f"{what} {number:>3}  {candidate}  ->  {outcome_line(outcome)}  [{seconds}]")
+
+    def say(self, text: str) -> None:
+        self._print(text)
+
+    def clock(self, used_seconds: float, budget_seconds: float) -> None:
+        pass
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveObserver(PlainObserver):
+    """The live view: budget, counts, the best so far, what runs and in which phase, the last failures."""
+
+    def __init__(self, console: Console, hardware: Hardware, budget_seconds: float) -> None:
+        super().__init__(console)
+        self._hardware, self._budget = hardware, budget_seconds
+        self._began = time.monotonic()
+        self._counts: Counter[Kind] = Counter()
+        self._best: tuple[float, Candidate, Outcome] | None = None
+        self._running = "starting"
+        self._phase = ""
+        self._failures: list[str] = []
+        self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render, transient=True)
+
+    def start(self) -> None:
+        self._began = time.monotonic()
+        self._live.start()
+
+    def stop(self) -> None:
+        self._live.stop()
+
+    def phase(self, name: str) -> None:
+        self._phase = name
+
+    def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None:
+        self._running = f"{'verifying' if role == VERIFY else 'trial'} {number}: {candidate}"
+
+    def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None:
+        super().trial_finished(number, candidate, role, outcome)
+        self._counts[outcome.kind] += 1
+        if outcome.measurement is None:
+            self._failures = [*self._failures[-2:], f"{candidate}: {outcome_line(outcome)}"]
+        elif outcome.measurement.peak_bytes <= self._hardware.ceiling_bytes:
+            found = outcome.measurement.samples_per_second
+            if self._best is None or found > self._best[0]:
+                self._best = (found, candidate, outcome)
+
+    def _render(self) -> Panel:
+        left = max(0.0, self._budget - (time.monotonic() - self._began))
+        counts = "  ".join(f"[{_STYLE[kind]}]{kind.value} {number}[/]" for kind, number in sorted(self._counts.items()))
+        lines: list[Any] = [
+            Text.from_markup(f"left {format_duration(left)} of {format_duration(self._budget)}   {counts}")
+        ]
+        if self._best:
+            lines.append(Text(f"best  {self._best[1]}  {outcome_line(self._best[2])}", style="bold green"))
+        lines.append(Text(f"now   {self._running}  ({self._phase})"))
+        lines += [Text(f"failed {line}", style="yellow") for line in self._failures]
+        return Panel(Group(*lines), title="autotune", border_style="dim")
+
+
+def make_observer(hardware: Hardware, budget_seconds: float, console: Console, quiet: bool) -> PlainObserver:
+    if quiet:
+        return PlainObserver(Console(quiet=True))
+    if console.is_terminal:
+        return LiveObserver(console, hardware, budget_seconds)
+    return PlainObserver(console)
+
+
+def trials_table(records: list[Record]) -> Table:
+    """Every trial with its result or reason."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("#", "candidate", "outcome", "samples/s", "step", "peak", "why tried / what happened"):
+        table.add_column(
+            heading, overflow="fold", justify="right" if heading in ("#", "samples/s", "step", "peak") else "left"
+        )
+    for record in records:
+        outcome = record.outcome
+        if outcome is None:
+            table.add_row(str(record.number), str(record.candidate), "running", "", "", "", record.note)
+            continue
+        measured = outcome.measurement
+        peak = measured.peak_bytes if measured else outcome.peak_bytes
+        kind = f"{outcome.kind.value} (verify)" if record.role == VERIFY else outcome.kind.value
+        table.add_row(
+            str(record.number), str(record.candidate), Text(kind, style=_STYLE[outcome.kind]),
+            f"{measured.samples_per_second:.4g}" if measured else "",
+            format_duration(measured.step_seconds) if measured else "",
+            format_bytes(peak) if peak else "",
+            record.note if measured else outcome_line(outcome),
+        )  # fmt: skip
+    return table
+
+
+def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hardware) -> list[str]:
+    """The winner, its margin over the next best, and what it leaves free."""
+    assert record.outcome is not None
+    assert record.outcome.measurement is not None
+    measured = record.outcome.measurement
+    samples, tokens = measured.per_gpu(job.ranks)
+    spread = 100 * measured.step_seconds_spread / measured.step_seconds
+    free = 100 * (1 - measured.peak_bytes / hardware.capacity_bytes)
+    lines = [
+        f"winner: {record.candidate}",
+        f"  {speed(measured)}, ±{spread:.1f} %; a GPU: {samples:.4g} samples/s, {tokens:.5g} tokens/s",
+        f"  step {format_duration(measured.step_seconds)}; peak {format_bytes(measured.peak_bytes)} of "
+        f"{format_bytes(hardware.capacity_bytes)} ({free:.0f} % free, headroom {100 * hardware.headroom:.0f} %)",
+    ]
+    if measured.mfu is not None:
+        lines.append(f"  {measured.model_tflops_per_gpu:.1f} model TFLOP/s a GPU, MFU {100 * measured.mfu:.1f} %")
+    times = _times_others(record, records)
+    fits = {r.candidate for r in records
+            if r.outcome and r.outcome.measurement and r.outcome.measurement.peak_bytes <= hardware.ceiling_bytes}  # fmt: skip
+    if ratios := [ratio for other, ratio in times.items() if other in fits]:
+        lines.append(f"  {100 * (min(ratios) - 1):+.1f} % against the next best, {max(ratios):.1f}x the slowest of "
+                     f"{len(ratios) + 1} that fit")  # fmt: skip
+    own = next((r.candidate for r in records if r.note == AS_IS), None)
+    if own is not None and own in times:
+        lines.append(f"  {times[own]:.2f}x {AS_IS}: {own}")
+    elif own == record.candidate:
+        lines.append(f"  {AS_IS} has this config already")
+    return lines
+
+
+def _times_others(winner: Record, records: list[Record]) -> dict[Candidate, float]:
+    """How many times as fast the winner is as each other config: both as verified, or both as searched, since a machine's
+    pace may change between the two."""
+    speeds: dict[str, dict[Candidate, float]] = {VERIFY: {}, SEARCH: {}}
+    for record in records:
+        if record.outcome and record.outcome.measurement and record.role in speeds:
+            speeds[record.role][record.candidate] = record.outcome.measurement.samples_per_second
+    mine = winner.candidate
+    times: dict[Candidate, float] = {}
+    for found in speeds.values():
+        for other in found.keys() - {mine} - times.keys():
+            if mine in found:
+                times[other] = found[mine] / found[other]
+    return times
+
+
+def study_json(store: StudyStore) -> dict[str, Any]:
+    """Everything `show` knows, for programs."""
+    winner = store.winner
+    return {
+        "study": store.name,
+        "fingerprint": store.study.user_attrs["fingerprint"],
+        "hardware": store.hardware.to_json(),
+        "calls": [vars(call) for call in store.calls()],
+        "used_seconds": sum(call.used_seconds for call in store.calls()),
+        "winner": record_json(winner) if winner else None,
+        "skips": store.skips,
+        "trials": [record_json(record) for record in store.records()],
+    }
+
+
+def record_json(record: Record) -> dict[str, Any]:
+    return {
+        "number": record.number, "role": record.role, "note": record.note, "candidate": record.candidate.as_dict,
+        "outcome": record.outcome.to_json() if record.outcome else None,
+    }  # fmt: skip
+
+
+def closest_lines(records: list[Record], hardware: Hardware, untried: list[Candidate]) -> list[str]:
+    """What came closest where nothing fits: bytes missing, and the cheapest changes that would help."""
+    from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH
+
+    over = []
+    for record in records:
+        outcome = record.outcome
+        if outcome is None:
+            continue
+        if outcome.measurement is not None and outcome.measurement.peak_bytes > hardware.ceiling_bytes:
+            over.append((outcome.measurement.peak_bytes - hardware.ceiling_bytes, record, "over the headroom"))
+        elif outcome.kind.is_oom:
+            missing = (outcome.missing_bytes or 0) + int(hardware.capacity_bytes * hardware.headroom)
+            over.append((missing, record, f"ran out in {outcome.phase.value}"))
+    if not over:
+        reasons = Counter(f"{r.outcome.kind.value}: {r.outcome.reason[:120]}" for r in records if r.outcome)
+        return [f"no candidate ran: {reason} ({count}x)" for reason, count in reasons.most_common(3)]
+    # furthest in its life first, then by the bytes missing
+    order = ["start", "init", "forward", "backward", "step", "save"]
+    missing, record, why = min(
+        over,
+        key=lambda item: (-order.index(item[1].outcome.phase.value), item[0]),  # type: ignore[union-attr]
+    )
+    lines = [f"closest: {record.candidate}: {why}, short of at least {format_bytes(missing)}"]
+    candidate, changes = record.candidate, []
+    if candidate.micro_batch > 1:
+        changes.append(f"micro-batch {candidate.micro_batch} -> {candidate.micro_batch // 2}")
+    if not candidate.checkpointing:
+        changes.append("activation checkpointing on")
+    if candidate.stage < 3:
+        changes.append(f"ZeRO stage {candidate.stage} -> {candidate.stage + 1}")
+    if candidate.offload_optimizer == "none":
+        changes.append("optimizer offload to CPU")
+    elif candidate.stage == 3 and candidate.offload_param == "none":
+        changes.append("parameter offload to CPU")
+    changes += ["a shorter --seq-len", "more GPUs (stages 1 to 3 split their states over them)", "--space low_memory"]
+    tried = {r.candidate.but(**{MICRO_BATCH: 1, ACCUMULATION: 1}) for r in records}
+    hint = (
+        ""
+        if any(c.but(**{MICRO_BATCH: 1, ACCUMULATION: 1}) not in tried for c in untried)
+        else " (all of this space's tried)"
+    )
+    lines.append(f"cheapest changes to try{hint}: {'; '.join(changes[:5])}")
+    return lines

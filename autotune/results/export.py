@@ -1,0 +1,192 @@
+"""The winner as files that a training takes as they are. Nothing here was not tuned or asked for."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from autotune import __version__
+from autotune.problem.candidate import Candidate, under
+from autotune.problem.job import Job
+from autotune.problem.outcome import Measurement
+
+FORMATS = ("deepspeed", "accelerate", "hf")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def deepspeed_config(candidate: Candidate, job: Job) -> dict[str, Any]:
+    """The plain DeepSpeed config. Optimizer and schedule come from the user's own config or stay the caller's."""
+    return candidate.ds_config(job)
+
+
+def hf_deepspeed_config(candidate: Candidate, job: Job) -> dict[str, Any]:
+    """The DeepSpeed config for Trainer and accelerate: `"auto"` where they insist on their own arguments' values."""
+    config = copy.deepcopy(candidate.ds_config(job))
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        config[key] = "auto"
+    config.setdefault("gradient_clipping", "auto")
+    for section in ("bf16", "fp16"):
+        if isinstance(config.get(section), dict):
+            config[section]["enabled"] = "auto"
+    optimizer = config.get("optimizer")
+    if isinstance(optimizer, dict) and isinstance(optimizer.get("params"), dict):
+        for key in ("lr", "betas", "eps", "weight_decay"):
+            if key in optimizer["params"]:
+                optimizer["params"][key] = "auto"
+    scheduler = config.get("scheduler")
+    if isinstance(scheduler, dict) and isinstance(scheduler.get("params"), dict):
+        scheduler["params"] = dict.fromkeys(scheduler["params"], "auto")
+    return config
+
+
+def training_arguments(candidate: Candidate, job: Job, device: str = "cuda") -> dict[str, Any]:
+    """Keyword arguments of transformers.TrainingArguments: what was tuned, and nothing of learning rate or schedule."""
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": candidate.micro_batch,
+        "gradient_accumulation_steps": candidate.accumulation,
+        "gradient_checkpointing": candidate.checkpointing,
+        "bf16": job.precision == "bf16",
+        "fp16": job.precision == "fp16",
+        "deepspeed": hf_deepspeed_config(candidate, job),
+    }
+    if candidate.checkpointing:
+        arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    if under(job, candidate).compiled:
+        arguments["torch_compile"] = True
+    if device == "cpu":
+        arguments["use_cpu"] = True
+    return arguments
+
+
+def accelerate_config(candidate: Candidate, job: Job, ds_config_file: str, device: str = "cuda") -> dict[str, Any]:
+    """What `accelerate launch --config_file` reads; the DeepSpeed keys stay in the file it points at."""
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {
+            "deepspeed_config_file": ds_config_file,
+            "zero3_init_flag": candidate.stage == 3,
+        },
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "num_machines": 1,
+        "num_processes": job.ranks,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": device == "cpu",
+    }
+
+
+def needs(candidate: Candidate, job: Job) -> list[str]:
+    """What the training must do beside taking the config: things a DeepSpeed config cannot carry."""
+    lines = []
+    if candidate.checkpointing:
+        lines.append(
+            "call model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False}) "
+            "(Trainer: gradient_checkpointing=True): it was measured with activation checkpointing"
+        )
+    made = under(job, candidate)
+    if made.attention:
+        lines.append(f"make the model with attn_implementation={made.attention!r}: it was measured with it")
+    if made.lora:
+        lines.append(f"train adapters alone (peft's LoraConfig, {made.lora}): it was measured with them")
+    if made.packed:
+        lines.append(f"pack sequences into rows of {job.seq_len} tokens: the batch sizes count rows")
+    if made.compiled:
+        lines.append(
+            "call engine.compile() after deepspeed.initialize (Trainer: torch_compile=True): it was measured so"
+        )
+    if candidate.offload_optimizer != "none" and "optimizer" not in job.base_config:
+        lines.append(
+            'give deepspeed.ops.adam.DeepSpeedCPUAdam as the optimizer, or an "optimizer" section: offload takes no '
+            "other unless zero_force_ds_cpu_optimizer is false, and that is slow"
+        )
+    if "optimizer" not in job.base_config:
+        lines.append(f"the optimizer and its learning rate are yours; it was measured with {job.optimizer}")
+    return lines
+
+
+def meta(
+    candidate: Candidate,
+    job: Job,
+    measurement: Measurement,
+    *,
+    study: str,
+    trial: int,
+    verified: bool,
+    fingerprint: dict[str, Any],
+    headroom: float,
+) -> dict[str, Any]:
+    """What stands beside the config: what it was measured at, on what, by which study and trial."""
+    samples, tokens = measurement.per_gpu(job.ranks)
+    measured = {key: value for key, value in vars(measurement).items() if value is not None}
+    return {
+        "autotune": __version__,
+        "study": study,
+        "trial": trial,
+        "verified": verified,
+        "candidate": candidate.as_dict,
+        "measurement": measured,
+        "samples_per_second_per_gpu": samples,
+        "tokens_per_second_per_gpu": tokens,
+        "throughput_interval_95": [
+            measurement.samples_per_second / (1 + measurement.step_seconds_spread / measurement.step_seconds),
+            measurement.samples_per_second / max(1e-9, 1 - measurement.step_seconds_spread / measurement.step_seconds),
+        ],
+        "headroom": headroom,
+        "your_training_must": needs(candidate, job),
+        "measured_with_optimizer": job.base_config.get("optimizer", {}).get("type", job.optimizer),
+        "fingerprint": fingerprint,
+    }
+
+
+def write_export(
+    candidate: Candidate,
+    job: Job,
+    out: Path,
+    meta_data: dict[str, Any],
+    *,
+    style: str = "deepspeed",
+    device: str = "cuda",
+) -> list[Path]:
+    """Writes the files of a format and `NAME.meta.json` beside them; returns their paths."""
+    stem = out.with_suffix("")
+    written = [out]
+    if style == "deepspeed":
+        write_atomically(out, _json(deepspeed_config(candidate, job)))
+    elif style == "hf":
+        write_atomically(out, _json(training_arguments(candidate, job, device)))
+    else:
+        config = stem.with_name(f"{stem.name}.deepspeed.json")
+        plain = deepspeed_config(candidate, job)
+        write_atomically(config, _json(plain))
+        write_atomically(
+            out, yaml.safe_dump(accelerate_config(candidate, job, str(config.resolve()), device), sort_keys=False)
+        )
+        written.append(config)
+    meta_path = stem.with_name(f"{stem.name}.meta.json")
+    write_atomically(meta_path, _json(meta_data))
+    return [*written, meta_path]
+
+
+def _json(data: dict[str, Any]) -> str:
+    return json.dumps(data, indent=2) + "\n"

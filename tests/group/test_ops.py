@@ -1,0 +1,53 @@
+"""A build that was killed leaves its lock; nobody may wait for it."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from autotune.group.ops import wait_for_lock
+
+
+def make_lock(folder: Path, age_seconds: float) -> Path:
+    lock = folder / "lock"
+    lock.touch()
+    old = time.time() - age_seconds
+    os.utime(lock, (old, old))
+    return lock
+
+
+def test_a_killed_builds_lock_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = make_lock(tmp_path, age_seconds=3600)
+    wait_for_lock(lock)
+    assert not lock.exists()
+    assert str(lock) in capsys.readouterr().out
+
+
+def test_no_lock_no_wait(tmp_path: Path) -> None:
+    wait_for_lock(tmp_path / "lock")
+
+
+def test_a_held_lock_is_waited_for(tmp_path: Path) -> None:
+    lock = make_lock(tmp_path, age_seconds=3600)
+    with lock.open():
+        waiter = threading.Thread(target=wait_for_lock, args=[lock], daemon=True)
+        waiter.start()
+        waiter.join(1.0)
+        assert waiter.is_alive()
+        assert lock.exists()
+        lock.unlink()  # as the builder does when it is done
+        waiter.join(10.0)
+    assert not waiter.is_alive()
+
+
+def test_a_folder_that_changes_is_another_hosts_build(tmp_path: Path) -> None:
+    lock = make_lock(tmp_path, age_seconds=3600)
+    (tmp_path / "adam.o").touch()
+    waiter = threading.Thread(target=wait_for_lock, args=[lock, 1.5], daemon=True)
+    waiter.start()
+    waiter.join(0.7)
+    assert lock.exists()
+    waiter.join(10.0)
+    assert not lock.exists()

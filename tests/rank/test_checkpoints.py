@@ -1,0 +1,63 @@
+"""Which checkpoints load as they are, and what a converted one must not lose. tests/test_scripts.py loads real ones."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.rank.checkpoints import _keep_groups, convert, convertible, layout, written_under
+
+NVME = {"device": "nvme", "nvme_path": "/tmp"}
+
+
+def zero(stage: int, **settings: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **settings}}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (zero(1), zero(2, offload_optimizer={"device": "cpu"}), True),
+        (zero(3), zero(3, offload_param={"device": "cpu"}, stage3_prefetch_bucket_size=1), True),
+        (zero(3), zero(3, sub_group_size=1e9), True),
+        (zero(3), zero(3, sub_group_size=5), False),
+        (zero(2), zero(3), False),
+        (zero(0), zero(1), False),
+        ({}, zero(0), True),
+        (zero(3), zero(3, offload_optimizer=NVME), False),
+    ],
+)
+def test_layouts(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:
+    assert (layout(one) == layout(other)) is same
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "can"),
+    [
+        (zero(1), zero(3), True),
+        (zero(2), zero(3, offload_param={"device": "cpu"}), True),
+        (zero(3), zero(3, sub_group_size=5), True),
+        (zero(0), zero(3), False),
+        (zero(3), zero(2), False),
+        (zero(2), zero(3, offload_param=NVME), False),
+    ],
+)
+def test_only_what_deepspeed_converts_is_converted(before: dict[str, Any], after: dict[str, Any], can: bool) -> None:
+    assert convertible(before, after) is can
+
+
+def test_every_group_keeps_its_own_settings_and_share_of_the_learning_rate() -> None:
+    own = [{"lr": 0.0, "initial_lr": 1e-2, "weight_decay": 0.1, "step": 0},
+           {"lr": 0.0, "initial_lr": 1e-3, "weight_decay": 0.0, "step": 0}]  # fmt: skip
+    loaded = [{"params": [1], "lr": 4e-3, "initial_lr": 1e-2, "weight_decay": 0.1, "step": 7} for _ in range(2)]
+    _keep_groups(loaded, own)
+    assert [group["lr"] for group in loaded] == pytest.approx([4e-3, 4e-4])
+    assert [group["weight_decay"] for group in loaded] == [0.1, 0.0]
+    assert loaded[1]["initial_lr"] == 1e-3
+    assert all(group["step"] == 7 and group["params"] == [1] for group in loaded)
+
+
+def test_what_is_no_checkpoint_is_said_in_one_line(tmp_path: Path) -> None:
+    assert written_under(tmp_path) is None
+    with pytest.raises(RuntimeError, match="cannot be converted: FileNotFoundError"):
+        convert(tmp_path, tmp_path / "universal", 2)

@@ -1,0 +1,132 @@
+"""What ranks train without a script: adapters, lengths of a data set, functions of the user's."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from autotune.executors.base import Effort
+from autotune.executors.local import LocalExecutor
+from autotune.predict.trace import trace_job, trace_model
+from autotune.problem.candidate import Candidate
+from autotune.problem.job import Job, Lora
+from autotune.problem.models import workload_spec
+from autotune.problem.outcome import Outcome
+from autotune.rank.workload import (
+    batches,
+    causal_model,
+    fill_weights,
+    loss_of,
+    own_workload,
+    transformers_config,
+)
+from autotune.units import MIB
+from tests.conftest import Bench, make_candidate, make_job
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+EFFORT = Effort(min_seconds=0.0, min_steps=2, max_steps=2)
+
+
+def measure(bench: Bench, job: Job, *candidates: Candidate) -> list[Outcome]:
+    """On the module's fork server, which any job can use."""
+    executor: LocalExecutor = bench.executor
+    before, executor.job = executor.job, job
+    try:
+        return [bench.run(one, effort=EFFORT) for one in candidates]
+    finally:
+        executor.job = before
+
+
+def test_adapters_train_and_the_rest_is_frozen(bench: Bench) -> None:
+    job = make_job(lora=Lora(4))
+    for outcome in measure(bench, job, make_candidate(2, 2, 2), make_candidate(3, 2, 1)):
+        assert outcome.ok, outcome
+    trace, whole = trace_job(job), trace_job(make_job())
+    assert trace.exact
+    assert sum(trace.parameters) < 0.2 * trace.frozen
+    assert trace.frozen == sum(whole.parameters)
+
+
+def test_adapters_and_packing_are_knobs(bench: Bench) -> None:
+    job = make_job(seq_len=64, lengths=((8, 90), (64, 10)), lora=Lora(2))
+    outcomes = measure(
+        bench, job, make_candidate(2, 2, 1, packing=True), make_candidate(0, 2, 1, lora="none"), make_candidate(0, 2, 1)
+    )
+    packed, whole, plain = (outcome.measurement for outcome in outcomes)
+    assert packed is not None
+    assert whole is not None
+    assert plain is not None
+    assert packed.tokens_per_second * packed.step_seconds == pytest.approx(2 * 2 * 64), "no padding"
+    assert packed.samples_per_second * packed.step_seconds == pytest.approx(2 * 2 * 64 / 13.6)
+    assert plain.samples_per_second * plain.step_seconds == pytest.approx(2 * 2)
+    assert whole.peak_bytes > plain.peak_bytes + 5 * MIB, "all weights train: their gradients and states are 10 MiB"
+
+
+def test_packed_sequences_do_not_see_each_other() -> None:
+    job = make_job(seq_len=64, lengths=((8, 1), (24, 1)), packed=True)
+    batch = next(batches(job, 3, torch.device("cpu"), 0))
+    starts = batch["position_ids"] == 0
+    assert starts[:, 0].all()
+    assert (batch["labels"] == torch.where(starts, -100, batch["input_ids"])).all()
+    steps = batch["position_ids"].diff()
+    assert ((steps == 1) | starts[:, 1:]).all()
+    lengths = starts[0].nonzero().flatten().diff().tolist()
+    assert set(lengths) <= {8, 24}
+    model = causal_model(transformers_config(job.model), job).eval()
+    fill_weights(model)
+    model.config.use_cache = False
+    with torch.no_grad():
+        together = model(input_ids=batch["input_ids"][:1], position_ids=batch["position_ids"][:1]).logits[0]
+        first = lengths[0]
+        alone = model(input_ids=batch["input_ids"][:1, first : first + lengths[1]]).logits[0]
+    torch.testing.assert_close(together[first : first + lengths[1]], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_is_traced_as_it_is() -> None:
+    eager, fused = (trace_model(make_job(seq_len=256, attention=name)) for name in ("eager", "sdpa"))
+    assert eager.plain.act_bytes_per_sequence > 1.15 * fused.plain.act_bytes_per_sequence
+
+
+def test_batches_of_a_data_sets_lengths() -> None:
+    job = make_job(seq_len=64, lengths=((8, 90), (16, 9), (64, 1)))
+    made = batches(job, 2, torch.device("cpu"), 0)
+    widths = [next(made)["input_ids"].shape[1] for _ in range(40)]
+    assert widths[:2] == [64, 64], "the longest first"
+    assert set(widths[2:]) <= {8, 16, 64}
+    assert sorted(widths)[20] < 64
+
+
+def test_lengths_are_trained(bench: Bench) -> None:
+    job = make_job(seq_len=64, lengths=((8, 90), (64, 1)))
+    (outcome,) = measure(bench, job, make_candidate(1, 2, 1))
+    assert outcome.ok
+    assert outcome.measurement is not None
+    assert outcome.measurement.tokens_per_second < 0.2 * 64 * outcome.measurement.samples_per_second
+
+
+def test_a_workload_of_ones_own(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(SCRIPTS)
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
+    job = Job(workload_spec("own:build"), 2, 32, "fp32", workload="own:build")
+    trace = trace_job(job)
+    assert trace.exact
+    assert sum(trace.parameters) == 32 * 256 + 256 + 256 + 1
+    assert trace.checkpointed is None
+    executor = LocalExecutor(job, bench.executor.hardware, bench.executor.folder, [make_candidate()])
+    executor.open(lambda text: None)
+    try:
+        for stage in (1, 3):
+            session = executor.session(make_candidate(stage, 8, 2), f"own{stage}")
+            outcome = session.measure(make_candidate(stage, 8, 2), EFFORT, 60.0)
+            session.close()
+            assert outcome.ok, outcome
+    finally:
+        executor.close()
+    with pytest.raises(ValueError, match="expected it to return"):
+        own_workload("own:wrong")
+
+
+def test_where_a_loss_is() -> None:
+    loss = torch.ones(())
+    assert loss_of({"loss": loss}) is loss_of((loss, 2)) is loss_of(loss) is loss

@@ -1,0 +1,72 @@
+"""The recovery ladder keeps what training is, and each rung frees memory."""
+
+import itertools
+from pathlib import Path
+
+from autotune.predict.predictor import Predictor
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import named_hardware
+from autotune.problem.outcome import Measurement
+from autotune.problem.space import load_space
+from autotune.recovery.ladder import CROSSED, LESS, Rung, recovery_ladder, write_ladder
+from autotune.units import GIB
+from tests.conftest import make_job
+
+HARDWARE = named_hardware("rtx4090", 4)
+JOB = make_job(4, model="qwen2.5-0.5b", seq_len=1024, precision="bf16", global_batch_size=64)
+TOP = Candidate.of({
+    "zero_stage": 2, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2, "overlap_comm": False,
+    "activation_checkpointing": False, "offload_optimizer": "none", "reduce_bucket_size": 500_000_000,
+    "allgather_bucket_size": 500_000_000, "contiguous_gradients": True,
+})  # fmt: skip
+
+
+def make(measured: dict[Candidate, Measurement] | None = None) -> list[Rung]:
+    return recovery_ladder(TOP, load_space("default"), JOB, Predictor(JOB, HARDWARE), measured or {})
+
+
+def test_every_rung_trains_the_same_with_less_memory() -> None:
+    ladder = make()
+    assert ladder[0].candidate == TOP
+    assert len(ladder) >= 3
+    fixed = {name: value for name, value in TOP.knobs if name not in CROSSED}
+    for above, below in itertools.pairwise(ladder):
+        assert below.peak_bytes <= LESS * above.peak_bytes
+        assert below.candidate.micro_batch * below.candidate.accumulation == 16
+        assert {n: v for n, v in below.candidate.knobs if n not in CROSSED} == fixed
+
+
+def test_stages_are_crossed_as_far_as_checkpoints_allow() -> None:
+    assert {rung.candidate.stage for rung in make()} <= {1, 2}
+    far = recovery_ladder(TOP, load_space("default"), JOB, Predictor(JOB, HARDWARE), {}, convert=True)
+    assert far[-1].candidate.stage == 3
+    assert far[-1].peak_bytes < make()[-1].peak_bytes
+
+
+def test_what_failed_in_the_study_is_no_rung() -> None:
+    failed = {rung.candidate for rung in make()[1:]}
+    again = recovery_ladder(TOP, load_space("default"), JOB, Predictor(JOB, HARDWARE), {}, failed)
+    assert len(again) > 1
+    assert not failed & {rung.candidate for rung in again}
+
+
+def test_each_rung_is_the_fastest_of_what_is_left() -> None:
+    ladder = make()
+    assert ladder[1].samples_per_second >= ladder[2].samples_per_second
+
+
+def test_what_was_measured_counts_before_what_is_predicted() -> None:
+    slow = TOP.but(train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=4, activation_checkpointing=True)
+    fast = make({slow: Measurement(0.1, 0.0, 5, 1e6, 1e9, 2 * GIB)})
+    assert fast[1].candidate == slow
+    assert fast[1].measured
+
+
+def test_a_ladder_survives_its_file(tmp_path: Path) -> None:
+    import json
+
+    ladder = make()
+    write_ladder(tmp_path / "l.json", ladder, JOB)
+    data = json.loads((tmp_path / "l.json").read_text())
+    assert [Rung.from_json(one).candidate for one in data] == [rung.candidate for rung in ladder]
+    assert data[1]["config"]["train_batch_size"] == 64
