@@ -13,9 +13,12 @@ from autotune import __version__
 from autotune.errors import NothingFits, UserError
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     help="Finds the fastest DeepSpeed config that fits your GPUs, by measuring it.",
-)  # fmt: skip
+)
 spaces_app = typer.Typer(no_args_is_help=True, help="List, show and validate search spaces.")
 app.add_typer(spaces_app, name="spaces")
 
@@ -107,13 +110,39 @@ def run(
     from autotune.commands.run import Request, run_study
 
     request = Request(
-        model, gpus=gpus, budget=budget, device=device, seq_len=seq_len, precision=precision, optimizer=optimizer,
-        global_batch_size=global_batch_size, ds_config=ds_config, space=space, memory_cap=memory_cap, headroom=headroom,
-        study=study, storage=storage, seed=seed, max_trials=max_trials, out=out, force=force, isolation=isolation,
-        trust_remote_code=trust_remote_code, tolerance=tolerance, exhaustive=exhaustive, executor=executor,
-        script=script or [], maps=maps or [], worst_case=worst_case, lora=lora, attention=attn, compiled=compiled,
-        lengths=lengths, packed=packed, workload=workload,
-    )  # fmt: skip
+        model,
+        gpus=gpus,
+        budget=budget,
+        device=device,
+        seq_len=seq_len,
+        precision=precision,
+        optimizer=optimizer,
+        global_batch_size=global_batch_size,
+        ds_config=ds_config,
+        space=space,
+        memory_cap=memory_cap,
+        headroom=headroom,
+        study=study,
+        storage=storage,
+        seed=seed,
+        max_trials=max_trials,
+        out=out,
+        force=force,
+        isolation=isolation,
+        trust_remote_code=trust_remote_code,
+        tolerance=tolerance,
+        exhaustive=exhaustive,
+        executor=executor,
+        script=script or [],
+        maps=maps or [],
+        worst_case=worst_case,
+        lora=lora,
+        attention=attn,
+        compiled=compiled,
+        lengths=lengths,
+        packed=packed,
+        workload=workload,
+    )
     ask = None if yes or as_json or not sys.stdin.isatty() else (lambda text: typer.confirm(text, default=True))
     report = run_study(request, console(stderr=as_json), quiet=as_json, confirm=ask)
     if as_json:
@@ -155,10 +184,20 @@ def plan(
     from autotune.commands.run import Request, plans
 
     request = Request(
-        model, gpus, seq_len=seq_len, precision=precision, optimizer=optimizer, global_batch_size=global_batch_size,
-        ds_config=ds_config, space=space, headroom=headroom, trust_remote_code=trust_remote_code, lora=lora,
-        attention=attn, workload=workload,
-    )  # fmt: skip
+        model,
+        gpus,
+        seq_len=seq_len,
+        precision=precision,
+        optimizer=optimizer,
+        global_batch_size=global_batch_size,
+        ds_config=ds_config,
+        space=space,
+        headroom=headroom,
+        trust_remote_code=trust_remote_code,
+        lora=lora,
+        attention=attn,
+        workload=workload,
+    )
     names: list[str | None] = [*compare.split(",")] if compare else [gpu]
     made = plans(request, names)
     if as_json:
@@ -198,14 +237,28 @@ def launch(
 
     study = None if model else words[0]
     request = Request(
-        model, gpus, device=device, seq_len=seq_len, precision=precision, global_batch_size=global_batch_size,
-        ds_config=ds_config, space=space, memory_cap=memory_cap,
-    )  # fmt: skip
+        model,
+        gpus,
+        device=device,
+        seq_len=seq_len,
+        precision=precision,
+        global_batch_size=global_batch_size,
+        ds_config=ds_config,
+        space=space,
+        memory_cap=memory_cap,
+    )
     summary = launch_training(
-        study, words if model else words[1:], request=request, maps=maps, storage=storage, memory_cap=memory_cap,
-        max_restarts=max_restarts, hang_timeout=hang_timeout, convert=convert,
+        study,
+        words if model else words[1:],
+        request=request,
+        maps=maps,
+        storage=storage,
+        memory_cap=memory_cap,
+        max_restarts=max_restarts,
+        hang_timeout=hang_timeout,
+        convert=convert,
         say=lambda text: print(f"autotune: {text}", file=sys.stderr, flush=True),
-    )  # fmt: skip
+    )
     if as_json:
         emit(summary.to_json())
     else:

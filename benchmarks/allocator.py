@@ -38,8 +38,15 @@ def main() -> None:
                     else:
                         born.discard(key)
                     kept.append((key, size))
-                rows.append({"model": name, "seq_len": seq_len, "checkpointing": checkpointing,
-                             "micro_batch": micro_batch, "reserved / live at peak": round(waste(kept), 4)})  # fmt: skip
+                rows.append(
+                    {
+                        "model": name,
+                        "seq_len": seq_len,
+                        "checkpointing": checkpointing,
+                        "micro_batch": micro_batch,
+                        "reserved / live at peak": round(waste(kept), 4),
+                    }
+                )
     print_table("the caching allocator's share, replayed", rows)
     write_json(arguments.json, rows)
 

@@ -40,10 +40,21 @@ def train_plainly(job: Job, config: dict[str, Any], checkpointing: bool, steps: 
         (Path(folder) / "model.json").write_text(json.dumps(job.model.config))
         threads = threads_per_rank(job.ranks)
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.ranks),
-            str(Path(__file__).parent / "train_plain.py"), f"{folder}/ds.json", f"{folder}/model.json",
-            str(job.seq_len), str(steps), "--precision", job.precision, *(["--checkpointing"] if checkpointing else []),
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(job.ranks),
+            str(Path(__file__).parent / "train_plain.py"),
+            f"{folder}/ds.json",
+            f"{folder}/model.json",
+            str(job.seq_len),
+            str(steps),
+            "--precision",
+            job.precision,
+            *(["--checkpointing"] if checkpointing else []),
+        ]
         env = {**rank_environment(device), "OMP_NUM_THREADS": str(threads)}
         done = subprocess.run(command, capture_output=True, text=True, env=env)
     line = next((line for line in done.stdout.splitlines() if line.startswith("TRAINED ")), None)

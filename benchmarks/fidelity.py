@@ -49,11 +49,14 @@ def main() -> None:
         executor.close()
     meta = winner.outcome.measurement.samples_per_second
     row: dict[str, Any] = {
-        "winner": str(winner.candidate), "meta.json samples/s": meta, "verified again": statistics.median(again),
-        "trained": statistics.median(trained), "trained / meta": statistics.median(trained) / meta,
+        "winner": str(winner.candidate),
+        "meta.json samples/s": meta,
+        "verified again": statistics.median(again),
+        "trained": statistics.median(trained),
+        "trained / meta": statistics.median(trained) / meta,
         "trained / verified again": statistics.median(trained) / statistics.median(again),
         "median of paired ratios": statistics.median(t / a for t, a in zip(trained, again, strict=True)),
-    }  # fmt: skip
+    }
     print_table(f"{arguments.steps - 5} steps under plain DeepSpeed, {arguments.rounds} rounds in turn", [row])
     write_json(arguments.json, {"hardware": str(hardware), **row, "trained_all": trained, "again_all": again})
 

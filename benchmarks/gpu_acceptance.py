@@ -31,18 +31,33 @@ def call(*words: str) -> tuple[int, str, float]:
 
 def tune(model: str, cap: str, budget: str, study: str, *more: str) -> dict[str, Any]:
     code, out, seconds = call(
-        "autotune.cli", "run", "--model", model, "--gpus", "1", "--memory-cap", cap, "--budget", budget,
-        "--study", study, "--yes", "--json", *more,
-    )  # fmt: skip
+        "autotune.cli",
+        "run",
+        "--model",
+        model,
+        "--gpus",
+        "1",
+        "--memory-cap",
+        cap,
+        "--budget",
+        budget,
+        "--study",
+        study,
+        "--yes",
+        "--json",
+        *more,
+    )
     found: dict[str, Any] = {"model": model, "cap": cap, "exit": code, "seconds": seconds}
     if code == 0:
         report = json.loads(out)
         code, shown, _ = call("autotune.cli", "show", study, "--json")
         trials = json.loads(shown)["trials"] if code == 0 else []
         found |= {
-            "winner": report["winner"], "verified": report["verified"], "trials": len(trials),
+            "winner": report["winner"],
+            "verified": report["verified"],
+            "trials": len(trials),
             "trials_per_minute": 60 * len(trials) / seconds,
-        }  # fmt: skip
+        }
     return found
 
 
@@ -66,13 +81,17 @@ def main() -> None:
     for cap in arguments.caps.split(","):
         tuned = tune(arguments.model, cap, arguments.budget, f"gpu-{cap}-{stamp}")
         defaults = tune(
-            arguments.model, cap, arguments.budget, f"gpu-{cap}-{stamp}-defaults", "--space",
+            arguments.model,
+            cap,
+            arguments.budget,
+            f"gpu-{cap}-{stamp}-defaults",
+            "--space",
             str(HERE / "deepspeed_defaults.yaml"),
-        )  # fmt: skip
+        )
         for one in (tuned, defaults):
-            one["samples_per_second"] = (one.get("winner") or {}).get("outcome", {}).get("measurement", {}).get(
-                "samples_per_second"
-            )  # fmt: skip
+            one["samples_per_second"] = (
+                (one.get("winner") or {}).get("outcome", {}).get("measurement", {}).get("samples_per_second")
+            )
         rates = tuned["samples_per_second"], defaults["samples_per_second"]
         tuned["gain over DeepSpeed's defaults"] = rates[0] / rates[1] if rates[0] and rates[1] else None
         rows += [tuned, {**defaults, "model": f"{arguments.model}, DeepSpeed's defaults"}]

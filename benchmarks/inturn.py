@@ -59,9 +59,14 @@ class Side:
         self.log.unlink(missing_ok=True)
         output = self.log.with_suffix(".out")
         self._process = subprocess.Popen(
-            self.argv, cwd=self.cwd, env=self.env, stdin=subprocess.DEVNULL, stdout=output.open("w"),
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            self.argv,
+            cwd=self.cwd,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            stdout=output.open("w"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         while len(step_ends(self.log)) < SETTLE_STEPS:
             if self._process.poll() is not None:
                 raise RuntimeError(f"{shlex.join(self.argv)}\n{log_tail(output, 3000)}")
@@ -110,8 +115,14 @@ def torchrun(name: str, argv: list[str], folder: Path, ranks: int, ds_config: st
     if ds_config:
         env |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": ds_config}
     words = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *timed(log, argv)
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        *timed(log, argv),
+    ]
     return Side(name, words, log, folder, env)
 
 

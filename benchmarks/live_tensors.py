@@ -31,10 +31,15 @@ def families() -> list[dict[str, Any]]:
         found += [
             {"zero_stage": stage, "reduce_bucket_size": small, "overlap_comm": False, "contiguous_gradients": True},
             {"zero_stage": stage, "reduce_bucket_size": big, "overlap_comm": True, "contiguous_gradients": True},
-            {"zero_stage": stage, "reduce_bucket_size": big, "overlap_comm": False, "contiguous_gradients": False,
-             "activation_checkpointing": True},
+            {
+                "zero_stage": stage,
+                "reduce_bucket_size": big,
+                "overlap_comm": False,
+                "contiguous_gradients": False,
+                "activation_checkpointing": True,
+            },
             {"zero_stage": stage, "reduce_bucket_size": small, "overlap_comm": False, "offload_optimizer": "cpu"},
-        ]  # fmt: skip
+        ]
     for extra in (
         {"reduce_bucket_size": small, "sub_group_size": 10**9},
         {"reduce_bucket_size": big, "sub_group_size": 10**6, "activation_checkpointing": True},
@@ -49,19 +54,34 @@ def families() -> list[dict[str, Any]]:
 def measure(name: str, ranks: int, precision: str, rungs: list[tuple[int, int]]) -> list[dict[str, Any]]:
     job = Job(resolve_model(name), ranks, 64, precision)
     rows = []
-    candidates = [[Candidate.of({**family, "train_micro_batch_size_per_gpu": mb, "gradient_accumulation_steps": ga})
-                   for mb, ga in rungs] for family in families()]  # fmt: skip
+    candidates = [
+        [
+            Candidate.of({**family, "train_micro_batch_size_per_gpu": mb, "gradient_accumulation_steps": ga})
+            for mb, ga in rungs
+        ]
+        for family in families()
+    ]
     with tempfile.TemporaryDirectory() as folder:
-        executor = LocalExecutor(job, detect("cpu", ranks), Path(folder), [c for group in candidates for c in group],
-                                 count_live_tensors=True)  # fmt: skip
+        executor = LocalExecutor(
+            job, detect("cpu", ranks), Path(folder), [c for group in candidates for c in group], count_live_tensors=True
+        )
         executor.open(print)
         for at, group in enumerate(candidates):
             session = executor.session(group[0], str(at))
             for candidate in group:
                 outcome = session.measure(candidate, EFFORT, 200.0)
                 live = outcome.measurement.live_tensor_bytes if outcome.measurement else None
-                rows.append({"model": name, "ranks": ranks, "seq_len": 64, "precision": precision,
-                             "candidate": candidate.as_dict, "live": live, "why": outcome.reason})  # fmt: skip
+                rows.append(
+                    {
+                        "model": name,
+                        "ranks": ranks,
+                        "seq_len": 64,
+                        "precision": precision,
+                        "candidate": candidate.as_dict,
+                        "live": live,
+                        "why": outcome.reason,
+                    }
+                )
                 print(name, ranks, precision, candidate, live or outcome.reason, flush=True)
                 if not session.alive:
                     break

@@ -70,14 +70,26 @@ def live_tensors(measure: bool) -> list[dict[str, Any]]:
         accelerate.append(abs(accelerate_says(trace, job) / real - 1))
     on_same = [e for e, row in zip(ours, rows, strict=True) if Candidate.of(row["candidate"]).stage >= 2]
     return [
-        {"against": f"real DeepSpeed, {len(rows)} candidates on CPU ranks", "measure": "live bytes at peak, median error",
-         "ours": share(statistics.median(ours)), "target": "2 %"},
+        {
+            "against": f"real DeepSpeed, {len(rows)} candidates on CPU ranks",
+            "measure": "live bytes at peak, median error",
+            "ours": share(statistics.median(ours)),
+            "target": "2 %",
+        },
         {"against": "", "measure": "worst error", "ours": share(max(ours)), "target": "8 %"},
-        {"against": f"DeepSpeed's estimate_zero2/3, {len(on_same)} of those rows", "measure": "its median error / ours",
-         "ours": f"{share(statistics.median(deepspeed))} / {share(statistics.median(on_same))}", "target": "5x"},
-        {"against": f"accelerate estimate-memory, {len(rows)} rows", "measure": "its median error / ours",
-         "ours": f"{share(statistics.median(accelerate))} / {share(statistics.median(ours))}", "target": "5x"},
-    ]  # fmt: skip
+        {
+            "against": f"DeepSpeed's estimate_zero2/3, {len(on_same)} of those rows",
+            "measure": "its median error / ours",
+            "ours": f"{share(statistics.median(deepspeed))} / {share(statistics.median(on_same))}",
+            "target": "5x",
+        },
+        {
+            "against": f"accelerate estimate-memory, {len(rows)} rows",
+            "measure": "its median error / ours",
+            "ours": f"{share(statistics.median(accelerate))} / {share(statistics.median(ours))}",
+            "target": "5x",
+        },
+    ]
 
 
 def deepspeed_says(candidate: Candidate, trace: Trace, job: Job) -> float:
@@ -108,21 +120,43 @@ def traces() -> list[dict[str, Any]]:
     errors = []
     for name, row in reference.items():
         trace = trace_model(Job(resolve_model(name), 1, row["seq"], "bf16"), use_cache=True)
-        errors += [abs(trace.plain.act_bytes_per_sequence / row["act0"] - 1),
-                   abs(trace.of(True).act_bytes_per_sequence / row["act1"] - 1)]  # fmt: skip
-    return [{"against": f"reference traces, {len(errors)} figures", "measure": "act bytes a sequence, worst error",
-             "ours": share(max(errors)), "target": "1 %"}]  # fmt: skip
+        errors += [
+            abs(trace.plain.act_bytes_per_sequence / row["act0"] - 1),
+            abs(trace.of(True).act_bytes_per_sequence / row["act1"] - 1),
+        ]
+    return [
+        {
+            "against": f"reference traces, {len(errors)} figures",
+            "measure": "act bytes a sequence, worst error",
+            "ours": share(max(errors)),
+            "target": "1 %",
+        }
+    ]
 
 
 def mpt(row: dict[str, str]) -> ModelSpec:
     """The decoder of a row: GPT-2's architecture has MPT's shapes and runs through attention without a score matrix."""
     width = int(row["d_model"])
-    return ModelSpec(row["model"], {
-        "model_type": "gpt2", "n_embd": width, "n_inner": 4 * width, "n_head": int(row["n_heads"]),
-        "n_layer": int(row["n_layers"]), "vocab_size": int(row["vocab_size"]), "n_positions": int(row["seq_len"]),
-        "activation_function": "gelu", "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
-        "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0,
-    }, "llm-foundry")  # fmt: skip
+    return ModelSpec(
+        row["model"],
+        {
+            "model_type": "gpt2",
+            "n_embd": width,
+            "n_inner": 4 * width,
+            "n_head": int(row["n_heads"]),
+            "n_layer": int(row["n_layers"]),
+            "vocab_size": int(row["vocab_size"]),
+            "n_positions": int(row["seq_len"]),
+            "activation_function": "gelu",
+            "attn_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "tie_word_embeddings": True,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
+        "llm-foundry",
+    )
 
 
 def published() -> list[dict[str, Any]]:
@@ -135,16 +169,29 @@ def published() -> list[dict[str, Any]]:
         facts, count = named_gpu(names[row["gpu"]]), int(row["n_gpus"])
         link = facts.link_gb_per_s if count <= 8 else min(facts.link_gb_per_s, INTER_NODE_BYTES / 1e9)
         rates = {**vars(facts), "link_gb_per_s": link}
-        hardware = Hardware("cuda", facts.name, count, int(float(row["gpu_mem_gb"]) * GIB), None, 2**40, facts.name,
-                            headroom=0.0, rates=rates)  # fmt: skip
+        hardware = Hardware(
+            "cuda",
+            facts.name,
+            count,
+            int(float(row["gpu_mem_gb"]) * GIB),
+            None,
+            2**40,
+            facts.name,
+            headroom=0.0,
+            rates=rates,
+        )
         job = Job(mpt(row), count, int(row["seq_len"]), "bf16")
         predictor = Predictor(job, hardware, trace_job(job, fused_loss=True))  # llm-foundry's default
-        candidate = Candidate.of({
-            "zero_stage": 3 if row["sharding"] == "FULL_SHARD" else 2, "overlap_comm": True,
-            "train_micro_batch_size_per_gpu": int(row["micro_batch"]),
-            "gradient_accumulation_steps": int(row["grad_accum"]),
-            "activation_checkpointing": row["act_ckpt"] == "True", "reduce_bucket_size": 10**8,
-        })  # fmt: skip
+        candidate = Candidate.of(
+            {
+                "zero_stage": 3 if row["sharding"] == "FULL_SHARD" else 2,
+                "overlap_comm": True,
+                "train_micro_batch_size_per_gpu": int(row["micro_batch"]),
+                "gradient_accumulation_steps": int(row["grad_accum"]),
+                "activation_checkpointing": row["act_ckpt"] == "True",
+                "reduce_bucket_size": 10**8,
+            }
+        )
         kinds.setdefault(row["gpu"], []).append((row, predictor, candidate))
         prediction = predictor.predict(candidate)
         fits.append(prediction.peak_interval[0] <= hardware.capacity_bytes)
@@ -172,21 +219,46 @@ def published() -> list[dict[str, Any]]:
         errors += list(abs(got / measured - 1))
         said += list(got)
         true += list(measured)
-        print(group[0][0]["gpu"], "median error", share(float(np.median(abs(got / measured - 1)))), "constants",
-              dict(zip(("products", "moved", "comm"), np.exp(best).round(3), strict=True)))  # fmt: skip
+        print(
+            group[0][0]["gpu"],
+            "median error",
+            share(float(np.median(abs(got / measured - 1)))),
+            "constants",
+            dict(zip(("products", "moved", "comm"), np.exp(best).round(3), strict=True)),
+        )
     hardware = Hardware("cuda", "a100-80gb", 4, 80 * GIB, None, 2**40, "a100-80gb", headroom=0.0)
     job = Job(resolve_model("llama-2-7b"), 4, 4096, "bf16")
-    granite = Candidate.of({"zero_stage": 3, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1,
-                            "activation_checkpointing": True, "overlap_comm": True})  # fmt: skip
+    granite = Candidate.of(
+        {
+            "zero_stage": 3,
+            "train_micro_batch_size_per_gpu": 8,
+            "gradient_accumulation_steps": 1,
+            "activation_checkpointing": True,
+            "overlap_comm": True,
+        }
+    )
     rate = Predictor(job, hardware).predict(granite).samples_per_second * 4096 / 4
     return [
-        {"against": f"llm-foundry, {len(rows)} runs on 8 to 512 GPUs", "measure": "tokens/s/GPU, median error",
-         "ours": share(statistics.median(errors)), "target": "10 %"},
+        {
+            "against": f"llm-foundry, {len(rows)} runs on 8 to 512 GPUs",
+            "measure": "tokens/s/GPU, median error",
+            "ours": share(statistics.median(errors)),
+            "target": "10 %",
+        },
         {"against": "", "measure": "Spearman", "ours": f"{spearman(said, true):.4f}", "target": "0.95"},
-        {"against": "", "measure": "predicted to fit (interval)", "ours": f"{sum(fits)} of {len(fits)}", "target": "all"},
-        {"against": "Granite 7B, 4 x A100 80 GB, nothing fitted", "measure": "tokens/s/GPU against 3094.5",
-         "ours": f"{rate:.0f} ({share(rate / 3094.5 - 1)})", "target": "10 %"},
-    ]  # fmt: skip
+        {
+            "against": "",
+            "measure": "predicted to fit (interval)",
+            "ours": f"{sum(fits)} of {len(fits)}",
+            "target": "all",
+        },
+        {
+            "against": "Granite 7B, 4 x A100 80 GB, nothing fitted",
+            "measure": "tokens/s/GPU against 3094.5",
+            "ours": f"{rate:.0f} ({share(rate / 3094.5 - 1)})",
+            "target": "10 %",
+        },
+    ]
 
 
 def landscapes(folder: Path, seeds: int, known: int = 3) -> list[dict[str, Any]]:
@@ -217,12 +289,14 @@ def landscapes(folder: Path, seeds: int, known: int = 3) -> list[dict[str, Any]]
             errors.append(float(np.median(abs(table.peak / peak - 1)[others])))
             ranks.append(spearman(table.step[others & ok], step[others & ok]))
             lost += bool(table.peak[best] - HOPELESS_SIGMAS * table.peak_sigma[best] > hardware.capacity_bytes)
-        found.append({
-            "against": f"landscape {landscape.name}, {known} rows, {seeds} orders", 
-            "measure": "peak error / Spearman / best ruled out",
-            "ours": f"{share(statistics.median(errors))} / {statistics.median(ranks):.3f} / {lost}",
-            "target": "3 % / 0.95 / 0",
-        })  # fmt: skip
+        found.append(
+            {
+                "against": f"landscape {landscape.name}, {known} rows, {seeds} orders",
+                "measure": "peak error / Spearman / best ruled out",
+                "ours": f"{share(statistics.median(errors))} / {statistics.median(ranks):.3f} / {lost}",
+                "target": "3 % / 0.95 / 0",
+            }
+        )
     return found
 
 
@@ -236,8 +310,14 @@ def speed() -> list[dict[str, Any]]:
     predictor.table(candidates[:10])
     began = time.perf_counter()
     predictor.table(candidates)
-    return [{"against": f"{len(candidates)} candidates", "measure": "seconds, columns to intervals",
-             "ours": f"{time.perf_counter() - began:.2f}", "target": "1"}]  # fmt: skip
+    return [
+        {
+            "against": f"{len(candidates)} candidates",
+            "measure": "seconds, columns to intervals",
+            "ours": f"{time.perf_counter() - began:.2f}",
+            "target": "1",
+        }
+    ]
 
 
 def main() -> None:
@@ -250,9 +330,12 @@ def main() -> None:
     parser.add_argument("--skip", default="", help="comma-separated: live,traces,published,landscapes,speed")
     arguments = parser.parse_args()
     parts = {
-        "live": lambda: live_tensors(arguments.measure), "traces": traces, "published": published,
-        "landscapes": lambda: landscapes(arguments.landscapes, arguments.seeds, arguments.rows), "speed": speed,
-    }  # fmt: skip
+        "live": lambda: live_tensors(arguments.measure),
+        "traces": traces,
+        "published": published,
+        "landscapes": lambda: landscapes(arguments.landscapes, arguments.seeds, arguments.rows),
+        "speed": speed,
+    }
     rows = [row for name, part in parts.items() if name not in arguments.skip.split(",") for row in part()]
     print_table("the predictor", rows)
     write_json(arguments.json, rows)

@@ -66,8 +66,9 @@ def main() -> None:
         for count in sizes:
             store.study.add_trials(quick.study.get_trials(deepcopy=False)[made:count])
             made = count
-            proposer = Proposer(candidates, space, job, hardware, store, 0, Predictor(job, hardware, predictor.trace),
-                                exhaustive=True)  # fmt: skip
+            proposer = Proposer(
+                candidates, space, job, hardware, store, 0, Predictor(job, hardware, predictor.trace), exhaustive=True
+            )
             for record in store.records():
                 if record.outcome is not None:
                     proposer.observe(record.candidate, record.outcome)
@@ -78,8 +79,14 @@ def main() -> None:
                 seconds.append(time.perf_counter() - began)
                 assert proposal is not None
                 proposer.observe(proposal.candidate, Outcome(Kind.OOM_DEVICE, missing_bytes=GIB))
-            rows.append({"trials in the study": count, "measure": "seconds a proposal, median",
-                         "ours": statistics.median(seconds), "target": TARGETS.get(count)})  # fmt: skip
+            rows.append(
+                {
+                    "trials in the study": count,
+                    "measure": "seconds a proposal, median",
+                    "ours": statistics.median(seconds),
+                    "target": TARGETS.get(count),
+                }
+            )
         began = time.perf_counter()
         store, resumed = StudyStore.create_or_resume("s", storage, folder, job, hardware, space)
         records = store.records()
@@ -89,8 +96,14 @@ def main() -> None:
                 proposer.observe(record.candidate, record.outcome)
         proposer.next()
         assert resumed
-        rows.append({"trials in the study": len(records), "measure": "seconds to resume and propose",
-                     "ours": time.perf_counter() - began, "target": 5 if made == 5000 else None})  # fmt: skip
+        rows.append(
+            {
+                "trials in the study": len(records),
+                "measure": "seconds to resume and propose",
+                "ours": time.perf_counter() - began,
+                "target": 5 if made == 5000 else None,
+            }
+        )
     print_table("the search's own time", rows)
     write_json(arguments.json, rows)
 

@@ -37,16 +37,35 @@ from autotune.units import MIB
 
 SCRIPT = OWN / "long_batches.py"
 STEPS, BATCH = 60, 8
-FLAGS = ["--deepspeed", "ds.json", "--output_dir", "out", "--save_steps", "5", "--save_total_limit", "3", "--report_to",
-         "none", "--seen", "seen", "--use_cpu"]  # fmt: skip
+FLAGS = [
+    "--deepspeed",
+    "ds.json",
+    "--output_dir",
+    "out",
+    "--save_steps",
+    "5",
+    "--save_total_limit",
+    "3",
+    "--report_to",
+    "none",
+    "--seen",
+    "seen",
+    "--use_cpu",
+]
 
 
 seen_samples = runpy.run_path(str(SCRIPT), run_name="read")["seen_samples"]
 
 
 def rung(micro_batch: int) -> Rung:
-    knobs = {"zero_stage": 1, MICRO_BATCH: micro_batch, ACCUMULATION: BATCH // 2 // micro_batch,
-             "reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000, "overlap_comm": False}  # fmt: skip
+    knobs = {
+        "zero_stage": 1,
+        MICRO_BATCH: micro_batch,
+        ACCUMULATION: BATCH // 2 // micro_batch,
+        "reduce_bucket_size": 500_000,
+        "allgather_bucket_size": 500_000,
+        "overlap_comm": False,
+    }
     return Rung(Candidate.of(knobs), 1e9, 1.0, True)
 
 
@@ -75,8 +94,13 @@ def trained(folder: Path) -> tuple[int, int]:
 
 def judged(what: str, folder: Path, summary: Summary, seconds: float) -> dict[str, Any]:
     expected = {step: set(range(BATCH * step, BATCH * (step + 1))) for step in range(STEPS)}
-    row = {"case": what, "exit": summary.code, "restarts": len(summary.attempts) - 1,
-           "every sample as without failures": seen_samples(folder) == expected, "seconds": seconds}  # fmt: skip
+    row = {
+        "case": what,
+        "exit": summary.code,
+        "restarts": len(summary.attempts) - 1,
+        "every sample as without failures": seen_samples(folder) == expected,
+        "seconds": seconds,
+    }
     print(json.dumps(row), flush=True)
     return row
 

@@ -38,15 +38,19 @@ OWN = Path(__file__).parent.parent / "tests" / "scripts"
 MEASURED_STEPS = 45
 RANKS = 2
 AUTO = {
-    "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto",
     "zero_optimization": {"stage": 2, "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000},
-    "gradient_clipping": "auto", "zero_allow_untested_optimizer": True,
-}  # fmt: skip
+    "gradient_clipping": "auto",
+    "zero_allow_untested_optimizer": True,
+}
 PLAIN = {
-    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
     "zero_optimization": {"stage": 2, "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-}  # fmt: skip
+}
 SPACE = """
 knobs:
   zero_stage: [0, 1, 2, 3]
@@ -58,8 +62,27 @@ knobs:
   reduce_bucket_size: [1000000]
   sub_group_size: [10000000]
 """
-WORDS = ["the", "tuner", "measures", "what", "people", "train", "and", "says", "how", "fast", "it", "runs", "on", "which",
-         "machine", "with", "much", "memory", "left"]  # fmt: skip
+WORDS = [
+    "the",
+    "tuner",
+    "measures",
+    "what",
+    "people",
+    "train",
+    "and",
+    "says",
+    "how",
+    "fast",
+    "it",
+    "runs",
+    "on",
+    "which",
+    "machine",
+    "with",
+    "much",
+    "memory",
+    "left",
+]
 
 
 def make_inputs(folder: Path) -> None:
@@ -83,11 +106,22 @@ def make_inputs(folder: Path) -> None:
     special = ["[UNK]", "[PAD]", "[BOS]", "[EOS]"]
     raw.train_from_iterator([" ".join(WORDS)], trainers.WordLevelTrainer(special_tokens=special))
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, unk_token="[UNK]", pad_token="[PAD]", bos_token="[BOS]", eos_token="[EOS]",
-        model_max_length=128, chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
-    )  # fmt: skip
-    shape = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
-             "num_attention_heads": 4, "pad_token_id": 1}  # fmt: skip
+        tokenizer_object=raw,
+        unk_token="[UNK]",
+        pad_token="[PAD]",
+        bos_token="[BOS]",
+        eos_token="[EOS]",
+        model_max_length=128,
+        chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
+    )
+    shape = {
+        "vocab_size": 2048,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "pad_token_id": 1,
+    }
     for name, model in (
         ("causal", LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=2, eos_token_id=3))),
         ("classifier", BertForSequenceClassification(BertConfig(**shape))),
@@ -96,9 +130,11 @@ def make_inputs(folder: Path) -> None:
         tokenizer.save_pretrained(folder / name)
     tables = {
         "texts": [{"text": text(chosen.randint(10, 60))} for _ in range(1200)],
-        "pairs": [{"prompt": text(8), "chosen": text(chosen.randint(8, 24)), "rejected": text(chosen.randint(8, 24))}
-                  for _ in range(1200)],
-    }  # fmt: skip
+        "pairs": [
+            {"prompt": text(8), "chosen": text(chosen.randint(8, 24)), "rejected": text(chosen.randint(8, 24))}
+            for _ in range(1200)
+        ],
+    }
     for name, rows in tables.items():
         (folder / name).mkdir()
         (folder / name / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
@@ -126,11 +162,26 @@ def shipped(package: str, path: str) -> str:
 
 def cases() -> dict[str, tuple[list[str], list[str]]]:
     """Name -> (options of run, the script and its arguments)."""
-    trainer = ["--deepspeed", "auto.json", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4",
-               "--max_steps", "100000", "--output_dir", "out", "--report_to", "none", "--save_strategy", "no",
-               "--gradient_checkpointing", "False", "--use_cpu"]  # fmt: skip
-    trl = [*trainer, "--model_name_or_path", "causal", "--bf16", "False", "--max_length", "64",
-           "--dtype", "float32"]  # fmt: skip
+    trainer = [
+        "--deepspeed",
+        "auto.json",
+        "--per_device_train_batch_size",
+        "2",
+        "--gradient_accumulation_steps",
+        "4",
+        "--max_steps",
+        "100000",
+        "--output_dir",
+        "out",
+        "--report_to",
+        "none",
+        "--save_strategy",
+        "no",
+        "--gradient_checkpointing",
+        "False",
+        "--use_cpu",
+    ]
+    trl = [*trainer, "--model_name_or_path", "causal", "--bf16", "False", "--max_length", "64", "--dtype", "float32"]
     sft = [shipped("trl", "scripts/sft.py"), *trl, "--dataset_name", "texts"]
     external = "test_utils/scripts/external_deps/test_peak_memory_usage.py"
     return {
@@ -140,7 +191,15 @@ def cases() -> dict[str, tuple[list[str], list[str]]]:
         "trl reward": ([], [shipped("trl", "scripts/reward.py"), *trl, "--dataset_name", "pairs"]),
         "accelerate test_peak_memory_usage": (
             ["--ds-config", "accelerate.json"],
-            [shipped("accelerate", external), "--model_name_or_path", "classifier", "--n_train", "6000", "--num_epochs", "99"],
+            [
+                shipped("accelerate", external),
+                "--model_name_or_path",
+                "classifier",
+                "--n_train",
+                "6000",
+                "--num_epochs",
+                "99",
+            ],
         ),
         "plain loop": (
             ["--map", "train_micro_batch_size_per_gpu=--batch_size"],
@@ -148,16 +207,38 @@ def cases() -> dict[str, tuple[list[str], list[str]]]:
         ),
         "Trainer": ([], [str(OWN / "trainer.py"), *trainer]),
         "accelerate loop": ([], [str(OWN / "accelerated.py"), "--config", "accelerate.json", "--steps", "100000"]),
-    }  # fmt: skip
+    }
 
 
 def one(name: str, options: list[str], argv: list[str], folder: Path, budget: str, turns: int) -> dict[str, Any]:
     study = "".join(c if c.isalnum() else "-" for c in name)
     done = subprocess.run(
-        [sys.executable, "-m", "autotune.cli", "run", "--device", "cpu", "--gpus", str(RANKS), "--budget", budget,
-         "--space", "space.yaml", "--study", study, "--yes", "--json", *options, "--", *argv],
-        cwd=folder, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "autotune.cli",
+            "run",
+            "--device",
+            "cpu",
+            "--gpus",
+            str(RANKS),
+            "--budget",
+            budget,
+            "--space",
+            "space.yaml",
+            "--study",
+            study,
+            "--yes",
+            "--json",
+            *options,
+            "--",
+            *argv,
+        ],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
     if done.returncode:
         return {"script": name, "tuned": f"exit {done.returncode}: {done.stderr.strip().splitlines()[-1][:200]}"}
     report = json.loads(done.stdout)
@@ -177,11 +258,17 @@ def one(name: str, options: list[str], argv: list[str], folder: Path, budget: st
     gain, gain_spread = ratio(ours, own)
     slower, slower_spread = ratio(ours, trial)
     return {
-        "script": name, "tuned": "verified" if report["verified"] else "measured", "winner": str(winner),
-        "own samples/s": samples_per_second(own), "exported samples/s": samples_per_second(ours),
-        "exported / own": gain, "exported / own, ±": gain_spread, "exported / its trial": slower,
-        "exported / its trial, ±": slower_spread, "own log / measured, same run": same_run(store, winner, folder),
-    }  # fmt: skip
+        "script": name,
+        "tuned": "verified" if report["verified"] else "measured",
+        "winner": str(winner),
+        "own samples/s": samples_per_second(own),
+        "exported samples/s": samples_per_second(ours),
+        "exported / own": gain,
+        "exported / own, ±": gain_spread,
+        "exported / its trial": slower,
+        "exported / its trial, ±": slower_spread,
+        "own log / measured, same run": same_run(store, winner, folder),
+    }
 
 
 def same_run(store: StudyStore, winner: Candidate, folder: Path) -> float:

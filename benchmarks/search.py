@@ -83,10 +83,13 @@ class WithoutSampler(Proposer):
 
 # One part taken away each.
 ABLATIONS: dict[str, tuple[type[Predictor], type[Proposer]]] = {
-    "autotune": (Predictor, Proposer), "adversarial": (Biased, Proposer), "no-predictor": (Ignorant, Proposer),
-    "no-ladder": (Predictor, WithoutLadder), "no-dominance": (Predictor, WithoutDominance),
+    "autotune": (Predictor, Proposer),
+    "adversarial": (Biased, Proposer),
+    "no-predictor": (Ignorant, Proposer),
+    "no-ladder": (Predictor, WithoutLadder),
+    "no-dominance": (Predictor, WithoutDominance),
     "no-sampler": (Predictor, WithoutSampler),
-}  # fmt: skip
+}
 
 
 def autotune(landscape: Landscape, trace: Trace, seed: int, budget: float, parts: str) -> dict[str, Any]:
@@ -101,8 +104,12 @@ def autotune(landscape: Landscape, trace: Trace, seed: int, budget: float, parts
     began = time.perf_counter()
     result = Tuner(store, executor, proposer, space, hardware, budget_seconds=budget).run()
     trials = max(1, len(executor.ledger.trials))
-    return {**judge(landscape, executor, budget), "own_seconds": (time.perf_counter() - began) / trials,
-            "ended": result.ended, "used": result.used_seconds}  # fmt: skip
+    return {
+        **judge(landscape, executor, budget),
+        "own_seconds": (time.perf_counter() - began) / trials,
+        "ended": result.ended,
+        "used": result.used_seconds,
+    }
 
 
 def baseline(landscape: Landscape, seed: int, budget: float, strategy: Callable[..., Iterator[None]]) -> dict[str, Any]:
@@ -138,8 +145,11 @@ def by_optuna(make: Callable[[int], optuna.samplers.BaseSampler]) -> Callable[..
         seen: dict[Candidate, tuple[float, float]] = {}
         for _ in range(3000):
             trial = study.ask()
-            knobs = {name: trial.suggest_categorical(name, domain.values)
-                     for name, domain in space.knobs.items() if name != ACCUMULATION}  # fmt: skip
+            knobs = {
+                name: trial.suggest_categorical(name, domain.values)
+                for name, domain in space.knobs.items()
+                if name != ACCUMULATION
+            }
             batch = landscape.facts.get("global_batch_size")
             if batch:
                 knobs[ACCUMULATION] = batch // int(landscape.facts["n_gpus"]) // int(knobs[MICRO_BATCH])
@@ -181,14 +191,20 @@ def like_deepspeed(landscape: Landscape, seed: int, run: Run) -> Iterator[None]:
         outcome = run(candidate, FULL)
         return outcome.measurement.samples_per_second if outcome.measurement else 0.0
 
-    own = [c for c in landscape.rows if c.offload_optimizer == "none" and c.offload_param == "none"
-           and not c.checkpointing]  # fmt: skip
+    own = [
+        c for c in landscape.rows if c.offload_optimizer == "none" and c.offload_param == "none" and not c.checkpointing
+    ]
     best_before, largest_before, metric_before = 0, 0, 0.0
     for stage in (0, 1, 2, 3):
         mine = [c for c in own if c.stage == stage]
         # templates: buckets of 5e8, no overlap, contiguous off; sub_group_size as large as the table has
-        first = [c for c in mine if c.get("reduce_bucket_size", 5e8) == 5e8 and not c.get("overlap_comm", False)
-                 and not c.get("contiguous_gradients", False)]  # fmt: skip
+        first = [
+            c
+            for c in mine
+            if c.get("reduce_bucket_size", 5e8) == 5e8
+            and not c.get("overlap_comm", False)
+            and not c.get("contiguous_gradients", False)
+        ]
         top = max((c.get("sub_group_size", 0) for c in first), default=0)
         first = [c for c in first if c.get("sub_group_size", top) == top]
         sizes = sorted({c.micro_batch for c in first})
@@ -209,11 +225,23 @@ def like_deepspeed(landscape: Landscape, seed: int, run: Run) -> Iterator[None]:
             largest_before = max(largest_before, *ran)
             continue
         if stage:
-            grid = [c for c in mine if c.micro_batch in ran and c.get("sub_group_size", top) == top
-                    and c.get("reduce_bucket_size", 5e8) in (5e7, 5e8, 1e9)]  # fmt: skip
+            grid = [
+                c
+                for c in mine
+                if c.micro_batch in ran
+                and c.get("sub_group_size", top) == top
+                and c.get("reduce_bucket_size", 5e8) in (5e7, 5e8, 1e9)
+            ]
             since = 0
-            for candidate in sorted(grid, key=lambda c: (-c.get("overlap_comm", 0), c.get("reduce_bucket_size", 0),
-                                                         c.get("contiguous_gradients", 0), c.micro_batch)):  # fmt: skip
+            for candidate in sorted(
+                grid,
+                key=lambda c: (
+                    -c.get("overlap_comm", 0),
+                    c.get("reduce_bucket_size", 0),
+                    c.get("contiguous_gradients", 0),
+                    c.micro_batch,
+                ),
+            ):
                 found = speed(candidate)
                 since = 0 if found > ran[best] else since + 1
                 if found > ran[best]:
@@ -228,17 +256,21 @@ def like_deepspeed(landscape: Landscape, seed: int, run: Run) -> Iterator[None]:
 def judge(landscape: Landscape, executor: ReplayExecutor, budget: float) -> dict[str, Any]:
     """When the run first measured something within 5 % and 2 % of the table's best, and what that had cost."""
     ledger, best = executor.ledger, landscape.best_step_seconds
-    found: dict[str, Any] = {"ooms": sum(kind is not Kind.OK for _, _, kind in ledger.trials),
-                             "oom_share": ledger.oom_seconds / budget,
-                             "overrun": max(0.0, executor.now() - budget), "trials": len(ledger.trials)}  # fmt: skip
+    found: dict[str, Any] = {
+        "ooms": sum(kind is not Kind.OK for _, _, kind in ledger.trials),
+        "oom_share": ledger.oom_seconds / budget,
+        "overrun": max(0.0, executor.now() - budget),
+        "trials": len(ledger.trials),
+    }
     for name, tolerance in (("95", 0.95), ("98", 0.98)):
         for at, (seconds, candidate, kind) in enumerate(ledger.trials):
             if kind is Kind.OK and best / landscape.seconds_per_sample(candidate) >= tolerance and seconds <= budget:
                 found |= {
-                    f"minutes{name}": seconds / 60, f"trials{name}": at + 1,
+                    f"minutes{name}": seconds / 60,
+                    f"trials{name}": at + 1,
                     f"processes{name}": sum(start < seconds for start in ledger.process_starts),
                     f"ooms{name}": sum(k is not Kind.OK for _, _, k in ledger.trials[:at]),
-                }  # fmt: skip
+                }
                 break
     return found
 
@@ -268,16 +300,21 @@ def summarise(name: str, strategy: str, runs: list[dict[str, Any]]) -> dict[str,
         return [run.get(key, math.inf) for run in runs]
 
     return {
-        "landscape": name, "strategy": strategy, "seeds": len(runs),
+        "landscape": name,
+        "strategy": strategy,
+        "seeds": len(runs),
         "share95": sum("minutes95" in run for run in runs) / len(runs),
         "share98": sum("minutes98" in run for run in runs) / len(runs),
-        "trials95": middle(column("trials95")), "processes95": middle(column("processes95")),
-        "ooms95": middle(column("ooms95")), "minutes95": middle(column("minutes95")),
-        "minutes95_p90": middle(column("minutes95"), 0.9), "ooms": statistics.median(run["ooms"] for run in runs),
+        "trials95": middle(column("trials95")),
+        "processes95": middle(column("processes95")),
+        "ooms95": middle(column("ooms95")),
+        "minutes95": middle(column("minutes95")),
+        "minutes95_p90": middle(column("minutes95"), 0.9),
+        "ooms": statistics.median(run["ooms"] for run in runs),
         "oom_share": round(statistics.median(run["oom_share"] for run in runs), 4),
         "overrun_seconds": max(run["overrun"] for run in runs),
         "own_seconds": statistics.median(run["own_seconds"] for run in runs) if "own_seconds" in runs[0] else None,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -56,8 +56,15 @@ def start_up(job: Job, hardware: Any, folder: Path, rounds: int) -> list[dict[st
     for executor in executors.values():
         executor.close()
     medians = {isolation: statistics.median(values) for isolation, values in seconds.items()}
-    return [{"measure": "seconds of a trial outside measured steps", "fork": medians["fork"], "cold": medians["spawn"],
-             "ratio": medians["spawn"] / medians["fork"], "target": ">= 3"}]  # fmt: skip
+    return [
+        {
+            "measure": "seconds of a trial outside measured steps",
+            "fork": medians["fork"],
+            "cold": medians["spawn"],
+            "ratio": medians["spawn"] / medians["fork"],
+            "target": ">= 3",
+        }
+    ]
 
 
 def a_configuration(job: Job, hardware: Any, folder: Path, rounds: int) -> list[dict[str, Any]]:
@@ -76,8 +83,15 @@ def a_configuration(job: Job, hardware: Any, folder: Path, rounds: int) -> list[
         cold.append(time.monotonic() - began - 10 * trained["step_seconds"])
     executor.close()
     ratio = statistics.median(a / b for a, b in zip(ours, cold, strict=True))
-    return [{"measure": "seconds outside measured steps", "a configuration of a ladder of four": statistics.median(ours),
-             "cold torchrun": statistics.median(cold), "median ratio": ratio, "target": "<= 0.125"}]  # fmt: skip
+    return [
+        {
+            "measure": "seconds outside measured steps",
+            "a configuration of a ladder of four": statistics.median(ours),
+            "cold torchrun": statistics.median(cold),
+            "median ratio": ratio,
+            "target": "<= 0.125",
+        }
+    ]
 
 
 def faults(job: Job, hardware: Any, folder: Path, count: int) -> list[dict[str, Any]]:
@@ -108,11 +122,17 @@ def faults(job: Job, hardware: Any, folder: Path, count: int) -> list[dict[str, 
         )
     executor.close()
     return [
-        {"failure of one rank of two": what, "trials": len(values), "classified as": ", ".join(sorted(kinds[what])),
-         "median s to the next trial": statistics.median(values), "worst": max(values), "target": "< 5",
-         "orphans": orphans}
+        {
+            "failure of one rank of two": what,
+            "trials": len(values),
+            "classified as": ", ".join(sorted(kinds[what])),
+            "median s to the next trial": statistics.median(values),
+            "worst": max(values),
+            "target": "< 5",
+            "orphans": orphans,
+        }
         for what, values in seconds.items()
-    ]  # fmt: skip
+    ]
 
 
 def memory(job: Job, hardware: Any, folder: Path) -> list[dict[str, Any]]:
@@ -129,9 +149,16 @@ def memory(job: Job, hardware: Any, folder: Path) -> list[dict[str, Any]]:
     assert first is not None
     assert last is not None
     change = 100 * abs(last.peak_bytes / first.peak_bytes - 1)
-    return [{"memory": "same candidate first and after 20 others", "first MiB": first.peak_bytes / MIB,
-             "after MiB": last.peak_bytes / MIB, "change %": change, "target": "< 3",
-             "idle between": all(idle)}]  # fmt: skip
+    return [
+        {
+            "memory": "same candidate first and after 20 others",
+            "first MiB": first.peak_bytes / MIB,
+            "after MiB": last.peak_bytes / MIB,
+            "change %": change,
+            "target": "< 3",
+            "idle between": all(idle),
+        }
+    ]
 
 
 def main() -> None:

@@ -30,22 +30,50 @@ def by_deepspeed(job: Job, folder: Path) -> tuple[dict[str, Any], float, int]:
     """(its best config, seconds, experiments)."""
     (folder / "model.json").write_text(json.dumps(job.model.config))
     config = {
-        "train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": "all"},
+        "train_micro_batch_size_per_gpu": "auto",
+        "zero_optimization": {"stage": "all"},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
         "zero_allow_untested_optimizer": True,
-        "autotuning": {"enabled": True, "fast": True, "metric": "throughput", "start_profile_step": 3,
-                       "end_profile_step": 5, "max_train_batch_size": 64, "num_tuning_micro_batch_sizes": 3},
-    }  # fmt: skip
+        "autotuning": {
+            "enabled": True,
+            "fast": True,
+            "metric": "throughput",
+            "start_profile_step": 3,
+            "end_profile_step": 5,
+            "max_train_batch_size": 64,
+            "num_tuning_micro_batch_sizes": 3,
+        },
+    }
     config["zero_optimization"] = {"stage": [0, 1, 2, 3]}
     (folder / "ds.json").write_text(json.dumps(config))
-    env = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "2",
-           "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # fmt: skip
+    env = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": str(HERE.parent),
+        "OMP_NUM_THREADS": "2",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     began = time.monotonic()
     done = subprocess.run(
-        ["deepspeed", "--autotuning", "tune", "--num_gpus", "1", str(HERE / "train_for_autotuner.py"),
-         str(folder / "model.json"), str(job.seq_len), "--deepspeed", "--deepspeed_config", str(folder / "ds.json")],
-        cwd=folder, env=env, capture_output=True, text=True, timeout=1500,
-    )  # fmt: skip
+        [
+            "deepspeed",
+            "--autotuning",
+            "tune",
+            "--num_gpus",
+            "1",
+            str(HERE / "train_for_autotuner.py"),
+            str(folder / "model.json"),
+            str(job.seq_len),
+            "--deepspeed",
+            "--deepspeed_config",
+            str(folder / "ds.json"),
+        ],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
     seconds = time.monotonic() - began
     found = folder / "autotuning_results" / "ds_config_optimal.json"
     if not found.exists():
@@ -60,11 +88,31 @@ def by_autotune(job: Job, budget: str, name: str, global_batch: int) -> tuple[di
     """(its winner's config, the report, seconds)."""
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "autotune.cli", "run", "--model", job.model.name, "--device", "cpu", "--gpus", "1",
-         "--seq-len", str(job.seq_len), "--budget", budget, "--study", name,
-         "--global-batch-size", str(global_batch), "--yes", "--json"],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "autotune.cli",
+            "run",
+            "--model",
+            job.model.name,
+            "--device",
+            "cpu",
+            "--gpus",
+            "1",
+            "--seq-len",
+            str(job.seq_len),
+            "--budget",
+            budget,
+            "--study",
+            name,
+            "--global-batch-size",
+            str(global_batch),
+            "--yes",
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+    )
     seconds = time.monotonic() - began
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])
@@ -101,14 +149,28 @@ def main() -> None:
         rates["autotune"].append(train_plainly(job, winner, checkpointing, 55, "cpu")["samples_per_second"])
     medians = {name: statistics.median(values) for name, values in rates.items()}
     rows = [
-        {"tuner": "deepspeed --autotuning tune", "wall s": statistics.median(t[1] for t in theirs),
-         "experiments": experiments, "winner": f"z{config['zero_optimization']['stage']} "
-         f"mb{config['train_micro_batch_size_per_gpu']}", "trained samples/s": medians["deepspeed"]},
-        {"tuner": "autotune run", "wall s": statistics.median(o[2] for o in ours), "experiments": None,
-         "winner": str(report["winner"]["candidate"]), "trained samples/s": medians["autotune"]},
-        {"tuner": "autotune / deepspeed", "wall s": own_seconds / seconds, "experiments": None, "winner": "target: wall "
-         "0.2, trained 1", "trained samples/s": medians["autotune"] / medians["deepspeed"]},
-    ]  # fmt: skip
+        {
+            "tuner": "deepspeed --autotuning tune",
+            "wall s": statistics.median(t[1] for t in theirs),
+            "experiments": experiments,
+            "winner": f"z{config['zero_optimization']['stage']} mb{config['train_micro_batch_size_per_gpu']}",
+            "trained samples/s": medians["deepspeed"],
+        },
+        {
+            "tuner": "autotune run",
+            "wall s": statistics.median(o[2] for o in ours),
+            "experiments": None,
+            "winner": str(report["winner"]["candidate"]),
+            "trained samples/s": medians["autotune"],
+        },
+        {
+            "tuner": "autotune / deepspeed",
+            "wall s": own_seconds / seconds,
+            "experiments": None,
+            "winner": "target: wall 0.2, trained 1",
+            "trained samples/s": medians["autotune"] / medians["deepspeed"],
+        },
+    ]
     print_table(f"{arguments.model}, one CPU rank, 50 steps by plain DeepSpeed in turn", rows)
     write_json(arguments.json, {"rows": rows, "trained": rates, "config": config, "winner": winner})
 

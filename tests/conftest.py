@@ -65,9 +65,13 @@ class Bench:
         self.fault: dict[str, object] | None = None
         candidates = [make_candidate(), make_candidate(2, offload_optimizer="cpu")]
         self.executor = LocalExecutor(
-            make_job(), detect("cpu", 2, memory_cap_bytes=2000 * MIB), folder, candidates,
-            deadlines=Deadlines(start=60, init=60, step=60), fault=lambda name: self.fault,
-        )  # fmt: skip
+            make_job(),
+            detect("cpu", 2, memory_cap_bytes=2000 * MIB),
+            folder,
+            candidates,
+            deadlines=Deadlines(start=60, init=60, step=60),
+            fault=lambda name: self.fault,
+        )
         self.executor.open(lambda text: None)
         self._count = 0
 

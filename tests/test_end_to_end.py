@@ -23,8 +23,26 @@ knobs:
   offload_optimizer: [none, cpu]
   reduce_bucket_size: [500000]
 """
-RUN = [*AUTOTUNE, "run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--seq-len", "32", "--space", "s.yaml",
-       "--memory-cap", "700MiB", "--study", "s", "--exhaustive", "--yes"]  # fmt: skip
+RUN = [
+    *AUTOTUNE,
+    "run",
+    "--model",
+    "tiny-llama",
+    "--device",
+    "cpu",
+    "--gpus",
+    "2",
+    "--seq-len",
+    "32",
+    "--space",
+    "s.yaml",
+    "--memory-cap",
+    "700MiB",
+    "--study",
+    "s",
+    "--exhaustive",
+    "--yes",
+]
 
 
 @pytest.fixture(scope="module")
@@ -185,8 +203,27 @@ def test_the_accelerate_config_trains_under_accelerate_launch(folder: Path) -> N
 
 def test_when_nothing_fits_it_says_what_came_closest(folder: Path) -> None:
     (folder / "big.yaml").write_text("knobs:\n  zero_stage: [0]\n  train_micro_batch_size_per_gpu: [512]\n")
-    command = [*AUTOTUNE, "run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "1", "--seq-len", "64", "--space",
-               "big.yaml", "--memory-cap", "600MiB", "--study", "big", "--budget", "60s", "--yes"]  # fmt: skip
+    command = [
+        *AUTOTUNE,
+        "run",
+        "--model",
+        "tiny-llama",
+        "--device",
+        "cpu",
+        "--gpus",
+        "1",
+        "--seq-len",
+        "64",
+        "--space",
+        "big.yaml",
+        "--memory-cap",
+        "600MiB",
+        "--study",
+        "big",
+        "--budget",
+        "60s",
+        "--yes",
+    ]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 3, done.stdout + done.stderr
     assert "closest: " in done.stderr
@@ -196,11 +233,34 @@ def test_when_nothing_fits_it_says_what_came_closest(folder: Path) -> None:
 
 def test_a_model_that_fails_by_itself_stops_the_study(folder: Path) -> None:
     (folder / "bad").mkdir()
-    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 7, "num_hidden_layers": 1, "vocab_size": 50,
-              "intermediate_size": 64, "num_key_value_heads": 3, "max_position_embeddings": 64}  # fmt: skip
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_attention_heads": 7,
+        "num_hidden_layers": 1,
+        "vocab_size": 50,
+        "intermediate_size": 64,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 64,
+    }
     (folder / "bad/config.json").write_text(json.dumps(config))
-    command = [*AUTOTUNE, "run", "--model", "./bad", "--device", "cpu", "--gpus", "1", "--seq-len", "16", "--budget", "60s",
-               "--study", "bad", "--yes"]  # fmt: skip
+    command = [
+        *AUTOTUNE,
+        "run",
+        "--model",
+        "./bad",
+        "--device",
+        "cpu",
+        "--gpus",
+        "1",
+        "--seq-len",
+        "16",
+        "--budget",
+        "60s",
+        "--study",
+        "bad",
+        "--yes",
+    ]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "fails by itself" in done.stderr

@@ -38,8 +38,10 @@ def test_options_and_commands_named_in_the_readme_exist() -> None:
 
     from autotune.cli import app
 
-    shown = "".join(CliRunner().invoke(app, [*command, "--help"]).output
-                    for command in ([], ["run"], ["plan"], ["launch"], ["show"], ["export"], ["spaces"]))  # fmt: skip
+    shown = "".join(
+        CliRunner().invoke(app, [*command, "--help"]).output
+        for command in ([], ["run"], ["plan"], ["launch"], ["show"], ["export"], ["spaces"])
+    )
     ours = re.sub(r" -- train\.py .*", "", README)  # what stands after `--` are a script's own
     for option in set(re.findall(r"`?(--[a-z][a-z-]+)", ours)):
         assert option in shown, option

@@ -32,16 +32,32 @@ from tests.scripts.long_batches import seen_samples
 
 SCRIPTS = Path(__file__).parent / "scripts"
 CONFIG = {
-    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 0},
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "zero_optimization": {"stage": 0},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-}  # fmt: skip
+}
 AUTO = {
-    "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "train_batch_size": "auto",
-    "zero_optimization": {"stage": 1, "reduce_bucket_size": 500000}, "gradient_clipping": "auto", "zero_allow_untested_optimizer": True,
-}  # fmt: skip
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto",
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": 500000},
+    "gradient_clipping": "auto",
+    "zero_allow_untested_optimizer": True,
+}
 EFFORT = Effort(min_seconds=0.0, min_steps=2, max_steps=3)
-TRAINER = ["--deepspeed", "ds.json", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2",
-           "--max_steps", "60", "--output_dir", "out"]  # fmt: skip
+TRAINER = [
+    "--deepspeed",
+    "ds.json",
+    "--per_device_train_batch_size",
+    "2",
+    "--gradient_accumulation_steps",
+    "2",
+    "--max_steps",
+    "60",
+    "--output_dir",
+    "out",
+]
 
 
 class Scripts:
@@ -207,8 +223,16 @@ WAYS = {
 @pytest.mark.parametrize("way", list(WAYS))
 def test_other_ways_to_write_a_training(scripts: Scripts, tmp_path: Path, way: str) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
-    arguments = {"output_dir": "out", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "use_cpu": True,
-                 "report_to": "none", "remove_unused_columns": False, "max_steps": 60, "deepspeed": AUTO}  # fmt: skip
+    arguments = {
+        "output_dir": "out",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "use_cpu": True,
+        "report_to": "none",
+        "remove_unused_columns": False,
+        "max_steps": 60,
+        "deepspeed": AUTO,
+    }
     (tmp_path / "args.json").write_text(json.dumps(arguments))
     words = {"name=value": ["ds=ds.json", "data.batch=2"], "arguments in a file": ["args.json"]}.get(way, [])
     flags = (("train_micro_batch_size_per_gpu", "data.batch"),) if way == "name=value" else ()
@@ -248,32 +272,43 @@ def test_a_batch_that_the_script_ignores_is_noticed(scripts: Scripts, tmp_path: 
     [
         ("print('hello')", "without calling deepspeed.initialize"),
         ("raise ZeroDivisionError('my own fault')", "my own fault"),
-        ("import argparse\np = argparse.ArgumentParser()\np.add_argument('--data', required=True)\np.parse_args()",
-         "arguments are required: --data"),
+        (
+            "import argparse\np = argparse.ArgumentParser()\np.add_argument('--data', required=True)\np.parse_args()",
+            "arguments are required: --data",
+        ),
         ("input('really? ')", "EOFError"),
-        ("""
+        (
+            """
          import torch
          model = torch.nn.Linear(4, 4)
          optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
          for _ in range(9):
              model(torch.ones(1, 4)).sum().backward()
              optimizer.step()
-         """, "trains without calling deepspeed.initialize"),
-        ("""
+         """,
+            "trains without calling deepspeed.initialize",
+        ),
+        (
+            """
          import subprocess, sys, time
          subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-         """, "without calling deepspeed.initialize"),
-        ("""
+         """,
+            "without calling deepspeed.initialize",
+        ),
+        (
+            """
          import deepspeed, torch
          from deepspeed.pipe import PipelineModule
          deepspeed.init_distributed()
          net = PipelineModule([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], num_stages=2, loss_fn=torch.nn.MSELoss())
          config = {"train_batch_size": 2, "optimizer": {"type": "Adam"}}
          deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
-         """, "a pipeline"),
+         """,
+            "a pipeline",
+        ),
     ],
     ids=["no DeepSpeed", "crash", "needs arguments", "reads stdin", "plain torch", "workers outlive it", "pipeline"],
-)  # fmt: skip
+)
 def test_scripts_that_cannot_be_tuned(scripts: Scripts, tmp_path: Path, text: str, says: str) -> None:
     name = write(tmp_path, "bad.py", text)
     with pytest.raises(UserError, match=says):
@@ -317,7 +352,10 @@ def test_a_script_that_ends_too_early(scripts: Scripts, tmp_path: Path) -> None:
 
 def test_a_script_that_catches_our_out_of_memory(scripts: Scripts, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
-    name = write(tmp_path, "stubborn.py", """
+    name = write(
+        tmp_path,
+        "stubborn.py",
+        """
         import deepspeed, torch
         class Hungry(torch.nn.Module):
             def __init__(self):
@@ -333,7 +371,8 @@ def test_a_script_that_catches_our_out_of_memory(scripts: Scripts, tmp_path: Pat
                 engine.backward(engine(torch.ones(2, 8)))
             except RuntimeError:
                 pass
-        """)  # fmt: skip
+        """,
+    )
     with pytest.raises(UserError, match="fits neither as it is nor at its thriftiest"):
         scripts.probe([name], tmp_path)
 
@@ -342,7 +381,10 @@ def test_a_script_that_catches_our_out_of_memory(scripts: Scripts, tmp_path: Pat
 def test_workers_that_leave_their_process_group_are_ended_too(scripts: Scripts, tmp_path: Path, dies: bool) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     pids = tmp_path / "pids"
-    name = write(tmp_path, "workers.py", f"""
+    name = write(
+        tmp_path,
+        "workers.py",
+        f"""
         import os, subprocess, sys
         worker = subprocess.Popen(["sleep", "600"], start_new_session=True)
         with open({str(pids)!r}, "a") as file:
@@ -352,7 +394,8 @@ def test_workers_that_leave_their_process_group_are_ended_too(scripts: Scripts, 
         sys.path.insert(0, {str(SCRIPTS)!r})
         import plain
         plain.main()
-        """)  # fmt: skip
+        """,
+    )
     with pytest.raises(UserError) if dies else nullcontext():
         scripts.probe([name, "--deepspeed_config", "ds.json"], tmp_path)
     started = [int(line) for line in pids.read_text().split()]
@@ -363,8 +406,19 @@ def test_workers_that_leave_their_process_group_are_ended_too(scripts: Scripts, 
 # -- launch ----------------------------------------------------------------------------------------------------------
 
 
-LONG_BATCHES = [str(SCRIPTS / "long_batches.py"), "--deepspeed", "ds.json", "--output_dir", "out", "--save_steps", "5",
-                "--report_to", "none", "--seen", "seen"]  # fmt: skip
+LONG_BATCHES = [
+    str(SCRIPTS / "long_batches.py"),
+    "--deepspeed",
+    "ds.json",
+    "--output_dir",
+    "out",
+    "--save_steps",
+    "5",
+    "--report_to",
+    "none",
+    "--seen",
+    "seen",
+]
 
 
 def rung(candidate: Candidate) -> Rung:
@@ -387,8 +441,16 @@ def launch(
     job = type(job)(job.model, 2, 32, "fp32", script=job.script)
     hardware = detect("cpu", 2, memory_cap_bytes=cap * MIB)
     lines = says if says is not None else []
-    launcher = Launcher(job, hardware, [rung(c) for c in ladder], folder, max_restarts=6, silent_seconds=120.0,
-                        convert=convert, say=lines.append)  # fmt: skip
+    launcher = Launcher(
+        job,
+        hardware,
+        [rung(c) for c in ladder],
+        folder,
+        max_restarts=6,
+        silent_seconds=120.0,
+        convert=convert,
+        say=lines.append,
+    )
     return launcher.run()
 
 
@@ -442,7 +504,10 @@ def test_training_survives_its_longest_batches(
 def test_a_killed_rank_is_started_again(scripts: Scripts, tmp_path: Path) -> None:
     config = {**CONFIG, "zero_optimization": {"stage": 2}}
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    name = write(tmp_path, "killed.py", f"""
+    name = write(
+        tmp_path,
+        "killed.py",
+        f"""
         import os, pathlib, signal, sys
         import deepspeed
         from deepspeed.runtime.engine import DeepSpeedEngine
@@ -456,7 +521,8 @@ def test_a_killed_rank_is_started_again(scripts: Scripts, tmp_path: Path) -> Non
             return step(engine, *args, **kwargs)
         DeepSpeedEngine.step = killing
         plain.main()
-        """)  # fmt: skip
+        """,
+    )
     argv = [name, "--deepspeed_config", "ds.json", "--steps", "10", "--save_every", "4", "--losses", "losses"]
     summary = launch(scripts, tmp_path, argv, [make_candidate(2, 2, 2)])
     assert summary.code == 0
@@ -477,7 +543,10 @@ def test_a_rung_loads_what_another_one_saved(
     scripts: Scripts, tmp_path: Path, before: Candidate, after: Candidate, convert: bool
 ) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
-    name = write(tmp_path, "starved.py", f"""
+    name = write(
+        tmp_path,
+        "starved.py",
+        f"""
         import pathlib, sys
         import torch
         from deepspeed.runtime.engine import DeepSpeedEngine
@@ -492,7 +561,8 @@ def test_a_rung_loads_what_another_one_saved(
             return forward(engine, *args, **kwargs)
         DeepSpeedEngine.forward = starving
         plain.main()
-        """)  # fmt: skip
+        """,
+    )
     argv = [name, "--deepspeed_config", "ds.json", "--steps", "10", "--save_every", "4", "--losses", "losses"]
     says: list[str] = []
     summary = launch(scripts, tmp_path, argv, [before, after], says=says, convert=convert)
@@ -533,22 +603,52 @@ def test_the_command_line_end_to_end(tmp_path: Path) -> None:
     tool = [sys.executable, "-m", "autotune.cli"]
     script = [str(SCRIPTS / "trainer.py"), *TRAINER]
     done = subprocess.run(
-        [*tool, "run", "--device", "cpu", "--gpus", "2", "--budget", "50s", "--space", "space.yaml", "--study", "mine",
-         "--max-trials", "3", "--yes", "--", *script],
-        cwd=tmp_path, env=env, capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            *tool,
+            "run",
+            "--device",
+            "cpu",
+            "--gpus",
+            "2",
+            "--budget",
+            "50s",
+            "--space",
+            "space.yaml",
+            "--study",
+            "mine",
+            "--max-trials",
+            "3",
+            "--yes",
+            "--",
+            *script,
+        ],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "train with" in done.stdout
     ladder = json.loads((tmp_path / "runs/mine/mine.ladder.json").read_text())
     assert all(one["config"]["train_batch_size"] == 8 for one in ladder)
     began = time.monotonic()
-    trained = subprocess.run([*tool, "launch", "mine", "--json", "--", *script, "--max_steps", "6"], cwd=tmp_path, env=env,
-                             capture_output=True, text=True)  # fmt: skip
+    trained = subprocess.run(
+        [*tool, "launch", "mine", "--json", "--", *script, "--max_steps", "6"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     assert trained.returncode == 0, trained.stderr
     summary = json.loads(trained.stdout[trained.stdout.index('{\n  "code"') :])
     assert summary["attempts"][0]["steps"] >= 3
     assert time.monotonic() - began > summary["attempts"][0]["seconds"]
-    wrong = subprocess.run([*tool, "launch", "mine", "--", str(SCRIPTS / "plain.py")], cwd=tmp_path, env=env,
-                           capture_output=True, text=True)  # fmt: skip
+    wrong = subprocess.run(
+        [*tool, "launch", "mine", "--", str(SCRIPTS / "plain.py")],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     assert wrong.returncode == 2
     assert "is of" in wrong.stderr

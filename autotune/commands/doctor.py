@@ -42,9 +42,12 @@ def _gpus() -> Iterator[Finding]:
     with nvml() as lib:
         if lib is None:
             yield Finding(
-                "warn", "GPU", "NVML finds no driver", "only CPU ranks can be tuned",
+                "warn",
+                "GPU",
+                "NVML finds no driver",
+                "only CPU ranks can be tuned",
                 "install NVIDIA's driver, or run the container with --gpus all",
-            )  # fmt: skip
+            )
             return
         version = lib.nvmlSystemGetDriverVersion()
         cuda = lib.nvmlSystemGetCudaDriverVersion()
@@ -60,9 +63,12 @@ def _gpu(lib: Any, device: str) -> Finding:
     found = f"{name}, {format_bytes(memory.total)}, {format_bytes(memory.used)} in use"
     if memory.used > GIB:
         return Finding(
-            "warn", what, found, "trials run out of memory earlier than your training would",
+            "warn",
+            what,
+            found,
+            "trials run out of memory earlier than your training would",
             "end the other processes (nvidia-smi lists them), or hide this GPU with CUDA_VISIBLE_DEVICES",
-        )  # fmt: skip
+        )
     if facts_for(name, memory.total) is None:
         return Finding("warn", what, f"{found}, not in autotune's table", "no MFU", "add it to data/gpus.json")
     return Finding("good", what, found)
@@ -111,10 +117,13 @@ def _disk(nvme_path: Path | None) -> Iterator[Finding]:
         )
         return
     kind = next(
-        (p.fstype for p in sorted(psutil.disk_partitions(True), key=lambda p: -len(p.mountpoint))
-         if str(nvme_path.resolve()).startswith(p.mountpoint)),
+        (
+            p.fstype
+            for p in sorted(psutil.disk_partitions(True), key=lambda p: -len(p.mountpoint))
+            if str(nvme_path.resolve()).startswith(p.mountpoint)
+        ),
         "unknown",
-    )  # fmt: skip
+    )
     found = f"{nvme_path} ({kind}), {format_bytes(shutil.disk_usage(nvme_path).free)} free"
     if kind in ("nfs", "nfs4", "fuse", "overlay", "tmpfs"):
         yield Finding("warn", "nvme path", found, "offload at the speed of that file system", "use a local NVMe drive")
@@ -163,14 +172,21 @@ def _libraries() -> Iterator[Finding]:
     device = "cuda" if visible_gpus() else "cpu"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _PROBE, *_OPS], env={**os.environ, **prepare_environment(device)},
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_BUILD_SECONDS,
-        )  # fmt: skip
+            [sys.executable, "-c", _PROBE, *_OPS],
+            env={**os.environ, **prepare_environment(device)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_BUILD_SECONDS,
+        )
     except subprocess.TimeoutExpired:
         yield Finding(
-            "bad", "libraries", f"no answer within {_BUILD_SECONDS} s", "nothing can be measured",
+            "bad",
+            "libraries",
+            f"no answer within {_BUILD_SECONDS} s",
+            "nothing can be measured",
             "try `ds_report`; a build that hangs says where",
-        )  # fmt: skip
+        )
         return
     line = next((line for line in done.stdout.splitlines() if line.startswith("FACTS")), None)
     if line is None:
@@ -190,9 +206,12 @@ def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
     if device == "cuda" and not torch["available"]:
         build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "a CPU build"
         yield Finding(
-            "bad", "torch", f"{torch['version']}, {build}, sees no GPU though the driver does", "no GPU can be tuned",
+            "bad",
+            "torch",
+            f"{torch['version']}, {build}, sees no GPU though the driver does",
+            "no GPU can be tuned",
             "install the torch wheel whose CUDA version is at most the driver's (first line above)",
-        )  # fmt: skip
+        )
     else:
         yield Finding("good", "torch", f"{torch['version']}" + (f", CUDA {torch['cuda']}" if torch["cuda"] else ""))
     if device == "cuda":

@@ -25,10 +25,18 @@ DEFAULT_SILENCE = "30m"
 
 
 def launch_training(
-    study: str | None, command: list[str], *, request: Request | None = None, maps: list[str] | None = None,
-    storage: str | None = None, memory_cap: str | None = None, max_restarts: int = DEFAULT_RESTARTS,
-    hang_timeout: str = DEFAULT_SILENCE, convert: bool = False, say: Callable[[str], None] = print,
-) -> Summary:  # fmt: skip
+    study: str | None,
+    command: list[str],
+    *,
+    request: Request | None = None,
+    maps: list[str] | None = None,
+    storage: str | None = None,
+    memory_cap: str | None = None,
+    max_restarts: int = DEFAULT_RESTARTS,
+    hang_timeout: str = DEFAULT_SILENCE,
+    convert: bool = False,
+    say: Callable[[str], None] = print,
+) -> Summary:
     """Trains a script to its end under a study's winner, or without a study under the best of a plan.
 
     Args:
@@ -53,8 +61,9 @@ def launch_training(
                 f"study {store.name} is of {job.model.name} with synthetic batches, not of a script: its config is taken"
             )
         known = job.script or script
-        script = dataclasses.replace(script, flags=script.flags or known.flags, profile=known.profile,
-                                     ds_config=known.ds_config)  # fmt: skip
+        script = dataclasses.replace(
+            script, flags=script.flags or known.flags, profile=known.profile, ds_config=known.ds_config
+        )
         job = dataclasses.replace(job, script=script)
         ladder = ladder_of(store, convert)
     else:
@@ -66,8 +75,9 @@ def launch_training(
     cap = parse_bytes(memory_cap) if memory_cap else None
     found = detect(hardware.device, hardware.count, memory_cap_bytes=cap, headroom=hardware.headroom)
     say(f"{len(ladder)} configs on the ladder; a failure is met at most {max_restarts} times")
-    launcher = Launcher(job, found, ladder, folder, max_restarts=max_restarts, silent_seconds=silent_seconds,
-                        convert=convert, say=say)  # fmt: skip
+    launcher = Launcher(
+        job, found, ladder, folder, max_restarts=max_restarts, silent_seconds=silent_seconds, convert=convert, say=say
+    )
     return launcher.run()
 
 

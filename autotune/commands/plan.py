@@ -19,10 +19,17 @@ from autotune.problem.space import SearchSpace
 from autotune.units import GIB, format_bytes, format_count
 
 _COLOURS = {
-    "parameters": "blue", "gradients": "cyan", "optimizer": "green", "activations": "yellow", "buckets": "magenta",
-    "gathered parameters": "bright_blue", "temporaries": "bright_magenta", "allocator": "bright_black",
-    "context and communication": "red", "host": "white",
-}  # fmt: skip
+    "parameters": "blue",
+    "gradients": "cyan",
+    "optimizer": "green",
+    "activations": "yellow",
+    "buckets": "magenta",
+    "gathered parameters": "bright_blue",
+    "temporaries": "bright_magenta",
+    "allocator": "bright_black",
+    "context and communication": "red",
+    "host": "white",
+}
 BAR = 48  # characters for a device's whole memory
 
 
@@ -46,29 +53,45 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "model": self.job.model.name, "gpu": self.hardware.name, "gpus": self.hardware.count,
-            "seq_len": self.job.seq_len, "precision": self.job.precision,
-            "global_batch_size": self.job.global_batch_size, "capacity_bytes": self.hardware.capacity_bytes,
+            "model": self.job.model.name,
+            "gpu": self.hardware.name,
+            "gpus": self.hardware.count,
+            "seq_len": self.job.seq_len,
+            "precision": self.job.precision,
+            "global_batch_size": self.job.global_batch_size,
+            "capacity_bytes": self.hardware.capacity_bytes,
             "best": [prediction_json(one, self.job) for one in self.best],
             "stages": [
-                {"stage": one.stage, "largest_micro_batch": one.fitting.candidate.micro_batch if one.fitting else None,
-                 "prediction": prediction_json(one.fitting or one.smallest, self.job), "unlocks": one.unlocks}
+                {
+                    "stage": one.stage,
+                    "largest_micro_batch": one.fitting.candidate.micro_batch if one.fitting else None,
+                    "prediction": prediction_json(one.fitting or one.smallest, self.job),
+                    "unlocks": one.unlocks,
+                }
                 for one in self.stages
             ],
             "note": self.note,
-        }  # fmt: skip
+        }
 
 
 def prediction_json(one: Prediction, job: Job) -> dict[str, Any]:
     """A Prediction for people's scripts; bytes, seconds and samples a second."""
     return {
-        "candidate": one.candidate.as_dict, "ds_config": one.candidate.ds_config(job), "fits": one.fits,
-        "peak_bytes": round(one.peak_bytes), "peak_interval": [round(v) for v in one.peak_interval],
-        "memory": {name: round(value) for name, value in one.memory.items()}, "moment": one.moment,
-        "host_bytes_per_rank": round(one.host_bytes), "step_seconds": one.step_seconds,
-        "step_interval": list(one.step_interval), "time": one.time, "samples_per_second": one.samples_per_second,
-        "tokens_per_second": one.samples_per_second * job.tokens_per_sample, "binding": one.binding,
-    }  # fmt: skip
+        "candidate": one.candidate.as_dict,
+        "ds_config": one.candidate.ds_config(job),
+        "fits": one.fits,
+        "peak_bytes": round(one.peak_bytes),
+        "peak_interval": [round(v) for v in one.peak_interval],
+        "memory": {name: round(value) for name, value in one.memory.items()},
+        "moment": one.moment,
+        "host_bytes_per_rank": round(one.host_bytes),
+        "step_seconds": one.step_seconds,
+        "step_interval": list(one.step_interval),
+        "time": one.time,
+        "samples_per_second": one.samples_per_second,
+        "tokens_per_second": one.samples_per_second * job.tokens_per_sample,
+        "binding": one.binding,
+    }
 
 
 def make_plan(job: Job, hardware: Hardware, space: SearchSpace, predictor: Predictor, top: int = 5) -> Plan:
@@ -88,8 +111,10 @@ def make_plan(job: Job, hardware: Hardware, space: SearchSpace, predictor: Predi
         if len(chosen) == top:
             break
     best = predictor.predict_many([candidates[i] for i in chosen.values()]) if chosen else []
-    stages = [_stage_plan(stage, job, hardware, space, predictor, candidates)
-              for stage in sorted({c.stage for c in candidates})]  # fmt: skip
+    stages = [
+        _stage_plan(stage, job, hardware, space, predictor, candidates)
+        for stage in sorted({c.stage for c in candidates})
+    ]
     return Plan(job, hardware, best, stages, "" if predictor.trace.exact else predictor.trace.note)
 
 
@@ -98,14 +123,28 @@ def _stage_plan(
 ) -> StagePlan:
     mine = [c for c in candidates if c.stage == stage]
     # the lightest treatment that the space has: neither checkpointing nor offload, defaults elsewhere
-    plain = min(mine, key=lambda c: (c.checkpointing, c.offload_param != "none", c.offload_optimizer != "none",
-                                     abs(c.get("reduce_bucket_size", 5e8) - 5e8), not c.get("overlap_comm", True)))  # fmt: skip
+    plain = min(
+        mine,
+        key=lambda c: (
+            c.checkpointing,
+            c.offload_param != "none",
+            c.offload_optimizer != "none",
+            abs(c.get("reduce_bucket_size", 5e8) - 5e8),
+            not c.get("overlap_comm", True),
+        ),
+    )
     rungs = sorted({c for c in mine if c.family == plain.family}, key=lambda c: (c.micro_batch, c.accumulation))
     predictions = predictor.predict_many(rungs)
     fitting = [one for one in predictions if one.fits]
     largest = max(fitting, key=lambda one: (one.candidate.micro_batch, one.samples_per_second), default=None)
-    wanted = next((one for one in predictions if not one.fits
-                   and (largest is None or one.candidate.micro_batch > largest.candidate.micro_batch)), None)  # fmt: skip
+    wanted = next(
+        (
+            one
+            for one in predictions
+            if not one.fits and (largest is None or one.candidate.micro_batch > largest.candidate.micro_batch)
+        ),
+        None,
+    )
     unlocks = _unlocks(wanted, job, hardware, space, predictor) if wanted is not None else []
     return StagePlan(stage, largest, predictions[0], unlocks)
 
@@ -118,9 +157,11 @@ def _unlocks(wanted: Prediction, job: Job, hardware: Hardware, space: SearchSpac
         knob = space.knobs.get(name)
         return candidate.but(**{name: value}) if knob and value in knob.values else None
 
-    changes = [("activation checkpointing", turned(CHECKPOINTING, True)),
-               ("optimizer offload to the CPU", turned("offload_optimizer", "cpu")),
-               ("parameter offload to the CPU", turned("offload_param", "cpu"))]  # fmt: skip
+    changes = [
+        ("activation checkpointing", turned(CHECKPOINTING, True)),
+        ("optimizer offload to the CPU", turned("offload_optimizer", "cpu")),
+        ("parameter offload to the CPU", turned("offload_param", "cpu")),
+    ]
     for what, changed in changes:
         if changed is not None and changed != candidate:
             one = predictor.predict(changed)
@@ -164,9 +205,13 @@ def show_plan(plan: Plan, out: Console) -> None:
         for one in plan.best:
             low, high = one.peak_interval
             spread = 100 * (one.step_interval[1] / one.step_seconds - 1)
-            table.add_row(str(one.candidate), format_count(one.samples_per_second * job.tokens_per_sample).strip(),
-                          f"{one.step_seconds:.3g} s ±{spread:.0f} %",
-                          f"{one.peak_bytes / GIB:.1f} ({low / GIB:.1f} to {high / GIB:.1f})", one.binding)  # fmt: skip
+            table.add_row(
+                str(one.candidate),
+                format_count(one.samples_per_second * job.tokens_per_sample).strip(),
+                f"{one.step_seconds:.3g} s ±{spread:.0f} %",
+                f"{one.peak_bytes / GIB:.1f} ({low / GIB:.1f} to {high / GIB:.1f})",
+                one.binding,
+            )
         out.print(table)
     out.print(f"largest micro-batch by stage; the bar is the {format_bytes(hardware.capacity_bytes)} of a device")
     for stage in plan.stages:
@@ -210,8 +255,14 @@ def show_comparison(plans: list[Plan], out: Console) -> None:
             continue
         one = plan.best[0]
         tokens = one.samples_per_second * plan.job.tokens_per_sample
-        table.add_row(str(plan.hardware), str(one.candidate), format_count(tokens).strip(),
-                      format_count(tokens / plan.job.ranks).strip(), f"{one.peak_bytes / GIB:.1f}", one.binding)  # fmt: skip
+        table.add_row(
+            str(plan.hardware),
+            str(one.candidate),
+            format_count(tokens).strip(),
+            format_count(tokens / plan.job.ranks).strip(),
+            f"{one.peak_bytes / GIB:.1f}",
+            one.binding,
+        )
     out.print(table)
 
 

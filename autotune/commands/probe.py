@@ -24,9 +24,15 @@ from autotune.results.export import write_atomically
 EFFORT = Effort(min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
 # What a script that does not fit as it is may still run under, so that something is learnt of it.
 _THRIFTY: dict[str, Value] = {
-    "zero_stage": 3, MICRO_BATCH: 1, ACCUMULATION: 1, "offload_optimizer": "cpu", "offload_param": "cpu",
-    CHECKPOINTING: True, "reduce_bucket_size": 1_000_000, "sub_group_size": 10_000_000,
-}  # fmt: skip
+    "zero_stage": 3,
+    MICRO_BATCH: 1,
+    ACCUMULATION: 1,
+    "offload_optimizer": "cpu",
+    "offload_param": "cpu",
+    CHECKPOINTING: True,
+    "reduce_bucket_size": 1_000_000,
+    "sub_group_size": 10_000_000,
+}
 _ANY_OPTIMIZER = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}  # the script's, as it is
 
 
@@ -126,9 +132,27 @@ def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: floa
 
 def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
     """What is kept of the facts, for each sample (one of the micro-batch's) instead of each batch."""
-    kept = {key: facts[key] for key in ("config", "micro_batch", "accumulation", "precision", "model_config", "causal",
-            "model", "trained", "frozen", "checkpointing", "checkpointed", "through_arguments", "loader_prepared",
-            "client_optimizer", "untested_optimizer", "flags")}  # fmt: skip
+    kept = {
+        key: facts[key]
+        for key in (
+            "config",
+            "micro_batch",
+            "accumulation",
+            "precision",
+            "model_config",
+            "causal",
+            "model",
+            "trained",
+            "frozen",
+            "checkpointing",
+            "checkpointed",
+            "through_arguments",
+            "loader_prepared",
+            "client_optimizer",
+            "untested_optimizer",
+            "flags",
+        )
+    }
     micro_batch = facts["micro_batch"] if own else 1
     micros = facts.get("micros") or facts["accumulation"]
     rows = facts.get("rows", 0.0) / micros
@@ -145,8 +169,11 @@ def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
 def job_of(script: Script, hardware: Hardware, global_batch_size: int | None) -> Job:
     """The Job that a probed script is; its global batch is the script's own unless another is asked for."""
     seen = script.profile
-    base = {key: value for key, value in seen["config"].items() if key not in
-            ("train_batch_size", MICRO_BATCH, ACCUMULATION)}  # fmt: skip
+    base = {
+        key: value
+        for key, value in seen["config"].items()
+        if key not in ("train_batch_size", MICRO_BATCH, ACCUMULATION)
+    }
     if seen["client_optimizer"] and not seen["through_arguments"]:
         base.setdefault("zero_force_ds_cpu_optimizer", False)  # offloaded or not, it stays the script's optimizer
     if seen["untested_optimizer"]:
@@ -155,8 +182,15 @@ def job_of(script: Script, hardware: Hardware, global_batch_size: int | None) ->
     parameters = sum(seen["trained"]) + seen["frozen"]
     config = {"model_type": "", **seen["model_config"]}
     model = ModelSpec(script.name, config, " ".join(script.argv), parameters)
-    return Job(model, hardware.count, seen["seq_len"], seen["precision"], global_batch_size=global_batch_size or own,
-               base_config=base, script=script)  # fmt: skip
+    return Job(
+        model,
+        hardware.count,
+        seen["seq_len"],
+        seen["precision"],
+        global_batch_size=global_batch_size or own,
+        base_config=base,
+        script=script,
+    )
 
 
 def own_candidate(script: Script) -> Candidate:

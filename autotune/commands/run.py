@@ -104,8 +104,13 @@ def build_job(request: Request, hardware: Hardware) -> Job:
         UserError: something in it is not possible.
     """
     if request.workload:
-        for name, given in (("--model", request.model), ("--lora", request.lora), ("--attn", request.attention),
-                            ("--lengths", request.lengths), ("--packing", request.packed)):  # fmt: skip
+        for name, given in (
+            ("--model", request.model),
+            ("--lora", request.lora),
+            ("--attn", request.attention),
+            ("--lengths", request.lengths),
+            ("--packing", request.packed),
+        ):
             if given:
                 raise UserError(
                     f"{name} with --workload: the function itself makes model and batches; leave {name} out"
@@ -114,8 +119,10 @@ def build_job(request: Request, hardware: Hardware) -> Job:
     elif request.model:
         model = resolve_model(request.model, trust_remote_code=request.trust_remote_code)
     else:
-        raise UserError("--model is missing: give a shipped name (`autotune models`), a folder, or a Hub id; or "
-                        "--workload, or your script after `--`")  # fmt: skip
+        raise UserError(
+            "--model is missing: give a shipped name (`autotune models`), a folder, or a Hub id; or "
+            "--workload, or your script after `--`"
+        )
     base = load_ds_config(request.ds_config) if request.ds_config else {}
     longest = longest_sequence(model.config)
     seq_len = _sequence(request.seq_len, longest, model.name)
@@ -137,15 +144,25 @@ def build_job(request: Request, hardware: Hardware) -> Job:
     if batch is None and isinstance(base.get("train_batch_size"), int):
         batch = base["train_batch_size"]
     job = Job(
-        model=model, ranks=hardware.count, seq_len=seq_len, precision=request.precision or _precision(base, hardware),
-        optimizer=request.optimizer, global_batch_size=batch, base_config=base,
-        lora=parse_lora(request.lora) if request.lora else None, attention=request.attention, compiled=request.compiled,
-        lengths=lengths, packed=request.packed, workload=request.workload,
-    )  # fmt: skip
+        model=model,
+        ranks=hardware.count,
+        seq_len=seq_len,
+        precision=request.precision or _precision(base, hardware),
+        optimizer=request.optimizer,
+        global_batch_size=batch,
+        base_config=base,
+        lora=parse_lora(request.lora) if request.lora else None,
+        attention=request.attention,
+        compiled=request.compiled,
+        lengths=lengths,
+        packed=request.packed,
+        workload=request.workload,
+    )
     for option, value in (("--lora", job.lora), ("--attn", job.attention)):
         if package := _missing_package(value):
-            raise UserError(f"{option} {value} needs the package {package}, which is not installed: "
-                            "install it or leave it out")  # fmt: skip
+            raise UserError(
+                f"{option} {value} needs the package {package}, which is not installed: install it or leave it out"
+            )
     return job
 
 
@@ -160,8 +177,9 @@ def installed(space: SearchSpace) -> tuple[SearchSpace, list[str]]:
         if knob not in knobs:
             continue
         missing = {value: package for value in knobs[knob].values if (package := _missing_package(value))}
-        said = [f"{knob} {value} needs the package {package}, which is not installed"
-                for value, package in missing.items()]  # fmt: skip
+        said = [
+            f"{knob} {value} needs the package {package}, which is not installed" for value, package in missing.items()
+        ]
         left = tuple(value for value in knobs[knob].values if value not in missing)
         if not left:
             raise UserError(f"space {space.name}: {said[0]}; install it or add another")
@@ -279,11 +297,16 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "study": self.study, "folder": str(self.folder), "verified": self.verified, "ended": self.ended,
-            "interrupted": self.interrupted, "used_seconds": round(self.used_seconds, 2),
-            "files": [str(path) for path in self.files], "winner": record_json(self.winner) if self.winner else None,
+            "study": self.study,
+            "folder": str(self.folder),
+            "verified": self.verified,
+            "ended": self.ended,
+            "interrupted": self.interrupted,
+            "used_seconds": round(self.used_seconds, 2),
+            "files": [str(path) for path in self.files],
+            "winner": record_json(self.winner) if self.winner else None,
             "lines": self.lines,
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True)
@@ -317,10 +340,17 @@ def _prepare(request: Request) -> _Setup:
     hardware = detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom)
     space = load_space(request.space or ("default" if hardware.device == "cuda" else "cpu_demo"))
     if request.script:
-        for name, given in (("--model", request.model), ("--seq-len", request.seq_len), ("--precision", request.precision),
-                            ("--lora", request.lora), ("--attn", request.attention), ("--compile", request.compiled),
-                            ("--lengths", request.lengths), ("--packing", request.packed),
-                            ("--workload", request.workload)):  # fmt: skip
+        for name, given in (
+            ("--model", request.model),
+            ("--seq-len", request.seq_len),
+            ("--precision", request.precision),
+            ("--lora", request.lora),
+            ("--attn", request.attention),
+            ("--compile", request.compiled),
+            ("--lengths", request.lengths),
+            ("--packing", request.packed),
+            ("--workload", request.workload),
+        ):
             if given:
                 raise UserError(f"{name} with a script: the script itself says it; leave {name} out")
         if request.global_batch_size is not None and request.global_batch_size % hardware.count:
@@ -376,9 +406,14 @@ def run_study(
             executor = ReplayExecutor(setup.landscape, request.seed, hardware.headroom)
         else:
             executor = local = LocalExecutor(
-                setup.job, hardware, folder, setup.candidates, isolation=request.isolation, seed=request.seed,
+                setup.job,
+                hardware,
+                folder,
+                setup.candidates,
+                isolation=request.isolation,
+                seed=request.seed,
                 cancelled=stopped.is_set,
-            )  # fmt: skip
+            )
         closing.callback(executor.close)
         probed: Probe | None = None
         if setup.is_script and local is not None:
@@ -411,13 +446,28 @@ def run_study(
             # All of the call counts, but for building DeepSpeed's ops: that happens once a machine.
             spent = time.monotonic() - opening - local.build_seconds
         proposer = Proposer(
-            candidates, space, job, hardware, store, request.seed, predictor,
-            tolerance=parse_share(request.tolerance), exhaustive=request.exhaustive,
-        )  # fmt: skip
+            candidates,
+            space,
+            job,
+            hardware,
+            store,
+            request.seed,
+            predictor,
+            tolerance=parse_share(request.tolerance),
+            exhaustive=request.exhaustive,
+        )
         tuner = Tuner(
-            store, executor, proposer, space, hardware, budget_seconds=budget_seconds,
-            max_trials=request.max_trials, spent_seconds=spent, observer=observer, cancelled=stopped.is_set,
-        )  # fmt: skip
+            store,
+            executor,
+            proposer,
+            space,
+            hardware,
+            budget_seconds=budget_seconds,
+            max_trials=request.max_trials,
+            spent_seconds=spent,
+            observer=observer,
+            cancelled=stopped.is_set,
+        )
         try:
             observer.start()
             result = tuner.run()
@@ -430,9 +480,12 @@ def run_study(
 
 
 def _report(
-    request: Request, store: StudyStore, result: Result, untried: list[Candidate],
+    request: Request,
+    store: StudyStore,
+    result: Result,
+    untried: list[Candidate],
     ladder: Callable[[Candidate, Path], Path] | None,
-) -> Report:  # fmt: skip
+) -> Report:
     """What a call has found, exported."""
     job, hardware, name = store.job, store.hardware, store.name
     folder = store.folder or request.runs / name
@@ -465,9 +518,16 @@ def _report(
         f"  {sum(result.by_kind.values())} trials ({counts}) in {format_duration(result.used_seconds)}; {result.ended}"
     )
     return Report(
-        name, folder, result.winner, result.verified, result.ended, result.interrupted, files, lines,
+        name,
+        folder,
+        result.winner,
+        result.verified,
+        result.ended,
+        result.interrupted,
+        files,
+        lines,
         result.used_seconds,
-    )  # fmt: skip
+    )
 
 
 def _write_ladder(store: StudyStore, space: SearchSpace, predictor: Predictor, top: Candidate, path: Path) -> Path:
@@ -579,11 +639,20 @@ def record_study(store: StudyStore, out: Path) -> tuple[Path, Path, int]:
     if not any(row.kind is Kind.OK for row in rows.values()):
         raise UserError(f"study {store.name} has measured nothing that could be replayed: run it first")
     facts = {
-        "model": job.model.name, "model_config": job.model.config, "seq_len": job.seq_len, "precision": job.precision,
-        "optimizer": job.optimizer, "global_batch_size": job.global_batch_size, "device": hardware.device,
-        "gpu": hardware.name, "gpu_memory_gib": hardware.capacity_bytes / GIB, "n_gpus": job.ranks,
-        "host_memory_gib": hardware.host_memory_bytes / GIB, "recorded_from": store.name, "versions": store.versions,
-    }  # fmt: skip
+        "model": job.model.name,
+        "model_config": job.model.config,
+        "seq_len": job.seq_len,
+        "precision": job.precision,
+        "optimizer": job.optimizer,
+        "global_batch_size": job.global_batch_size,
+        "device": hardware.device,
+        "gpu": hardware.name,
+        "gpu_memory_gib": hardware.capacity_bytes / GIB,
+        "n_gpus": job.ranks,
+        "host_memory_gib": hardware.host_memory_bytes / GIB,
+        "recorded_from": store.name,
+        "versions": store.versions,
+    }
     return (*write_landscape(out, facts, rows), len(rows))
 
 
@@ -592,9 +661,15 @@ def export_record(store: StudyStore, record: Record, out: Path, style: str, veri
     assert record.outcome is not None
     assert record.outcome.measurement is not None
     data = meta(
-        record.candidate, store.job, record.outcome.measurement, study=store.name, trial=record.number,
-        verified=verified, fingerprint=store.study.user_attrs["fingerprint"], headroom=store.hardware.headroom,
-    )  # fmt: skip
+        record.candidate,
+        store.job,
+        record.outcome.measurement,
+        study=store.name,
+        trial=record.number,
+        verified=verified,
+        fingerprint=store.study.user_attrs["fingerprint"],
+        headroom=store.hardware.headroom,
+    )
     try:
         return write_export(record.candidate, store.job, out, data, style=style, device=store.hardware.device)
     except OSError as error:
@@ -604,9 +679,16 @@ def export_record(store: StudyStore, record: Record, out: Path, style: str, veri
 
 
 def _announce(
-    observer: PlainObserver, job: Job, hardware: Hardware, space: SearchSpace, count: int, name: str, resumed: bool,
-    closed: int, store: StudyStore,
-) -> None:  # fmt: skip
+    observer: PlainObserver,
+    job: Job,
+    hardware: Hardware,
+    space: SearchSpace,
+    count: int,
+    name: str,
+    resumed: bool,
+    closed: int,
+    store: StudyStore,
+) -> None:
     observer.say(f"{job.summary}, on {hardware}")
     observer.say(
         f"space {space.name}: {count} candidates; winners use at most {format_bytes(hardware.ceiling_bytes)} a rank"
@@ -630,14 +712,20 @@ def _disk_full() -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise
-        raise UserError(f"the disk refuses to be written ({os.strerror(error.errno)}): make room and run again; "
-                        "what was measured is kept") from None  # fmt: skip
+        raise UserError(
+            f"the disk refuses to be written ({os.strerror(error.errno)}): make room and run again; "
+            "what was measured is kept"
+        ) from None
     except OperationalError as error:
-        raise UserError(f"the study's database fails ({error.orig}): make room or repair it and run again; "
-                        "what was measured is kept") from None  # fmt: skip
+        raise UserError(
+            f"the study's database fails ({error.orig}): make room or repair it and run again; "
+            "what was measured is kept"
+        ) from None
     except Exception as error:
         if type(error).__name__ != "StorageInternalError":
             raise
         cause = error.__cause__ or error
-        raise UserError(f"the study's database fails ({str(cause).splitlines()[0][:160]}): make room or repair it and "
-                        "run again; what was measured is kept") from None  # fmt: skip
+        raise UserError(
+            f"the study's database fails ({str(cause).splitlines()[0][:160]}): make room or repair it and "
+            "run again; what was measured is kept"
+        ) from None

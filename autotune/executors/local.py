@@ -81,9 +81,12 @@ class SpawnLauncher:
         with (self._folder / "spawn.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "autotune.rank.model", address, str(rank)],
-                env=rank_environment(self._device), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=rank_environment(self._device),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         self._processes[process.pid] = process
 
     def status(self, pid: int) -> int | None:
@@ -109,10 +112,14 @@ class ForkLauncher:
         channel, theirs = Channel.pair()
         with (self._folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "autotune.group.fork_server", str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                env=rank_environment(self._device), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                [sys.executable, "-m", "autotune.group.fork_server", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=rank_environment(self._device),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         theirs.close()
         self._channel = channel
         channel.send("hello", **self._preload)
@@ -126,8 +133,10 @@ class ForkLauncher:
             waited += 5
             if waited > _BUILDING_SECONDS:
                 self._process.kill()
-                raise UserError(f"DeepSpeed's ops were not built within {_BUILDING_SECONDS} s; `autotune doctor` tries "
-                                f"each (log: {self._folder}/server.log)")  # fmt: skip
+                raise UserError(
+                    f"DeepSpeed's ops were not built within {_BUILDING_SECONDS} s; `autotune doctor` tries "
+                    f"each (log: {self._folder}/server.log)"
+                )
             if waited == 15:
                 say(
                     "starting takes long: DeepSpeed's ops are built once on this machine, which takes minutes on a slow CPU"
@@ -212,9 +221,12 @@ class LocalExecutor:
     def _open_launcher(self, say: Callable[[str], None]) -> None:
         if self.isolation == "fork":
             fork = ForkLauncher(
-                self.hardware.device, self.folder, model_type=self.job.model.config.get("model_type"), ops=self._ops,
+                self.hardware.device,
+                self.folder,
+                model_type=self.job.model.config.get("model_type"),
+                ops=self._ops,
                 modules=heavy_imports(self.job.script) if self.job.script else [],
-            )  # fmt: skip
+            )
             fork.open(say)
             seconds = float(fork.ready.get("ops_seconds", 0.0))
             self.build_seconds += seconds if seconds > _LOADING_SECONDS else 0.0
@@ -289,10 +301,14 @@ class LocalSession:
             self._gauge.reset()
         self._enter(Phase.FORWARD)
         request = {
-            "micro_batch": candidate.micro_batch, "accumulation": candidate.accumulation, "full": effort.full,
-            "min_steps": effort.min_steps, "max_steps": effort.max_steps, "min_seconds": effort.min_seconds,
+            "micro_batch": candidate.micro_batch,
+            "accumulation": candidate.accumulation,
+            "full": effort.full,
+            "min_steps": effort.min_steps,
+            "max_steps": effort.max_steps,
+            "min_seconds": effort.min_seconds,
             "max_seconds": min(effort.max_seconds, max(1.0, 0.6 * deadline_seconds)),
-        }  # fmt: skip
+        }
         results = self._ask("measure", request, deadline)
         if isinstance(results, Outcome):
             return self._finish(results, began)
@@ -313,9 +329,14 @@ class LocalSession:
         seconds = time.monotonic() - began
         outside = seconds - max(float(result["measured_seconds"]) for result in results)
         return Outcome(
-            Kind.OK, Phase.STEP, measurement, peak_bytes=measurement.peak_bytes,
-            log=str(self._folder), seconds=seconds, outside_seconds=outside,
-        )  # fmt: skip
+            Kind.OK,
+            Phase.STEP,
+            measurement,
+            peak_bytes=measurement.peak_bytes,
+            log=str(self._folder),
+            seconds=seconds,
+            outside_seconds=outside,
+        )
 
     def _launch(self) -> None:
         executor = self._executor
@@ -333,12 +354,17 @@ class LocalSession:
         else:
             what = {"config": trial_config(self._candidate, job), "checkpointing": self._candidate.checkpointing}
         spec = {
-            **what, "job": under(job, self._candidate).to_json(), "world": world, "device": hardware.device,
+            **what,
+            "job": under(job, self._candidate).to_json(),
+            "world": world,
+            "device": hardware.device,
             "cap_bytes": hardware.memory_cap_bytes,
-            "seed": executor.seed, "store": str(self._folder.resolve() / "store"),
+            "seed": executor.seed,
+            "store": str(self._folder.resolve() / "store"),
             "threads": threads_per_rank(world),
-            "fault": executor.fault(self._folder.name), "live": executor.count_live_tensors,
-        }  # fmt: skip
+            "fault": executor.fault(self._folder.name),
+            "live": executor.count_live_tensors,
+        }
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
             listener.listen(world)
@@ -465,15 +491,26 @@ class LocalSession:
         if unusable := [error for error in self._errors if error["kinds"][0].endswith(".Unusable")]:
             raise UserError(unusable[0]["text"])
         evidence = Evidence(
-            self._executor.hardware.device, self._errors, statuses, self._timed_out, phase, peaks,
+            self._executor.hardware.device,
+            self._errors,
+            statuses,
+            self._timed_out,
+            phase,
+            peaks,
             self._executor.hardware.host_memory_bytes,
             {rank: log_tail(self._folder / f"rank{rank}.log") for rank in range(len(self._pids))},
-        )  # fmt: skip
+        )
         verdict = judge(evidence)
         return Outcome(
-            verdict.kind, verdict.phase, reason=verdict.reason, evidence=verdict.evidence, rank=verdict.rank,
-            missing_bytes=verdict.missing_bytes, peak_bytes=peaks.worst or None, log=str(self._folder),
-        )  # fmt: skip
+            verdict.kind,
+            verdict.phase,
+            reason=verdict.reason,
+            evidence=verdict.evidence,
+            rank=verdict.rank,
+            missing_bytes=verdict.missing_bytes,
+            peak_bytes=peaks.worst or None,
+            log=str(self._folder),
+        )
 
     def _finish(self, outcome: Outcome, began: float) -> Outcome:
         self.close()
@@ -505,18 +542,26 @@ class LocalSession:
         now = time.monotonic()
         seconds = {**self._phase_seconds, self._phase.value: now - self._phase_began}
         return Measurement(
-            step_seconds=median, step_seconds_spread=median_spread(steps), steps=len(steps),
-            samples_per_second=trained / median, tokens_per_second=tokens / median,
+            step_seconds=median,
+            step_seconds_spread=median_spread(steps),
+            steps=len(steps),
+            samples_per_second=trained / median,
+            tokens_per_second=tokens / median,
             peak_bytes=max(peaks.worst, inside),
-            micro_step_seconds=results[0].get("micro_seconds"), boundary_seconds=results[0].get("boundary_seconds"),
+            micro_step_seconds=results[0].get("micro_seconds"),
+            boundary_seconds=results[0].get("boundary_seconds"),
             extrapolated=bool(results[0].get("extrapolated")),
-            torch_allocated_bytes=worst("allocated_bytes"), torch_reserved_bytes=worst("reserved_bytes"),
+            torch_allocated_bytes=worst("allocated_bytes"),
+            torch_reserved_bytes=worst("reserved_bytes"),
             nvml_peak_bytes=peaks.worst if hardware.device == "cuda" else None,
             live_tensor_bytes=max((r["live_bytes"] for r in results if "live_bytes" in r), key=_highest, default={}),
             alloc_retries=worst("retries") or 0,
-            host_peak_bytes=worst("host_bytes"), pinned_bytes=worst("pinned_bytes"),
-            model_tflops_per_gpu=tflops, mfu=mfu, phase_seconds={k: round(v, 4) for k, v in seconds.items()},
-        )  # fmt: skip
+            host_peak_bytes=worst("host_bytes"),
+            pinned_bytes=worst("pinned_bytes"),
+            model_tflops_per_gpu=tflops,
+            mfu=mfu,
+            phase_seconds={k: round(v, 4) for k, v in seconds.items()},
+        )
 
     def close(self) -> None:
         """Ends every rank and waits until nothing of them is left."""

@@ -66,9 +66,13 @@ class Landscape:
         model = ModelSpec(name, config, "the table's JSON") if isinstance(config, dict) else resolve_model(name)
         batch = facts.get("global_batch_size")
         return Job(
-            model, int(facts["n_gpus"]), int(facts["seq_len"]), str(facts["precision"]).lower(),
-            str(facts.get("optimizer", "adamw")).lower(), int(batch) if batch else None,
-        )  # fmt: skip
+            model,
+            int(facts["n_gpus"]),
+            int(facts["seq_len"]),
+            str(facts["precision"]).lower(),
+            str(facts.get("optimizer", "adamw")).lower(),
+            int(batch) if batch else None,
+        )
 
     def hardware(self, headroom: float = 0.0) -> Hardware:
         """The machine of the table. No headroom unless asked for: a row is right or wrong by the whole memory."""
@@ -81,17 +85,26 @@ class Landscape:
         base = known or gpu_table()["a100-80gb"]
         tflops = float(facts.get("gpu_bf16_tflops", base.tflops))
         rates = {
-            **vars(base), "name": str(facts["gpu"]), "memory_gib": float(facts["gpu_memory_gib"]), "tflops": tflops,
+            **vars(base),
+            "name": str(facts["gpu"]),
+            "memory_gib": float(facts["gpu_memory_gib"]),
+            "tflops": tflops,
             "memory_gb_per_s": float(facts.get("hbm_gb_per_s", base.memory_gb_per_s)),
             "link_gb_per_s": float(facts.get("interconnect_gb_per_s", base.link_gb_per_s)),
             "pcie_gb_per_s": float(facts.get("pcie_gb_per_s", base.pcie_gb_per_s)),
-        }  # fmt: skip
+        }
         device = str(facts.get("device", "cuda"))
         return Hardware(
-            device, str(facts["gpu"]), int(facts["n_gpus"]), int(float(facts["gpu_memory_gib"]) * GIB), None,
-            int(float(facts.get("host_memory_gib", 64)) * GIB), known.name if known else None, headroom,
+            device,
+            str(facts["gpu"]),
+            int(facts["n_gpus"]),
+            int(float(facts["gpu_memory_gib"]) * GIB),
+            None,
+            int(float(facts.get("host_memory_gib", 64)) * GIB),
+            known.name if known else None,
+            headroom,
             rates=rates if device == "cuda" else None,
-        )  # fmt: skip
+        )
 
     def space(self) -> SearchSpace:
         """The knobs as the table has them."""
@@ -262,9 +275,12 @@ class ReplaySession:
             executor.advance(max(0.0, deadline_seconds))
             self._ended = True
             return Outcome(
-                Kind.INTERRUPTED, reason="its share of the budget ended", evidence="deadline of the budget",
-                seconds=max(0.0, deadline_seconds), outside_seconds=max(0.0, deadline_seconds),
-            )  # fmt: skip
+                Kind.INTERRUPTED,
+                reason="its share of the budget ended",
+                evidence="deadline of the budget",
+                seconds=max(0.0, deadline_seconds),
+                outside_seconds=max(0.0, deadline_seconds),
+            )
         executor.advance(seconds)
         executor.ledger.trials.append((executor.now(), candidate, row.kind))
         if row.kind is not Kind.OK:
@@ -279,9 +295,14 @@ class ReplaySession:
             capacity_gib = self._executor._hardware.memory_bytes / GIB
             missing = int(max(0.0, min(row.peak_gib - capacity_gib, 0.25 * row.peak_gib)) * GIB)
         return Outcome(
-            row.kind, Phase.BACKWARD, reason="the table says so", evidence="replay", missing_bytes=missing,
-            seconds=seconds, outside_seconds=seconds,
-        )  # fmt: skip
+            row.kind,
+            Phase.BACKWARD,
+            reason="the table says so",
+            evidence="replay",
+            missing_bytes=missing,
+            seconds=seconds,
+            outside_seconds=seconds,
+        )
 
     def _measured(self, candidate: Candidate, row: Row, seconds: float, outside: float) -> Outcome:
         executor = self._executor
@@ -290,13 +311,15 @@ class ReplaySession:
         trained = samples(executor._job, candidate)
         peak = int(row.peak_gib * GIB)
         measurement = Measurement(
-            step_seconds=step, step_seconds_spread=1.96 * NOISE * step, steps=4, samples_per_second=trained / step,
-            tokens_per_second=trained * executor._job.tokens_per_sample / step, peak_bytes=peak,
+            step_seconds=step,
+            step_seconds_spread=1.96 * NOISE * step,
+            steps=4,
+            samples_per_second=trained / step,
+            tokens_per_second=trained * executor._job.tokens_per_sample / step,
+            peak_bytes=peak,
             extrapolated=candidate.accumulation > 3,
-        )  # fmt: skip
-        return Outcome(
-            Kind.OK, Phase.STEP, measurement, peak_bytes=peak, seconds=seconds, outside_seconds=outside,
-        )  # fmt: skip
+        )
+        return Outcome(Kind.OK, Phase.STEP, measurement, peak_bytes=peak, seconds=seconds, outside_seconds=outside)
 
     def close(self) -> None:
         self._ended = True

@@ -45,18 +45,27 @@ def closed_form_trace(job: Job, why: str) -> Trace:
     def one(kept: float, recompute: float, in_layer: float) -> Pass:
         moved = 3.0 * layer * layers + head
         return Pass(
-            phase=[FORWARD, BACKWARD, BACKWARD], fixed=[0.0, 0.0, 0.0],
-            per_sequence=[kept + head, kept + head + in_layer, in_layer], gradients=[0.0, 0.0, gradients],
-            in_use=[hidden * vocabulary * width] * 3, after_forward=(0.0, kept + head),
-            flops=(flops, 2 * flops + recompute), attention=(scores, 2.5 * scores + recompute / flops * scores),
+            phase=[FORWARD, BACKWARD, BACKWARD],
+            fixed=[0.0, 0.0, 0.0],
+            per_sequence=[kept + head, kept + head + in_layer, in_layer],
+            gradients=[0.0, 0.0, gradients],
+            in_use=[hidden * vocabulary * width] * 3,
+            after_forward=(0.0, kept + head),
+            flops=(flops, 2 * flops + recompute),
+            attention=(scores, 2.5 * scores + recompute / flops * scores),
             moved=((0.0, moved), (0.0, 2 * moved)),
             operators=(30.0 * layers, 60.0 * layers),
-        )  # fmt: skip
+        )
 
     return Trace(
-        parameters, 0, one(layer * layers, 0.0, 0.0), one(block * layers, flops, layer), exact=False,
-        note=f"not traced ({why}): closed form", largest=max(parameters),
-    )  # fmt: skip
+        parameters,
+        0,
+        one(layer * layers, 0.0, 0.0),
+        one(block * layers, flops, layer),
+        exact=False,
+        note=f"not traced ({why}): closed form",
+        largest=max(parameters),
+    )
 
 
 def profile_trace(job: Job) -> Trace:
@@ -80,15 +89,27 @@ def profile_trace(job: Job) -> Trace:
 
     def one(left: float, recompute: float, again: float) -> Pass:
         return Pass(
-            phase=[FORWARD, BACKWARD, BACKWARD], fixed=[0.0, 0.0, 0.0],
-            per_sequence=[left, 1.2 * left + again, 0.2 * left + again], gradients=[0.0, 0.0, gradients],
-            in_use=[job.element_bytes * max(trained)] * 3, after_forward=(0.0, left),
-            flops=(flops, backward + recompute), attention=(0.0, 0.0), moved=((0.0, 3 * saved), (0.0, 6 * saved)),
+            phase=[FORWARD, BACKWARD, BACKWARD],
+            fixed=[0.0, 0.0, 0.0],
+            per_sequence=[left, 1.2 * left + again, 0.2 * left + again],
+            gradients=[0.0, 0.0, gradients],
+            in_use=[job.element_bytes * max(trained)] * 3,
+            after_forward=(0.0, left),
+            flops=(flops, backward + recompute),
+            attention=(0.0, 0.0),
+            moved=((0.0, 3 * saved), (0.0, 6 * saved)),
             operators=(30.0 * 24, 60.0 * 24),
-        )  # fmt: skip
+        )
 
     plain, checkpointed = one(saved, 0.0, 0.0), one(kept, flops, kept)
     if seen.get("checkpointed"):
         plain = checkpointed
-    return Trace(trained, seen["frozen"], plain, checkpointed, exact=False, largest=max(trained),
-                 note="the script's model is not traced: predicted from what its first steps showed")  # fmt: skip
+    return Trace(
+        trained,
+        seen["frozen"],
+        plain,
+        checkpointed,
+        exact=False,
+        largest=max(trained),
+        note="the script's model is not traced: predicted from what its first steps showed",
+    )

@@ -18,10 +18,13 @@ PLACES = {"none": 0.0, "cpu": 1.0, "nvme": 2.0}
 
 # deepspeed 0.19.8, runtime/zero/config.py
 DEFAULTS: dict[str, float] = {
-    "reduce_bucket_size": 5e8, "sub_group_size": 1e9, "contiguous_gradients": 1.0,
-    "zero_optimization.stage3_prefetch_bucket_size": 5e7, "zero_optimization.stage3_max_live_parameters": 1e9,
+    "reduce_bucket_size": 5e8,
+    "sub_group_size": 1e9,
+    "contiguous_gradients": 1.0,
+    "zero_optimization.stage3_prefetch_bucket_size": 5e7,
+    "zero_optimization.stage3_max_live_parameters": 1e9,
     "zero_optimization.stage3_max_reuse_distance": 1e9,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,12 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
         return np.array([PLACES.get(str(raw.get(name, "none")), 1.0) for raw in raws])
 
     stage = np.array([float(c.stage) for c in candidates])
-    overlap = np.array([float(raw.get("overlap_comm", own.get("overlap_comm", c.stage == 3)))
-                        for raw, c in zip(raws, candidates, strict=True)])  # fmt: skip
+    overlap = np.array(
+        [
+            float(raw.get("overlap_comm", own.get("overlap_comm", c.stage == 3)))
+            for raw, c in zip(raws, candidates, strict=True)
+        ]
+    )
     prefetch, max_live, max_reuse = (
         column(zero + name, DEFAULTS[zero + name])
         for name in ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
@@ -78,18 +85,29 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
     loras = [raw.get(LORA) for raw in raws]
     ranks |= {one: float(parse_lora(str(one)).rank) for one in set(loras) - set(ranks)}
     return Columns(
-        stage, micro_batch,
-        np.array([float(c.accumulation) for c in candidates]), np.array([float(c.checkpointing) for c in candidates]),
-        place("offload_optimizer"), place("offload_param"),
+        stage,
+        micro_batch,
+        np.array([float(c.accumulation) for c in candidates]),
+        np.array([float(c.checkpointing) for c in candidates]),
+        place("offload_optimizer"),
+        place("offload_param"),
         column("reduce_bucket_size", DEFAULTS["reduce_bucket_size"]),
-        column("sub_group_size", DEFAULTS["sub_group_size"]), column("contiguous_gradients", DEFAULTS["contiguous_gradients"]),
+        column("sub_group_size", DEFAULTS["sub_group_size"]),
+        column("contiguous_gradients", DEFAULTS["contiguous_gradients"]),
         overlap,
-        prefetch, max_live, max_reuse,
+        prefetch,
+        max_live,
+        max_reuse,
         np.array([float(kinds.index(raw.get(ATTENTION, job.attention))) for raw in raws]) - 1,
         np.array([float(raw.get(COMPILED, job.compiled)) for raw in raws]),
-        np.array([ranks[one] for one in loras]), packed,
-        np.where(packed > 0, float(job.seq_len), padded_tokens(job.lengths, micro_batch) if job.lengths else float(job.seq_len)),
-    )  # fmt: skip
+        np.array([ranks[one] for one in loras]),
+        packed,
+        np.where(
+            packed > 0,
+            float(job.seq_len),
+            padded_tokens(job.lengths, micro_batch) if job.lengths else float(job.seq_len),
+        ),
+    )
 
 
 def padded_tokens(lengths: Sequence[tuple[int, int]], micro_batch: Floats) -> Floats:

@@ -28,9 +28,13 @@ TIME_NOISE = 0.08  # of the logarithm of a step's seconds
 # 20 % with memory to spare (benchmarks/allocator.py replays traces through its rules); at the limit, where it counts, it
 # gives cached blocks back first.
 _MEMORY = {
-    "states": Prior(1.0, 0.02), "buckets": Prior(1.0, 0.2), "gathered": Prior(1.0, 0.3),
-    "temporaries": Prior(1.0, 0.25), "activations": Prior(1.04, 0.08), "recomputed": Prior(1.0, 0.15),
-}  # fmt: skip
+    "states": Prior(1.0, 0.02),
+    "buckets": Prior(1.0, 0.2),
+    "gathered": Prior(1.0, 0.3),
+    "temporaries": Prior(1.0, 0.25),
+    "activations": Prior(1.04, 0.08),
+    "recomputed": Prior(1.0, 0.15),
+}
 # Context of one CUDA process 0.4 to 0.5 GiB; NCCL's buffers and cuBLAS's workspaces come on top.
 _OVERHEAD_GIB = {"cuda": Prior(0.55, 0.25), "cpu": Prior(0.40, 0.1)}
 _NCCL_GIB = 0.25
@@ -38,19 +42,36 @@ _NCCL_GIB = 0.25
 # Time: logarithms of factors on full rates; a matrix product reaches 60 to 70 % of a GPU's peak, a stream of memory
 # or of a link 75 to 85 %. The tail is in tokens.
 _TIME = {
-    "products": Prior(np.log(1 / 0.62), 0.25), "tail": Prior(np.log(500.0), 1.0), "moved": Prior(np.log(1 / 0.8), 0.35),
-    "starts": Prior(0.0, 0.4), "comm": Prior(np.log(1 / 0.7), 0.4), "reduce": Prior(np.log(0.8), 0.4),
+    "products": Prior(np.log(1 / 0.62), 0.25),
+    "tail": Prior(np.log(500.0), 1.0),
+    "moved": Prior(np.log(1 / 0.8), 0.35),
+    "starts": Prior(0.0, 0.4),
+    "comm": Prior(np.log(1 / 0.7), 0.4),
+    "reduce": Prior(np.log(0.8), 0.4),
     "hidden": Prior(0.4, 0.8),
-    "pcie": Prior(np.log(1 / 0.7), 0.4), "cpu_adam": Prior(0.4, 0.6), "optimizer": Prior(np.log(1 / 0.7), 0.3),
+    "pcie": Prior(np.log(1 / 0.7), 0.4),
+    "cpu_adam": Prior(0.4, 0.6),
+    "optimizer": Prior(np.log(1 / 0.7), 0.3),
     "collectives": Prior(0.0, 0.8),
-}  # fmt: skip
+}
 _CPU_SIGMA = 1.2  # a CPU's rates are guesses until the first trial
 # What no formula above knows: small factors by kind of config, and slopes.
 _QUIRKS = {
-    "stage1": 0.2, "stage2": 0.2, "stage3": 0.2, "checkpointed": 0.05, "offloaded": 0.1, "parameters out": 0.1,
-    "overlapped": 0.05, "micro-batch": 0.03, "bucket": 0.03, "sub-group": 0.02, "contiguous": 0.03, "compiled": 0.3,
-    "adapted": 0.1, "packed": 0.15,
-}  # fmt: skip
+    "stage1": 0.2,
+    "stage2": 0.2,
+    "stage3": 0.2,
+    "checkpointed": 0.05,
+    "offloaded": 0.1,
+    "parameters out": 0.1,
+    "overlapped": 0.05,
+    "micro-batch": 0.03,
+    "bucket": 0.03,
+    "sub-group": 0.02,
+    "contiguous": 0.03,
+    "compiled": 0.3,
+    "adapted": 0.1,
+    "packed": 0.15,
+}
 # What is not explained is shared among candidates that are alike; more neighbours than these tell little and cost much.
 _MOST_NEIGHBOURS = 128
 _MOST_OBSERVATIONS = 512  # of the latest; the constants are known by then
@@ -134,8 +155,9 @@ class Predictor:
         prepared = self.prepare(candidates)
         ok = np.array([o.measurement is not None for o in outcomes])
         capacity = float(self.hardware.capacity_bytes)
-        peaks = np.array([o.measurement.peak_bytes if o.measurement else capacity + 0.5 * (o.missing_bytes or 0)
-                          for o in outcomes])  # fmt: skip
+        peaks = np.array(
+            [o.measurement.peak_bytes if o.measurement else capacity + 0.5 * (o.missing_bytes or 0) for o in outcomes]
+        )
 
         def memory_residuals(constants: Floats) -> Floats:
             off = self._peaks(prepared, constants) / peaks - 1
@@ -153,8 +175,9 @@ class Predictor:
             return
         timed = prepared.rows(ok)
         seconds = np.log([o.measurement.step_seconds for o in outcomes if o.measurement])
-        self._time = fit(self._time_priors, lambda constants: self._log_step(timed, constants) - seconds,
-                         noise=self._time_noise)  # fmt: skip
+        self._time = fit(
+            self._time_priors, lambda constants: self._log_step(timed, constants) - seconds, noise=self._time_noise
+        )
         slower = seconds - self._log_step(timed, self._time.mean)
         self._time_near = Neighbours.of(timed.features[latest], slower[latest], self._time.noise, _REPEAT_TIME)
 
@@ -233,8 +256,9 @@ class Predictor:
         table = self.prepared_table(prepared)
         spent = self._spent(prepared, self._time.mean)
         factor = table.step / spent.step
-        return [self._describe(candidate, i, prepared, table, spent, factor[i])
-                for i, candidate in enumerate(candidates)]  # fmt: skip
+        return [
+            self._describe(candidate, i, prepared, table, spent, factor[i]) for i, candidate in enumerate(candidates)
+        ]
 
     def _describe(
         self, candidate: Candidate, i: int, prepared: _Prepared, table: Table, spent: Spent, factor: float
@@ -245,27 +269,42 @@ class Predictor:
         at = int(parts.argmax())
         fragmentation = k["activations"] * (k["recomputed"] if candidate.checkpointing else 1.0)
         memory = {
-            "parameters": b.parameters[i], "gradients": b.gradients[i], "optimizer": b.optimizer[i],
-            "activations": b.activations[at, i], "buckets": k["buckets"] * b.buckets[at, i],
+            "parameters": b.parameters[i],
+            "gradients": b.gradients[i],
+            "optimizer": b.optimizer[i],
+            "activations": b.activations[at, i],
+            "buckets": k["buckets"] * b.buckets[at, i],
             "gathered parameters": k["gathered"] * b.gathered[at, i],
             "temporaries": k["temporaries"] * b.temporaries[at, i],
             "allocator": (fragmentation - 1) * b.activations[at, i]
             + (k["states"] - 1) * (b.parameters[i] + b.gradients[i] + b.optimizer[i]),
             "context and communication": k["overhead"] * GIB,
-        }  # fmt: skip
+        }
         if self.hardware.device == "cpu":
             memory["host"] = b.host[i]
-        time = {name: float(getattr(spent, name)[i]) * factor for name in
-                ("forward", "backward", "recompute", "communication", "optimizer", "offload")}  # fmt: skip
+        time = {
+            name: float(getattr(spent, name)[i]) * factor
+            for name in ("forward", "backward", "recompute", "communication", "optimizer", "offload")
+        }
         peak, sigma, host = float(table.peak[i]), float(table.peak_sigma[i]), float(b.host[i])
         host_all = host * self.job.ranks
         fits = bool(self.fits(table)[i])
         step, spread = float(table.step[i]), float(np.exp(SIGMAS * table.step_sigma[i]))
         return Prediction(
-            candidate, peak, (peak - SIGMAS * sigma, peak + SIGMAS * sigma), {n: float(v) for n, v in memory.items()},
-            b.moments[at], host, step, (step / spread, step * spread), time, float(table.samples[i]),
-            self._binding(peak, host_all, time, spent, i), fits, self.trace.exact,
-        )  # fmt: skip
+            candidate,
+            peak,
+            (peak - SIGMAS * sigma, peak + SIGMAS * sigma),
+            {n: float(v) for n, v in memory.items()},
+            b.moments[at],
+            host,
+            step,
+            (step / spread, step * spread),
+            time,
+            float(table.samples[i]),
+            self._binding(peak, host_all, time, spent, i),
+            fits,
+            self.trace.exact,
+        )
 
     def _binding(self, peak: float, host: float, time: dict[str, float], spent: Spent, i: int) -> str:
         if peak > self.hardware.ceiling_bytes:
@@ -277,8 +316,10 @@ class Predictor:
             "kernel launches": compute * float(spent.launch_bound[i]),
             "memory bandwidth": compute * float(spent.moved_share[i]) * (1 - float(spent.launch_bound[i])),
             "computation": compute * float(1 - spent.moved_share[i]) * (1 - float(spent.launch_bound[i])),
-            "communication": time["communication"], "optimizer": time["optimizer"], "offload": time["offload"],
-        }  # fmt: skip
+            "communication": time["communication"],
+            "optimizer": time["optimizer"],
+            "offload": time["offload"],
+        }
         return max(causes, key=causes.__getitem__)
 
     # -- the model -----------------------------------------------------------------------------------------------------
@@ -291,8 +332,13 @@ class Predictor:
         if self.hardware.device == "cpu":  # host and device are one
             held = held + b.host
         factor = k["activations"] * np.where(p.columns.checkpointing > 0, k["recomputed"], 1.0)
-        return np.asarray(held + k["buckets"] * b.buckets + k["gathered"] * b.gathered
-                          + k["temporaries"] * b.temporaries + factor * b.activations)  # fmt: skip
+        return np.asarray(
+            held
+            + k["buckets"] * b.buckets
+            + k["gathered"] * b.gathered
+            + k["temporaries"] * b.temporaries
+            + factor * b.activations
+        )
 
     def _peaks(self, p: _Prepared, constants: Floats) -> Floats:
         return np.asarray(self._moments(p, constants).max(axis=-2))
@@ -304,12 +350,14 @@ class Predictor:
         k, b = dict(zip(self._memory_names, constants, strict=True)), p.bill
         activations, again = b.activations[at, every], p.columns.checkpointing > 0
         slopes = {
-            "overhead": np.full(len(every), float(GIB)), "states": b.parameters + b.gradients + b.optimizer,
-            "buckets": b.buckets[at, every], "gathered": b.gathered[at, every],
+            "overhead": np.full(len(every), float(GIB)),
+            "states": b.parameters + b.gradients + b.optimizer,
+            "buckets": b.buckets[at, every],
+            "gathered": b.gathered[at, every],
             "temporaries": b.temporaries[at, every],
             "activations": activations * np.where(again, k["recomputed"], 1.0),
             "recomputed": np.where(again, k["activations"] * activations, 0.0),
-        }  # fmt: skip
+        }
         return np.asarray(moments[at, every]), np.array([slopes[name] for name in self._memory_names]).T
 
     def _time_constants(self, constants: Floats) -> dict[str, Floats]:
@@ -338,19 +386,48 @@ class _Prepared:
     def of(cls, job: Job, hardware: Hardware, trace: Trace, candidates: Sequence[Candidate]) -> _Prepared:
         c = columns_of(candidates, job)
         zero = c.stage > 0
-        quirks = np.array([
-            c.stage == 1, c.stage == 2, c.stage == 3, c.checkpointing, c.offload_optimizer > 0, c.offload_param > 0,
-            (c.overlap > 0) & zero, np.log2(c.micro_batch) - 2, np.where(zero, np.log10(c.reduce_bucket / 5e8), 0.0),
-            np.where(c.stage == 3, np.log10(c.sub_group / 1e9), 0.0), (c.contiguous > 0) & zero,
-            c.compiled, c.lora > 0, c.packed,
-        ], dtype=np.float64).T  # fmt: skip
-        features = np.array([
-            1.5 * (c.stage == 0), 1.5 * (c.stage == 1), 1.5 * (c.stage == 2), 1.5 * (c.stage == 3), c.checkpointing,
-            1.5 * (c.offload_optimizer > 0), 1.5 * (c.offload_param > 0), 0.7 * c.overlap * zero,
-            0.4 * c.contiguous * zero, 0.5 * np.log2(c.micro_batch), 0.3 * np.log2(c.accumulation),
-            np.where(zero, 0.3 * np.log10(c.reduce_bucket), 0.0), np.where(c.stage == 3, 0.2 * np.log10(c.sub_group), 0.0),
-            3.0 * c.attention, 1.5 * c.compiled, 1.5 * (c.lora > 0), 0.2 * np.log2(1 + c.lora), 1.5 * c.packed,
-        ], dtype=np.float64).T  # fmt: skip
+        quirks = np.array(
+            [
+                c.stage == 1,
+                c.stage == 2,
+                c.stage == 3,
+                c.checkpointing,
+                c.offload_optimizer > 0,
+                c.offload_param > 0,
+                (c.overlap > 0) & zero,
+                np.log2(c.micro_batch) - 2,
+                np.where(zero, np.log10(c.reduce_bucket / 5e8), 0.0),
+                np.where(c.stage == 3, np.log10(c.sub_group / 1e9), 0.0),
+                (c.contiguous > 0) & zero,
+                c.compiled,
+                c.lora > 0,
+                c.packed,
+            ],
+            dtype=np.float64,
+        ).T
+        features = np.array(
+            [
+                1.5 * (c.stage == 0),
+                1.5 * (c.stage == 1),
+                1.5 * (c.stage == 2),
+                1.5 * (c.stage == 3),
+                c.checkpointing,
+                1.5 * (c.offload_optimizer > 0),
+                1.5 * (c.offload_param > 0),
+                0.7 * c.overlap * zero,
+                0.4 * c.contiguous * zero,
+                0.5 * np.log2(c.micro_batch),
+                0.3 * np.log2(c.accumulation),
+                np.where(zero, 0.3 * np.log10(c.reduce_bucket), 0.0),
+                np.where(c.stage == 3, 0.2 * np.log10(c.sub_group), 0.0),
+                3.0 * c.attention,
+                1.5 * c.compiled,
+                1.5 * (c.lora > 0),
+                0.2 * np.log2(1 + c.lora),
+                1.5 * c.packed,
+            ],
+            dtype=np.float64,
+        ).T
         return cls(c, bill(job, trace, c), work(job, hardware, trace, c), quirks, features)
 
     @classmethod
@@ -369,9 +446,11 @@ class _Prepared:
         moments = tuple(name for one in bills for name in one.moments)  # each part's are its own
         tables = {name: _diagonal([getattr(one, name) for one in bills])[:, order] for name in TABLES}
         return cls(
-            joined([part.columns for part in parts]), Bill(moments=moments, **beside(bills, SUMS), **tables),
-            joined([part.work for part in parts]), **beside(parts, ("quirks", "features")),
-        )  # fmt: skip
+            joined([part.columns for part in parts]),
+            Bill(moments=moments, **beside(bills, SUMS), **tables),
+            joined([part.work for part in parts]),
+            **beside(parts, ("quirks", "features")),
+        )
 
     def rows(self, mask: Floats) -> _Prepared:
         """Only some candidates."""

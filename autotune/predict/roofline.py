@@ -96,9 +96,10 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
     forward = plain.flops[0] + ATTENTION_SHARE * plain.attention[0]
     rows = c.micro_batch * c.tokens / job.seq_len  # traced rows are as long as the longest; most are shorter
     products = either(*whole_pass) * rows / rates.flops
-    moved = (either(plain.moved[0][0] + plain.moved[1][0], again.moved[0][0] + again.moved[1][0])
-             + either(plain.moved[0][1] + plain.moved[1][1], again.moved[0][1] + again.moved[1][1]) * rows
-             ) / rates.memory  # fmt: skip
+    moved = (
+        either(plain.moved[0][0] + plain.moved[1][0], again.moved[0][0] + again.moved[1][0])
+        + either(plain.moved[0][1] + plain.moved[1][1], again.moved[0][1] + again.moved[1][1]) * rows
+    ) / rates.memory
     starts = either(sum(plain.operators), sum(again.operators)) * rates.operator_seconds
     one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
     out, parameters_out = c.offload_optimizer > 0, three & (c.offload_param > 0)
@@ -116,19 +117,24 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
     return Work(
         forward_share=either(forward / whole_pass[0], forward / whole_pass[1]),
         recompute_share=either(0.0, 1 - whole_pass[0] / whole_pass[1]),
-        products=products, tail=products / (c.micro_batch * c.tokens), moved=moved, starts=starts,
-        gather_micro=np.where(three, 2 * once, zero), gather_step=np.where(one | two, once, zero),
+        products=products,
+        tail=products / (c.micro_batch * c.tokens),
+        moved=moved,
+        starts=starts,
+        gather_micro=np.where(three, 2 * once, zero),
+        gather_step=np.where(one | two, once, zero),
         reduce_micro=np.select([two, three], [2 * once + zero, once + zero], 0.0),
         reduce_step=np.where((c.stage == 0) | one, 2 * once, zero),
-        pcie_micro=(np.where(out, back * accumulating, 0.0) + np.where(parameters_out, 2 * width * part, 0.0)) / rates.pcie,
+        pcie_micro=(np.where(out, back * accumulating, 0.0) + np.where(parameters_out, 2 * width * part, 0.0))
+        / rates.pcie,
         pcie_step=np.where(out, width * part + np.where(one, width * part, 0.0), 0.0) / rates.pcie,
         optimizer=np.where(out, 0.0, elements * step_bytes / rates.memory),
         cpu_adam=np.where(out, total / CPU_ADAM_ELEMENTS_PER_S, 0.0),
-        nvme=((c.offload_optimizer == 2) * 2 * (4 + states) * part + (c.offload_param == 2) * 2 * width * part
-              ) / (NVME_GB_PER_S * 1e9),
+        nvme=((c.offload_optimizer == 2) * 2 * (4 + states) * part + (c.offload_param == 2) * 2 * width * part)
+        / (NVME_GB_PER_S * 1e9),
         collectives=(buckets * (ranks > 1) + gathers * (ranks > 1) + groups) * BUCKET_SECONDS,
         hides=np.where(c.overlap > 0, 1.0, 0.0),  # at every stage: without it one stream does both
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -165,11 +171,15 @@ def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
     total = compute * c.accumulation
     offload = k["pcie"] * (w.pcie_micro * c.accumulation + w.pcie_step) + k["cpu_adam"] * w.cpu_adam + w.nvme
     return Spent(
-        forward=total * w.forward_share, recompute=total * w.recompute_share,
+        forward=total * w.forward_share,
+        recompute=total * w.recompute_share,
         backward=total * (1 - w.forward_share - w.recompute_share),
-        communication=exposed + k["collectives"] * w.collectives, optimizer=k["optimizer"] * w.optimizer,
-        offload=offload, launch_bound=np.where(starts > products + moved, 1.0, 0.0), moved_share=moved / (products + moved),
-    )  # fmt: skip
+        communication=exposed + k["collectives"] * w.collectives,
+        optimizer=k["optimizer"] * w.optimizer,
+        offload=offload,
+        launch_bound=np.where(starts > products + moved, 1.0, 0.0),
+        moved_share=moved / (products + moved),
+    )
 
 
 def host_limit_bytes(hardware: Hardware) -> float:

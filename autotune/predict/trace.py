@@ -60,8 +60,11 @@ class Pass:
         return self._forward_peak(2) - self._forward_peak(1)
 
     def _forward_peak(self, micro_batch: int) -> float:
-        return max(f + p * micro_batch for f, p, at in zip(self.fixed, self.per_sequence, self.phase, strict=True)
-                   if at == FORWARD)  # fmt: skip
+        return max(
+            f + p * micro_batch
+            for f, p, at in zip(self.fixed, self.per_sequence, self.phase, strict=True)
+            if at == FORWARD
+        )
 
     def reduced(self) -> Pass:
         """Only the entries that can be the peak for some micro-batch, weight of gradients and of parameters in use."""
@@ -81,10 +84,17 @@ class Pass:
                         chosen.add(int(at[total.argmax()]))
             keep += sorted(chosen)
         return Pass(
-            [self.phase[i] for i in keep], [self.fixed[i] for i in keep], [self.per_sequence[i] for i in keep],
-            [self.gradients[i] for i in keep], [self.in_use[i] for i in keep], self.after_forward, self.flops,
-            self.attention, self.moved, self.operators,
-        )  # fmt: skip
+            [self.phase[i] for i in keep],
+            [self.fixed[i] for i in keep],
+            [self.per_sequence[i] for i in keep],
+            [self.gradients[i] for i in keep],
+            [self.in_use[i] for i in keep],
+            self.after_forward,
+            self.flops,
+            self.attention,
+            self.moved,
+            self.operators,
+        )
 
 
 @dataclass
@@ -129,10 +139,16 @@ def cache_folder() -> Path:
 def cache_key(job: Job, fused_loss: bool = False) -> str:
     """Of what decides a trace: model, sequence length, precision and the versions that run it."""
     versions = {name: metadata.version(name) for name in ("torch", "transformers")}
-    parts = {"model": asdict(job.model), "seq_len": job.seq_len, "precision": job.precision, "versions": versions,
-             "version": VERSION, **({"fused_loss": True} if fused_loss else {}),
-             **({"lora": asdict(job.lora)} if job.lora else {}),
-             **({"attention": job.attention} if job.attention else {})}  # fmt: skip
+    parts = {
+        "model": asdict(job.model),
+        "seq_len": job.seq_len,
+        "precision": job.precision,
+        "versions": versions,
+        "version": VERSION,
+        **({"fused_loss": True} if fused_loss else {}),
+        **({"lora": asdict(job.lora)} if job.lora else {}),
+        **({"attention": job.attention} if job.attention else {}),
+    }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -153,8 +169,12 @@ def trace_job(job: Job, *, fused_loss: bool = False, timeout_seconds: float = 30
     try:
         done = subprocess.run(
             [sys.executable, "-m", "autotune.predict.trace", *(["--fused-loss"] if fused_loss else [])],
-            input=json.dumps(job.to_json()), env=env, text=True, capture_output=True, timeout=timeout_seconds,
-        )  # fmt: skip
+            input=json.dumps(job.to_json()),
+            env=env,
+            text=True,
+            capture_output=True,
+            timeout=timeout_seconds,
+        )
         answer = json.loads(done.stdout.strip().splitlines()[-1]) if done.stdout.strip() else {}
         why = answer.get("untraceable") or (done.stderr.strip().splitlines() or ["no answer"])[-1]
     except subprocess.TimeoutExpired:
@@ -296,8 +316,8 @@ def extrapolate(short: Pass, long: Pass, depths: tuple[int, int], deep: int) -> 
         for one, other in zip(short.moved, long.moved, strict=True)
     )
     return Pass(
-        phase, **columns, after_forward=after, flops=flops, attention=attention, moved=moved, operators=operators,
-    )  # fmt: skip
+        phase, **columns, after_forward=after, flops=flops, attention=attention, moved=moved, operators=operators
+    )
 
 
 def _parameters(job: Job, config: Any) -> tuple[list[int], int]:
@@ -338,10 +358,17 @@ def _run_both(job: Job, config: Any, checkpointing: bool, options: tuple[bool, b
     flops = tuple(b - a for a, b in zip(one.flops, two.flops, strict=True))
     attention = tuple(b - a for a, b in zip(one.attention, two.attention, strict=True))
     return Pass(
-        [int(p) for p in first[:, 0]], list(first[:, 1] - 2 * slope), list(slope), list(first[:, 2]),
-        list(first[:, 3]), (one.after_forward - 2 * after, after), flops, attention, moved,  # type: ignore[arg-type]
+        [int(p) for p in first[:, 0]],
+        list(first[:, 1] - 2 * slope),
+        list(slope),
+        list(first[:, 2]),
+        list(first[:, 3]),
+        (one.after_forward - 2 * after, after),
+        flops,
+        attention,
+        moved,  # type: ignore[arg-type]
         (float(one.operators[0]), float(one.operators[1])),
-    )  # fmt: skip
+    )
 
 
 def _attention_flops(func: Any, args: Any) -> float:

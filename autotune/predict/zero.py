@@ -54,8 +54,9 @@ class _Moments:
         self.names: list[str] = []
         self.rows: list[tuple[Floats, Floats, Floats, Floats]] = []
 
-    def add(self, name: str, mine: Any, buckets: Floats, gathered: Floats, temporaries: Floats,
-            activations: Floats) -> None:  # fmt: skip
+    def add(
+        self, name: str, mine: Any, buckets: Floats, gathered: Floats, temporaries: Floats, activations: Floats
+    ) -> None:
         """`mine` says at which candidates the moment exists."""
         self.names.append(name)
         parts = (buckets, gathered, temporaries, activations)
@@ -105,10 +106,13 @@ def bill(job: Job, trace: Trace, columns: Columns) -> Bill:
                 held, buckets = _pending(job, c, grads, width, part, largest, bucket, ipg)
                 held = held + bypassing(trace, c, width, grads, contiguous & one)
                 moments.add(
-                    name, mine, np.maximum(kept_buckets, standing + buckets),
-                    np.where(three & (ranks > 1), np.maximum(gathered, used), 0.0), np.maximum(kept, held),
+                    name,
+                    mine,
+                    np.maximum(kept_buckets, standing + buckets),
+                    np.where(three & (ranks > 1), np.maximum(gathered, used), 0.0),
+                    np.maximum(kept, held),
                     np.maximum(0.0, fixed + each * c.micro_batch),
-                )  # fmt: skip
+                )
     held, buckets = _pending(job, c, whole, width, part, largest, bucket, ipg, done=True)
     held = np.where(zero0, whole + np.minimum(whole, width * REDUCE_ELEMENTS), held)
     moments.add("backward", every, standing + buckets, gathered, held, moments.zero)
@@ -117,8 +121,9 @@ def bill(job: Job, trace: Trace, columns: Columns) -> Bill:
     sub = np.minimum(part, np.maximum(c.sub_group, largest / ranks))
     copies = np.select(
         [zero0, two & ~out, three & ~out],
-        [whole + low * 4 * total, 2 * width * part + low * 4 * part, (width + low * 4) * sub], 0.0,
-    )  # fmt: skip
+        [whole + low * 4 * total, 2 * width * part + low * 4 * part, (width + low * 4) * sub],
+        0.0,
+    )
     moments.add("step", every, kept_buckets, moments.zero, np.maximum(copies, kept), moments.zero)
     # stage 3 begins with a 32-bit gradient of the largest sub-group (initialize_optimizer_states)
     moments.add("init", three & ~out, moments.zero, moments.zero, np.maximum(0.0, 4 * sub - gradients), moments.zero)
@@ -161,14 +166,20 @@ def _pending(
     accumulated = np.where((c.accumulation > 1) & ~out, width * part, 0.0)
     held = np.select(
         [stage == 0, (stage == 1) & contiguous, stage == 1, (stage == 2) & contiguous, stage == 2],
-        [nothing + grads, own + norm, grads + norm, np.where(out, 0.0, own) + accumulated + norm,
-         first + (grads - first) / ranks + accumulated + norm],
+        [
+            nothing + grads,
+            own + norm,
+            grads + norm,
+            np.where(out, 0.0, own) + accumulated + norm,
+            first + (grads - first) / ranks + accumulated + norm,
+        ],
         np.where(contiguous, 0.0, first),
-    )  # fmt: skip
+    )
     flat = np.select(
-        [stage == 0, (stage < 3) & contiguous, ~full, stage < 3], [nothing, ipg, nothing, first],
+        [stage == 0, (stage < 3) & contiguous, ~full, stage < 3],
+        [nothing, ipg, nothing, first],
         first * (1 + 1 / ranks),  # stage 3: the flat bucket, and what is scattered out of it
-    )  # fmt: skip
+    )
     return held, flat
 
 

@@ -195,10 +195,12 @@ def under(job: Job, candidate: Candidate) -> Job:
     """The job with the model and its batches as the candidate wants them made."""
     lora = candidate.get(LORA)
     return dataclasses.replace(
-        job, attention=candidate.get(ATTENTION, job.attention), compiled=candidate.get(COMPILED, job.compiled),
+        job,
+        attention=candidate.get(ATTENTION, job.attention),
+        compiled=candidate.get(COMPILED, job.compiled),
         lora=job.lora if lora is None else None if lora == "none" else parse_lora(lora),
         packed=candidate.get(PACKING, job.packed),
-    )  # fmt: skip
+    )
 
 
 def samples(job: Job, candidate: Candidate) -> float:

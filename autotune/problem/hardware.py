@@ -110,9 +110,21 @@ def named_gpu(name: str) -> GpuFacts:
     table = gpu_table()
     words = name.lower().replace("nvidia", "").replace("geforce", "").replace(" ", "")
     plain = words.replace("_", "-").strip("-")
-    aliases = {"a100": "a100-80gb", "a100-80": "a100-80gb", "a100-40": "a100-40gb", "v100": "v100-32gb",
-               "h100-80gb": "h100", "h100-sxm": "h100", "a6000": "rtxa6000", "a5000": "rtxa5000", "a4000": "rtxa4000",
-               "3090": "rtx3090", "4090": "rtx4090", "5090": "rtx5090", "6000-ada": "rtx6000-ada"}  # fmt: skip
+    aliases = {
+        "a100": "a100-80gb",
+        "a100-80": "a100-80gb",
+        "a100-40": "a100-40gb",
+        "v100": "v100-32gb",
+        "h100-80gb": "h100",
+        "h100-sxm": "h100",
+        "a6000": "rtxa6000",
+        "a5000": "rtxa5000",
+        "a4000": "rtxa4000",
+        "3090": "rtx3090",
+        "4090": "rtx4090",
+        "5090": "rtx5090",
+        "6000-ada": "rtx6000-ada",
+    }
     found = table.get(plain) or table.get(aliases.get(plain, "")) or table.get(plain.replace("-", ""))
     if found is None:
         raise UserError(f"unknown GPU {name!r}{near(plain, table)}; known: {', '.join(table)}")
@@ -229,9 +241,15 @@ def _detect_cuda(visible: list[str], gpus: int | None) -> Hardware:
     memory = min(sizes)  # the smallest decides what fits
     facts = facts_for(names[0], memory)
     return Hardware(
-        "cuda", " + ".join(sorted(set(names))), count, memory, None, host_memory_bytes(),
-        facts.name if facts else None, bf16=facts.bf16 if facts else True,
-    )  # fmt: skip
+        "cuda",
+        " + ".join(sorted(set(names))),
+        count,
+        memory,
+        None,
+        host_memory_bytes(),
+        facts.name if facts else None,
+        bf16=facts.bf16 if facts else True,
+    )
 
 
 def _detect_cpu(gpus: int | None) -> Hardware:

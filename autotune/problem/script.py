@@ -30,9 +30,12 @@ _DS_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per
 
 # Imports of seconds that a fork server pays once for all trials, where a script's text speaks of them.
 _HEAVY = {
-    "transformers": ("transformers.trainer", "transformers.training_args"), "trl": ("trl", "transformers.trainer"),
-    "accelerate": ("accelerate",), "datasets": ("datasets",), "peft": ("peft",),
-}  # fmt: skip
+    "transformers": ("transformers.trainer", "transformers.training_args"),
+    "trl": ("trl", "transformers.trainer"),
+    "accelerate": ("accelerate",),
+    "datasets": ("datasets",),
+    "peft": ("peft",),
+}
 
 
 def heavy_imports(script: Script) -> list[str]:
@@ -105,8 +108,10 @@ def make_script(command: list[str], maps: list[str], worst_case: bool = False, d
     else:
         path = Path(words[0])
         if not path.is_file() and shutil.which(words[0]):
-            raise UserError(f"`-- {words[0]} …`: a command, no script: give what it starts, like `-- train.py …` or "
-                            "`-- -m trl.scripts.sft …`")  # fmt: skip
+            raise UserError(
+                f"`-- {words[0]} …`: a command, no script: give what it starts, like `-- train.py …` or "
+                "`-- -m trl.scripts.sft …`"
+            )
         if not path.is_file():
             raise UserError(f"no script {words[0]}: expected a Python file, or `-m` and a module")
         if b"\0" in path.read_bytes()[:4096]:

@@ -64,9 +64,15 @@ def _model_states(folder: Path) -> dict[str, Any]:
 
 
 def load_any(
-    load: Callable[..., Any], engine: Any, load_dir: str, tag: str | None = None, *args: Any,
-    convert: bool, say: Callable[[str], None], **kwargs: Any,
-) -> Any:  # fmt: skip
+    load: Callable[..., Any],
+    engine: Any,
+    load_dir: str,
+    tag: str | None = None,
+    *args: Any,
+    convert: bool,
+    say: Callable[[str], None],
+    **kwargs: Any,
+) -> Any:
     """`load`, which is DeepSpeed's `load_checkpoint`, of what another config of the ladder may have written; every
     rank calls it.
 
@@ -99,9 +105,15 @@ def _to_convert(engine: Any, load_dir: str, tag: str | None) -> tuple[Path, int]
 
 
 def _load_converted(
-    load: Callable[..., Any], engine: Any, folder: Path, stage: int, own: list[dict[str, Any]],
-    say: Callable[[str], None], *args: Any, **kwargs: Any,
-) -> Any:  # fmt: skip
+    load: Callable[..., Any],
+    engine: Any,
+    folder: Path,
+    stage: int,
+    own: list[dict[str, Any]],
+    say: Callable[[str], None],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     import torch
 
     universal = folder.with_name(folder.name + SUFFIX)
@@ -159,8 +171,19 @@ def convert(folder: Path, universal: Path, ranks: int) -> None:
         RuntimeError: DeepSpeed's converter fails; the message is its last line.
     """
     shutil.rmtree(universal, ignore_errors=True)  # of a launch that was killed meanwhile
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(folder),
-               "--output_folder", str(universal), "--num_extract_workers", "2", "--num_merge_workers", "1"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.checkpoint.ds_to_universal",
+        "--input_folder",
+        str(folder),
+        "--output_folder",
+        str(universal),
+        "--num_extract_workers",
+        "2",
+        "--num_merge_workers",
+        "1",
+    ]
     flat = (folder / _MODEL_STATES).exists()
     if flat:  # what a client of Megatron's would have put into it
         command.append("--inject_missing_state")

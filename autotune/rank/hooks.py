@@ -26,10 +26,17 @@ from autotune.rank.config import QUIET
 
 # Trackers and uploads, each by the variable that its documentation names.
 QUIET_ENVIRONMENT = {
-    "WANDB_MODE": "disabled", "COMET_MODE": "disabled", "NEPTUNE_MODE": "debug", "CLEARML_OFFLINE_MODE": "1",
-    "SWANLAB_MODE": "disabled", "DISABLE_MLFLOW_INTEGRATION": "TRUE", "TRACKIO_DISABLED": "1", "DVCLIVE_TEST": "true",
-    "HF_HUB_DISABLE_TELEMETRY": "1", "ACCELERATE_DISABLE_RICH": "1",
-}  # fmt: skip
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "disabled",
+    "NEPTUNE_MODE": "debug",
+    "CLEARML_OFFLINE_MODE": "1",
+    "SWANLAB_MODE": "disabled",
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+    "TRACKIO_DISABLED": "1",
+    "DVCLIVE_TEST": "true",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "ACCELERATE_DISABLE_RICH": "1",
+}
 
 
 UNLIMITED = 10**6  # a tokenizer without a limit says a far larger one
@@ -189,8 +196,10 @@ class Hooks:
             if self.engine is not None or not _trains(bound, config):
                 return original(*args, **kwargs)
             if isinstance(bound.get("model"), deepspeed.PipelineModule):
-                raise Unusable("the script trains a pipeline (PipelineModule), which takes no ZeRO stage above 1 and no other "
-                               "loop than its own: it is not tuned")  # fmt: skip
+                raise Unusable(
+                    "the script trains a pipeline (PipelineModule), which takes no ZeRO stage above 1 and no other "
+                    "loop than its own: it is not tuned"
+                )
             self.watcher.entered("init")
             bound["config"] = self.merged(config)
             if plan := batch_of(bound["config"], int(os.environ["WORLD_SIZE"])):
@@ -348,9 +357,19 @@ class Hooks:
             if self.candidate is not None and loader.batch_size != self.candidate.micro_batch:
                 same = {
                     key: getattr(loader, key)
-                    for key in ("collate_fn", "num_workers", "pin_memory", "drop_last", "timeout", "worker_init_fn",
-                                "generator", "prefetch_factor", "persistent_workers", "multiprocessing_context")
-                }  # fmt: skip
+                    for key in (
+                        "collate_fn",
+                        "num_workers",
+                        "pin_memory",
+                        "drop_last",
+                        "timeout",
+                        "worker_init_fn",
+                        "generator",
+                        "prefetch_factor",
+                        "persistent_workers",
+                        "multiprocessing_context",
+                    )
+                }
                 if not isinstance(loader.dataset, IterableDataset):
                     same["sampler"] = loader.sampler
                 found[at] = DataLoader(loader.dataset, batch_size=self.candidate.micro_batch, **same)
@@ -383,11 +402,15 @@ class Hooks:
         longest = min([*self._allowed, *([positions] if isinstance(positions, int) else [])], default=0)
         ids = kwargs.get("input_ids")
         if args or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or "position_ids" in kwargs:
-            raise Unusable("--worst-case: the script's batches cannot be padded (expected input_ids of two dimensions, "
-                           "given by name, not packed): leave it out")  # fmt: skip
+            raise Unusable(
+                "--worst-case: the script's batches cannot be padded (expected input_ids of two dimensions, "
+                "given by name, not packed): leave it out"
+            )
         if not longest:
-            raise Unusable("--worst-case: neither max_length, a tokenizer nor the model's configuration says how long a "
-                           "batch may be: leave it out")  # fmt: skip
+            raise Unusable(
+                "--worst-case: neither max_length, a tokenizer nor the model's configuration says how long a "
+                "batch may be: leave it out"
+            )
         found = dict(kwargs)
         for name, value in kwargs.items():
             if isinstance(value, torch.Tensor) and value.shape[:2] == ids.shape and longest > ids.shape[1]:

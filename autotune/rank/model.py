@@ -138,11 +138,16 @@ class Rank:
     def _environment(self) -> None:
         rank, world = str(self.spec["rank"]), str(self.spec["world"])
         os.environ.update(
-            RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world,
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.spec.get("port", 29500)),
-            DS_ACCELERATOR=self.spec["device"], OMP_NUM_THREADS=str(self.spec["threads"]),
+            RANK=rank,
+            LOCAL_RANK=rank,
+            WORLD_SIZE=world,
+            LOCAL_WORLD_SIZE=world,
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(self.spec.get("port", 29500)),
+            DS_ACCELERATOR=self.spec["device"],
+            OMP_NUM_THREADS=str(self.spec["threads"]),
             TOKENIZERS_PARALLELISM="false",
-        )  # fmt: skip
+        )
         os.environ.update(self.spec.get("env", {}))
 
     def _join_group(self) -> None:
@@ -152,9 +157,12 @@ class Rank:
         torch = self.torch
         store = torch.distributed.FileStore(self.spec["store"], self.spec["world"])
         torch.distributed.init_process_group(
-            self.device.backend, store=store, rank=self.spec["rank"], world_size=self.spec["world"],
+            self.device.backend,
+            store=store,
+            rank=self.spec["rank"],
+            world_size=self.spec["world"],
             timeout=datetime.timedelta(hours=1),
-        )  # fmt: skip
+        )
         import deepspeed
 
         deepspeed.init_distributed(dist_backend=self.device.backend, verbose=False)

@@ -51,10 +51,14 @@ class ScriptRank(Rank):
     def _why_ended(self) -> str:
         name = self.script.target
         if self.engine is None:
-            return (f"{name} ended without calling deepspeed.initialize: give it its DeepSpeed config (for Hugging "
-                    "Face's Trainer: --deepspeed ds.json) or make it use DeepSpeed")  # fmt: skip
-        return (f"{name} ended after {self._steps} optimizer steps: a measurement needs at least "
-                f"{WARMUP_STEPS + 3}; give it more data or steps")  # fmt: skip
+            return (
+                f"{name} ended without calling deepspeed.initialize: give it its DeepSpeed config (for Hugging "
+                "Face's Trainer: --deepspeed ds.json) or make it use DeepSpeed"
+            )
+        return (
+            f"{name} ended after {self._steps} optimizer steps: a measurement needs at least "
+            f"{WARMUP_STEPS + 3}; give it more data or steps"
+        )
 
     # -- what the hooks see ------------------------------------------------------------------------------------------
 
@@ -169,11 +173,17 @@ class ScriptRank(Rank):
         if self._saved is not None:
             facts["saved_bytes"] = self._saved.bytes
         self.channel.send(
-            "measured", step_seconds=self._average(self._times), warmup_steps=WARMUP_STEPS,
-            measured_seconds=time.perf_counter() - self._measuring, tokens=tokens,
-            extrapolated=False, skipped_steps=getattr(self.engine, "skipped_steps", 0), facts=facts, live_bytes={},
+            "measured",
+            step_seconds=self._average(self._times),
+            warmup_steps=WARMUP_STEPS,
+            measured_seconds=time.perf_counter() - self._measuring,
+            tokens=tokens,
+            extrapolated=False,
+            skipped_steps=getattr(self.engine, "skipped_steps", 0),
+            facts=facts,
+            live_bytes={},
             **self.device.peaks(),
-        )  # fmt: skip
+        )
         while (message := self.channel.receive()) is not None:
             if message["type"] == "certify":
                 self._certify(message)

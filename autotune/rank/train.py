@@ -30,8 +30,14 @@ class TrainRank(Rank):
         atexit.register(self._leave_group)
         self._begin()
         self._steps, self._last_progress = 0, 0.0
-        hooks = Hooks(self.job, Candidate.of(self.spec["candidate"]), self, self.spec["device"],
-                      Path(self.spec["folder"]), quiet=False)  # fmt: skip
+        hooks = Hooks(
+            self.job,
+            Candidate.of(self.spec["candidate"]),
+            self,
+            self.spec["device"],
+            Path(self.spec["folder"]),
+            quiet=False,
+        )
         hooks.install()
         if self.spec["resume_since"] is not None:
             self._resume_trainer(self.spec["resume_since"])

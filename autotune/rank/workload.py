@@ -49,8 +49,10 @@ def own_workload(reference: str) -> tuple[torch.nn.Module, Callable[[int], Any]]
     """
     made = load_builder(reference)()
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module) and callable(made[1])):
-        raise ValueError(f"{reference}: expected it to return (model, batches), where batches(micro_batch) gives an "
-                         "iterable of the forward's arguments")  # fmt: skip
+        raise ValueError(
+            f"{reference}: expected it to return (model, batches), where batches(micro_batch) gives an "
+            "iterable of the forward's arguments"
+        )
     return made
 
 
@@ -116,8 +118,9 @@ def adapted(model: Any, job: Job) -> Any:
     from peft import LoraConfig, get_peft_model
 
     targets = "all-linear" if job.lora.targets == ("all-linear",) else list(job.lora.targets)
-    config = LoraConfig(r=job.lora.rank, lora_alpha=job.lora.alpha or 2 * job.lora.rank, target_modules=targets,
-                        task_type="CAUSAL_LM")  # fmt: skip
+    config = LoraConfig(
+        r=job.lora.rank, lora_alpha=job.lora.alpha or 2 * job.lora.rank, target_modules=targets, task_type="CAUSAL_LM"
+    )
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 

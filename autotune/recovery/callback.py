@@ -55,9 +55,11 @@ class StudyCallback(TrainerCallback):  # type: ignore[misc]
 
     def _entry(self, store: StudyStore, args: Any, config: dict[str, Any], seconds: list[float]) -> tuple[int, Outcome]:
         knobs = {
-            **candidate_of_config(config).as_dict, MICRO_BATCH: args.per_device_train_batch_size,
-            ACCUMULATION: args.gradient_accumulation_steps, CHECKPOINTING: bool(args.gradient_checkpointing),
-        }  # fmt: skip
+            **candidate_of_config(config).as_dict,
+            MICRO_BATCH: args.per_device_train_batch_size,
+            ACCUMULATION: args.gradient_accumulation_steps,
+            CHECKPOINTING: bool(args.gradient_checkpointing),
+        }
         candidate = Candidate.of(knobs)
         step = statistics.median(seconds)
         speed = samples(store.job, candidate) / step

@@ -19,9 +19,18 @@ from autotune.results.export import write_atomically
 # What a rung may change; of these only stage, sub-groups and NVMe decide how checkpoints are laid out
 # (`autotune.rank.checkpoints.layout`). Others, like round_robin_gradients, are left as they are.
 CROSSED = (
-    MICRO_BATCH, ACCUMULATION, CHECKPOINTING, "zero_stage", "offload_optimizer", "offload_param", "reduce_bucket_size",
-    "allgather_bucket_size", "sub_group_size", "contiguous_gradients", "overlap_comm",
-)  # fmt: skip
+    MICRO_BATCH,
+    ACCUMULATION,
+    CHECKPOINTING,
+    "zero_stage",
+    "offload_optimizer",
+    "offload_param",
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "sub_group_size",
+    "contiguous_gradients",
+    "overlap_comm",
+)
 LESS = 0.95  # of the peak above: a rung that frees less is no step
 MOST_RUNGS = 8
 _STAGE3 = "zero_optimization.stage3_"  # what stage 3 fetches and keeps, none of it in checkpoints
@@ -38,9 +47,12 @@ class Rung:
 
     def to_json(self, job: Job) -> dict[str, Any]:
         return {
-            "candidate": self.candidate.as_dict, "measured": self.measured, "peak_bytes": round(self.peak_bytes),
-            "samples_per_second": round(self.samples_per_second, 4), "config": self.candidate.ds_config(job),
-        }  # fmt: skip
+            "candidate": self.candidate.as_dict,
+            "measured": self.measured,
+            "peak_bytes": round(self.peak_bytes),
+            "samples_per_second": round(self.samples_per_second, 4),
+            "config": self.candidate.ds_config(job),
+        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Rung:
@@ -49,9 +61,15 @@ class Rung:
 
 
 def recovery_ladder(
-    top: Candidate, space: SearchSpace, job: Job, predictor: Predictor, measured: dict[Candidate, Measurement],
-    failed: Collection[Candidate] = (), *, convert: bool = False,
-) -> list[Rung]:  # fmt: skip
+    top: Candidate,
+    space: SearchSpace,
+    job: Job,
+    predictor: Predictor,
+    measured: dict[Candidate, Measurement],
+    failed: Collection[Candidate] = (),
+    *,
+    convert: bool = False,
+) -> list[Rung]:
     """The config to start from, then ever less memory, at each step the fastest there is and at last the thriftiest.
 
     Every rung keeps the global batch of `top` exactly and can load its checkpoints, with `convert` after they are

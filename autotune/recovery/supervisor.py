@@ -138,9 +138,17 @@ class Launcher:
     """
 
     def __init__(
-        self, job: Job, hardware: Hardware, ladder: list[Rung], folder: Path, *, max_restarts: int,
-        silent_seconds: float, say: Callable[[str], None], convert: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        job: Job,
+        hardware: Hardware,
+        ladder: list[Rung],
+        folder: Path,
+        *,
+        max_restarts: int,
+        silent_seconds: float,
+        say: Callable[[str], None],
+        convert: bool = False,
+    ) -> None:
         self.job, self.hardware, self.ladder, self.folder = job, hardware, ladder, folder
         self.max_restarts, self.silent_seconds, self.convert, self._say = max_restarts, silent_seconds, convert, say
         self._signal: int | None = None
@@ -205,19 +213,30 @@ class Launcher:
             env = rank_environment(self.hardware.device)
             assert self.job.script is not None
             self._processes = [
-                subprocess.Popen([sys.executable, "-m", "autotune.rank.train", address, str(rank)], env=env,
-                                 stdin=subprocess.DEVNULL, start_new_session=True, cwd=self.job.script.cwd)
+                subprocess.Popen(
+                    [sys.executable, "-m", "autotune.rank.train", address, str(rank)],
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    cwd=self.job.script.cwd,
+                )
                 for rank in range(world)
-            ]  # fmt: skip
+            ]
             channels = self._greet(listener)
             if channels is None:
                 return self._ended(Evidence(self.hardware.device, statuses=self._statuses()), _Heard([], self.say))
             spec = {
-                "job": self.job.to_json(), "world": world, "device": self.hardware.device, "store": store,
-                "cap_bytes": self.hardware.memory_cap_bytes, "candidate": rung.candidate.as_dict,
-                "threads": threads_per_rank(world), "folder": name, "resume_since": resume_since,
+                "job": self.job.to_json(),
+                "world": world,
+                "device": self.hardware.device,
+                "store": store,
+                "cap_bytes": self.hardware.memory_cap_bytes,
+                "candidate": rung.candidate.as_dict,
+                "threads": threads_per_rank(world),
+                "folder": name,
+                "resume_since": resume_since,
                 "convert": self.convert,
-            }  # fmt: skip
+            }
             for rank, channel in enumerate(channels):
                 channel.send("spec", **spec, rank=rank)
             try:
@@ -266,8 +285,15 @@ class Launcher:
             if heard.errors or any(statuses.values()):
                 peaks = self._peaks()
                 peaks.oom_kills = kernel_oom_kills() - kills
-                evidence = Evidence(self.hardware.device, heard.errors, statuses, None, heard.phase, peaks,
-                                    self.hardware.host_memory_bytes)  # fmt: skip
+                evidence = Evidence(
+                    self.hardware.device,
+                    heard.errors,
+                    statuses,
+                    None,
+                    heard.phase,
+                    peaks,
+                    self.hardware.host_memory_bytes,
+                )
                 return self._ended(evidence, heard)
             silent = time.monotonic() - last
             if silent > self.silent_seconds:
@@ -353,5 +379,7 @@ def check_script(study: str, job: Job, target: str) -> None:
         return
     own = job.script.target
     if Path(own).name != Path(target).name:
-        raise UserError(f"study {study} is of {own}, not of {target}: tune this script first "
-                        f"(`autotune run … -- {target} …`), or give the study that is of it")  # fmt: skip
+        raise UserError(
+            f"study {study} is of {own}, not of {target}: tune this script first "
+            f"(`autotune run … -- {target} …`), or give the study that is of it"
+        )

@@ -20,9 +20,16 @@ from autotune.search.study import AS_IS, SEARCH, VERIFY, Record, StudyStore
 from autotune.units import format_bytes, format_count, format_duration
 
 _STYLE = {
-    Kind.OK: "green", Kind.OOM_DEVICE: "yellow", Kind.OOM_HOST: "yellow", Kind.TIMEOUT: "red", Kind.INVALID: "magenta",
-    Kind.CRASH: "red", Kind.INFRASTRUCTURE: "cyan", Kind.FOREIGN: "cyan", Kind.INTERRUPTED: "dim",
-}  # fmt: skip
+    Kind.OK: "green",
+    Kind.OOM_DEVICE: "yellow",
+    Kind.OOM_HOST: "yellow",
+    Kind.TIMEOUT: "red",
+    Kind.INVALID: "magenta",
+    Kind.CRASH: "red",
+    Kind.INFRASTRUCTURE: "cyan",
+    Kind.FOREIGN: "cyan",
+    Kind.INTERRUPTED: "dim",
+}
 
 
 def speed(measured: Measurement) -> str:
@@ -149,12 +156,14 @@ def trials_table(records: list[Record]) -> Table:
         peak = measured.peak_bytes if measured else outcome.peak_bytes
         kind = f"{outcome.kind.value} (verify)" if record.role == VERIFY else outcome.kind.value
         table.add_row(
-            str(record.number), str(record.candidate), Text(kind, style=_STYLE[outcome.kind]),
+            str(record.number),
+            str(record.candidate),
+            Text(kind, style=_STYLE[outcome.kind]),
             f"{measured.samples_per_second:.4g}" if measured else "",
             format_duration(measured.step_seconds) if measured else "",
             format_bytes(peak) if peak else "",
             record.note if measured else outcome_line(outcome),
-        )  # fmt: skip
+        )
     return table
 
 
@@ -175,11 +184,16 @@ def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hard
     if measured.mfu is not None:
         lines.append(f"  {measured.model_tflops_per_gpu:.1f} model TFLOP/s a GPU, MFU {100 * measured.mfu:.1f} %")
     times = _times_others(record, records)
-    fits = {r.candidate for r in records
-            if r.outcome and r.outcome.measurement and r.outcome.measurement.peak_bytes <= hardware.ceiling_bytes}  # fmt: skip
+    fits = {
+        r.candidate
+        for r in records
+        if r.outcome and r.outcome.measurement and r.outcome.measurement.peak_bytes <= hardware.ceiling_bytes
+    }
     if ratios := [ratio for other, ratio in times.items() if other in fits]:
-        lines.append(f"  {100 * (min(ratios) - 1):+.1f} % against the next best, {max(ratios):.1f}x the slowest of "
-                     f"{len(ratios) + 1} that fit")  # fmt: skip
+        lines.append(
+            f"  {100 * (min(ratios) - 1):+.1f} % against the next best, {max(ratios):.1f}x the slowest of "
+            f"{len(ratios) + 1} that fit"
+        )
     own = next((r.candidate for r in records if r.note == AS_IS), None)
     if own is not None and own in times:
         lines.append(f"  {times[own]:.2f}x {AS_IS}: {own}")
@@ -221,9 +235,12 @@ def study_json(store: StudyStore) -> dict[str, Any]:
 
 def record_json(record: Record) -> dict[str, Any]:
     return {
-        "number": record.number, "role": record.role, "note": record.note, "candidate": record.candidate.as_dict,
+        "number": record.number,
+        "role": record.role,
+        "note": record.note,
+        "candidate": record.candidate.as_dict,
         "outcome": record.outcome.to_json() if record.outcome else None,
-    }  # fmt: skip
+    }
 
 
 def closest_lines(records: list[Record], hardware: Hardware, untried: list[Candidate]) -> list[str]:

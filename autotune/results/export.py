@@ -82,10 +82,7 @@ def accelerate_config(candidate: Candidate, job: Job, ds_config_file: str, devic
     return {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED",
-        "deepspeed_config": {
-            "deepspeed_config_file": ds_config_file,
-            "zero3_init_flag": candidate.stage == 3,
-        },
+        "deepspeed_config": {"deepspeed_config_file": ds_config_file, "zero3_init_flag": candidate.stage == 3},
         "machine_rank": 0,
         "main_training_function": "main",
         "num_machines": 1,

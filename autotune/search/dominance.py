@@ -34,9 +34,12 @@ class Dominance:
         ]
         self._overlap = np.array([{True: 1.0, False: 0.0}.get(c.get("overlap_comm"), -1.0) for c in candidates])
         others: dict[tuple[object, ...], int] = {}
-        self._others = np.array([
-            others.setdefault(tuple(item for item in c.knobs if item[0] not in _HANDLED), len(others)) for c in candidates
-        ])  # fmt: skip
+        self._others = np.array(
+            [
+                others.setdefault(tuple(item for item in c.knobs if item[0] not in _HANDLED), len(others))
+                for c in candidates
+            ]
+        )
 
     def needs_no_less(self, candidate: Candidate) -> Flags:
         """(n,) whether each needs at least as much as the candidate, which must be one of them; all false if it is not."""

@@ -170,8 +170,10 @@ class Proposer:
             hopeless, host = self._hopeless()
             capacity = format_bytes(self.hardware.capacity_bytes)
             table = self._predictions()
-            for mask, what in ((hopeless, f"predicted to need more than the {capacity} of a device"),
-                               (host & ~hopeless, "predicted to need more than the host's memory")):  # fmt: skip
+            for mask, what in (
+                (hopeless, f"predicted to need more than the {capacity} of a device"),
+                (host & ~hopeless, "predicted to need more than the host's memory"),
+            ):
                 if (count := int((mask & self._open).sum())) > 0:
                     least = format_bytes(int(table.peak[mask & self._open].min()))
                     reasons[f"{what} beyond the interval" + (f" (the least {least})" if mask is hopeless else "")] = (
@@ -325,9 +327,13 @@ class Proposer:
 def _kind(candidate: Candidate) -> tuple[object, ...]:
     """What decides memory in the large."""
     return (
-        candidate.stage, candidate.micro_batch, candidate.checkpointing, candidate.offload_optimizer,
-        candidate.offload_param, *(candidate.get(knob) for knob in MODEL_KNOBS),
-    )  # fmt: skip
+        candidate.stage,
+        candidate.micro_batch,
+        candidate.checkpointing,
+        candidate.offload_optimizer,
+        candidate.offload_param,
+        *(candidate.get(knob) for knob in MODEL_KNOBS),
+    )
 
 
 def _normal_cdf(z: Floats) -> Floats:

@@ -210,9 +210,12 @@ class StudyStore:
         database = open_storage(storage)
         names = optuna.get_all_study_names(database)
         study = optuna.create_study(
-            study_name=name, storage=database, direction="maximize", load_if_exists=True,
+            study_name=name,
+            storage=database,
+            direction="maximize",
+            load_if_exists=True,
             sampler=optuna.samplers.RandomSampler(),
-        )  # fmt: skip
+        )
         store, now = cls(study, folder), fingerprint(job, hardware)
         if name not in names:
             store._found(now, hardware, space)
@@ -394,9 +397,12 @@ def _record(trial: optuna.trial.FrozenTrial) -> Record | None:
         return None
     stored = trial.user_attrs.get("outcome")
     return Record(
-        trial.number, Candidate(tuple(sorted(knobs.items()))), Outcome.from_json(stored) if stored else None,
-        trial.user_attrs.get("role", SEARCH), trial.user_attrs.get("note", ""),
-    )  # fmt: skip
+        trial.number,
+        Candidate(tuple(sorted(knobs.items()))),
+        Outcome.from_json(stored) if stored else None,
+        trial.user_attrs.get("role", SEARCH),
+        trial.user_attrs.get("note", ""),
+    )
 
 
 def constraints(outcome: Outcome, hardware: Hardware) -> dict[str, float]:

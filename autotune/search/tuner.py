@@ -244,17 +244,19 @@ class Tuner:
     def _blames_the_model(self, crashed: set[Candidate]) -> bool:
         """Whether what crashed made its model in one way, and there are others."""
         ways = {tuple(one.get(knob) for knob in MODEL_KNOBS) for one in crashed}
-        return len(ways) == 1 and any(len(self.space.knobs[knob].values) > 1 for knob in MODEL_KNOBS
-                                      if knob in self.space.knobs)  # fmt: skip
+        return len(ways) == 1 and any(
+            len(self.space.knobs[knob].values) > 1 for knob in MODEL_KNOBS if knob in self.space.knobs
+        )
 
     # -- the winner --------------------------------------------------------------------------------------------------
 
     def _feasible(self) -> list[Candidate]:
         """Measured candidates under the ceiling, fastest first; allocator retries cost two per cent."""
         good = [
-            candidate for candidate, (_, measured) in self._ok.items()
+            candidate
+            for candidate, (_, measured) in self._ok.items()
             if measured.peak_bytes <= self.hardware.ceiling_bytes and candidate not in self._failed_verification
-        ]  # fmt: skip
+        ]
 
         def worth(candidate: Candidate) -> float:
             measured = self._ok[candidate][1]

@@ -16,8 +16,10 @@ from tests.test_hardware import FakeNvml
 FACTS = {
     "errors": {"AsyncIOBuilder": "libaio is missing"},
     "torch": {"version": "2.13.0", "cuda": "13.0", "available": True, "nccl": [2, 27, 5]},
-    "versions": {"deepspeed": "0.19.8"}, "CPUAdamBuilder": True, "FusedAdamBuilder": True,
-}  # fmt: skip
+    "versions": {"deepspeed": "0.19.8"},
+    "CPUAdamBuilder": True,
+    "FusedAdamBuilder": True,
+}
 
 
 def by_name(findings) -> dict[str, doctor.Finding]:  # type: ignore[no-untyped-def]

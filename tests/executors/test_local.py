@@ -120,8 +120,11 @@ def test_one_rank_of_two_fails(bench: Bench, what: str, where: str) -> None:
 
 
 def test_a_config_that_deepspeed_refuses_keeps_its_message(bench: Bench) -> None:
-    outcome = bench.run(make_candidate(2, **{"zero_optimization.offload_optimizer.ratio": 0.5, "offload_optimizer": "cpu"}).but(
-        **{"zero_optimization.reduce_bucket_size": -5}))  # fmt: skip
+    outcome = bench.run(
+        make_candidate(2, **{"zero_optimization.offload_optimizer.ratio": 0.5, "offload_optimizer": "cpu"}).but(
+            **{"zero_optimization.reduce_bucket_size": -5}
+        )
+    )
     assert outcome.kind is Kind.INVALID
     assert "reduce_bucket_size" in outcome.reason or "ValidationError" in outcome.reason
 

@@ -61,8 +61,26 @@ def test_the_fork_server_wakes_no_cuda(tmp_path: Path) -> None:
 
 
 def test_gemma_2_2b_on_one_gpu_capped_at_24_gib(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "autotune.cli", "run", "--model", "gemma-2-2b", "--gpus", "1", "--memory-cap", "24GiB",
-               "--seq-len", "768", "--budget", "6m", "--study", "g", "--yes", "--json"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "autotune.cli",
+        "run",
+        "--model",
+        "gemma-2-2b",
+        "--gpus",
+        "1",
+        "--memory-cap",
+        "24GiB",
+        "--seq-len",
+        "768",
+        "--budget",
+        "6m",
+        "--study",
+        "g",
+        "--yes",
+        "--json",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=480)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

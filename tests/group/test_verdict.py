@@ -27,16 +27,40 @@ def error(kind: str, text: str, phase: str = "forward", file: str = "/x/model.py
     ("device", "kind", "text", "expected"),
     [
         ("cuda", "torch.OutOfMemoryError", CUDA_OOM, Kind.OOM_DEVICE),
-        ("cuda", "builtins.RuntimeError", "Worker failed: CUDA out of memory. Tried to allocate 20 MiB", Kind.OOM_DEVICE),
-        ("cuda", "builtins.RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", Kind.OOM_DEVICE),
+        (
+            "cuda",
+            "builtins.RuntimeError",
+            "Worker failed: CUDA out of memory. Tried to allocate 20 MiB",
+            Kind.OOM_DEVICE,
+        ),
+        (
+            "cuda",
+            "builtins.RuntimeError",
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            Kind.OOM_DEVICE,
+        ),
         ("cuda", "builtins.RuntimeError", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED", Kind.OOM_DEVICE),
         ("cuda", "torch.AcceleratorError", "CUDA error: out of memory", Kind.OOM_DEVICE),
-        ("cuda", "torch.distributed.DistBackendError",
-         "NCCL error in: ProcessGroupNCCL.cpp, unhandled cuda error. Last error: Cuda failure 'out of memory'", Kind.OOM_DEVICE),
-        ("cuda", "builtins.RuntimeError", "CUDA error: out of memory in cudaHostAlloc, CachingHostAllocator", Kind.OOM_HOST),
+        (
+            "cuda",
+            "torch.distributed.DistBackendError",
+            "NCCL error in: ProcessGroupNCCL.cpp, unhandled cuda error. Last error: Cuda failure 'out of memory'",
+            Kind.OOM_DEVICE,
+        ),
+        (
+            "cuda",
+            "builtins.RuntimeError",
+            "CUDA error: out of memory in cudaHostAlloc, CachingHostAllocator",
+            Kind.OOM_HOST,
+        ),
         ("cuda", "builtins.RuntimeError", CPU_OOM, Kind.OOM_HOST),
         ("cuda", "builtins.MemoryError", "", Kind.OOM_HOST),
-        ("cuda", "builtins.RuntimeError", "unable to mmap 1024 bytes from file </torch_1>: Cannot allocate memory (12)", Kind.OOM_HOST),
+        (
+            "cuda",
+            "builtins.RuntimeError",
+            "unable to mmap 1024 bytes from file </torch_1>: Cannot allocate memory (12)",
+            Kind.OOM_HOST,
+        ),
         ("cpu", "builtins.RuntimeError", CPU_OOM, Kind.OOM_DEVICE),
         ("cpu", "builtins.RuntimeError", "could not create a primitive", Kind.OOM_DEVICE),
         ("cpu", "builtins.RuntimeError", "could not create a memory object", Kind.OOM_DEVICE),
@@ -44,15 +68,25 @@ def error(kind: str, text: str, phase: str = "forward", file: str = "/x/model.py
         ("cpu", "builtins.MemoryError", "Unable to allocate 3 MiB", Kind.OOM_DEVICE),
         ("cpu", "builtins.RuntimeError", "can't start new thread", Kind.OOM_DEVICE),
         ("cpu", "deepspeed.runtime.config.DeepSpeedConfigError", "Check batch related parameters.", Kind.INVALID),
-        ("cpu", "pydantic_core._pydantic_core.ValidationError", "1 validation error for DeepSpeedZeroConfig", Kind.INVALID),
-        ("cuda", "torch.distributed.DistStoreError", "Timed out after 61 seconds waiting for clients.", Kind.INFRASTRUCTURE),
+        (
+            "cpu",
+            "pydantic_core._pydantic_core.ValidationError",
+            "1 validation error for DeepSpeedZeroConfig",
+            Kind.INVALID,
+        ),
+        (
+            "cuda",
+            "torch.distributed.DistStoreError",
+            "Timed out after 61 seconds waiting for clients.",
+            Kind.INFRASTRUCTURE,
+        ),
         ("cuda", "torch.distributed.DistBackendError", "ncclSystemError: System call failed", Kind.INFRASTRUCTURE),
         ("cpu", "builtins.OSError", "[Errno 28] No space left on device", Kind.INFRASTRUCTURE),
         ("cpu", "builtins.OSError", "[Errno 98] Address already in use", Kind.INFRASTRUCTURE),
         ("cpu", "builtins.KeyError", "'labels'", Kind.CRASH),
         ("cpu", "builtins.ValueError", "shapes do not match", Kind.CRASH),
     ],
-)  # fmt: skip
+)
 def test_what_a_rank_reported(device: str, kind: str, text: str, expected: Kind) -> None:
     verdict = judge(Evidence(device, [error(kind, text)]))
     assert verdict.kind is expected

@@ -165,8 +165,9 @@ def test_neighbours_share_a_residual_and_strangers_do_not() -> None:
 
 def test_adapters_are_predicted_by_their_own_trace_and_packing_by_its_full_rows() -> None:
     job, hardware = make_job(seq_len=256, lengths=((32, 7), (256, 1))), named_hardware("rtx4090", 2)
-    candidates = [make_candidate(2, 4, lora=kind, packing=packed)
-                  for kind in ("none", "r=8", "r=64") for packed in (False, True)]  # fmt: skip
+    candidates = [
+        make_candidate(2, 4, lora=kind, packing=packed) for kind in ("none", "r=8", "r=64") for packed in (False, True)
+    ]
     table = Predictor(job, hardware).table(candidates)
     for i, candidate in enumerate(candidates):
         made = under(job, candidate)

@@ -61,9 +61,10 @@ def test_offload_moves_bytes_to_the_host() -> None:
     job = make_job(precision="bf16", seq_len=16)
     trace = trace_job(job)
     stay, move, both = (
-        make_candidate(3), make_candidate(3, offload_optimizer="cpu"),
+        make_candidate(3),
+        make_candidate(3, offload_optimizer="cpu"),
         make_candidate(3, offload_optimizer="cpu", offload_param="cpu"),
-    )  # fmt: skip
+    )
     one = bill(job, trace, columns_of([stay, move, both], job))
     assert one.host[0] == 0
     assert one.host[1] >= 12 * sum(trace.parameters) / 2

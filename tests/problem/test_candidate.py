@@ -58,9 +58,11 @@ def test_short_and_dotted_names_are_one_knob() -> None:
 
 def test_the_config_keeps_what_the_user_brought() -> None:
     base = {
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}, "gradient_clipping": 1.0, "fp16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+        "gradient_clipping": 1.0,
+        "fp16": {"enabled": True},
         "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "round_robin_gradients": True},
-    }  # fmt: skip
+    }
     job = make_job(precision="bf16", base_config=base)
     config = Candidate.of({"zero_stage": 2, MICRO_BATCH: 3, ACCUMULATION: 2}).ds_config(job)
     assert config["optimizer"] == base["optimizer"]
@@ -83,8 +85,17 @@ def test_offload_is_pinned_unless_the_user_said_otherwise() -> None:
 
 
 def test_one_line() -> None:
-    text = describe({"zero_stage": 3, MICRO_BATCH: 8, ACCUMULATION: 4, "activation_checkpointing": True,
-                     "offload_optimizer": "cpu", "overlap_comm": False, "reduce_bucket_size": 500_000_000})  # fmt: skip
+    text = describe(
+        {
+            "zero_stage": 3,
+            MICRO_BATCH: 8,
+            ACCUMULATION: 4,
+            "activation_checkpointing": True,
+            "offload_optimizer": "cpu",
+            "overlap_comm": False,
+            "reduce_bucket_size": 500_000_000,
+        }
+    )
     assert text == "z3 mb8 ga4 ckpt opt=cpu no-overlap rbs=5e+08"
 
 

@@ -15,8 +15,10 @@ from tests.conftest import make_job
 def test_a_job_survives_json() -> None:
     job = make_job(
         script=Script(("train.py", "--x"), "/tmp", (("zero_stage", "--z"),), True, {"micro_batch": 2}),
-        lora=Lora(8, ("q_proj",)), attention="sdpa", lengths=((5, 2), (9, 1)),
-    )  # fmt: skip
+        lora=Lora(8, ("q_proj",)),
+        attention="sdpa",
+        lengths=((5, 2), (9, 1)),
+    )
     assert Job.from_json(job.to_json()) == job
 
 

@@ -8,10 +8,17 @@ from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
 
 numbers = st.floats(0.001, 1e9, allow_nan=False)
 measurements = st.builds(
-    Measurement, step_seconds=numbers, step_seconds_spread=numbers, steps=st.integers(1, 100),
-    samples_per_second=numbers, tokens_per_second=numbers, peak_bytes=st.integers(1, 2**45),
-    extrapolated=st.booleans(), alloc_retries=st.integers(0, 9), phase_seconds=st.just({"init": 1.5}),
-)  # fmt: skip
+    Measurement,
+    step_seconds=numbers,
+    step_seconds_spread=numbers,
+    steps=st.integers(1, 100),
+    samples_per_second=numbers,
+    tokens_per_second=numbers,
+    peak_bytes=st.integers(1, 2**45),
+    extrapolated=st.booleans(),
+    alloc_retries=st.integers(0, 9),
+    phase_seconds=st.just({"init": 1.5}),
+)
 
 
 @given(

@@ -74,9 +74,15 @@ def test_the_command_of_a_candidate(folder: Path) -> None:
     )
     words = command(script, make_candidate(2, 4, 2, activation_checkpointing=True), "best.json")
     assert words == [
-        "train.py", "--deepspeed", "best.json", "--per_device_train_batch_size=4", "--data", "data.json",
-        "--accumulate", "2",
-    ]  # fmt: skip
+        "train.py",
+        "--deepspeed",
+        "best.json",
+        "--per_device_train_batch_size=4",
+        "--data",
+        "data.json",
+        "--accumulate",
+        "2",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -133,9 +139,10 @@ def test_what_is_a_deepspeed_config(folder: Path) -> None:
 
 def test_a_config_as_a_candidate() -> None:
     config = {
-        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 4,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 4,
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8, "offload_optimizer": {"device": "cpu"}},
-    }  # fmt: skip
+    }
     found = candidate_of_config(config)
     assert found == Candidate.of(
         {

@@ -24,9 +24,19 @@ def test_the_promised_spaces_are_shipped_and_valid() -> None:
 
 def test_default_holds_every_knob_the_issue_names() -> None:
     knobs = load_space("default").knobs
-    for name in ("zero_stage", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "reduce_bucket_size",
-                 "allgather_bucket_size", "sub_group_size", "contiguous_gradients", "overlap_comm", "offload_optimizer",
-                 "offload_param", "activation_checkpointing"):  # fmt: skip
+    for name in (
+        "zero_stage",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "reduce_bucket_size",
+        "allgather_bucket_size",
+        "sub_group_size",
+        "contiguous_gradients",
+        "overlap_comm",
+        "offload_optimizer",
+        "offload_param",
+        "activation_checkpointing",
+    ):
         assert name in knobs
 
 

@@ -47,8 +47,10 @@ def test_only_what_deepspeed_converts_is_converted(before: dict[str, Any], after
 
 
 def test_every_group_keeps_its_own_settings_and_share_of_the_learning_rate() -> None:
-    own = [{"lr": 0.0, "initial_lr": 1e-2, "weight_decay": 0.1, "step": 0},
-           {"lr": 0.0, "initial_lr": 1e-3, "weight_decay": 0.0, "step": 0}]  # fmt: skip
+    own = [
+        {"lr": 0.0, "initial_lr": 1e-2, "weight_decay": 0.1, "step": 0},
+        {"lr": 0.0, "initial_lr": 1e-3, "weight_decay": 0.0, "step": 0},
+    ]
     loaded = [{"params": [1], "lr": 4e-3, "initial_lr": 1e-2, "weight_decay": 0.1, "step": 7} for _ in range(2)]
     _keep_groups(loaded, own)
     assert [group["lr"] for group in loaded] == pytest.approx([4e-3, 4e-4])

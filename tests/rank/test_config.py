@@ -11,8 +11,12 @@ from tests.conftest import make_candidate, make_job
 
 
 def test_autos_and_trackers_go_and_an_optimizer_comes() -> None:
-    base = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "wandb": {"enabled": True}, "gradient_clipping": "auto",
-            "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}}}  # fmt: skip
+    base = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "wandb": {"enabled": True},
+        "gradient_clipping": "auto",
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}},
+    }
     config = trial_config(make_candidate(2), make_job(base_config=base))
     assert config["optimizer"] == {"type": "AdamW", "params": {}}
     assert not {"wandb", "gradient_clipping", "scheduler"} & set(config)

@@ -12,14 +12,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job, Lora
 from autotune.problem.models import workload_spec
 from autotune.problem.outcome import Outcome
-from autotune.rank.workload import (
-    batches,
-    causal_model,
-    fill_weights,
-    loss_of,
-    own_workload,
-    transformers_config,
-)
+from autotune.rank.workload import batches, causal_model, fill_weights, loss_of, own_workload, transformers_config
 from autotune.units import MIB
 from tests.conftest import Bench, make_candidate, make_job
 

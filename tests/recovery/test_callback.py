@@ -20,9 +20,11 @@ def test_a_training_is_a_trial_of_its_study(tmp_path: Path) -> None:
     StudyStore.create_or_resume("s", default_storage(folder), folder, job, detect("cpu", 2), load_space("cpu_demo"))
     config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e5}, "train_micro_batch_size_per_gpu": "auto"}
     args = SimpleNamespace(
-        per_device_train_batch_size=4, gradient_accumulation_steps=2, gradient_checkpointing=False,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=False,
         hf_deepspeed_config=SimpleNamespace(config=config),
-    )  # fmt: skip
+    )
     state = SimpleNamespace(is_world_process_zero=True)
     callback = StudyCallback(str(folder))
     for _ in range(WARMUP_STEPS + 4):

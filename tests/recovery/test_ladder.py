@@ -14,11 +14,19 @@ from tests.conftest import make_job
 
 HARDWARE = named_hardware("rtx4090", 4)
 JOB = make_job(4, model="qwen2.5-0.5b", seq_len=1024, precision="bf16", global_batch_size=64)
-TOP = Candidate.of({
-    "zero_stage": 2, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2, "overlap_comm": False,
-    "activation_checkpointing": False, "offload_optimizer": "none", "reduce_bucket_size": 500_000_000,
-    "allgather_bucket_size": 500_000_000, "contiguous_gradients": True,
-})  # fmt: skip
+TOP = Candidate.of(
+    {
+        "zero_stage": 2,
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 2,
+        "overlap_comm": False,
+        "activation_checkpointing": False,
+        "offload_optimizer": "none",
+        "reduce_bucket_size": 500_000_000,
+        "allgather_bucket_size": 500_000_000,
+        "contiguous_gradients": True,
+    }
+)
 
 
 def make(measured: dict[Candidate, Measurement] | None = None) -> list[Rung]:

@@ -79,9 +79,13 @@ def main() -> None:
     ours, args = HfArgumentParser((Ours, TrainingArguments)).parse_args_into_dataclasses()
     set_seed(0)
     config = LlamaConfig(
-        vocab_size=8192, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=8192,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
         max_position_embeddings=4096,
-    )  # fmt: skip
+    )
     InOrder.seen = ours.seen
     note(ours.seen, started=True)
     args.remove_unused_columns = False

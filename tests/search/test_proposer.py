@@ -75,8 +75,10 @@ def test_exhaustive_goes_on_with_optunas_sampler(landscape: Landscape) -> None:
 
 def test_a_kernel_that_crashes_everywhere_is_given_up() -> None:
     job, hardware = make_job(), named_hardware("rtx4090", 2)
-    space = parse_space("knobs: {zero_stage: [1, 2], train_micro_batch_size_per_gpu: [1, 2], "
-                        "attention: [sdpa, flex_attention], overlap_comm: [true, false]}")  # fmt: skip
+    space = parse_space(
+        "knobs: {zero_stage: [1, 2], train_micro_batch_size_per_gpu: [1, 2], "
+        "attention: [sdpa, flex_attention], overlap_comm: [true, false]}"
+    )
     store = StudyStore.in_memory(job, hardware, space)
     proposer = Proposer(space.candidates(job), space, job, hardware, store, 0, Predictor(job, hardware))
     crashed = Outcome(Kind.CRASH, Phase.FORWARD, reason="no such kernel", evidence="exception RuntimeError")

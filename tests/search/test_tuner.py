@@ -24,9 +24,13 @@ def landscape() -> Landscape:
 
 
 def search(
-    landscape: Landscape, budget: float, seed: int = 0, store: StudyStore | None = None,
-    executor: ReplayExecutor | None = None, **options: object,
-) -> tuple[Result, ReplayExecutor, StudyStore]:  # fmt: skip
+    landscape: Landscape,
+    budget: float,
+    seed: int = 0,
+    store: StudyStore | None = None,
+    executor: ReplayExecutor | None = None,
+    **options: object,
+) -> tuple[Result, ReplayExecutor, StudyStore]:
     job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
     store = store or StudyStore.in_memory(job, hardware, space)
     executor = executor or ReplayExecutor(landscape, seed)
@@ -44,9 +48,10 @@ def test_it_finds_the_best_soon_and_verifies_it(landscape: Landscape, seed: int)
     assert result.winner.role == VERIFY
     assert landscape.best_step_seconds / landscape.seconds_per_sample(result.winner.candidate) > 0.95
     first = next(
-        seconds for seconds, candidate, kind in executor.ledger.trials
+        seconds
+        for seconds, candidate, kind in executor.ledger.trials
         if kind is Kind.OK and landscape.best_step_seconds / landscape.seconds_per_sample(candidate) > 0.95
-    )  # fmt: skip
+    )
     assert first < 240
     assert sum(kind is not Kind.OK for _, _, kind in executor.ledger.trials) <= 3
     searched = [r.candidate for r in store.records() if r.role == SEARCH]
@@ -120,8 +125,14 @@ def test_trouble_of_the_machine_is_retried_once(landscape: Landscape) -> None:
 
 def test_a_job_that_fails_by_itself_stops_the_study_with_its_reason(landscape: Landscape) -> None:
     def script(count: int, candidate: Candidate) -> Outcome | None:
-        return Outcome(Kind.CRASH, Phase.FORWARD, reason="ValueError: your bug", evidence="exception builtins.ValueError",
-                       log="runs/x/trials/0", seconds=5.0)  # fmt: skip
+        return Outcome(
+            Kind.CRASH,
+            Phase.FORWARD,
+            reason="ValueError: your bug",
+            evidence="exception builtins.ValueError",
+            log="runs/x/trials/0",
+            seconds=5.0,
+        )
 
     executor = Scripted(landscape, script)
     with pytest.raises(UserError, match=r"fails by itself.*your bug"):
