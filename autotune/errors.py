@@ -4,10 +4,30 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from enum import StrEnum
 
 
 class UserError(Exception):
     """Bad input: the message says what was wrong, what was expected and what to do next. The CLI exits with 2."""
+
+
+class Cause(StrEnum):
+    """Why a user's script cannot be tuned as it is."""
+
+    SCRIPT = "script"  # it fails, ends too early, or never reaches DeepSpeed
+    BATCH = "batch"  # it trains on another batch than it was told to
+
+
+class Unusable(UserError):
+    """The user's script cannot be tuned as it is, whatever the candidate. Raised in a rank and again in the tuner.
+
+    Args:
+        cause: what a caller may decide by; the text is for people.
+    """
+
+    def __init__(self, text: str, cause: Cause = Cause.SCRIPT) -> None:
+        super().__init__(text)
+        self.cause = cause
 
 
 class NothingFits(Exception):

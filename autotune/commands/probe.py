@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import UserError
+from autotune.errors import Cause, Unusable, UserError
 from autotune.executors.base import Effort
 from autotune.executors.local import LocalExecutor
 from autotune.group.verdict import log_tail
@@ -17,7 +17,7 @@ from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH,
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec
-from autotune.problem.outcome import Kind, Outcome
+from autotune.problem.outcome import Kind, Outcome, Source
 from autotune.problem.script import candidate_of_config, config_path
 from autotune.results.export import write_atomically
 
@@ -105,8 +105,8 @@ def _batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
     session = executor.session(other, "probe-batch")
     try:
         session.measure(other, Effort(min_steps=1, max_steps=1, min_seconds=0.0), seconds)
-    except UserError as error:
-        if script.flags or ("sequences a step" not in str(error) and "micro-batches where" not in str(error)):
+    except Unusable as error:
+        if script.flags or error.cause is not Cause.BATCH:
             raise
         return str(error)
     finally:
@@ -119,7 +119,7 @@ def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: floa
     with closing(executor.session(candidate, name)) as session:
         outcome = session.measure(candidate, EFFORT, seconds)
     if outcome.kind is Kind.INTERRUPTED:
-        more = ": give a larger --budget" if "budget" in outcome.evidence else ""
+        more = ": give a larger --budget" if outcome.source is Source.BUDGET else ""
         raise UserError(f"{outcome.reason}, before anything of the script was measured{more}")
     if not outcome.ok and not outcome.kind.is_oom:
         log = f"{outcome.log}/rank{outcome.rank or 0}.log"

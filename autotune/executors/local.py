@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from autotune.errors import UserError
+from autotune.errors import Cause, Unusable, UserError
 from autotune.executors.base import Effort
 from autotune.group.fork_server import prepare_environment
 from autotune.group.gauge import Gauge, Peaks, make_meter
@@ -31,7 +31,7 @@ from autotune.predict.flops import model_flops_per_token
 from autotune.problem.candidate import Candidate, samples, under
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, Script
-from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
+from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
 from autotune.problem.script import heavy_imports
 from autotune.rank.config import needed_ops, trial_config
 
@@ -424,12 +424,20 @@ class LocalSession:
         last = time.monotonic()
         while True:
             if self._executor.cancelled():
-                return Outcome(Kind.INTERRUPTED, self._phase, reason="the study was stopped", evidence="stop requested")
+                return Outcome(
+                    Kind.INTERRUPTED,
+                    self._phase,
+                    reason="the study was stopped",
+                    evidence="stop requested",
+                    source=Source.STOP,
+                )
             now = time.monotonic()
             silence = {Phase.START: deadlines.start, Phase.INIT: deadlines.init}.get(self._phase, deadlines.step)
             if now > deadline:  # says nothing of the candidate: it may be tried again with more time
                 why = f"its share of the budget ended in {self._phase.value}"
-                return Outcome(Kind.INTERRUPTED, self._phase, reason=why, evidence="deadline of the budget")
+                return Outcome(
+                    Kind.INTERRUPTED, self._phase, reason=why, evidence="deadline of the budget", source=Source.BUDGET
+                )
             if now - last > silence:
                 self._timed_out = f"{self._phase.value}: nothing heard for {silence:.0f} s"
                 return self._fail()
@@ -488,8 +496,8 @@ class LocalSession:
         if self._errors and self._errors[0].get("phase") in set(Phase):
             phase = Phase(self._errors[0]["phase"])
         self.close()
-        if unusable := [error for error in self._errors if error["kinds"][0].endswith(".Unusable")]:
-            raise UserError(unusable[0]["text"])
+        if unusable := [error for error in self._errors if error.get("cause")]:
+            raise Unusable(unusable[0]["text"], Cause(unusable[0]["cause"]))
         evidence = Evidence(
             self._executor.hardware.device,
             self._errors,
@@ -506,6 +514,7 @@ class LocalSession:
             verdict.phase,
             reason=verdict.reason,
             evidence=verdict.evidence,
+            source=verdict.source,
             rank=verdict.rank,
             missing_bytes=verdict.missing_bytes,
             peak_bytes=peaks.worst or None,

@@ -23,7 +23,7 @@ from autotune.problem.candidate import KNOBS, Candidate, Value, samples
 from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_gpu
 from autotune.problem.job import Job
 from autotune.problem.models import ModelSpec, resolve_model
-from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
+from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
 from autotune.problem.space import Domain, SearchSpace
 from autotune.units import GIB
 
@@ -278,6 +278,7 @@ class ReplaySession:
                 Kind.INTERRUPTED,
                 reason="its share of the budget ended",
                 evidence="deadline of the budget",
+                source=Source.BUDGET,
                 seconds=max(0.0, deadline_seconds),
                 outside_seconds=max(0.0, deadline_seconds),
             )
@@ -299,6 +300,7 @@ class ReplaySession:
             Phase.BACKWARD,
             reason="the table says so",
             evidence="replay",
+            source=Source.TABLE,
             missing_bytes=missing,
             seconds=seconds,
             outside_seconds=seconds,

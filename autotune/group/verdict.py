@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.group.gauge import FOREIGN_BYTES, Peaks
-from autotune.problem.outcome import Kind, Phase
+from autotune.problem.outcome import Kind, Phase, Source
 from autotune.units import GIB, KIB, MIB, format_bytes
 
 
@@ -33,8 +33,10 @@ class Verdict:
     phase: Phase
     reason: str
     evidence: str
+    source: Source
     rank: int | None = None
     missing_bytes: int | None = None
+    signal: int | None = None  # that the rank died of
 
 
 # Texts of running out, each seen in the wild; the first group that matches decides. Host texts come before device texts
@@ -81,12 +83,18 @@ def judge(evidence: Evidence) -> Verdict:
             return _of_signal(rank, -status, evidence)
     if evidence.timed_out:
         return Verdict(
-            Kind.TIMEOUT, evidence.phase, f"no rank got on: {evidence.timed_out}", f"deadline: {evidence.timed_out}"
+            Kind.TIMEOUT,
+            evidence.phase,
+            f"no rank got on: {evidence.timed_out}",
+            f"deadline: {evidence.timed_out}",
+            Source.SILENCE,
         )
     for rank, status in sorted(evidence.statuses.items()):
         if status != 0:
             return _of_status(rank, status, evidence)
-    return Verdict(Kind.CRASH, evidence.phase, "the ranks ended without a result", "channel closed, exit status 0")
+    return Verdict(
+        Kind.CRASH, evidence.phase, "the ranks ended without a result", "channel closed, exit status 0", Source.EXIT
+    )
 
 
 # What a peer reports after another rank's failure must not hide it.
@@ -111,7 +119,8 @@ def _of_error(error: dict[str, Any], evidence: Evidence) -> Verdict:
     missing = missing_bytes(text)
 
     def verdict(kind: Kind, why: str) -> Verdict:
-        return Verdict(kind, phase, f"{name.split('.')[-1]}: {line}", why, rank, missing if kind.is_oom else None)
+        reason, short = f"{name.split('.')[-1]}: {line}", missing if kind.is_oom else None
+        return Verdict(kind, phase, reason, why, Source.EXCEPTION, rank, short)
 
     if any(kind.endswith("OutOfMemoryError") for kind in kinds):
         if evidence.peaks.foreign > FOREIGN_BYTES:
@@ -144,7 +153,7 @@ def _of_signal(rank: int, number: int, evidence: Evidence) -> Verdict:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
     def verdict(kind: Kind, reason: str, why: str) -> Verdict:
-        return Verdict(kind, evidence.phase, reason, why, rank)
+        return Verdict(kind, evidence.phase, reason, why, Source.SIGNAL, rank, signal=number)
 
     if number == signal.SIGKILL:
         if evidence.peaks.oom_kills > 0:
@@ -168,8 +177,12 @@ def _of_status(rank: int, status: int, evidence: Evidence) -> Verdict:
     tail = evidence.logs.get(rank, "")
     found = classify_text(tail, evidence.device)
     if found:
-        return Verdict(found[0], evidence.phase, _last_line(tail), f"exit {status}, log text {found[1]!r}", rank)
-    return Verdict(Kind.CRASH, evidence.phase, _last_line(tail) or f"exit status {status}", f"exit {status}", rank)
+        return Verdict(
+            found[0], evidence.phase, _last_line(tail), f"exit {status}, log text {found[1]!r}", Source.EXIT, rank
+        )
+    return Verdict(
+        Kind.CRASH, evidence.phase, _last_line(tail) or f"exit status {status}", f"exit {status}", Source.EXIT, rank
+    )
 
 
 def classify_text(text: str, device: str) -> tuple[Kind, str] | None:

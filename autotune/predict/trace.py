@@ -355,8 +355,8 @@ def _run_both(job: Job, config: Any, checkpointing: bool, options: tuple[bool, b
     slope = second[:, 1] - first[:, 1]
     after = two.after_forward - one.after_forward
     moved = tuple((3 * a - 2 * b, b - a) for a, b in zip(one.moved, two.moved, strict=True))
-    flops = tuple(b - a for a, b in zip(one.flops, two.flops, strict=True))
-    attention = tuple(b - a for a, b in zip(one.attention, two.attention, strict=True))
+    flops: Any = tuple(b - a for a, b in zip(one.flops, two.flops, strict=True))
+    attention: Any = tuple(b - a for a, b in zip(one.attention, two.attention, strict=True))
     return Pass(
         [int(p) for p in first[:, 0]],
         list(first[:, 1] - 2 * slope),

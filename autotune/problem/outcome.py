@@ -42,6 +42,36 @@ class Phase(StrEnum):
     SAVE = "save"
 
 
+class Source(StrEnum):
+    """What decided an Outcome's kind; `Outcome.evidence` says it in words."""
+
+    EXCEPTION = "exception"  # that a rank reported
+    SIGNAL = "signal"  # that a rank died of
+    EXIT = "exit"  # a rank's exit status
+    SILENCE = "silence"  # nothing was heard for longer than its phase may take
+    BUDGET = "budget"  # its share of the budget ended
+    STOP = "stop"  # the tuner was stopped, or ended
+    TABLE = "table"  # a replay's row
+
+    @classmethod
+    def of_evidence(cls, text: str) -> Source | None:
+        """The source that version 0.1, which stored the words alone, had in mind."""
+        starts = {
+            "exception": cls.EXCEPTION,
+            "text": cls.EXCEPTION,
+            "SIG": cls.SIGNAL,
+            "signal": cls.SIGNAL,
+            "exit": cls.EXIT,
+            "channel": cls.EXIT,
+            "deadline of": cls.BUDGET,
+            "deadline:": cls.SILENCE,
+            "stop": cls.STOP,
+            "found running": cls.STOP,
+            "replay": cls.TABLE,
+        }
+        return next((source for start, source in starts.items() if text.startswith(start)), None)
+
+
 @dataclass(frozen=True)
 class Measurement:
     """End-to-end figures of one candidate; memory is the worst rank's, speed the whole group's."""
@@ -80,6 +110,7 @@ class Outcome:
     measurement: Measurement | None = None
     reason: str = ""  # one line for people
     evidence: str = ""  # what decided the kind: exception type, exit status, counter, or log text
+    source: Source | None = None
     missing_bytes: int | None = None  # by how much an allocation failed, where an allocator said so
     peak_bytes: int | None = None  # the highest the gauge saw, also of a failed trial
     rank: int | None = None  # which rank failed first
@@ -101,6 +132,8 @@ class Outcome:
         values = {key: value for key, value in data.items() if key in known}
         values["kind"] = Kind(values["kind"])
         values["phase"] = Phase(values.get("phase", Phase.STEP))
+        said = values.get("source")
+        values["source"] = Source(said) if said else Source.of_evidence(values.get("evidence", ""))
         if values.get("measurement"):
             fields = {f.name for f in dataclasses.fields(Measurement)}
             values["measurement"] = Measurement(**{k: v for k, v in values["measurement"].items() if k in fields})

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from autotune.errors import Unusable
 from autotune.problem.candidate import CHECKPOINTING, Candidate
 from autotune.problem.job import Job
 from autotune.problem.script import FLAGS, LOCAL_RANK_FLAGS, settings, with_configs, with_flag
@@ -40,10 +41,6 @@ QUIET_ENVIRONMENT = {
 
 
 UNLIMITED = 10**6  # a tokenizer without a limit says a far larger one
-
-
-class Unusable(Exception):
-    """The script cannot be tuned as it is, whatever the candidate."""
 
 
 class Watcher(Protocol):

@@ -19,6 +19,7 @@ import time
 import traceback
 from typing import Any, NoReturn
 
+from autotune.errors import Unusable
 from autotune.group.protocol import Channel, Message
 
 SETTLED = 0.05  # warm-up ends when two step times in a row differ by less
@@ -341,6 +342,7 @@ class Rank:
             file=trace[-1].filename if trace else "",
             files=[frame.filename for frame in trace],
             rank=self.spec["rank"],
+            cause=str(error.cause) if isinstance(error, Unusable) else None,
         )
         print(text, file=sys.stderr, flush=True)
 

@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from autotune.errors import Cause, Unusable
 from autotune.group.verdict import is_memory_error
 from autotune.problem.candidate import Candidate
-from autotune.rank.hooks import QUIET_ENVIRONMENT, Hooks, Unusable, run_script
+from autotune.rank.hooks import QUIET_ENVIRONMENT, Hooks, run_script
 from autotune.rank.model import EXIT_REPORTED, Rank, enough, leave, stretch
 
 WARMUP_STEPS = 2  # batches of a script differ in length: its step times never settle as synthetic ones do
@@ -158,12 +159,14 @@ class ScriptRank(Rank):
             if self._micros != self.candidate.accumulation:
                 raise Unusable(
                     f"the script accumulated {self._micros} micro-batches where {self.candidate.accumulation} were asked "
-                    "for: say which flag sets it, like --map gradient_accumulation_steps=--FLAG"
+                    "for: say which flag sets it, like --map gradient_accumulation_steps=--FLAG",
+                    Cause.BATCH,
                 )
             if got > asked + 0.5 or got < asked - self.candidate.micro_batch + 0.5:
                 raise Unusable(
                     f"the script gave {self._rows} sequences a step where {asked * per_sample:g} were asked for: say which "
-                    "flag sets the batch, like --map train_micro_batch_size_per_gpu=--FLAG"
+                    "flag sets the batch, like --map train_micro_batch_size_per_gpu=--FLAG",
+                    Cause.BATCH,
                 )
 
     def _finish(self) -> None:

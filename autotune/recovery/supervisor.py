@@ -323,7 +323,7 @@ class Launcher:
         verdict = judge(evidence)
         if verdict.kind.is_oom or verdict.kind is Kind.INVALID:
             return heard.end(code, verdict.kind, verdict.reason)
-        if verdict.kind is Kind.CRASH and verdict.evidence.startswith("SIGKILL"):
+        if verdict.kind is Kind.CRASH and verdict.signal == signal.SIGKILL:
             return heard.end(code, Kind.CRASH, verdict.reason)
         if verdict.kind in (Kind.INFRASTRUCTURE, Kind.FOREIGN):
             return heard.end(code, verdict.kind, verdict.reason)

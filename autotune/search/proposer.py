@@ -17,7 +17,7 @@ from autotune.predict.roofline import host_limit_bytes
 from autotune.problem.candidate import CHECKPOINTING, MODEL_KNOBS, Candidate, Value
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
-from autotune.problem.outcome import Kind, Outcome
+from autotune.problem.outcome import Kind, Outcome, Source
 from autotune.problem.space import SearchSpace
 from autotune.search.dominance import Dominance
 from autotune.search.sampler import Sampler
@@ -116,7 +116,7 @@ class Proposer:
             self._rule_out_larger(candidate)
         elif outcome.kind is Kind.INVALID:
             self._learn_refusal(candidate, outcome.reason, "DeepSpeed refuses")
-        elif outcome.kind is Kind.CRASH and outcome.evidence.startswith("exception"):
+        elif outcome.kind is Kind.CRASH and outcome.source is Source.EXCEPTION:
             self._learn_refusal(candidate, outcome.reason, "crashes")
         else:  # a hang, a signal or the host's memory: the same engine would end the same way
             at = self._index.get(candidate, -1)

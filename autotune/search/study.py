@@ -25,7 +25,7 @@ from autotune.errors import UserError, near
 from autotune.problem.candidate import Candidate, Value
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Kind, Measurement, Outcome, Source
 from autotune.problem.space import SearchSpace
 from autotune.units import GIB
 
@@ -349,7 +349,12 @@ class StudyStore:
         closed = 0
         left = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING, TrialState.WAITING))
         for frozen in left:
-            outcome = Outcome(Kind.INTERRUPTED, reason="the tuner's process ended meanwhile", evidence="found running")
+            outcome = Outcome(
+                Kind.INTERRUPTED,
+                reason="the tuner's process ended meanwhile",
+                evidence="found running",
+                source=Source.STOP,
+            )
             self.study._storage.set_trial_user_attr(frozen._trial_id, "outcome", outcome.to_json())
             if frozen.state is TrialState.WAITING:
                 self.study._storage.set_trial_state_values(frozen._trial_id, TrialState.FAIL)

@@ -14,7 +14,7 @@ from autotune.executors.base import VERIFY as VERIFY_EFFORT
 from autotune.executors.base import Effort, Executor, Session
 from autotune.problem.candidate import MODEL_KNOBS, Candidate
 from autotune.problem.hardware import Hardware
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Kind, Measurement, Outcome, Source
 from autotune.problem.space import SearchSpace
 from autotune.search.proposer import Proposal, Proposer
 from autotune.search.study import SEARCH, VERIFY, Record, StudyStore
@@ -198,7 +198,9 @@ class Tuner:
         outcome = session.measure(candidate, self.search_effort, min(left, limit))
         if outcome.kind is Kind.INTERRUPTED and limit < left and not self.cancelled():
             why = f"took over {format_duration(limit)}, far more than what similar trials took"
-            outcome = dataclasses.replace(outcome, kind=Kind.TIMEOUT, reason=why, evidence="deadline of the trial")
+            outcome = dataclasses.replace(
+                outcome, kind=Kind.TIMEOUT, reason=why, evidence="deadline of the trial", source=Source.BUDGET
+            )
         self._tried += 1
         self._record(number, candidate, outcome, SEARCH)
         return outcome
@@ -231,7 +233,7 @@ class Tuner:
                 gave_up = dataclasses.replace(outcome, kind=Kind.CRASH)
                 self.proposer.observe(candidate, gave_up)
             self._retried.add(candidate)
-        if outcome.kind is Kind.CRASH and outcome.evidence.startswith("exception"):
+        if outcome.kind is Kind.CRASH and outcome.source is Source.EXCEPTION:
             crashed = self._crashes.setdefault(outcome.reason, set())
             crashed.add(candidate)
             if len({one.family for one in crashed}) >= 2 and not self._ok and not self._blames_the_model(crashed):

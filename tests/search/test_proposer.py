@@ -8,7 +8,7 @@ from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
-from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
+from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
 from autotune.problem.space import parse_space
 from autotune.search.dominance import Dominance
 from autotune.search.proposer import Proposer
@@ -81,7 +81,9 @@ def test_a_kernel_that_crashes_everywhere_is_given_up() -> None:
     )
     store = StudyStore.in_memory(job, hardware, space)
     proposer = Proposer(space.candidates(job), space, job, hardware, store, 0, Predictor(job, hardware))
-    crashed = Outcome(Kind.CRASH, Phase.FORWARD, reason="no such kernel", evidence="exception RuntimeError")
+    crashed = Outcome(
+        Kind.CRASH, Phase.FORWARD, reason="no such kernel", evidence="exception RuntimeError", source=Source.EXCEPTION
+    )
     flex = [c for c in space.candidates(job) if c.get("attention") == "flex_attention"]
     apart = next(c for c in flex if c.stage != flex[0].stage and c.get("overlap_comm") != flex[0].get("overlap_comm"))
     proposer.observe(flex[0].but(attention="sdpa"), Outcome(Kind.OK, measurement=Measurement(1, 0, 4, 1, 1, GIB)))

@@ -9,7 +9,7 @@ from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, 
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
-from autotune.problem.outcome import Kind, Outcome, Phase
+from autotune.problem.outcome import Kind, Outcome, Phase, Source
 from autotune.search.proposer import Proposer
 from autotune.search.study import SEARCH, VERIFY, StudyStore
 from autotune.search.tuner import Result, Tuner, overlap, too_short
@@ -130,6 +130,7 @@ def test_a_job_that_fails_by_itself_stops_the_study_with_its_reason(landscape: L
             Phase.FORWARD,
             reason="ValueError: your bug",
             evidence="exception builtins.ValueError",
+            source=Source.EXCEPTION,
             log="runs/x/trials/0",
             seconds=5.0,
         )
