@@ -12,6 +12,7 @@ from typing import Any
 from autotune.errors import Cause, Unusable, UserError
 from autotune.executors.base import Effort
 from autotune.executors.local import LocalExecutor
+from autotune.files import write_atomically
 from autotune.group.verdict import log_tail
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.problem.hardware import Hardware
@@ -19,7 +20,6 @@ from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec
 from autotune.problem.outcome import Kind, Outcome, Source
 from autotune.problem.script import candidate_of_config, config_path
-from autotune.results.export import write_atomically
 
 EFFORT = Effort(min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
 # What a script that does not fit as it is may still run under, so that something is learnt of it.

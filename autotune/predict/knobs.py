@@ -9,22 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.problem.candidate import ATTENTION, COMPILED, LORA, PACKING, Candidate
+from autotune.problem.candidate import ATTENTION, COMPILED, LORA, PACKING, ZERO_DEFAULTS, Candidate
 from autotune.problem.job import ATTENTIONS, Job, parse_lora
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 PLACES = {"none": 0.0, "cpu": 1.0, "nvme": 2.0}
-
-# deepspeed 0.19.8, runtime/zero/config.py
-DEFAULTS: dict[str, float] = {
-    "reduce_bucket_size": 5e8,
-    "sub_group_size": 1e9,
-    "contiguous_gradients": 1.0,
-    "zero_optimization.stage3_prefetch_bucket_size": 5e7,
-    "zero_optimization.stage3_max_live_parameters": 1e9,
-    "zero_optimization.stage3_max_reuse_distance": 1e9,
-}
 
 
 @dataclass(frozen=True)
@@ -76,7 +66,7 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
         ]
     )
     prefetch, max_live, max_reuse = (
-        column(zero + name, DEFAULTS[zero + name])
+        column(zero + name, ZERO_DEFAULTS[zero + name])
         for name in ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
     )
     micro_batch = np.array([float(c.micro_batch) for c in candidates])
@@ -91,9 +81,9 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
         np.array([float(c.checkpointing) for c in candidates]),
         place("offload_optimizer"),
         place("offload_param"),
-        column("reduce_bucket_size", DEFAULTS["reduce_bucket_size"]),
-        column("sub_group_size", DEFAULTS["sub_group_size"]),
-        column("contiguous_gradients", DEFAULTS["contiguous_gradients"]),
+        column("reduce_bucket_size", ZERO_DEFAULTS["reduce_bucket_size"]),
+        column("sub_group_size", ZERO_DEFAULTS["sub_group_size"]),
+        column("contiguous_gradients", ZERO_DEFAULTS["contiguous_gradients"]),
         overlap,
         prefetch,
         max_live,

@@ -77,6 +77,16 @@ KNOBS: dict[str, Knob] = {
 }
 _BY_PATH = {knob.path: name for name, knob in KNOBS.items() if knob.path}
 
+# What DeepSpeed takes where a config is silent (deepspeed 0.19.8, runtime/zero/config.py).
+ZERO_DEFAULTS: dict[str, float] = {
+    "reduce_bucket_size": 5e8,
+    "sub_group_size": 1e9,
+    "contiguous_gradients": 1.0,
+    "zero_optimization.stage3_prefetch_bucket_size": 5e7,
+    "zero_optimization.stage3_max_live_parameters": 1e9,
+    "zero_optimization.stage3_max_reuse_distance": 1e9,
+}
+
 # Keys under zero_optimization that only some stages read, beside those above.
 _STAGE3_ONLY = (
     "sub_group_size",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from autotune.predict.knobs import DEFAULTS
+from autotune.problem.candidate import ZERO_DEFAULTS
 
 SUFFIX = "_universal"
 _MODEL_STATES = "mp_rank_00_model_states.pt"
@@ -30,7 +30,7 @@ def layout(config: dict[str, Any]) -> tuple[object, ...]:
         for part in ("offload_optimizer", "offload_param")
     )
     if stage == 3:
-        return 3, int(float(zero.get("sub_group_size", DEFAULTS["sub_group_size"]))), nvme
+        return 3, int(float(zero.get("sub_group_size", ZERO_DEFAULTS["sub_group_size"]))), nvme
     return ("flat" if stage else 0), nvme
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune.files import write_atomically
 from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement
 from autotune.problem.space import SearchSpace
 from autotune.rank.checkpoints import convertible, layout
-from autotune.results.export import write_atomically
 
 # What a rung may change; of these only stage, sub-groups and NVMe decide how checkpoints are laid out
 # (`autotune.rank.checkpoints.layout`). Others, like round_robin_gradients, are left as they are.

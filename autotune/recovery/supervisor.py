@@ -21,6 +21,7 @@ from typing import Any
 
 from autotune.errors import UserError
 from autotune.executors.local import end_ranks, rank_environment, threads_per_rank
+from autotune.files import write_atomically
 from autotune.group.gauge import Peaks, kernel_oom_kills, make_meter
 from autotune.group.protocol import Channel, Message
 from autotune.group.verdict import Evidence, judge
@@ -28,7 +29,6 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Phase
 from autotune.recovery.ladder import Rung
-from autotune.results.export import write_atomically
 from autotune.units import format_bytes, format_duration
 
 START_SECONDS = 60.0  # for a rank's interpreter to come up

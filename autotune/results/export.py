@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from autotune import __version__
+from autotune.files import write_atomically
 from autotune.problem.candidate import Candidate, under
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement
 
 FORMATS = ("deepspeed", "accelerate", "hf")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """A reader never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def deepspeed_config(candidate: Candidate, job: Job) -> dict[str, Any]:
