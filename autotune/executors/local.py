@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
-
 from autotune.errors import Cause, Unusable, UserError
 from autotune.executors.base import Effort
+from autotune.group.ending import end_ranks
 from autotune.group.fork_server import prepare_environment
 from autotune.group.gauge import Gauge, Peaks, make_meter
 from autotune.group.protocol import Channel, Message
@@ -35,7 +34,6 @@ from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
 from autotune.problem.script import heavy_imports
 from autotune.rank.config import needed_ops, trial_config
 
-KILL_GRACE_SECONDS = 2.0
 _LOADING_SECONDS = 20.0  # ops that took longer were built, not loaded
 _BUILDING_SECONDS = 1800  # all ops of a slow machine; beyond that a compiler hangs
 _SETTLE_SECONDS = 0.25  # after the first failure: a peer's secondary report must not outrun the cause
@@ -144,7 +142,7 @@ class ForkLauncher:
         self.ready = message
 
     def launch(self, address: str, rank: int) -> None:
-        self._channel.send("launch", address=address, rank=rank)
+        self._channel.send("launch", entry="autotune.rank.model", address=address, rank=rank)
 
     def status(self, pid: int) -> int | None:
         for message in self._channel.drain():
@@ -609,57 +607,8 @@ def threads_per_rank(ranks: int) -> int:
     return max(1, min(8, (os.cpu_count() or 1) // ranks))
 
 
-def end_ranks(pids: list[int], status: Callable[[int], int | None], server: int | None = None) -> None:
-    """Ends the ranks and all they have started; back only when nothing of it is left.
-
-    Args:
-        status: of a rank; reaps it.
-        server: the process that adopts what dead ranks leave running.
-    """
-    started = [process for pid in pids for process in _below(pid)]
-    _kill_groups(pids, status)
-    started += _below(server) if server is not None else []
-    for process in started:  # what left its rank's process group
-        with suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                process.kill()
-    psutil.wait_procs([process for process in started if process.is_running()], timeout=5)
-
-
-def _below(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.Error:
-        return []
-
-
-def _kill_groups(pids: list[int], status: Callable[[int], int | None]) -> None:
-    """SIGTERM to every rank's process group, SIGKILL after the grace."""
-    for number, patience in ((signal.SIGTERM, KILL_GRACE_SECONDS), (signal.SIGKILL, 10.0)):
-        for pid in pids:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, number)
-        until = time.monotonic() + patience
-        while time.monotonic() < until:
-            for pid in pids:
-                status(pid)  # reaps what a cold start left
-            if not any(_group_lives(pid) for pid in pids):
-                return
-            time.sleep(0.01)
-
-
 def _highest(by_phase: dict[str, int]) -> int:
     return max(by_phase.values(), default=0)
-
-
-def _group_lives(pid: int) -> bool:
-    try:
-        os.killpg(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def median_spread(values: list[float]) -> float:

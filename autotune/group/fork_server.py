@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from autotune.group.ending import adopt_orphans, die_with_parent
 from autotune.group.ops import load_ops
-from autotune.group.protocol import Channel
-from autotune.rank.model import adopt_orphans, become_rank, die_with_parent
+from autotune.group.protocol import Channel, Message
 
 
 def prepare_environment(device: str) -> dict[str, str]:
@@ -102,7 +102,7 @@ def serve(sock: socket.socket) -> None:
                 channel.send("exited", pid=pid, status=os.waitstatus_to_exitcode(status))
         for message in channel.drain():
             if message["type"] == "launch":
-                pid = _fork(message["address"], message["rank"], [sock.fileno(), wake_read, wake_write])
+                pid = _fork(message, [sock.fileno(), wake_read, wake_write])
                 children.add(pid)
                 channel.send("launched", pid=pid, rank=message["rank"])
     for pid in children:
@@ -117,7 +117,7 @@ def _ended() -> Iterator[tuple[int, int]]:
             yield found
 
 
-def _fork(address: str, rank: int, inherited: list[int]) -> int:
+def _fork(order: Message, inherited: list[int]) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -126,7 +126,7 @@ def _fork(address: str, rank: int, inherited: list[int]) -> int:
     die_with_parent()
     for descriptor in inherited:
         os.close(descriptor)
-    become_rank(address, rank)
+    importlib.import_module(order["entry"]).become(order["address"], order["rank"])
     raise AssertionError("unreachable")
 
 

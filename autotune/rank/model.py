@@ -6,7 +6,6 @@ it connects to the tuner, says which rank it is, and gets its spec.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import shutil
@@ -20,21 +19,12 @@ import traceback
 from typing import Any, NoReturn
 
 from autotune.errors import Unusable
+from autotune.group.ending import die_with_parent
 from autotune.group.protocol import Channel, Message
 
 SETTLED = 0.05  # warm-up ends when two step times in a row differ by less
 MAX_WARMUP_STEPS = 6
 EXIT_REPORTED = 13  # the failure was reported over the channel
-
-
-def die_with_parent() -> None:
-    """The kernel kills this process when its parent dies: a killed tuner leaves no orphan."""
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def adopt_orphans() -> None:
-    """What a dead child leaves running becomes this process's child: a data loader's worker with a session of its own."""
-    ctypes.CDLL(None, use_errno=True).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
 def greet(address: str, number: int) -> tuple[Channel, Message]:
@@ -56,7 +46,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def become_rank(address: str, number: int) -> None:
+def become(address: str, number: int) -> None:
     """Never returns: runs the rank, reports how it ended, leaves without waiting for its peers."""
     channel, spec = greet(address, number)
     for caught in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
@@ -375,7 +365,7 @@ def _extrapolate(parts: list[float], accumulation: int) -> float:
 
 def main() -> None:
     die_with_parent()
-    become_rank(sys.argv[1], int(sys.argv[2]))
+    become(sys.argv[1], int(sys.argv[2]))
 
 
 if __name__ == "__main__":

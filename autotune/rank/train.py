@@ -13,11 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from autotune.group.ending import die_with_parent
 from autotune.group.verdict import is_memory_error
 from autotune.problem.candidate import Candidate
 from autotune.rank.checkpoints import load_any
 from autotune.rank.hooks import Hooks, run_script
-from autotune.rank.model import EXIT_REPORTED, Rank, die_with_parent, greet, leave
+from autotune.rank.model import EXIT_REPORTED, Rank, greet, leave
 
 _PROGRESS_SECONDS = 0.2
 

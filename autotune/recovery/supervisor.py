@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.executors.local import end_ranks, rank_environment, threads_per_rank
+from autotune.executors.local import rank_environment, threads_per_rank
 from autotune.files import write_atomically
+from autotune.group.ending import end_ranks
 from autotune.group.gauge import Peaks, kernel_oom_kills, make_meter
 from autotune.group.protocol import Channel, Message
 from autotune.group.verdict import Evidence, judge
