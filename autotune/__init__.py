@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autotune.recovery.supervisor import Summary
+    from autotune.recovery.supervisor import LaunchSummary
 
 __version__ = "0.1.0"
 
 
-def launch(study: str, command: list[str], **options: Any) -> Summary:
+def launch(study: str, command: list[str], **options: Any) -> LaunchSummary:
     """Trains a script under a study's winner and brings it back when memory runs out, as `autotune launch` does.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from autotune.executors.local import rank_environment, threads_per_rank
+from autotune.group.environment import rank_environment, threads_per_rank
 from autotune.problem.job import Job
 
 

@@ -25,13 +25,15 @@ from pathlib import Path
 import psutil
 
 from autotune.executors.base import Effort
-from autotune.executors.local import LocalExecutor, median_spread, rank_environment
+from autotune.executors.local import LocalExecutor
+from autotune.executors.measurement import median_spread
+from autotune.group.environment import rank_environment
 from autotune.group.verdict import log_tail
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job, Script
 from autotune.recovery.ladder import Rung
-from autotune.recovery.supervisor import Launcher
+from autotune.recovery.supervisor import Supervisor
 
 HERE = Path(__file__).parent
 SETTLE_STEPS = 8  # before the first turn
@@ -197,7 +199,7 @@ def main() -> None:
     if kind == "launch":
         ladder = [Rung(candidate, 1e9, 1.0, True)]
         os.chdir(job.script.cwd)
-        Launcher(job, hardware, ladder, folder, max_restarts=0, silent_seconds=ENDLESS, say=print).run()
+        Supervisor(job, hardware, ladder, folder, max_restarts=0, silent_seconds=ENDLESS, say=print).run()
         return
     executor = LocalExecutor(job, hardware, folder, [candidate])
     executor.open(print)

@@ -32,7 +32,7 @@ from autotune.problem.hardware import detect
 from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec
 from autotune.recovery.ladder import Rung
-from autotune.recovery.supervisor import Launcher, Summary
+from autotune.recovery.supervisor import LaunchSummary, Supervisor
 from autotune.units import MIB
 
 SCRIPT = OWN / "long_batches.py"
@@ -73,13 +73,13 @@ def argv(*, long_steps: str, tokens: int = 512, steps: int = STEPS) -> list[str]
     return [str(SCRIPT), *FLAGS, "--max_steps", str(steps), "--long_steps", long_steps, "--long", str(tokens)]
 
 
-def launch(folder: Path, words: list[str], ladder: list[Rung], cap: int | None, restarts: int) -> Summary:
+def launch(folder: Path, words: list[str], ladder: list[Rung], cap: int | None, restarts: int) -> LaunchSummary:
     folder.mkdir(exist_ok=True)
     (folder / "ds.json").write_text(json.dumps(AUTO))
     job = Job(ModelSpec("long", {}, str(SCRIPT)), 2, 32, "fp32", script=Script(tuple(words), str(folder)))
     hardware = detect("cpu", 2, memory_cap_bytes=cap)
-    launcher = Launcher(job, hardware, ladder, folder, max_restarts=restarts, silent_seconds=300.0, say=print)
-    return launcher.run()
+    supervisor = Supervisor(job, hardware, ladder, folder, max_restarts=restarts, silent_seconds=300.0, say=print)
+    return supervisor.run()
 
 
 def trained(folder: Path) -> tuple[int, int]:
@@ -92,7 +92,7 @@ def trained(folder: Path) -> tuple[int, int]:
     return len(starts), len({entry["step"] for entry in entries[starts[-1] + 1 :]}) if starts else 0
 
 
-def judged(what: str, folder: Path, summary: Summary, seconds: float) -> dict[str, Any]:
+def judged(what: str, folder: Path, summary: LaunchSummary, seconds: float) -> dict[str, Any]:
     expected = {step: set(range(BATCH * step, BATCH * (step + 1))) for step in range(STEPS)}
     row = {
         "case": what,
@@ -105,7 +105,7 @@ def judged(what: str, folder: Path, summary: Summary, seconds: float) -> dict[st
     return row
 
 
-def killed(folder: Path, kills: int, seed: int) -> Summary:
+def killed(folder: Path, kills: int, seed: int) -> LaunchSummary:
     """Kills a rank at random moments of its training, so many times: after one to nine steps of an attempt, one time in
     four while it still starts."""
     chosen, done = random.Random(seed), threading.Event()

@@ -8,6 +8,7 @@ is left behind, and whether memory repeats.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import tempfile
 import time
@@ -112,10 +113,9 @@ def faults(job: Job, hardware: Any, folder: Path, count: int) -> list[dict[str, 
         kinds[what].add(outcome.kind.value)
         planted.clear()
         following = executor.session(candidate(2), f"next{at}")
-        following._started = True
-        following._launch()  # the next trial has started when its ranks answered
-        assert session.died_at is not None
-        seconds[what].append(time.monotonic() - session.died_at)
+        following.launch(math.inf)  # the next trial has started when its ranks answered
+        assert session.failed_at is not None
+        seconds[what].append(time.monotonic() - session.failed_at)
         following.close()
         orphans += max(
             0, len([p for p in psutil.Process().children(recursive=True) if p.status() != "zombie"]) - before

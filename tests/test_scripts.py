@@ -25,7 +25,7 @@ from autotune.problem.outcome import Kind, Outcome
 from autotune.problem.script import carried
 from autotune.problem.space import load_space
 from autotune.recovery.ladder import Rung
-from autotune.recovery.supervisor import Launcher, Summary
+from autotune.recovery.supervisor import LaunchSummary, Supervisor
 from autotune.units import MIB
 from tests.conftest import make_candidate
 from tests.scripts.long_batches import seen_samples
@@ -433,7 +433,7 @@ def launch(
     cap: int = 3000,
     says: list[str] | None = None,
     convert: bool = False,
-) -> Summary:
+) -> LaunchSummary:
     flags = (("train_micro_batch_size_per_gpu", "--batch_size"),) if "--deepspeed_config" in argv else ()
     script = Script(tuple(argv), str(folder), flags)
     profile = {"rows_per_sample": 1.0}
@@ -441,7 +441,7 @@ def launch(
     job = type(job)(job.model, 2, 32, "fp32", script=job.script)
     hardware = detect("cpu", 2, memory_cap_bytes=cap * MIB)
     lines = says if says is not None else []
-    launcher = Launcher(
+    supervisor = Supervisor(
         job,
         hardware,
         [rung(c) for c in ladder],
@@ -451,7 +451,7 @@ def launch(
         convert=convert,
         say=lines.append,
     )
-    return launcher.run()
+    return supervisor.run()
 
 
 def test_tuning_does_not_change_what_is_learnt(scripts: Scripts, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from autotune.group.fork_server import prepare_environment
+from autotune.group.environment import rank_environment
 from autotune.problem.hardware import facts_for, host_memory_bytes, nvml, nvml_handle, visible_gpus
 from autotune.units import GIB, MIB, format_bytes
 
@@ -173,7 +173,7 @@ def _libraries() -> Iterator[Finding]:
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROBE, *_OPS],
-            env={**os.environ, **prepare_environment(device)},
+            env=rank_environment(device),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -16,7 +16,7 @@ from autotune.problem.job import Job
 from autotune.problem.script import make_script
 from autotune.problem.space import load_space, parse_space
 from autotune.recovery.ladder import Rung, recovery_ladder, write_ladder
-from autotune.recovery.supervisor import Launcher, Summary, check_script
+from autotune.recovery.supervisor import LaunchSummary, Supervisor, check_script
 from autotune.search.study import StudyStore
 from autotune.units import parse_bytes, parse_duration, parse_share
 
@@ -36,7 +36,7 @@ def launch_training(
     hang_timeout: str = DEFAULT_SILENCE,
     convert: bool = False,
     say: Callable[[str], None] = print,
-) -> Summary:
+) -> LaunchSummary:
     """Trains a script to its end under a study's winner, or without a study under the best of a plan.
 
     Args:
@@ -75,10 +75,10 @@ def launch_training(
     cap = parse_bytes(memory_cap) if memory_cap else None
     found = detect(hardware.device, hardware.count, memory_cap_bytes=cap, headroom=hardware.headroom)
     say(f"{len(ladder)} configs on the ladder; a failure is met at most {max_restarts} times")
-    launcher = Launcher(
+    supervisor = Supervisor(
         job, found, ladder, folder, max_restarts=max_restarts, silent_seconds=silent_seconds, convert=convert, say=say
     )
-    return launcher.run()
+    return supervisor.run()
 
 
 def ladder_of(store: StudyStore, convert: bool) -> list[Rung]:

@@ -11,7 +11,8 @@ from contextlib import suppress
 
 import psutil
 
-KILL_GRACE_SECONDS = 2.0
+KILL_GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
+REAP_SECONDS = 5.0  # for a killed process to be gone
 
 
 def die_with_parent() -> None:
@@ -24,26 +25,38 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
-def end_ranks(pids: list[int], status: Callable[[int], int | None], server: int | None = None) -> None:
-    """Ends the ranks and all they have started; back only when nothing of it is left.
+def end_ranks(pids: list[int], status: Callable[[int], int | None], strays: Callable[[], list[psutil.Process]]) -> None:
+    """Ends the ranks and all they have started; returns when nothing of it is left.
 
     Args:
         status: of a rank; reaps it.
-        server: the process that adopts what dead ranks leave running.
+        strays: what dead ranks have left running.
     """
-    started = [process for pid in pids for process in _below(pid)]
+    ranks = [process for pid in pids if (process := _process(pid)) is not None]
+    started = [child for rank in ranks for child in below(rank)]
     _kill_groups(pids, status)
-    started += _below(server) if server is not None else []
-    for process in started:  # what left its rank's process group
+    started += strays()
+    for process in (*ranks, *started):  # what left its process group, ranks among them
         with suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE:
                 process.kill()
-    psutil.wait_procs([process for process in started if process.is_running()], timeout=5)
+    until = time.monotonic() + REAP_SECONDS
+    while any(status(pid) is None for pid in pids) and time.monotonic() < until:
+        time.sleep(0.01)
+    psutil.wait_procs([process for process in started if process.is_running()], timeout=REAP_SECONDS)
 
 
-def _below(pid: int) -> list[psutil.Process]:
+def _process(pid: int) -> psutil.Process | None:
     try:
-        return psutil.Process(pid).children(recursive=True)
+        return psutil.Process(pid)
+    except psutil.Error:
+        return None
+
+
+def below(process: psutil.Process) -> list[psutil.Process]:
+    """Everything that descends from a process; nothing where it is gone."""
+    try:
+        return process.children(recursive=True)
     except psutil.Error:
         return []
 
@@ -71,3 +84,13 @@ def _group_lives(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def marked(variable: str, value: str) -> list[psutil.Process]:
+    """Processes of this user that were started with `variable` at this value in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.environ().get(variable) == value:
+                found.append(process)
+    return found

@@ -23,30 +23,6 @@ from autotune.group.ops import load_ops
 from autotune.group.protocol import Channel, Message
 
 
-def prepare_environment(device: str) -> dict[str, str]:
-    """Variables that a rank's process needs before its first instruction."""
-    beside = os.path.dirname(sys.executable)
-    env = {
-        # torch looks for ninja in PATH; pip put it beside this Python, which need not be an activated environment.
-        # Always the same one: another version's log would make it build every op again.
-        "PATH": os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]),
-        "DS_ACCELERATOR": device,
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() must not wake the driver
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }
-    if device == "cpu":
-        env |= {
-            # Large blocks straight from mmap and back: peak memory then repeats whatever ran before.
-            "MALLOC_MMAP_THRESHOLD_": "1048576",
-            "MALLOC_TRIM_THRESHOLD_": "0",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-    return env
-
-
 def preload(model_type: str | None, ops: list[str], modules: list[str]) -> dict[str, Any]:
     """Imports what every rank needs and loads DeepSpeed's JIT ops, building them where this machine has not yet."""
     began = time.monotonic()
@@ -102,9 +78,13 @@ def serve(sock: socket.socket) -> None:
                 channel.send("exited", pid=pid, status=os.waitstatus_to_exitcode(status))
         for message in channel.drain():
             if message["type"] == "launch":
-                pid = _fork(message, [sock.fileno(), wake_read, wake_write])
+                try:
+                    pid = _fork(message, [sock.fileno(), wake_read, wake_write])
+                except OSError as error:  # no memory or no process is left: the server lives on
+                    channel.send("refused", errno=error.errno, text=error.strerror)
+                    continue
                 children.add(pid)
-                channel.send("launched", pid=pid, rank=message["rank"])
+                channel.send("launched", pid=pid, ticket=message["ticket"])
     for pid in children:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

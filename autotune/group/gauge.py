@@ -42,7 +42,7 @@ class Meter(Protocol):
 
 
 class CpuMeter:
-    """What RLIMIT_DATA counts, of each rank. Ranks know their own high water (`trial.devices`): this is for those that
+    """What RLIMIT_DATA counts, of each rank. Ranks know their own high water (`rank.devices`): this is for those that
     die, and seldom enough to leave them their cores (every 4 ms slowed two ranks on two cores by 9 %)."""
 
     interval_seconds = 0.05
@@ -105,7 +105,6 @@ class Gauge:
         self._lock = threading.Lock()
         self._kills = kernel_oom_kills()
         self._peaks = Peaks(used=[0] * len(pids))
-        self._whole = Peaks(used=[0] * len(pids))
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gauge", daemon=True)
         self._thread.start()
@@ -123,7 +122,6 @@ class Gauge:
 
     def reset(self) -> None:
         with self._lock:
-            self._fold()
             self._peaks = Peaks(used=[0] * len(self._pids))
 
     def peaks(self) -> Peaks:
@@ -131,9 +129,6 @@ class Gauge:
         with self._lock:
             self._peaks.oom_kills = kernel_oom_kills() - self._kills
             return self._peaks
-
-    def _fold(self) -> None:
-        self._whole.foreign = max(self._whole.foreign, self._peaks.foreign)
 
     def stop(self) -> None:
         self._stopped.set()

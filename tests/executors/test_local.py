@@ -8,7 +8,8 @@ import psutil
 import pytest
 
 from autotune.executors.base import VERIFY, Effort
-from autotune.executors.local import Deadlines, LocalExecutor, median_spread
+from autotune.executors.local import Deadlines, LocalExecutor
+from autotune.executors.measurement import median_spread
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Kind, Phase
 from autotune.units import MIB
@@ -17,7 +18,7 @@ from tests.conftest import Bench, make_candidate, make_job
 
 def orphans(bench: Bench) -> list[psutil.Process]:
     """Ranks that are left, of any trial."""
-    server = bench.executor.launcher._process.pid
+    server = bench.executor.launcher.server
     return [
         child for child in psutil.Process(server).children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE
     ]
@@ -111,8 +112,8 @@ def test_one_rank_of_two_fails(bench: Bench, what: str, where: str) -> None:
     assert outcome.kind is expected, outcome
     assert outcome.evidence
     assert outcome.log
-    assert session.died_at is not None
-    assert ended - session.died_at < 20, "the group is ended at once"
+    assert session.failed_at is not None
+    assert ended - session.failed_at < 20, "the group is ended at once"
     if what != "hang":
         assert outcome.rank == 1
     if what == "oom":
@@ -179,8 +180,8 @@ def test_a_disk_that_refuses_is_the_machines_trouble(bench: Bench, monkeypatch: 
 def test_ranks_die_with_the_tuner(bench: Bench) -> None:
     session = bench.session(make_candidate())
     assert session.measure(make_candidate(), Effort(min_seconds=0.0, min_steps=2), 60.0).ok
-    pids = list(session._pids)
-    os.kill(bench.executor.launcher._process.pid, 9)
+    pids = list(session.pids)
+    os.kill(bench.executor.launcher.server, 9)
     until = time.monotonic() + 5
     while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < until:
         time.sleep(0.05)

@@ -1,0 +1,92 @@
+"""From what the ranks of a trial report to its Measurement."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from autotune.group.gauge import Peaks
+from autotune.group.protocol import Message
+from autotune.predict.flops import model_flops_per_token
+from autotune.problem.candidate import Candidate, samples, under
+from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job
+from autotune.problem.outcome import Measurement
+
+
+def measurement_of(
+    results: list[Message],
+    peaks: Peaks,
+    phase_seconds: dict[str, float],
+    *,
+    candidate: Candidate,
+    job: Job,
+    hardware: Hardware,
+    facts: dict[str, Any],
+) -> Measurement:
+    """The Measurement of one candidate: speed of the whole group, memory of its worst rank.
+
+    Args:
+        results: the `measured` message of each rank, by rank.
+        facts: what rank 0 of a script said of itself.
+    """
+    step_seconds = results[0]["step_seconds"]
+    median = statistics.median(step_seconds)
+    trained = samples(job, candidate)
+    if not candidate.knobs:  # a script as it is
+        trained = facts["micro_batch"] * facts["accumulation"] * job.ranks
+    tokens = trained * job.tokens_per_sample
+    if "tokens" in results[0]:
+        tokens = sum(result["tokens"] for result in results)
+    tflops, mfu = _rates(job, candidate, hardware, tokens / median)
+    inside = worst(results, "data_bytes") or worst(results, "reserved_bytes") or 0
+    live = [result["live_bytes"] for result in results if "live_bytes" in result]
+    return Measurement(
+        step_seconds=median,
+        step_seconds_spread=median_spread(step_seconds),
+        steps=len(step_seconds),
+        samples_per_second=trained / median,
+        tokens_per_second=tokens / median,
+        peak_bytes=max(peaks.worst, inside),
+        micro_step_seconds=results[0].get("micro_seconds"),
+        boundary_seconds=results[0].get("boundary_seconds"),
+        extrapolated=bool(results[0].get("extrapolated")),
+        torch_allocated_bytes=worst(results, "allocated_bytes"),
+        torch_reserved_bytes=worst(results, "reserved_bytes"),
+        nvml_peak_bytes=peaks.worst if hardware.device == "cuda" else None,
+        live_tensor_bytes=max(live, key=lambda by_phase: max(by_phase.values(), default=0), default={}),
+        alloc_retries=worst(results, "retries") or 0,
+        host_peak_bytes=worst(results, "host_bytes"),
+        pinned_bytes=worst(results, "pinned_bytes"),
+        model_tflops_per_gpu=tflops,
+        mfu=mfu,
+        phase_seconds={phase: round(seconds, 4) for phase, seconds in phase_seconds.items()},
+    )
+
+
+def worst(results: list[Message], key: str) -> int | None:
+    """The highest value that any rank reports; None where none does."""
+    return max((int(result[key]) for result in results if result.get(key) is not None), default=None)
+
+
+def _rates(
+    job: Job, candidate: Candidate, hardware: Hardware, tokens_per_second: float
+) -> tuple[float | None, float | None]:
+    """(model TFLOP/s a GPU, their share of the card's peak), None where the model or the card is not known."""
+    flops_per_token = model_flops_per_token(under(job, candidate))
+    if not flops_per_token:
+        return None, None
+    tflops = flops_per_token * tokens_per_second / job.ranks / 1e12
+    card = hardware.gpu_facts
+    if not card:
+        return tflops, None
+    return tflops, tflops / (card.fp32_tflops if job.precision == "fp32" else card.tflops)
+
+
+def median_spread(values: list[float]) -> float:
+    """Half the width of a 95 % interval of the median: 1.96 x 1.2533 x s / sqrt(n), s from the interquartile range
+    (normal theory of the sample median; robust against a single slow step)."""
+    if len(values) < 3:
+        return max(values) - min(values)
+    low, _, high = statistics.quantiles(sorted(values), n=4, method="inclusive")
+    return float(1.96 * 1.2533 * (high - low) / 1.349 / len(values) ** 0.5)

@@ -1,0 +1,361 @@
+"""A group of ranks as its parent sees it: started together, heard in one place, ended as a whole.
+
+Trials and trainings differ in how patient one is with them and in who may end them: that is their Policy.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from autotune.group.ending import end_ranks
+from autotune.group.gauge import Gauge, Meter, Peaks, kernel_oom_kills
+from autotune.group.launchers import Launcher
+from autotune.group.protocol import Channel, Message
+from autotune.group.verdict import Evidence, is_secondary, log_tail
+from autotune.problem.hardware import Hardware
+from autotune.problem.outcome import Phase
+
+_STATUS_SECONDS = 1.0  # for the exit status of a rank that said nothing of why it is gone
+_IDLE_SECONDS = 10.0  # for a device's memory to come back after the last rank
+
+
+class Stop(StrEnum):
+    """Why watching a group ended."""
+
+    ARRIVED = "arrived"  # what was waited for is here
+    FAILED = "failed"  # a rank reported an error, or is gone
+    SILENT = "silent"  # nothing was heard for longer than the policy allows
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What differs between the ranks of a trial and those of a training.
+
+    Args:
+        hello_seconds: for all ranks to come up and connect.
+        silence_seconds: how long nothing may be heard in a phase, once they have.
+        settle_seconds: what is waited after the first failure, so that a peer's complaint does not outrun its cause.
+        may_leave: whether a rank may end by itself with exit code 0. A trial's ranks may not: they wait to be told.
+        gauged: whether memory is sampled all the time, or looked at only when something went wrong.
+    """
+
+    hello_seconds: float
+    silence_seconds: Callable[[Phase], float]
+    settle_seconds: float
+    may_leave: bool
+    gauged: bool
+
+
+class Group:
+    """The ranks of one engine, from launch to the last of them gone.
+
+    Args:
+        cancelled: asked several times a second, also while ranks come up.
+        on_message: takes every message of a rank, in order.
+        on_phase: takes a phase as the group enters it.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        hardware: Hardware,
+        meter: Meter,
+        policy: Policy,
+        *,
+        cancelled: Callable[[], bool] = lambda: False,
+        on_message: Callable[[int, Message], None] = lambda rank, message: None,
+        on_phase: Callable[[str], None] = lambda phase: None,
+    ) -> None:
+        self._launcher, self._hardware, self._meter, self._policy = launcher, hardware, meter, policy
+        self._cancelled, self._on_message, self._on_phase = cancelled, on_message, on_phase
+        self.home = Path(tempfile.mkdtemp(prefix="autotune-"))  # sockets and stores: a study may be on NFS
+        self.pids: list[int] = []  # by rank
+        self.errors: list[Message] = []
+        self.phase = Phase.START  # of the rank that is furthest behind
+        self._phases: dict[int, Phase] = {}
+        self.phase_seconds: dict[str, float] = {}
+        self.failed_at: float | None = None  # on the monotonic clock, when a failure was noticed
+        self._world = 0
+        self._logs: Path | None = None
+        self._listener: socket.socket | None = None
+        self._strangers: list[Channel] = []  # connected, and not yet known by their hello
+        self._channels: dict[int, Channel] = {}  # by rank
+        self._codes: dict[int, int] = {}  # the script's own exit codes, of ranks where it is over
+        self._signalled: set[int] = set()
+        self._silence: str | None = None
+        self._phase_began = time.monotonic()
+        self._gauge: Gauge | None = None
+        self._oom_kills = kernel_oom_kills()
+        self._ended = False
+
+    # -- starting ----------------------------------------------------------------------------------------------------
+
+    def start(
+        self, entry: str, world: int, spec: dict[str, Any], *, deadline: float = math.inf, logs: Path | None = None
+    ) -> Stop:
+        """Launches `world` ranks that run module `entry`, waits until all have said hello and gives them their spec.
+
+        Args:
+            spec: what they are told, beside their rank, world size, the rendezvous file and their log.
+            deadline: on the monotonic clock.
+            logs: the folder of their logs, `rank0.log` and so on; None: they write where this process does.
+
+        Raises:
+            OSError: the machine refuses to start them.
+        """
+        self._world, self._logs = world, logs
+        self.enter(Phase.START)
+        address = str(self.home / "home.sock")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(address)
+        self._listener.listen(world)
+        for rank in range(world):
+            self.pids.append(self._launcher.launch(entry, address, rank))
+        stop = self.watch(lambda: self.greeted, deadline)
+        if stop is not Stop.ARRIVED:  # the socket stays: a rank that is refused would die of it, and hide the cause
+            return stop
+        self._close_listener()
+        common = {**spec, "world": world, "store": str(self.home / "store")}
+        for rank, channel in self._channels.items():
+            log = str(logs.resolve() / f"rank{rank}.log") if logs is not None else None
+            channel.send("spec", **common, rank=rank, log=log)
+        if self._policy.gauged:
+            self._gauge = Gauge(self._meter, self.pids)
+        return stop
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    @property
+    def greeted(self) -> bool:
+        """Whether every rank has said hello. Before that nothing of what it is to run has reached it."""
+        return self._world > 0 and len(self._channels) == self._world
+
+    # -- hearing -----------------------------------------------------------------------------------------------------
+
+    def watch(self, until: Callable[[], bool], deadline: float = math.inf) -> Stop:
+        """Hears the ranks until `until` says that all is here, or something else ends the waiting.
+
+        Args:
+            deadline: on the monotonic clock.
+        """
+        last_heard = time.monotonic()
+        while True:
+            if self._cancelled():
+                return Stop.CANCELLED
+            now = time.monotonic()
+            if now > deadline:
+                return Stop.DEADLINE
+            patience = self._policy.silence_seconds(self.phase) if self.greeted else self._policy.hello_seconds
+            if now - last_heard > patience:
+                self.failed_at = now
+                self._silence = f"{self.phase.value}: nothing heard for {patience:.0f} s"
+                return Stop.SILENT
+            if self._hear(0.1):
+                last_heard = time.monotonic()
+            if not self.errors and until():
+                return Stop.ARRIVED
+            if self._lost():
+                self._hear(0.0)  # its last words may have come in between
+            if self.errors or self._lost():
+                self.failed_at = time.monotonic()
+                return Stop.FAILED
+
+    def _lost(self) -> bool:
+        """Whether a rank is gone that should be there."""
+        left = self.exit_codes()
+        if self._policy.may_leave and self.greeted:
+            return any(left.values())
+        return bool(left) or any(channel.closed for channel in self._channels.values())
+
+    def _hear(self, seconds: float) -> bool:
+        """Takes in what the ranks have said, waiting for it at most so long; whether there was anything."""
+        channels = {channel: rank for rank, channel in self._channels.items() if not channel.closed}
+        sources: list[Any] = [*channels, *self._strangers, *([self._listener] if self._listener else [])]
+        heard = False
+        for source in select.select(sources, [], [], seconds)[0]:
+            if isinstance(source, socket.socket):
+                self._strangers.append(Channel(source.accept()[0]))
+            elif source in channels:
+                for message in source.drain():
+                    heard = True
+                    self._take(channels[source], message)
+            else:
+                heard = self._greet(source) or heard
+        return heard
+
+    def _greet(self, channel: Channel) -> bool:
+        """Learns which rank a new connection is of; whether it said so."""
+        hello = channel.receive(0)
+        if hello is not None and hello["type"] == "hello":
+            self._channels[int(hello["rank"])] = channel
+        elif not channel.closed:
+            return False
+        self._strangers.remove(channel)
+        if hello is None:
+            channel.close()
+        return hello is not None
+
+    def _take(self, rank: int, message: Message) -> None:
+        kind = message["type"]
+        if kind == "error":
+            self.errors.append(message)
+        elif kind == "bye" and message.get("code") is not None:
+            self._codes[rank] = int(message["code"])
+        elif kind == "phase" and message["phase"] in set(Phase):
+            self._phases[rank] = Phase(message["phase"])
+            self._enter(min(self._phases.values(), key=list(Phase).index))
+        self._on_message(rank, message)
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Sends a message to every rank."""
+        for channel in self._channels.values():
+            channel.send(kind, **fields)
+
+    def enter(self, phase: Phase) -> None:
+        """Has every rank begin a phase: its own patience, and its own seconds."""
+        self._phases = dict.fromkeys(range(self._world), phase)
+        self._enter(phase)
+
+    def _enter(self, phase: Phase) -> None:
+        if phase is self.phase:
+            return
+        self.phase_seconds = self.seconds_by_phase()
+        self._phase_began, self.phase = time.monotonic(), phase
+        self._on_phase(phase.value)
+
+    def seconds_by_phase(self) -> dict[str, float]:
+        """Seconds that each phase has taken, the present one so far."""
+        so_far = self.phase_seconds.get(self.phase.value, 0.0)
+        return {**self.phase_seconds, self.phase.value: so_far + time.monotonic() - self._phase_began}
+
+    # -- what became of them -----------------------------------------------------------------------------------------
+
+    def statuses(self) -> dict[int, int]:
+        """Exit codes of ranks that have ended, negative for a signal."""
+        found = {rank: self._launcher.status(pid) for rank, pid in enumerate(self.pids)}
+        return {rank: status for rank, status in found.items() if status is not None}
+
+    def exit_codes(self) -> dict[int, int]:
+        """The same, but a rank whose script was over has the script's code, whatever its interpreter died of on the way
+        out: threads of libraries end in an abort there now and then."""
+        return {
+            rank: self._codes.get(rank, status) if status < 0 else status for rank, status in self.statuses().items()
+        }
+
+    @property
+    def all_left(self) -> bool:
+        """Whether every rank has ended with exit code 0."""
+        codes = self.exit_codes()
+        return len(codes) == self._world and not any(codes.values())
+
+    def peaks(self) -> Peaks:
+        """Memory at its highest since the last `reset_peaks`; of ranks that are not gauged, memory now."""
+        if self._gauge is not None:
+            return self._gauge.peaks()
+        peaks = Peaks(used=[0] * len(self.pids), host_low=psutil.virtual_memory().available)
+        peaks.oom_kills = kernel_oom_kills() - self._oom_kills
+        with suppress(Exception):  # a GPU may answer late while a process dies
+            self._meter.sample(self.pids, peaks)
+        return peaks
+
+    def reset_peaks(self) -> None:
+        if self._gauge is not None:
+            self._gauge.reset()
+
+    def evidence(self) -> Evidence:
+        """Everything that is known of a group that failed or fell silent; call it before `end`."""
+        peaks = self.peaks()
+        statuses: dict[int, int] = {}
+        if self._silence is None:
+            self._settle()
+            statuses = self._wait_for_statuses()
+        phase = self.phase
+        if self.errors and self.errors[0].get("phase") in set(Phase):
+            phase = Phase(self.errors[0]["phase"])
+        return Evidence(
+            self._hardware.device,
+            self.errors,
+            statuses,
+            self._silence,
+            phase,
+            peaks,
+            self._hardware.host_memory_bytes,
+            {rank: log_tail(path) for rank in range(self._world) if (path := self._log_of(rank)) is not None},
+        )
+
+    def _log_of(self, rank: int) -> Path | None:
+        """Where the rank has written last."""
+        return self._logs / f"rank{rank}.log" if self.greeted and self._logs is not None else self._launcher.log
+
+    def _settle(self) -> None:
+        until = time.monotonic() + self._policy.settle_seconds
+        while (left := until - time.monotonic()) > 0:
+            self._hear(min(left, 0.05))
+
+    def _wait_for_statuses(self) -> dict[int, int]:
+        """Exit codes; where no rank has said what went wrong, there must be one soon."""
+        unexplained = all(is_secondary(error) for error in self.errors)
+        until = time.monotonic() + (_STATUS_SECONDS if unexplained else 0.0)
+        while not (codes := self.exit_codes()) and time.monotonic() < until:
+            time.sleep(0.02)
+        return codes
+
+    # -- ending ------------------------------------------------------------------------------------------------------
+
+    def signal(self, number: signal.Signals) -> None:
+        """Passes a signal on to every rank's process group; each gets it once."""
+        for pid in self.pids:
+            if pid not in self._signalled:
+                self._signalled.add(pid)
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL to every rank's process group, at once."""
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def wait_left(self, seconds: float) -> None:
+        """Hears the ranks until all have ended, or the time is up."""
+        until = time.monotonic() + seconds
+        while len(self.statuses()) < len(self.pids) and time.monotonic() < until:
+            self._hear(0.1)
+        self._hear(0.0)
+
+    def end(self) -> None:
+        """Ends every rank with all that it has started, and waits until nothing of them is left, in memory either."""
+        if self._ended:
+            return
+        self._ended = True
+        self.tell("stop")
+        if self._gauge is not None:
+            self._gauge.stop()
+        end_ranks(self.pids, self._launcher.status, self._launcher.strays)
+        for channel in (*self._channels.values(), *self._strangers):
+            channel.close()
+        self._close_listener()
+        shutil.rmtree(self.home, ignore_errors=True)
+        until = time.monotonic() + _IDLE_SECONDS
+        while self.pids and not self._meter.is_idle() and time.monotonic() < until:
+            time.sleep(0.05)

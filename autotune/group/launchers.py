@@ -1,0 +1,204 @@
+"""How rank processes are started: cold, or forked from a server that has imported everything once.
+
+A launcher knows processes, not what they run: that is the name of a module with a function `become(address, rank)`.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from autotune.errors import UserError
+from autotune.group.ending import below, marked
+from autotune.group.environment import rank_environment
+from autotune.group.protocol import Channel, Message
+from autotune.group.verdict import log_tail
+
+MARK = "AUTOTUNE_RANKS_OF"  # the variable by which what ranks have started is found
+_BUILDING_SECONDS = 1800  # all ops of a slow machine; beyond that a compiler hangs
+_FORK_SECONDS = 30.0  # a fork takes 10 ms; a server that needs longer has no memory left, or is stopped
+
+
+class Launcher(Protocol):
+    """Starts rank processes and knows how they ended."""
+
+    @property
+    def log(self) -> Path | None:
+        """Where a rank writes until it is told its own log; None: where this process writes."""
+
+    def open(self, say: Callable[[str], None]) -> None:
+        """Everything that is done once, before the first rank."""
+
+    def launch(self, entry: str, address: str, rank: int) -> int:
+        """The process id of a new rank that runs module `entry` and connects to the socket at `address`.
+
+        Raises:
+            OSError: the machine refuses: no memory, no process or no file is left.
+        """
+
+    def status(self, pid: int) -> int | None:
+        """Exit code, negative for a signal; None while it lives."""
+
+    def strays(self) -> list[psutil.Process]:
+        """What ranks have started and left running when they died."""
+
+    def close(self) -> None:
+        """Ends whatever still runs."""
+
+
+class SpawnLauncher:
+    """A cold start: a new interpreter a rank, seconds of imports.
+
+    Args:
+        log: takes what ranks write; None leaves them this process's output.
+        cwd: the folder they start in; None: this process's.
+    """
+
+    def __init__(self, device: str, log: Path | None = None, cwd: str | None = None) -> None:
+        self.device, self.log, self._cwd = device, log, cwd
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._mark = uuid.uuid4().hex  # inherited by whatever a rank starts
+
+    def open(self, say: Callable[[str], None]) -> None:
+        pass
+
+    def launch(self, entry: str, address: str, rank: int) -> int:
+        output = self.log.open("ab") if self.log is not None else None
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", entry, address, str(rank)],
+                env={**rank_environment(self.device), MARK: self._mark},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=self._cwd,
+                start_new_session=True,
+            )
+        finally:
+            if output is not None:
+                output.close()
+        self._processes[process.pid] = process
+        return process.pid
+
+    def status(self, pid: int) -> int | None:
+        process = self._processes.get(pid)
+        return process.poll() if process else None
+
+    def strays(self) -> list[psutil.Process]:
+        return [process for process in marked(MARK, self._mark) if process.pid not in self._processes]
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            with suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+
+
+class ForkLauncher:
+    """The fork server: imports are paid once a study, a rank starts in 10 ms.
+
+    Args:
+        log: takes what the server writes, and its ranks until they are told their own.
+        preload: what the server imports and builds, see `autotune.group.fork_server.preload`.
+    """
+
+    def __init__(self, device: str, log: Path, **preload: Any) -> None:
+        self.device, self.log, self._preload = device, log, preload
+        self._pids: dict[str, int] = {}  # by ticket: what was asked for, and is running now
+        self._statuses: dict[int, int] = {}
+        self.ready: Message = {}
+
+    def open(self, say: Callable[[str], None]) -> None:
+        """Starts the server and waits until it has imported and built everything.
+
+        Raises:
+            UserError: it died, or a build hangs.
+        """
+        self._channel, theirs = Channel.pair()
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "autotune.group.fork_server", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=rank_environment(self.device),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        theirs.close()
+        self._channel.send("hello", **self._preload)
+        waited = 0
+        while not (message := self._channel.receive(5.0)):
+            if self._channel.closed:
+                tail = log_tail(self.log).strip().splitlines()
+                raise UserError(f"the fork server died: {tail[-1] if tail else 'no output'} (log: {self.log})")
+            waited += 5
+            if waited > _BUILDING_SECONDS:
+                self._process.kill()
+                raise UserError(
+                    f"DeepSpeed's ops were not built within {_BUILDING_SECONDS} s; `autotune doctor` tries "
+                    f"each (log: {self.log})"
+                )
+            if waited == 15:
+                say(
+                    "starting takes long: DeepSpeed's ops are built once on this machine, which takes minutes on a slow CPU"
+                )
+        self.ready = message
+
+    def launch(self, entry: str, address: str, rank: int) -> int:
+        ticket = f"{address}#{rank}"
+        self._channel.send("launch", entry=entry, address=address, rank=rank, ticket=ticket)
+        until = time.monotonic() + _FORK_SECONDS
+        while ticket not in self._pids:
+            if self._channel.closed or time.monotonic() > until:
+                raise OSError("the fork server does not answer")
+            self._take(self._channel.receive(0.1))
+        return self._pids.pop(ticket)
+
+    def status(self, pid: int) -> int | None:
+        for message in self._channel.drain():
+            self._take(message)
+        if pid not in self._statuses and self._channel.closed:
+            return -signal.SIGKILL  # the server is gone, and its children with it
+        return self._statuses.get(pid)
+
+    def _take(self, message: Message | None) -> None:
+        if message is None:
+            return
+        if message["type"] == "launched":
+            self._pids[message["ticket"]] = message["pid"]
+        elif message["type"] == "refused":
+            raise OSError(message["errno"], message["text"])
+        elif message["type"] == "exited":
+            self._statuses[message["pid"]] = message["status"]
+
+    def strays(self) -> list[psutil.Process]:
+        with suppress(psutil.NoSuchProcess):  # a server that was killed took them with it
+            return below(psutil.Process(self.server))  # it adopts them
+        return []
+
+    @property
+    def server(self) -> int:
+        """Process id of the server."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        self._channel.close()
+        try:
+            self._process.wait(timeout=3)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,64 @@
+"""A rank that trains nothing: it speaks the protocol, and ends as the variable FAKE_RANK says.
+
+FAKE_RANK is JSON: {"rank": 1, "where": "hello" or a phase, "what": ...}; all other ranks do as they are told. `what`:
+`hang`, a signal's name, `exit N` (without a word), `bye N SIGNAL` (its script is over with exit code N, then it dies),
+`error TEXT`, `worker` (starts a process in a session of its own and goes on), `worker SIGNAL` (the same, and dies).
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+from autotune.group.protocol import Channel
+
+
+def misbehave(channel: Channel | None, what: str) -> None:
+    word, *rest = what.split()
+    if word == "hang":
+        time.sleep(3600)
+    elif word == "exit":
+        os._exit(int(rest[0]))
+    elif word == "bye":
+        assert channel is not None
+        channel.send("bye", code=int(rest[0]))
+        os.kill(os.getpid(), getattr(signal, rest[1]))
+    elif word == "error":
+        assert channel is not None
+        channel.send("error", kinds=["builtins.RuntimeError"], text=" ".join(rest), phase="forward", rank=1)
+        time.sleep(3600)
+    elif word == "worker":
+        subprocess.Popen(["sleep", "3600"], start_new_session=True)
+        if rest:
+            os.kill(os.getpid(), getattr(signal, rest[0]))
+    else:
+        os.kill(os.getpid(), getattr(signal, word))
+
+
+def main(address: str, number: int) -> None:
+    plan = json.loads(os.environ.get("FAKE_RANK", "{}"))
+    mine = plan.get("where") if plan.get("rank") in (number, None) else None
+    if mine == "hello":
+        misbehave(None, plan["what"])
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(address)
+    channel = Channel(sock)
+    channel.send("hello", rank=number, pid=os.getpid())
+    spec = channel.receive()
+    assert spec is not None
+    assert spec["rank"] == number
+    for phase in ("start", "init", "forward", "backward", "step", "save"):
+        channel.send("phase", phase=phase)
+        if mine == phase:
+            misbehave(channel, plan["what"])
+    channel.send("phase", phase="ready")
+    while (message := channel.receive()) is not None and message["type"] != "leave":
+        channel.send("progress")
+    channel.send("bye", code=0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,188 @@
+"""One watch for trials and trainings: ranks that die, hang or leave at every point of their life."""
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from autotune.executors.base import SEARCH
+from autotune.executors.local import LocalExecutor
+from autotune.group import launchers
+from autotune.group.ending import marked
+from autotune.group.gauge import make_meter
+from autotune.group.group import Group, Policy, Stop
+from autotune.group.launchers import SpawnLauncher
+from autotune.group.verdict import judge
+from autotune.problem.hardware import detect
+from autotune.problem.outcome import Kind, Phase
+from tests.conftest import make_candidate, make_job
+
+FAKE = "tests.group.fake_rank"
+PHASES = [phase.value for phase in Phase]
+DEADLY = ["SIGKILL", "SIGSEGV", "exit 3"]
+HOUR = 3600.0
+
+
+def policy(may_leave: bool = False, hello_seconds: float = HOUR, silent: str | None = None) -> Policy:
+    """One that waits for an hour, but in the phase that is to be silent."""
+    return Policy(
+        hello_seconds,
+        lambda phase: 0.5 if phase.value == silent else HOUR,
+        settle_seconds=0.2,
+        may_leave=may_leave,
+        gauged=not may_leave,
+    )
+
+
+class Fakes:
+    """Makes groups of two ranks that train nothing, and knows what is left of them."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self._monkeypatch = folder, monkeypatch
+        self.hardware = detect("cpu", 2)
+        self.launcher = SpawnLauncher("cpu", folder / "spawn.log")
+        self.group: Group | None = None
+        self.ready: set[int] = set()
+
+    def make(self, policy: Policy, plan: dict[str, object] | None = None, **options: Callable[[], bool]) -> Group:
+        self._monkeypatch.setenv("FAKE_RANK", json.dumps(plan or {}))
+
+        def take(rank: int, message: dict[str, object]) -> None:
+            if message.get("phase") == "ready":
+                self.ready.add(rank)
+
+        meter = make_meter(self.hardware)
+        self.group = Group(self.launcher, self.hardware, meter, policy, on_message=take, **options)
+        return self.group
+
+    def run(self, policy: Policy, plan: dict[str, object] | None = None) -> tuple[Group, Stop]:
+        """A group that was started and watched until it is ready, or something else happened."""
+        group = self.make(policy, plan)
+        stop = group.start(FAKE, 2, {}, logs=self.folder)
+        return group, group.watch(lambda: len(self.ready) == 2) if stop is Stop.ARRIVED else stop
+
+    def left(self) -> list[psutil.Process]:
+        return [p for p in marked(launchers.MARK, self.launcher._mark) if p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
+    made = Fakes(tmp_path, monkeypatch)
+    yield made
+    if made.group is not None:
+        made.group.end()
+        assert not made.group.home.exists()
+    made.launcher.close()
+    assert made.left() == []
+
+
+@pytest.mark.parametrize("may_leave", [False, True], ids=["trial", "training"])
+@pytest.mark.parametrize("what", DEADLY)
+def test_a_rank_that_dies_before_its_hello_is_noticed_at_once(fakes: Fakes, what: str, may_leave: bool) -> None:
+    group, stop = fakes.run(policy(may_leave), {"rank": 1, "where": "hello", "what": what})
+    assert stop is Stop.FAILED
+    assert not group.greeted
+    status = 3 if what == "exit 3" else -getattr(signal, what)
+    assert group.evidence().statuses == {1: status}
+    assert group.failed_at is not None
+
+
+def test_ranks_that_never_say_hello_are_not_waited_for_for_ever(fakes: Fakes) -> None:
+    group, stop = fakes.run(policy(hello_seconds=1.0), {"rank": 0, "where": "hello", "what": "hang"})
+    assert stop is Stop.SILENT
+    assert not group.greeted
+
+
+def test_waiting_for_the_hello_can_be_stopped(fakes: Fakes) -> None:
+    began = time.monotonic()
+    plan = {"rank": 0, "where": "hello", "what": "hang"}
+    group = fakes.make(policy(), plan, cancelled=lambda: time.monotonic() - began > 0.5)
+    assert group.start(FAKE, 2, {}) is Stop.CANCELLED
+    group.end()
+    group = fakes.make(policy(), plan)
+    assert group.start(FAKE, 2, {}, deadline=time.monotonic() + 0.5) is Stop.DEADLINE
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_silence_is_measured_by_the_patience_of_its_phase(fakes: Fakes, phase: str) -> None:
+    group, stop = fakes.run(policy(silent=phase), {"rank": 1, "where": phase, "what": "hang"})
+    assert stop is Stop.SILENT
+    verdict = judge(group.evidence())
+    assert verdict.kind is Kind.TIMEOUT
+    assert verdict.phase is Phase(phase), "of the rank that hangs, not of the one that went on"
+
+
+@pytest.mark.parametrize("may_leave", [False, True], ids=["trial", "training"])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("what", DEADLY)
+def test_a_rank_that_dies_in_a_phase_fails_the_group(fakes: Fakes, what: str, phase: str, may_leave: bool) -> None:
+    _, stop = fakes.run(policy(may_leave), {"rank": 1, "where": phase, "what": what})
+    assert stop is Stop.FAILED
+
+
+@pytest.mark.parametrize("may_leave", [False, True], ids=["trial", "training"])
+def test_leaving_by_itself_is_a_trainings_end_and_a_trials_failure(fakes: Fakes, may_leave: bool) -> None:
+    group, stop = fakes.run(policy(may_leave))
+    assert stop is Stop.ARRIVED
+    assert group.statuses() == {}
+    group.tell("leave")
+    assert group.watch(lambda: may_leave and group.all_left) is (Stop.ARRIVED if may_leave else Stop.FAILED)
+
+
+def test_a_script_that_was_over_keeps_its_code_whatever_its_interpreter_dies_of(fakes: Fakes) -> None:
+    group = fakes.make(policy(may_leave=True), {"where": "forward", "what": "bye 0 SIGABRT"})
+    assert group.start(FAKE, 2, {}) is Stop.ARRIVED
+    assert group.watch(lambda: group.all_left) is Stop.ARRIVED
+    assert set(group.statuses().values()) == {-signal.SIGABRT}
+    assert group.exit_codes() == {0: 0, 1: 0}
+
+
+def test_the_first_complaint_does_not_hide_the_cause(fakes: Fakes) -> None:
+    group, stop = fakes.run(policy(), {"rank": 1, "where": "forward", "what": "error CUDA out of memory"})
+    assert stop is Stop.FAILED
+    evidence = group.evidence()
+    assert [error["text"] for error in evidence.errors] == ["CUDA out of memory"]
+    assert evidence.phase is Phase.FORWARD
+
+
+@pytest.mark.parametrize("what", ["worker", "worker SIGKILL"])
+def test_what_ranks_start_in_sessions_of_their_own_is_ended_too(fakes: Fakes, what: str) -> None:
+    group, stop = fakes.run(policy(), {"where": "init", "what": what})
+    assert stop is (Stop.ARRIVED if what == "worker" else Stop.FAILED)
+    assert any("sleep" in process.name() for process in fakes.left())
+    group.end()
+    assert fakes.left() == []
+
+
+def test_signals_reach_every_rank_once(fakes: Fakes) -> None:
+    group, _ = fakes.run(policy(may_leave=True))
+    group.signal(signal.SIGTERM)
+    group.signal(signal.SIGTERM)
+    group.wait_left(60.0)
+    assert group.statuses() == {0: -signal.SIGTERM, 1: -signal.SIGTERM}
+
+
+def test_a_stopped_rank_is_ended_as_well(fakes: Fakes) -> None:
+    group, _ = fakes.run(policy())
+    psutil.Process(group.pids[0]).suspend()
+    group.end()
+    assert fakes.left() == []
+
+
+def test_a_trial_whose_ranks_do_not_come_up_says_nothing_of_its_candidate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was ninety seconds of waiting, Ctrl-C included, while the rank was long dead."""
+    monkeypatch.setenv("FAKE_RANK", json.dumps({"rank": 1, "where": "hello", "what": "exit 3"}))
+    monkeypatch.setattr(LocalExecutor, "entry", FAKE)
+    executor = LocalExecutor(make_job(), detect("cpu", 2), tmp_path, [make_candidate()], isolation="spawn")
+    executor.open(lambda text: None)
+    outcome = executor.session(make_candidate(), "0").measure(make_candidate(), SEARCH, HOUR)
+    executor.close()
+    assert outcome.kind is Kind.INFRASTRUCTURE
+    assert "did not come up" in outcome.reason
+    assert outcome.seconds < executor.deadlines.hello
