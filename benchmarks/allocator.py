@@ -13,7 +13,7 @@ from pathlib import Path
 from common import print_table, write_json
 
 from autotune.predict.allocator import waste
-from autotune.predict.trace import allocations
+from autotune.predict.tracer import allocations
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from autotune.predict.knobs import Columns, Floats
-from autotune.predict.trace import BACKWARD, FORWARD, Pass, Trace
+from autotune.predict.passes import BACKWARD, FORWARD, Pass, Trace
 from autotune.problem.job import Job
 
 # Bytes a parameter of optimizer states in 32 bits, beside the master weights.
