@@ -1,4 +1,4 @@
-"""Which candidates need at least as much device memory as one that ran out: only what holds for every model."""
+"""Which candidates need at least as much device memory as one that ran out, by rules that hold for every model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _HANDLED = {*MORE_IS_MORE, *_SPARES, ACCUMULATION, "overlap_comm", "zero_stage"}
 class Dominance:
     """Compares one candidate with all others at once.
 
-    Stage 1 keeps what stage 2 partitions; no other stages are compared, since each brings buffers of its own. Knobs
-    that are not known to move memory one way must be equal.
+    Stage 1 keeps whole what stage 2 partitions, so it needs no less; other stages have buffers of their own and are not
+    compared. Knobs that may raise or lower memory must be equal.
     """
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:

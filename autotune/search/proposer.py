@@ -1,5 +1,8 @@
-"""What to try next: the predictor ranks, one engine measures many batch shapes, what cannot fit is left out with its
-reason, and where the predictor has no more to gain Optuna's sampler looks for what it got wrong."""
+"""What to try next.
+
+The predictor ranks the candidates, one engine measures many batch shapes, and what cannot fit is left out with its
+reason. Where the predictor expects no more gain, Optuna's sampler looks for what it got wrong.
+"""
 
 from __future__ import annotations
 
@@ -7,42 +10,47 @@ import functools
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from autotune.predict.knobs import Flags, Floats
 from autotune.predict.predictor import Predictor, Table
 from autotune.predict.roofline import host_limit_bytes
-from autotune.problem.candidate import CHECKPOINTING, MODEL_KNOBS, Candidate, Value
+from autotune.problem.candidate import MODEL_KNOBS, Candidate, Value
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Outcome, Source
 from autotune.problem.space import SearchSpace
+from autotune.search.distances import Distances
 from autotune.search.dominance import Dominance
 from autotune.search.sampler import Sampler
 from autotune.search.study import StudyStore
 from autotune.units import format_bytes
 
-STARTUP_SECONDS = 15.0  # of an engine, until some were seen
-HOPELESS_SIGMAS = 2.5  # a peak predicted so far above the capacity is not tried
-BLUNT = 0.3  # with a predictor this wrong (of log seconds) every other engine is the sampler's
-RISK_STEP, MOST_CAUTIOUS = 0.25, 0.8  # the least probability of fitting rises with every out-of-memory
+STARTUP_SECONDS = 15.0  # an engine's start, until one was measured
+HOPELESS_SIGMAS = 2.5  # a candidate whose predicted peak is so far above the capacity is not tried
+BLUNT = 0.3  # where the predictor is off by so much (of log seconds), the sampler chooses every other engine
+RISK_STEP, MOST_CAUTIOUS = (
+    0.25,
+    0.8,
+)  # every out-of-memory raises the least probability of fitting by a step, up to this
 LAST_RESORTS = 4  # engines tried although nothing is predicted to fit
 LEAST_EVIDENCE = 8  # candidates measured before a search may end by itself
-MISLED = 0.08  # with peaks unexplained by so much, what was predicted not to fit is tried after all
-WIDER = 1.25  # what intervals of such peaks are multiplied by
-PROBE_AFTER = 4  # measured candidates, before an exhaustive search looks for the end of memory
+MISLED = 0.08  # where peaks are off by such a share, what was predicted not to fit is tried after all
+WIDER = 1.25  # factor on the intervals of such peaks
+MEMORY_END_AFTER = 4  # candidates measured before an exhaustive search looks for where memory ends
 
 
 @dataclass(frozen=True)
 class Proposal:
+    """A candidate to measure, and why."""
+
     candidate: Candidate
     note: str
 
 
 class Proposer:
-    """Holds what is still worth trying, and why the rest is not."""
+    """Knows which candidates are still worth trying, and why the others are not."""
 
     def __init__(
         self,
@@ -64,7 +72,7 @@ class Proposer:
         self._open = np.ones(len(candidates), dtype=bool)
         self._none = np.zeros(len(candidates), dtype=bool)
         self._too_large = self._none.copy()
-        self._fitted = self._none.copy()  # of a kind that was measured
+        self._fitted = self._none.copy()  # of a kind of which one fitted
         self._dominance = Dominance(candidates)
         families: dict[tuple[tuple[str, Value], ...], int] = {}
         self._family = np.array([families.setdefault(c.family, len(families)) for c in candidates])
@@ -95,7 +103,7 @@ class Proposer:
     # -- learning ----------------------------------------------------------------------------------------------------
 
     def observe(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Takes an Outcome in, and everything that follows from it about candidates not tried."""
+        """Learns from an Outcome, and rules out the candidates that it speaks against."""
         if not outcome.kind.says_something_of_the_candidate:
             return
         self._note_surprise(candidate, outcome)
@@ -124,7 +132,7 @@ class Proposer:
             self._rule_out(same, f"same engine as {candidate}: {outcome.kind.value}")
 
     def _note_surprise(self, candidate: Candidate, outcome: Outcome) -> None:
-        """By how many standard deviations a step took another time than was said before it was measured."""
+        """Records by how many standard deviations a step's seconds differ from what was predicted before."""
         at = self._index.get(candidate)
         if self._table is not None and at is not None and outcome.measurement is not None:
             off = math.log(outcome.measurement.step_seconds / self._table.step[at]) / self._table.step_sigma[at]
@@ -132,7 +140,7 @@ class Proposer:
 
     @property
     def _humility(self) -> float:
-        """What intervals must be widened by, as recent predictions were off by more than they said."""
+        """The factor that intervals are widened by where recent predictions were off by more than their intervals said."""
         recent = self._surprises[-8:]
         return max(1.0, math.sqrt(sum(z * z for z in recent) / len(recent))) if len(recent) > 1 else 1.0
 
@@ -147,14 +155,17 @@ class Proposer:
 
     def _rule_out_larger(self, candidate: Candidate) -> None:
         at = self._index.get(candidate)
-        if at is None or self._too_large[at]:  # what needs no less than it needs no less than what ruled it out
+        if at is None or self._too_large[at]:  # what ruled it out has ruled out all that needs no less than it
             return
         larger = self._dominance.needs_no_less(candidate)
         self._too_large |= larger
         self._rule_out(larger, f"needs no less memory than {candidate}, which ran out")
 
     def _learn_refusal(self, candidate: Candidate, reason: str, how: str) -> None:
-        """What all candidates that failed with this message share, and none that worked has, is out."""
+        """Rules out every candidate with the settings that all failures with this message share.
+
+        Where there is but one failure, or a candidate that worked shares them too, only the same engine is ruled out.
+        """
         refused = self._refused.setdefault(reason, [])
         refused.append(candidate)
         shared = set.intersection(*(set(one.family) for one in refused))
@@ -164,7 +175,7 @@ class Proposer:
         self._rule_out(alike, f"{how}: {reason[:160]}")
 
     def skips(self) -> dict[str, int]:
-        """Why candidates were not tried, with counts: what followed from measurements, and what the predictor says."""
+        """How many candidates were not tried, by reason: what followed from measurements, and what the predictor says."""
         reasons = Counter(self.skipped)
         if self._open.any():
             hopeless, host = self._hopeless()
@@ -184,7 +195,7 @@ class Proposer:
     # -- proposing ---------------------------------------------------------------------------------------------------
 
     def next(self) -> Proposal | None:
-        """A candidate for a new engine, or None where nothing is left or worth its time."""
+        """A candidate for a new engine, or None where none is left or none is worth its time (`stopped_early`)."""
         self.stopped_early = ""
         worth, gain = self._worth()
         allowed = np.isfinite(worth)
@@ -208,7 +219,7 @@ class Proposer:
         return Proposal(self.candidates[best], f"predicted gain {100 * math.expm1(gain[best]):.1f} %")
 
     def _last_resort(self) -> Proposal | None:
-        """Where nothing is predicted to fit and nothing has: the least of all, in case the prediction is wrong."""
+        """Where nothing has fitted and nothing is predicted to: the candidate of least memory, in case that is wrong."""
         if self.speed or not self._open.any() or self._last_resorts >= LAST_RESORTS:
             return None
         self._last_resorts += 1
@@ -216,10 +227,10 @@ class Proposer:
         return Proposal(self.candidates[least], "least predicted memory: nothing is predicted to fit")
 
     def _doubted(self, more_than: float = 0.0) -> Proposal | None:
-        """Where memory was predicted badly, the best of what it kept from being tried, intervals taken wider: the
-        thriftiest of its kind, and each kind once, since what ran out in one way would run out in all.
+        """Where memory was predicted badly, a candidate that was predicted not to fit, judged by wider intervals.
 
-        None where it promises no more than `more_than`, the gain of what is predicted to fit.
+        It is the one of least memory of the most promising kind. Each kind is tried once: if the least runs out, the
+        others would too. None where no kind promises more than `more_than`, the gain of what is predicted to fit.
         """
         if not self.speed or self.predictor.memory_noise < MISLED:
             return None
@@ -238,7 +249,7 @@ class Proposer:
     def next_rung(self, current: Candidate) -> Proposal | None:
         """The next candidate for the engine that just measured `current`, or None where another engine is worth more.
 
-        Micro-batches ascend: what an allocator keeps of a larger one would be charged to a smaller one.
+        Micro-batches ascend, because memory that an allocator keeps from a larger one would be charged to a smaller one.
         """
         at = self._index.get(current)
         if at is None:
@@ -249,10 +260,10 @@ class Proposer:
         )
         if not (mine & self._open).any():
             return None
-        if self.exhaustive and not self._ran_out and len(self.speed) >= PROBE_AFTER:
+        if self.exhaustive and not self._ran_out and len(self.speed) >= MEMORY_END_AFTER:
             higher = self._open & mine & (self._micro_batch > current.micro_batch)
-            if higher.any():  # where memory really ends, seen once, calibrates all that is said of it
-                return Proposal(self._lowest(higher), "probes where memory ends")
+            if higher.any():  # one out-of-memory calibrates every prediction of peaks
+                return Proposal(self._lowest(higher), "looks for where memory ends")
         worth, gain = self._worth(alive=mine)
         rungs = np.where(mine, worth, -np.inf)
         best = int(rungs.argmax())
@@ -266,7 +277,7 @@ class Proposer:
         return Proposal(self.candidates[best], f"same engine, predicted gain {100 * math.expm1(gain[best]):.1f} %")
 
     def trial_seconds(self, candidate: Candidate) -> float:
-        """What a trial of it should take at most, by what similar ones took."""
+        """What a trial of the candidate should take at most, by what similar ones took."""
         at = self._index.get(candidate)
         table = self._predictions()
         step = float(table.step[at] * np.exp(2 * table.step_sigma[at])) if at is not None else 10.0
@@ -278,14 +289,16 @@ class Proposer:
         return self._table
 
     def _hopeless(self) -> tuple[Flags, Flags]:
+        """(n,) each: whether the device's memory, and whether the host's, is predicted to be too small beyond doubt."""
         table = self._predictions()
         hopeless = table.peak - HOPELESS_SIGMAS * table.peak_sigma > self.hardware.capacity_bytes
         return hopeless, table.host * self.job.ranks > 1.1 * host_limit_bytes(self.hardware)
 
     def _worth(self, alive: Flags | None = None) -> tuple[Floats, Floats]:
-        """(gain a second, gain) of measuring each candidate; minus infinity where it is not open or hopeless.
+        """(gain a second, gain) of measuring each candidate; the first is minus infinity where it is ruled out.
 
         Gain is the expected improvement of log samples a second over the best so far, times the probability of fitting.
+        `alive` marks the candidates that the running engine can measure without a new start.
         """
         table = self._predictions()
         fits = _normal_cdf((self.hardware.ceiling_bytes - table.peak) / table.peak_sigma)
@@ -293,7 +306,7 @@ class Proposer:
         barred = ~self._open | hopeless | host
         logs = np.log(table.samples)
         if not self.speed:
-            # something that surely fits first: from it everything else is calibrated
+            # first something that surely fits: it calibrates everything else
             gain = logs + 4 * np.log(np.maximum(fits, 1e-9))
             return np.where(barred, -np.inf, gain), gain
         best = math.log(max(self.speed.values()))
@@ -308,10 +321,11 @@ class Proposer:
         return np.where(barred, -np.inf, gain / seconds), gain
 
     @functools.cached_property
-    def _distances(self) -> _Distances:
-        return _Distances(self.candidates)
+    def _distances(self) -> Distances:
+        return Distances(self.candidates)
 
     def _advised(self, allowed: Flags) -> Proposal:
+        """The allowed candidate that is nearest to what Optuna's sampler asks for."""
         wanted = self._sampler.wanted()
         nearest = self.candidates[int(np.where(allowed, self._distances.to(wanted), np.inf).argmin())]
         if self.exhaustive:  # every rung of that engine in one start
@@ -325,7 +339,7 @@ class Proposer:
 
 
 def _kind(candidate: Candidate) -> tuple[object, ...]:
-    """What decides memory in the large."""
+    """The settings that decide most of a candidate's memory."""
     return (
         candidate.stage,
         candidate.micro_batch,
@@ -337,48 +351,9 @@ def _kind(candidate: Candidate) -> tuple[object, ...]:
 
 
 def _normal_cdf(z: Floats) -> Floats:
-    """Of the standard normal; interpolated, exact to 1e-5."""
+    """The standard normal's distribution function, interpolated; exact to 1e-5."""
     return np.asarray(np.interp(z, _GRID, _CDF))
 
 
 _GRID = np.linspace(-8, 8, 2001)
 _CDF = np.array([0.5 * (1 + math.erf(x / math.sqrt(2))) for x in _GRID])
-
-
-class _Distances:
-    """How far one setting is from every candidate: for numbers the log2 ratio, 4 at most, as for a different choice."""
-
-    FAR = 4.0
-
-    def __init__(self, candidates: list[Candidate]) -> None:
-        self._count = len(candidates)
-        names = sorted({name for candidate in candidates for name in candidate.as_dict})
-        self._codes: dict[Any, float] = {}
-        self._columns = {}
-        for name in names:
-            values = [candidate.get(name) for candidate in candidates]
-            codes = {value: self._code(name, value) for value in dict.fromkeys(values)}
-            self._columns[name] = np.array([codes[value] for value in values])
-
-    def _code(self, name: str, value: Value | None) -> float:
-        """A number's log2; for choices, and for what is not there, a number apart from all those."""
-        if self._is_number(name, value):
-            return math.log2(max(float(value), 1e-9))  # type: ignore[arg-type]
-        return self._codes.setdefault((name, value), 1e3 * (1 + len(self._codes)))
-
-    @staticmethod
-    def _is_number(name: str, value: Value | None) -> bool:
-        return (
-            name not in (CHECKPOINTING, "zero_stage") and isinstance(value, int | float) and not isinstance(value, bool)
-        )
-
-    def to(self, wanted: Candidate) -> Floats:
-        """(n,) distances."""
-        total = np.zeros(self._count)
-        for name in {*wanted.as_dict, *self._columns}:
-            column = self._columns.get(name)
-            if column is None:
-                total += self.FAR
-            else:
-                total += np.minimum(self.FAR, abs(column - self._code(name, wanted.get(name))))
-        return total

@@ -1,4 +1,4 @@
-"""Optuna's sampler as an adviser: it learns from every finished trial of the study, and is asked for a setting."""
+"""Optuna's sampler as an adviser: it learns from every finished trial of the study and suggests settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_TRIALS = 500  # the latest; a sampler's own time grows with what it knows
 
 
 class Sampler:
-    """Optuna's TPE; docs/search.md compares it."""
+    """Optuna's TPE; `docs/search.md` compares it with others."""
 
     def __init__(self, space: SearchSpace, store: StudyStore, seed: int) -> None:
         self.space, self.store = space, store

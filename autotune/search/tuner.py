@@ -1,4 +1,4 @@
-"""The loop: propose, measure, record, verify; and its clock."""
+"""The loop of a search (propose, measure, record), the verification of its winner, and the budget's clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_VERIFIED = 4
 
 
 class Observer(Protocol):
-    """Sees what happens; a Null object where nobody looks."""
+    """Is told what happens; a NullObserver where nobody looks."""
 
     def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None: ...
     def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None: ...
@@ -107,7 +107,7 @@ class Tuner:
 
     @property
     def _verification_seconds(self) -> float:
-        """What verifying the best so far takes."""
+        """Seconds that verifying the best so far should take."""
         best = self._best()
         startup = max(self._outside[-8:], default=FIRST_TRIAL_SECONDS)
         steps = 9 * self._ok[best][1].step_seconds if best else 3.0
@@ -115,7 +115,10 @@ class Tuner:
 
     @property
     def _reserve_seconds(self) -> float:
-        """What searching leaves for verification: a second one, where the best turns out slower than measured, if cheap."""
+        """Seconds that searching leaves for verification.
+
+        Enough for two if they are cheap, since the best may turn out slower than it was measured.
+        """
         one = self._verification_seconds
         return min(0.4 * self.budget_seconds, max(one, min(2 * one, 0.2 * self.budget_seconds)))
 
@@ -166,7 +169,7 @@ class Tuner:
                 session.close()
 
     def _climb(self, session: Session, proposal: Proposal | None) -> None:
-        """Measures ascending rungs in one engine until one fails or climbing no longer pays."""
+        """Measures ascending rungs in one engine until one fails or another engine is worth more."""
         while proposal is not None:
             outcome = self._trial(session, proposal)
             if not outcome.ok or not session.alive or self._why_stop() is not None:
@@ -244,7 +247,7 @@ class Tuner:
                 )
 
     def _blames_the_model(self, crashed: set[Candidate]) -> bool:
-        """Whether what crashed made its model in one way, and there are others."""
+        """Whether all that crashed build the model in the same way, and the space has other ways."""
         ways = {tuple(one.get(knob) for knob in MODEL_KNOBS) for one in crashed}
         return len(ways) == 1 and any(
             len(self.space.knobs[knob].values) > 1 for knob in MODEL_KNOBS if knob in self.space.knobs
@@ -270,10 +273,11 @@ class Tuner:
         return next(iter(self._feasible()), None)
 
     def _verify(self) -> tuple[Record | None, bool]:
-        """Verifies the best in a fresh process until no unverified candidate promises more, or a thriftier one as much.
+        """(the winner, whether it is verified).
 
-        What verification measured takes the place of what the search measured: one that turns out slower falls back in
-        the order, and the next one is verified.
+        Verifies the best in a fresh process, until no unverified candidate is faster, nor as fast with less memory. What
+        verification measures replaces what the search measured: a candidate that turns out slower falls back in the
+        order, and the next one is verified.
         """
         for _ in range(MAX_VERIFIED):
             candidate = self._to_verify()
@@ -305,6 +309,7 @@ class Tuner:
         return outcome
 
     def _to_verify(self) -> Candidate | None:
+        """The next candidate to verify, or None where what passed is good enough or no time is left."""
         ranked = self._feasible()
         passed = [candidate for candidate in ranked if candidate in self._verified]
         contenders = [candidate for candidate in ranked if candidate not in self._verified]
@@ -348,7 +353,7 @@ class Tuner:
 
 
 def as_fast(one: Measurement, best: Measurement) -> bool:
-    """Whether thrift may win: wide intervals overlap far apart, and speed is what is tuned."""
+    """Whether `one` may win by its lower memory: overlapping intervals can be wide, and speed is what is tuned."""
     return one.samples_per_second >= (1 - THRIFT_SHARE) * best.samples_per_second
 
 

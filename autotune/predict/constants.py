@@ -1,0 +1,81 @@
+"""What the predictor's formulas leave open: constants with their priors, fitted to what a study measures."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autotune.predict.fit import Prior
+from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job
+
+MEMORY_NOISE = 0.025  # of a peak, before calibration
+TIME_NOISE = 0.08  # of the logarithm of a step's seconds
+REPEAT_MEMORY, REPEAT_TIME = 0.004, 0.02  # the same candidate measured twice
+UNTRACED = 3.0  # times as wide are intervals for a model that could not be traced
+
+# Factors on the lines of ZeRO's bill. What the caching allocator adds to activations is 7 to 20 % with memory to spare
+# (benchmarks/allocator.py replays traces through its rules); at the limit, where it counts, it gives cached blocks back
+# first.
+MEMORY = {
+    "states": Prior(1.0, 0.02),
+    "buckets": Prior(1.0, 0.2),
+    "gathered": Prior(1.0, 0.3),
+    "temporaries": Prior(1.0, 0.25),
+    "activations": Prior(1.04, 0.08),
+    "recomputed": Prior(1.0, 0.15),
+}
+MEMORY_CONSTANTS = ("overhead", *MEMORY)  # in the order of a fit
+# Context of one CUDA process 0.4 to 0.5 GiB; NCCL's buffers and cuBLAS's workspaces come on top.
+_OVERHEAD_GIB = {"cuda": Prior(0.55, 0.25), "cpu": Prior(0.40, 0.1)}
+_NCCL_GIB = 0.25
+
+# Logarithms of factors on full rates; a matrix product reaches 60 to 70 % of a GPU's peak, a stream of memory or of a
+# link 75 to 85 %. The tail is in tokens, and the hidden share is a logit.
+TIME = {
+    "products": Prior(np.log(1 / 0.62), 0.25),
+    "tail": Prior(np.log(500.0), 1.0),
+    "moved": Prior(np.log(1 / 0.8), 0.35),
+    "starts": Prior(0.0, 0.4),
+    "comm": Prior(np.log(1 / 0.7), 0.4),
+    "reduce": Prior(np.log(0.8), 0.4),
+    "hidden": Prior(0.4, 0.8),
+    "pcie": Prior(np.log(1 / 0.7), 0.4),
+    "cpu_adam": Prior(0.4, 0.6),
+    "optimizer": Prior(np.log(1 / 0.7), 0.3),
+    "collectives": Prior(0.0, 0.8),
+}
+_CPU_SIGMA = 1.2  # a CPU's rates are guesses until the first trial
+# Standard deviations of what no formula knows: the logarithm of a small factor for each kind of config, and slopes. In a
+# fit they follow TIME.
+QUIRKS = {
+    "stage1": 0.2,
+    "stage2": 0.2,
+    "stage3": 0.2,
+    "checkpointed": 0.05,
+    "offloaded": 0.1,
+    "parameters out": 0.1,
+    "overlapped": 0.05,
+    "micro-batch": 0.03,
+    "bucket": 0.03,
+    "sub-group": 0.02,
+    "contiguous": 0.03,
+    "compiled": 0.3,
+    "adapted": 0.1,
+    "packed": 0.15,
+}
+
+
+def memory_priors(job: Job, hardware: Hardware, widen: float) -> list[Prior]:
+    """In the order of MEMORY_CONSTANTS; the overhead is in GiB. `widen` multiplies the activations' sigma."""
+    overhead = _OVERHEAD_GIB[hardware.device]
+    extra = _NCCL_GIB if hardware.device == "cuda" and job.ranks > 1 else 0.0
+    activations = Prior(MEMORY["activations"].mean, MEMORY["activations"].sigma * widen)
+    factors = {**MEMORY, "activations": activations}
+    return [Prior(overhead.mean + extra, overhead.sigma), *factors.values()]
+
+
+def time_priors(hardware: Hardware, widen: float) -> list[Prior]:
+    """Those of TIME, then those of QUIRKS. `widen` multiplies the sigmas of the rates."""
+    least = {name: _CPU_SIGMA if hardware.device == "cpu" and name != "hidden" else 0.0 for name in TIME}
+    rates = [Prior(prior.mean, max(prior.sigma, least[name]) * widen) for name, prior in TIME.items()]
+    return [*rates, *(Prior(0.0, sigma) for sigma in QUIRKS.values())]

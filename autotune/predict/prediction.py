@@ -1,0 +1,129 @@
+"""Predictions as they are read: arrays of many candidates, and one candidate with what its memory and time are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autotune.predict.knobs import Flags, Floats
+from autotune.predict.prepared import Prepared
+from autotune.predict.roofline import Spent, host_limit_bytes
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import Hardware
+from autotune.units import GIB
+
+SIGMAS = 2.0  # half the width of an interval
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is expected of one candidate; intervals hold 95 %."""
+
+    candidate: Candidate
+    peak_bytes: float
+    peak_interval: tuple[float, float]
+    memory: dict[str, float]  # bytes by what they hold, at the peak
+    moment: str  # of the peak: forward, backward, step or init
+    host_bytes: float  # of one rank
+    step_seconds: float
+    step_interval: tuple[float, float]
+    time: dict[str, float]  # seconds by cause
+    samples_per_second: float
+    binding: str  # what limits it
+    fits: bool
+    exact: bool  # False where the model could not be traced
+
+
+@dataclass
+class Table:
+    """Predictions of many candidates as arrays, in their order."""
+
+    peak: Floats
+    peak_sigma: Floats
+    host: Floats
+    step: Floats
+    step_sigma: Floats  # of the logarithm
+    samples: Floats  # a second, all ranks
+
+
+@dataclass(frozen=True)
+class Breakdowns:
+    """All that describing each of many candidates takes; arrays in the candidates' order."""
+
+    hardware: Hardware
+    ranks: int
+    prepared: Prepared
+    table: Table
+    fits: Flags
+    moments: Floats  # (moments, n) bytes, as `memory.moments` gives them
+    memory_constants: dict[str, float]
+    spent: Spent
+    slower: Floats  # the table's step over that of `spent`
+    exact: bool  # whether the model was traced
+
+    def of(self, candidate: Candidate, i: int) -> Prediction:
+        """The prediction of the candidate at place `i`."""
+        table, bill = self.table, self.prepared.bill
+        at = int(self.moments[:, i].argmax())
+        time = self._time(i)
+        peak, sigma, host = float(table.peak[i]), float(table.peak_sigma[i]), float(bill.host[i])
+        step, spread = float(table.step[i]), float(np.exp(SIGMAS * table.step_sigma[i]))
+        return Prediction(
+            candidate=candidate,
+            peak_bytes=peak,
+            peak_interval=(peak - SIGMAS * sigma, peak + SIGMAS * sigma),
+            memory=self._memory(candidate, i, at),
+            moment=bill.moments[at],
+            host_bytes=host,
+            step_seconds=step,
+            step_interval=(step / spread, step * spread),
+            time=time,
+            samples_per_second=float(table.samples[i]),
+            binding=self._binding(peak, host * self.ranks, time, i),
+            fits=bool(self.fits[i]),
+            exact=self.exact,
+        )
+
+    def _memory(self, candidate: Candidate, i: int, at: int) -> dict[str, float]:
+        """Bytes at moment `at` by what they hold."""
+        k, b = self.memory_constants, self.prepared.bill
+        fragmentation = k["activations"] * (k["recomputed"] if candidate.checkpointing else 1.0)
+        memory = {
+            "parameters": b.parameters[i],
+            "gradients": b.gradients[i],
+            "optimizer": b.optimizer[i],
+            "activations": b.activations[at, i],
+            "buckets": k["buckets"] * b.buckets[at, i],
+            "gathered parameters": k["gathered"] * b.gathered[at, i],
+            "temporaries": k["temporaries"] * b.temporaries[at, i],
+            "allocator": (fragmentation - 1) * b.activations[at, i]
+            + (k["states"] - 1) * (b.parameters[i] + b.gradients[i] + b.optimizer[i]),
+            "context and communication": k["overhead"] * GIB,
+        }
+        if self.hardware.device == "cpu":
+            memory["host"] = b.host[i]
+        return {name: float(value) for name, value in memory.items()}
+
+    def _time(self, i: int) -> dict[str, float]:
+        """Seconds by cause, scaled to the step that the table predicts."""
+        causes = ("forward", "backward", "recompute", "communication", "optimizer", "offload")
+        return {name: float(getattr(self.spent, name)[i]) * self.slower[i] for name in causes}
+
+    def _binding(self, peak: float, host_of_all: float, time: dict[str, float], i: int) -> str:
+        """What limits the candidate: memory that it exceeds, or what its step spends most time on."""
+        if peak > self.hardware.ceiling_bytes:
+            return "device memory"
+        if host_of_all > host_limit_bytes(self.hardware):
+            return "host memory"
+        spent = self.spent
+        compute = time["forward"] + time["backward"] + time["recompute"]
+        causes = {
+            "kernel launches": compute * float(spent.launch_bound[i]),
+            "memory bandwidth": compute * float(spent.moved_share[i]) * (1 - float(spent.launch_bound[i])),
+            "computation": compute * float(1 - spent.moved_share[i]) * (1 - float(spent.launch_bound[i])),
+            "communication": time["communication"],
+            "optimizer": time["optimizer"],
+            "offload": time["offload"],
+        }
+        return max(causes, key=causes.__getitem__)

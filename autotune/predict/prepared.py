@@ -1,0 +1,124 @@
+"""What of many predictions does not depend on the calibration, computed once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autotune.predict.constants import QUIRKS
+from autotune.predict.knobs import Columns, Floats, columns_of
+from autotune.predict.passes import Trace
+from autotune.predict.roofline import Work, work
+from autotune.predict.zero import SUMS, TABLES, Bill, bill
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job
+
+
+@dataclass
+class Prepared:
+    """What of many predictions does not depend on the calibration; one entry or row a candidate, in their order."""
+
+    columns: Columns
+    bill: Bill
+    work: Work
+    quirks: Floats  # (n, quirks)
+    features: Floats  # (n, features)
+
+    @classmethod
+    def of(cls, job: Job, hardware: Hardware, trace: Trace, candidates: Sequence[Candidate]) -> Prepared:
+        """Candidates that all have this trace."""
+        c = columns_of(candidates, job)
+        return cls(c, bill(job, trace, c), work(job, hardware, trace, c), quirks_of(c), features_of(c))
+
+    @classmethod
+    def joined(cls, parts: list[Prepared], at: list[list[int]]) -> Prepared:
+        """Parts with a trace each as one; `at` says which places the candidates of each part take."""
+        order = np.argsort(np.concatenate([np.array(places) for places in at]))
+
+        def beside(whole: list[Any], names: Sequence[str]) -> dict[str, Any]:
+            return {name: np.concatenate([getattr(one, name) for one in whole])[order] for name in names}
+
+        def joined(whole: list[Any]) -> Any:
+            kind = type(whole[0])
+            return kind(**beside(whole, [field.name for field in dataclasses.fields(kind)]))
+
+        bills = [part.bill for part in parts]
+        moments = tuple(name for one in bills for name in one.moments)  # each part's are its own
+        tables = {name: _diagonal([getattr(one, name) for one in bills])[:, order] for name in TABLES}
+        return cls(
+            joined([part.columns for part in parts]),
+            Bill(moments=moments, **beside(bills, SUMS), **tables),
+            joined([part.work for part in parts]),
+            **beside(parts, ("quirks", "features")),
+        )
+
+    def rows(self, mask: Floats) -> Prepared:
+        """Only the candidates where `mask` is true. The bill stays that of all: only step times are asked of these."""
+        columns = Columns(**{name: value[mask] for name, value in vars(self.columns).items()})
+        w = Work(**{name: value[mask] for name, value in vars(self.work).items()})
+        return Prepared(columns, self.bill, w, self.quirks[mask], self.features[mask])
+
+
+def _diagonal(tables: list[Floats]) -> Floats:
+    """One table with these along its diagonal and zeros elsewhere."""
+    found = np.zeros((sum(len(one) for one in tables), sum(one.shape[1] for one in tables)))
+    row = column = 0
+    for one in tables:
+        found[row : row + len(one), column : column + one.shape[1]] = one
+        row, column = row + len(one), column + one.shape[1]
+    return found
+
+
+def quirks_of(c: Columns) -> Floats:
+    """(n, quirks): how far each of `constants.QUIRKS` applies to each candidate, in their order."""
+    zero = c.stage > 0
+    columns = {
+        "stage1": c.stage == 1,
+        "stage2": c.stage == 2,
+        "stage3": c.stage == 3,
+        "checkpointed": c.checkpointing,
+        "offloaded": c.offload_optimizer > 0,
+        "parameters out": c.offload_param > 0,
+        "overlapped": (c.overlap > 0) & zero,
+        "micro-batch": np.log2(c.micro_batch) - 2,
+        "bucket": np.where(zero, np.log10(c.reduce_bucket / 5e8), 0.0),
+        "sub-group": np.where(c.stage == 3, np.log10(c.sub_group / 1e9), 0.0),
+        "contiguous": (c.contiguous > 0) & zero,
+        "compiled": c.compiled,
+        "adapted": c.lora > 0,
+        "packed": c.packed,
+    }
+    rows: Floats = np.array([columns[name] for name in QUIRKS], dtype=np.float64)
+    return rows.T
+
+
+def features_of(c: Columns) -> Floats:
+    """(n, features): the distance between two rows says how alike two candidates are."""
+    zero = c.stage > 0
+    columns = [
+        1.5 * (c.stage == 0),
+        1.5 * (c.stage == 1),
+        1.5 * (c.stage == 2),
+        1.5 * (c.stage == 3),
+        c.checkpointing,
+        1.5 * (c.offload_optimizer > 0),
+        1.5 * (c.offload_param > 0),
+        0.7 * c.overlap * zero,
+        0.4 * c.contiguous * zero,
+        0.5 * np.log2(c.micro_batch),
+        0.3 * np.log2(c.accumulation),
+        np.where(zero, 0.3 * np.log10(c.reduce_bucket), 0.0),
+        np.where(c.stage == 3, 0.2 * np.log10(c.sub_group), 0.0),
+        3.0 * c.attention,
+        1.5 * c.compiled,
+        1.5 * (c.lora > 0),
+        0.2 * np.log2(1 + c.lora),
+        1.5 * c.packed,
+    ]
+    rows: Floats = np.array(columns, dtype=np.float64)
+    return rows.T

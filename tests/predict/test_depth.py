@@ -1,0 +1,92 @@
+"""Depths at which a deep model is traced, and what follows for the deep one; no torch."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autotune.predict.depth import at_depth, extrapolate, small_depths
+from autotune.predict.passes import BACKWARD, FORWARD, Pass
+
+
+class Config(SimpleNamespace):
+    def get_text_config(self) -> Any:
+        return self
+
+
+def pass_of(layers: int) -> Pass:
+    """A model of an embedding (100 bytes), `layers` layers of two allocations (10 and 4 bytes) and a head (50)."""
+    forward, alive = [100.0], 100.0
+    for _ in range(layers):
+        forward += [alive + 10, alive + 14]
+        alive += 14
+    forward.append(alive + 50)
+    backward = [alive - 14 * layer + 5 for layer in range(layers)]
+    count = len(forward) + len(backward)
+    return Pass(
+        phase=[FORWARD] * len(forward) + [BACKWARD] * len(backward),
+        fixed=[0.0] * count,
+        per_sequence=forward + backward,
+        gradients=[0.0] * len(forward) + [3.0 * layer for layer in range(layers)],
+        in_use=[1.0] * count,
+        after_forward=(0.0, alive + 50),
+        flops=(7.0 * layers + 2, 14.0 * layers + 4),
+        attention=(3.0 * layers, 6.0 * layers),
+        moved=((1.0, 2.0 * layers), (2.0, 4.0 * layers)),
+        operators=(3.0 * layers + 2, 5.0 * layers + 1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "pattern", "depths"),
+    [
+        (24, None, (2, 3)),
+        (26, ["sliding", "full"], (2, 4)),
+        (27, ["sliding", "full"], (3, 5)),
+        (26, ["sliding"] * 5 + ["full"], (8, 14)),  # 26 = 3 x 6 + 8
+        (4, None, None),  # nothing is won below two depths and the whole
+        (5, None, (2, 3)),
+        (7, ["a", "b", "c", "d", "e", "f", "g"], None),  # no period but the whole
+    ],
+)
+def test_depths_differ_by_a_period_and_leave_the_deep_models_remainder(
+    layers: int, pattern: list[str] | None, depths: tuple[int, int] | None
+) -> None:
+    kinds = {} if pattern is None else {"layer_types": [pattern[i % len(pattern)] for i in range(layers)]}
+    found = small_depths(Config(num_hidden_layers=layers, **kinds))
+    assert found == depths
+    if found and pattern:
+        assert all((layers - depth) % len(pattern) == 0 for depth in found)
+
+
+@pytest.mark.parametrize(
+    "irregular",
+    [{"num_kv_shared_layers": 2}, {"mlp_only_layers": [0]}, {"first_k_dense_replace": 1}, {"decoder_sparse_step": 2}],
+)
+def test_layers_that_differ_without_a_pattern_are_all_run(irregular: dict[str, Any]) -> None:
+    assert small_depths(Config(num_hidden_layers=24)) is not None
+    assert small_depths(Config(num_hidden_layers=24, **irregular)) is None
+
+
+def test_a_model_inside_another_is_run_whole() -> None:
+    inner = Config(num_hidden_layers=24)
+    assert small_depths(SimpleNamespace(get_text_config=lambda: inner)) is None
+
+
+def test_a_shallow_copy_cuts_what_has_an_entry_a_layer_and_leaves_the_original() -> None:
+    config = Config(num_hidden_layers=4, layer_types=list("abab"), sizes=(1, 2, 3, 4), other=[1, 2])
+    cut = at_depth(config, 3)
+    assert (cut.num_hidden_layers, cut.layer_types, cut.sizes, cut.other) == (3, ["a", "b", "a"], (1, 2, 3), [1, 2])
+    assert (config.num_hidden_layers, config.layer_types) == (4, ["a", "b", "a", "b"])
+
+
+def test_what_is_added_by_layers_is_extrapolated_exactly() -> None:
+    whole = pass_of(40)
+    found = extrapolate(pass_of(2), pass_of(3), (2, 3), 40)
+    for name in ("after_forward", "flops", "attention", "moved", "operators"):
+        assert getattr(found, name) == getattr(whole, name), name
+    for phase in (FORWARD, BACKWARD):
+        peaks = [
+            max(p for p, at in zip(run.per_sequence, run.phase, strict=True) if at == phase) for run in (found, whole)
+        ]
+        assert peaks[0] == peaks[1]
