@@ -13,7 +13,8 @@ from autotune.problem.hardware import detect
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
 from autotune.problem.space import load_space
 from autotune.results import console as report
-from autotune.search.study import AS_IS, SEARCH, VERIFY, Record, StudyStore, default_storage
+from autotune.search.storage import default_storage
+from autotune.search.study import AS_IS, SEARCH, VERIFY, Record, StudyStore
 from autotune.units import MIB
 from tests.conftest import make_candidate, make_job
 

@@ -32,7 +32,7 @@ LAST_RESORTS = 4  # engines tried although nothing is predicted to fit
 LEAST_EVIDENCE = 8  # candidates measured before a search may end by itself
 MISLED = 0.08  # with peaks unexplained by so much, what was predicted not to fit is tried after all
 WIDER = 1.25  # what intervals of such peaks are multiplied by
-PROBE_AFTER = 4  # measured candidates, before an exhaustive search looks for the end of memory
+LOOK_FOR_THE_END_AFTER = 4  # measured candidates, before an exhaustive search looks for the end of memory
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class Proposer:
         )
         if not (mine & self._open).any():
             return None
-        if self.exhaustive and not self._ran_out and len(self.speed) >= PROBE_AFTER:
+        if self.exhaustive and not self._ran_out and len(self.speed) >= LOOK_FOR_THE_END_AFTER:
             higher = self._open & mine & (self._micro_batch > current.micro_batch)
             if higher.any():  # where memory really ends, seen once, calibrates all that is said of it
                 return Proposal(self._lowest(higher), "probes where memory ends")

@@ -3,12 +3,14 @@ import json
 import pytest
 from rich.console import Console
 
-from autotune.commands.plan import BAR, Plan, bar, make_plan, show_comparison, show_plan
-from autotune.commands.run import Request, plans
+from autotune.commands.plan import make_plan, plans
+from autotune.commands.request import Request
+from autotune.commands.setup import PlanSetup
 from autotune.errors import UserError
 from autotune.predict.predictor import Predictor
 from autotune.problem.hardware import named_hardware
 from autotune.problem.space import load_space
+from autotune.results.plan import BAR, Plan, bar, show_comparison, show_plan
 from tests.conftest import make_job
 
 
@@ -47,7 +49,8 @@ def test_a_global_batch_is_kept() -> None:
 def test_what_is_shown() -> None:
     job = make_job(model="llama-3.2-1b", precision="bf16", seq_len=1024)
     hardware = named_hardware("rtx4090", 2)
-    plan = make_plan(job, hardware, load_space("default"), Predictor(job, hardware))
+    setup = PlanSetup(job=job, hardware=hardware, space=load_space("default"))
+    plan = make_plan(setup, Predictor(job, hardware))
     out = Console(record=True, width=140, file=open("/dev/null", "w"))  # noqa: SIM115
     show_plan(plan, out)
     show_comparison([plan], out)

@@ -8,16 +8,10 @@ from autotune.errors import UserError
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.space import load_space
-from autotune.search.study import (
-    VERIFY,
-    StudyStore,
-    constraints,
-    default_storage,
-    differences,
-    distribution,
-    hide_password,
-    open_storage,
-)
+from autotune.search.distributions import constraints, distribution
+from autotune.search.fingerprint import differences
+from autotune.search.storage import default_storage, hide_password, open_storage
+from autotune.search.study import VERIFY, StudyStore
 from autotune.units import GIB, MIB
 from tests.conftest import make_candidate, make_job
 
