@@ -32,7 +32,6 @@ MOVED = {
         "is train) and autotune.group (gauge, ops, protocol, verdict; server is fork_server)"
     ),
     "autotune.predict.live": "autotune.rank.live",
-    "autotune.predict.allocator": "benchmarks/allocator.py, outside the package",
 }
 
 

@@ -48,7 +48,7 @@ def test_a_name_imported_from_an_old_path(statement: str) -> None:
 @pytest.mark.parametrize("old", sorted(MOVED))
 def test_every_new_path_is_there(old: str) -> None:
     paths = re.findall(r"autotune(?:\.\w+)+", MOVED[old])
-    assert paths or "benchmarks/allocator.py" in MOVED[old]
+    assert paths
     for path in paths:
         if path.rpartition(".")[2] not in ("launch", "StudyCallback"):
             assert importlib.util.find_spec(path) is not None, path
@@ -60,7 +60,7 @@ def test_every_new_path_is_there(old: str) -> None:
 
 def test_other_names_fail_as_they_always_did() -> None:
     assert moved_line("autotune.nowhere") is None
-    with pytest.raises(ModuleNotFoundError, match="No module named 'autotune.nowhere'"):
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'autotune\.nowhere'"):
         importlib.import_module("autotune.nowhere")
     with pytest.raises(AttributeError, match="has no attribute 'nowhere'"):
         autotune.nowhere  # noqa: B018
@@ -94,7 +94,9 @@ def test_launch_takes_the_commands_options(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("print()")
     with pytest.raises(UserError, match="no study 'mine'"):
-        autotune.launch("mine", ["train.py"], max_restarts=2, hang_timeout="5m", memory_cap="1GiB", say=lambda text: None)
+        autotune.launch(
+            "mine", ["train.py"], max_restarts=2, hang_timeout="5m", memory_cap="1GiB", say=lambda text: None
+        )
     with pytest.raises(UserError, match="--max-restarts -1"):
         autotune.launch("mine", ["train.py"], max_restarts=-1)
     with pytest.raises(UserError, match="no duration"):
