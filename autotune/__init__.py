@@ -1,16 +1,23 @@
 """autotune: finds the fastest DeepSpeed config that fits, by measuring it.
 
-Importing this package imports neither torch nor deepspeed; see docs/architecture.md for the rooms of the house.
+The public door: `launch`, `StudyCallback` and `__version__`. Importing this package imports neither torch nor deepspeed;
+docs/architecture.md shows the rooms behind it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autotune.moved import install_finder, moved_line
+from autotune.version import __version__
+
 if TYPE_CHECKING:
+    from autotune.recovery.callback import StudyCallback
     from autotune.recovery.supervisor import LaunchSummary
 
-__version__ = "0.1.0"
+__all__ = ["StudyCallback", "__version__", "launch"]
+
+install_finder()
 
 
 def launch(study: str, command: list[str], **options: Any) -> LaunchSummary:
@@ -19,11 +26,22 @@ def launch(study: str, command: list[str], **options: Any) -> LaunchSummary:
     Args:
         study: name of the study, or its folder.
         command: the script and its arguments.
-        options: of `autotune.commands.launch.launch_training`: `max_restarts`, `hang_timeout`, `memory_cap`, `maps`, `say`.
+        options: `max_restarts`, `hang_timeout`, `memory_cap`, `maps`, `storage` and `convert`, as the command takes them;
+            `say` takes a line for people (default: print).
 
     Raises:
         autotune.errors.UserError: bad input, or a study that is not of this script.
     """
     from autotune.commands.launch import launch_training
+    from autotune.commands.request import Request
 
-    return launch_training(study, command, **options)
+    say = options.pop("say", print)
+    return launch_training(Request(study=study, script=command, **options), say)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "StudyCallback":  # it is a class of transformers', whose import takes seconds
+        from autotune.recovery.callback import StudyCallback
+
+        return StudyCallback
+    raise AttributeError(moved_line(f"{__name__}.{name}") or f"module {__name__!r} has no attribute {name!r}")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune import __version__
 from autotune.errors import NothingFits, UserError
+from autotune.version import __version__
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autotune.commands.request import Request
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -22,19 +28,84 @@ app = typer.Typer(
 spaces_app = typer.Typer(no_args_is_help=True, help="List, show and validate search spaces.")
 app.add_typer(spaces_app, name="spaces")
 
-JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
+# -- options -------------------------------------------------------------------------------------------------------------
+# Each stands here once; a command gives its default. The parameter of an option has the name of its field in Request.
+
+Text = str | None
+
+
+def option(help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help)
+
+
+# what is trained
+Model = Annotated[Text, option("Shipped name (`autotune models`), folder or config.json, or Hub id.")]
+Workload = Annotated[Text, option("package.module:function that returns (model, batches) instead of a model.")]
+SeqLen = Annotated[Text, option("Tokens a sequence, or max; default 2048 (CPU ranks: 64).")]
+Precision = Annotated[Text, option("bf16, fp16 or fp32; default: the best the device has.")]
+Optimizer = Annotated[str, option("adamw, adam, fused_adam, lion, sgd or adagrad.")]
+GlobalBatchSize = Annotated[int | None, option("Sequences an optimizer step over all ranks, kept exactly.")]
+DsConfig = Annotated[Path | None, option("Your own DeepSpeed config: what is not tuned is kept.")]
+Lora = Annotated[Text, option("Adapters: r=16,targets=all-linear (or q_proj+v_proj),alpha=32.")]
+Attention = Annotated[Text, option("eager, sdpa, flash_attention_2, flash_attention_3 or flex_attention.", "--attn")]
+Compiled = Annotated[bool, option("Compile the model (DeepSpeed's engine.compile).", "--compile")]
+Lengths = Annotated[Path | None, option("A data set's lengths (`512,1000` a line): the winner fits its longest batch.")]
+Packed = Annotated[bool, option("Sequences of --lengths laid end to end in rows of --seq-len.", "--packing")]
+TrustRemoteCode = Annotated[bool, option("Run the model's own code.", "--trust-remote-code")]
+ScriptWords = Annotated[
+    list[str] | None, typer.Argument(metavar="[-- SCRIPT ARGS…]", help="Your own training script, tuned as it is.")
+]
+Maps = Annotated[list[str] | None, option("KNOB=--FLAG: the script's flag that carries a knob; repeatable.", "--map")]
+WorstCase = Annotated[bool, option("Pad the script's batches to the longest that it allows.", "--worst-case")]
+
+# on what
+Gpus = Annotated[int | None, option("GPUs (or CPU ranks) to use; default: all.")]
+Device = Annotated[str, option("auto, cuda or cpu.")]
+MemoryCap = Annotated[Text, option("What one rank may use, like 24GiB.")]
+Headroom = Annotated[Text, option("Share of the capacity to leave free; default 5%.")]
+Executor = Annotated[str, option("local, or replay:TABLE to search a recorded table.")]
+Isolation = Annotated[str, option("fork (pre-imported server) or spawn (cold starts).")]
+
+# how it is searched, and where that is kept
+Space = Annotated[Text, option("Search space: a file, or a name of `autotune spaces list`.")]
+Budget = Annotated[str, option("Time for this call, verification included: 90s, 30m, 1h30m.")]
+MaxTrials = Annotated[int | None, option("Stop after this many trials of this call.")]
+Tolerance = Annotated[str, option("Stop when going on promises less than this share.")]
+Exhaustive = Annotated[bool, option("Use the whole budget.", "--exhaustive")]
+Seed = Annotated[int, option("Of the sampler and of the data.")]
+StudyName = Annotated[Text, option("Name of the study; the same name resumes it.")]
 StudyArgument = Annotated[str, typer.Argument(help="Name of the study, or its folder.")]
-LoraOption = Annotated[str | None, typer.Option(help="Adapters: r=16,targets=all-linear (or q_proj+v_proj),alpha=32.")]
-AttentionOption = Annotated[
-    str | None, typer.Option("--attn", help="eager, sdpa, flash_attention_2, flash_attention_3 or flex_attention.")
+Storage = Annotated[Text, option("Database URL; default: runs/NAME/study.db.")]
+WinnerFile = Annotated[Path | None, option("Where the winner goes; default: runs/NAME/NAME.json.")]
+Force = Annotated[bool, option("Go on with a study of another job or machine.", "--force")]
+SpaceArgument = Annotated[str, typer.Argument(help="Name or file.")]
+
+# a plan, a launch
+Gpu = Annotated[Text, option("Name like rtx3090 or a100-80gb; default: the machine's own.")]
+GpuCount = Annotated[int, option("How many.")]
+Compare = Annotated[Text, option("Several GPUs side by side: rtx4090,a100-80gb,h100.")]
+LaunchWords = Annotated[
+    list[str], typer.Argument(metavar="[STUDY] -- SCRIPT ARGS…", help="A study, then the script to train.")
 ]
-WorkloadOption = Annotated[
-    str | None, typer.Option(help="package.module:function that returns (model, batches) instead of a model.")
-]
-StorageOption = Annotated[str | None, typer.Option(help="Database URL; default: runs/NAME/study.db.")]
+PlannedModel = Annotated[Text, option("Instead of a study: start from the plan for this model.", "--model")]
+MaxRestarts = Annotated[int, option("Give up after this many.")]
+HangTimeout = Annotated[str, option("Without a step for so long it hangs.")]
+Convert = Annotated[bool, option("Step down to stage 3 too, converting checkpoints for it.", "--convert-checkpoints")]
+
+# what is said
+Yes = Annotated[bool, option("Ask nothing.", "--yes", "-y")]
+Json = Annotated[bool, option("One JSON object on stdout, nothing else.", "--json")]
 
 
-def console(stderr: bool = False) -> Any:
+def typed(parameters: dict[str, Any]) -> Request:
+    """The Request of a command's `locals()`: parameters are named as its fields; None keeps the field's own default."""
+    from autotune.commands.request import Request
+
+    fields = {field.name for field in dataclasses.fields(Request)}
+    return Request(**{name: value for name, value in parameters.items() if name in fields and value is not None})
+
+
+def console(stderr: bool = False) -> Console:
     from rich.console import Console
 
     found = Console(stderr=stderr)
@@ -45,161 +116,86 @@ def emit(data: Any) -> None:
     print(json.dumps(data, indent=2, default=str))
 
 
+# -- commands ------------------------------------------------------------------------------------------------------------
+
+
 @app.command()
 def run(
-    script: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- SCRIPT ARGS…]", help="Your own training script, tuned as it is.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Shipped name (`autotune models`), folder or config.json, or Hub id.")
-    ] = None,
-    gpus: Annotated[int | None, typer.Option(help="GPUs (or CPU ranks) to use; default: all.")] = None,
-    budget: Annotated[str, typer.Option(help="Time for this call, verification included: 90s, 30m, 1h30m.")] = "30m",
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    seq_len: Annotated[
-        str | None, typer.Option(help="Tokens a sequence, or max; default 2048 (CPU ranks: 64).")
-    ] = None,
-    precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: the best the device has.")] = None,
-    optimizer: Annotated[str, typer.Option(help="adamw, adam, fused_adam, lion, sgd or adagrad.")] = "adamw",
-    global_batch_size: Annotated[
-        int | None, typer.Option(help="Sequences an optimizer step over all ranks, kept exactly.")
-    ] = None,
-    ds_config: Annotated[
-        Path | None, typer.Option(help="Your own DeepSpeed config: what is not tuned is kept.")
-    ] = None,
-    space: Annotated[
-        str | None, typer.Option(help="Search space: a file, or a name of `autotune spaces list`.")
-    ] = None,
-    memory_cap: Annotated[str | None, typer.Option(help="What one rank may use, like 24GiB.")] = None,
-    headroom: Annotated[
-        str | None, typer.Option(help="Share of the capacity that the winner leaves free; default 5%.")
-    ] = None,
-    study: Annotated[str | None, typer.Option(help="Name of the study; the same name resumes it.")] = None,
-    storage: StorageOption = None,
-    seed: Annotated[int, typer.Option(help="Of the sampler and of the data.")] = 0,
-    max_trials: Annotated[int | None, typer.Option(help="Stop after this many trials of this call.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where the winner goes; default: runs/NAME/NAME.json.")] = None,
-    isolation: Annotated[str, typer.Option(help="fork (pre-imported server) or spawn (cold starts).")] = "fork",
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
-    tolerance: Annotated[str, typer.Option(help="Stop when going on promises less than this share.")] = "1%",
-    exhaustive: Annotated[bool, typer.Option("--exhaustive", help="Use the whole budget.")] = False,
-    executor: Annotated[str, typer.Option(help="local, or replay:TABLE to search a recorded table.")] = "local",
-    maps: Annotated[
-        list[str] | None, typer.Option("--map", help="KNOB=--FLAG: the script's flag that carries a knob; repeatable.")
-    ] = None,
-    worst_case: Annotated[
-        bool, typer.Option("--worst-case", help="Pad the script's batches to the longest that it allows.")
-    ] = False,
-    lora: LoraOption = None,
-    attn: AttentionOption = None,
-    compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile the model (DeepSpeed's engine.compile).")
-    ] = False,
-    workload: WorkloadOption = None,
-    lengths: Annotated[
-        Path | None, typer.Option(help="A data set's lengths (`512,1000` a line): the winner fits its longest batch.")
-    ] = None,
-    packed: Annotated[
-        bool, typer.Option("--packing", help="Sequences of --lengths laid end to end in rows of --seq-len.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Go on with a study of another job or machine.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing.")] = False,
-    as_json: JsonFlag = False,
+    script: ScriptWords = None,
+    model: Model = None,
+    gpus: Gpus = None,
+    budget: Budget = "30m",
+    device: Device = "auto",
+    seq_len: SeqLen = None,
+    precision: Precision = None,
+    optimizer: Optimizer = "adamw",
+    global_batch_size: GlobalBatchSize = None,
+    ds_config: DsConfig = None,
+    space: Space = None,
+    memory_cap: MemoryCap = None,
+    headroom: Headroom = None,
+    study: StudyName = None,
+    storage: Storage = None,
+    seed: Seed = 0,
+    max_trials: MaxTrials = None,
+    out: WinnerFile = None,
+    isolation: Isolation = "fork",
+    trust_remote_code: TrustRemoteCode = False,
+    tolerance: Tolerance = "1%",
+    exhaustive: Exhaustive = False,
+    executor: Executor = "local",
+    maps: Maps = None,
+    worst_case: WorstCase = False,
+    lora: Lora = None,
+    attention: Attention = None,
+    compiled: Compiled = False,
+    workload: Workload = None,
+    lengths: Lengths = None,
+    packed: Packed = False,
+    force: Force = False,
+    yes: Yes = False,
+    as_json: Json = False,
 ) -> None:
     """Tune, verify and export; run again with the same study to go on."""
-    from autotune.commands.run import Request, run_study
+    request = typed(locals())
+    from autotune.commands.run import run_study
 
-    request = Request(
-        model,
-        gpus=gpus,
-        budget=budget,
-        device=device,
-        seq_len=seq_len,
-        precision=precision,
-        optimizer=optimizer,
-        global_batch_size=global_batch_size,
-        ds_config=ds_config,
-        space=space,
-        memory_cap=memory_cap,
-        headroom=headroom,
-        study=study,
-        storage=storage,
-        seed=seed,
-        max_trials=max_trials,
-        out=out,
-        force=force,
-        isolation=isolation,
-        trust_remote_code=trust_remote_code,
-        tolerance=tolerance,
-        exhaustive=exhaustive,
-        executor=executor,
-        script=script or [],
-        maps=maps or [],
-        worst_case=worst_case,
-        lora=lora,
-        attention=attn,
-        compiled=compiled,
-        lengths=lengths,
-        packed=packed,
-        workload=workload,
-    )
     ask = None if yes or as_json or not sys.stdin.isatty() else (lambda text: typer.confirm(text, default=True))
-    report = run_study(request, console(stderr=as_json), quiet=as_json, confirm=ask)
+    summary = run_study(request, console(stderr=as_json), quiet=as_json, confirm=ask)
     if as_json:
-        emit(report.to_json())
+        emit(summary.to_json())
     else:
-        for line in report.lines:
+        for line in [*summary.lines, *(f"wrote {path}" for path in summary.files)]:
             print(line)
-        for path in report.files:
-            print(f"wrote {path}")
-    if report.interrupted:
+    if summary.interrupted:
         raise typer.Exit(130)
 
 
 @app.command()
 def plan(
-    model: Annotated[
-        str | None, typer.Option(help="Shipped name (`autotune models`), folder or config.json, or Hub id.")
-    ] = None,
-    gpu: Annotated[str | None, typer.Option(help="Name like rtx3090 or a100-80gb; default: the machine's own.")] = None,
-    gpus: Annotated[int, typer.Option(help="How many.")] = 1,
-    compare: Annotated[str | None, typer.Option(help="Several GPUs side by side: rtx4090,a100-80gb,h100.")] = None,
-    seq_len: Annotated[str | None, typer.Option(help="Tokens a sequence, or max; default 2048.")] = None,
-    precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: the best the GPU has.")] = None,
-    optimizer: Annotated[str, typer.Option(help="adamw, adam, fused_adam, lion, sgd or adagrad.")] = "adamw",
-    global_batch_size: Annotated[int | None, typer.Option(help="Sequences an optimizer step over all ranks.")] = None,
-    ds_config: Annotated[
-        Path | None, typer.Option(help="Your own DeepSpeed config: what is not planned is kept.")
-    ] = None,
-    space: Annotated[str, typer.Option(help="Search space: a file, or a name of `autotune spaces list`.")] = "default",
-    headroom: Annotated[str, typer.Option(help="Share of the capacity to leave free.")] = "5%",
-    lora: LoraOption = None,
-    attn: AttentionOption = None,
-    workload: WorkloadOption = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
-    as_json: JsonFlag = False,
+    model: Model = None,
+    gpu: Gpu = None,
+    gpus: GpuCount = 1,
+    compare: Compare = None,
+    seq_len: SeqLen = None,
+    precision: Precision = None,
+    optimizer: Optimizer = "adamw",
+    global_batch_size: GlobalBatchSize = None,
+    ds_config: DsConfig = None,
+    space: Space = "default",
+    headroom: Headroom = None,
+    lora: Lora = None,
+    attention: Attention = None,
+    workload: Workload = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Json = False,
 ) -> None:
     """Predict what fits and how fast, without running anything: by stage, by GPU, and what would unlock more."""
-    from autotune.commands.plan import show_comparison, show_plan
-    from autotune.commands.run import Request, plans
+    request = typed(locals())
+    from autotune.commands.plan import plans
+    from autotune.results.plan import show_comparison, show_plan
 
-    request = Request(
-        model,
-        gpus,
-        seq_len=seq_len,
-        precision=precision,
-        optimizer=optimizer,
-        global_batch_size=global_batch_size,
-        ds_config=ds_config,
-        space=space,
-        headroom=headroom,
-        trust_remote_code=trust_remote_code,
-        lora=lora,
-        attention=attn,
-        workload=workload,
-    )
-    names: list[str | None] = [*compare.split(",")] if compare else [gpu]
-    made = plans(request, names)
+    made = plans(request, [*compare.split(",")] if compare else [gpu])
     if as_json:
         emit([one.to_json() for one in made] if compare else made[0].to_json())
     elif compare:
@@ -210,55 +206,32 @@ def plan(
 
 @app.command()
 def launch(
-    words: Annotated[
-        list[str], typer.Argument(metavar="[STUDY] -- SCRIPT ARGS…", help="A study, then the script to train.")
-    ],
-    model: Annotated[str | None, typer.Option(help="Instead of a study: start from the plan for this model.")] = None,
-    gpus: Annotated[int | None, typer.Option(help="With --model: GPUs (or CPU ranks); default: all.")] = None,
-    device: Annotated[str, typer.Option(help="With --model: auto, cuda or cpu.")] = "auto",
-    seq_len: Annotated[str | None, typer.Option(help="With --model: tokens a sequence, or max.")] = None,
-    precision: Annotated[str | None, typer.Option(help="With --model: bf16, fp16 or fp32.")] = None,
-    global_batch_size: Annotated[int | None, typer.Option(help="With --model: sequences an optimizer step.")] = None,
-    ds_config: Annotated[Path | None, typer.Option(help="With --model: your own DeepSpeed config.")] = None,
-    space: Annotated[str | None, typer.Option(help="With --model: search space.")] = None,
-    maps: Annotated[list[str] | None, typer.Option("--map", help="KNOB=--FLAG, as for run.")] = None,
-    max_restarts: Annotated[int, typer.Option(help="Give up after this many.")] = 10,
-    hang_timeout: Annotated[str, typer.Option(help="Without a step for so long it hangs.")] = "30m",
-    convert: Annotated[
-        bool, typer.Option("--convert-checkpoints", help="Step down to stage 3 too, converting checkpoints for it.")
-    ] = False,
-    memory_cap: Annotated[str | None, typer.Option(help="What one rank may use, like 24GiB.")] = None,
-    storage: StorageOption = None,
-    as_json: JsonFlag = False,
+    words: LaunchWords,
+    model: PlannedModel = None,
+    gpus: Gpus = None,
+    device: Device = "auto",
+    seq_len: SeqLen = None,
+    precision: Precision = None,
+    global_batch_size: GlobalBatchSize = None,
+    ds_config: DsConfig = None,
+    space: Space = None,
+    maps: Maps = None,
+    max_restarts: MaxRestarts = 10,
+    hang_timeout: HangTimeout = "30m",
+    convert: Convert = False,
+    memory_cap: MemoryCap = None,
+    storage: Storage = None,
+    as_json: Json = False,
 ) -> None:
-    """Train your script under the winner, and bring it back with less memory when it runs out."""
-    from autotune.commands.launch import launch_training
-    from autotune.commands.run import Request
+    """Train your script under the winner, and bring it back with less memory when it runs out.
 
-    study = None if model else words[0]
-    request = Request(
-        model,
-        gpus,
-        device=device,
-        seq_len=seq_len,
-        precision=precision,
-        global_batch_size=global_batch_size,
-        ds_config=ds_config,
-        space=space,
-        memory_cap=memory_cap,
-    )
-    summary = launch_training(
-        study,
-        words if model else words[1:],
-        request=request,
-        maps=maps,
-        storage=storage,
-        memory_cap=memory_cap,
-        max_restarts=max_restarts,
-        hang_timeout=hang_timeout,
-        convert=convert,
-        say=lambda text: print(f"autotune: {text}", file=sys.stderr, flush=True),
-    )
+    Options that say what is trained and on what, up to --space, go with --model: a study knows its own.
+    """
+    study, script = (None, words) if model else (words[0], words[1:])
+    request = typed(locals())
+    from autotune.commands.launch import launch_training
+
+    summary = launch_training(request, lambda text: print(f"autotune: {text}", file=sys.stderr, flush=True))
     if as_json:
         emit(summary.to_json())
     else:
@@ -268,65 +241,31 @@ def launch(
 
 
 @app.command()
-def show(study: StudyArgument, storage: StorageOption = None, as_json: JsonFlag = False) -> None:
+def show(study: StudyArgument, storage: Storage = None, as_json: Json = False) -> None:
     """A study's trials with their reasons, and its winner."""
-    from autotune.results import console as report
+    from autotune.results.console import show_study, study_json
     from autotune.search.study import StudyStore
-    from autotune.units import format_duration
 
     store = StudyStore.load(study, storage)
     if as_json:
-        emit(report.study_json(store))
-        return
-    records, calls = store.records(), store.calls()
-    out = console()
-    out.print(report.trials_table(records))
-    for reason, count in sorted(store.skips.items(), key=lambda item: -item[1])[:12]:
-        out.print(f"not tried ({count}): {reason}", markup=False, highlight=False, soft_wrap=True)
-    total = sum(call.used_seconds for call in calls)
-    if calls:
-        last = calls[-1]
-        print(
-            f"\n{len(records)} trials; this study used {format_duration(total)} in {len(calls)} calls, the last "
-            f"{format_duration(last.used_seconds)} of {format_duration(last.budget_seconds)} "
-            f"({last.ended or 'not ended'})"
-        )
-    if (winner := store.winner) is not None:
-        for line in report.winner_lines(winner, records, store.job, store.hardware):
-            print(line)
+        emit(study_json(store))
     else:
-        print("no winner yet")
+        show_study(store, console())
 
 
 @app.command()
 def export(
     study: StudyArgument,
-    style: Annotated[str, typer.Option("--format", help="deepspeed, accelerate or hf.")] = "deepspeed",
-    out: Annotated[Path | None, typer.Option(help="File to write; default: in the study's folder.")] = None,
-    trial: Annotated[int | None, typer.Option(help="A trial's number instead of the winner.")] = None,
-    storage: StorageOption = None,
-    as_json: JsonFlag = False,
+    style: Annotated[str, option("deepspeed, accelerate or hf.", "--format")] = "deepspeed",
+    out: Annotated[Path | None, option("File to write; default: in the study's folder.")] = None,
+    trial: Annotated[int | None, option("A trial's number instead of the winner.")] = None,
+    storage: Storage = None,
+    as_json: Json = False,
 ) -> None:
     """Write the winner as a DeepSpeed config, an accelerate config or TrainingArguments."""
-    from autotune.commands.run import export_record
-    from autotune.results.export import FORMATS
-    from autotune.search.study import VERIFY, StudyStore
+    from autotune.results.export import export_study
 
-    if style not in FORMATS:
-        raise UserError(f"--format {style}: expected one of {', '.join(FORMATS)}")
-    store = StudyStore.load(study, storage)
-    record = store.winner
-    if trial is not None:
-        record = next((one for one in store.records() if one.number == trial), None)
-        if record is None or record.outcome is None or not record.outcome.ok:
-            raise UserError(
-                f"--trial {trial}: no measured trial of that number in {store.name} (`autotune show {study}`)"
-            )
-    if record is None:
-        raise UserError(f"study {store.name} has no winner yet: `autotune run --study {store.name} …` goes on")
-    suffix = {"deepspeed": ".json", "accelerate": ".accelerate.yaml", "hf": ".training_arguments.json"}[style]
-    target = out or (store.folder or Path()) / f"{store.name}{suffix}"
-    files = export_record(store, record, target, style, record.role == VERIFY)
+    files = export_study(study, storage, style, out, trial)
     if as_json:
         emit({"files": [str(path) for path in files]})
     else:
@@ -337,18 +276,14 @@ def export(
 @app.command()
 def record(
     study: StudyArgument,
-    out: Annotated[
-        Path | None, typer.Option(help="Table to write; default: NAME.csv.gz in the study's folder.")
-    ] = None,
-    storage: StorageOption = None,
-    as_json: JsonFlag = False,
+    out: Annotated[Path | None, option("Table to write; default: NAME.csv.gz in the study's folder.")] = None,
+    storage: Storage = None,
+    as_json: Json = False,
 ) -> None:
     """Write a study as a table that `run --executor replay:TABLE` and the search benchmark replay."""
-    from autotune.commands.run import record_study
-    from autotune.search.study import StudyStore
+    from autotune.commands.record import record_study
 
-    store = StudyStore.load(study, storage)
-    table, about, count = record_study(store, out or (store.folder or Path()) / f"{store.name}.csv.gz")
+    table, about, count = record_study(study, storage, out)
     if as_json:
         emit({"table": str(table), "facts": str(about), "rows": count})
     else:
@@ -356,7 +291,7 @@ def record(
 
 
 @app.command()
-def models(as_json: JsonFlag = False) -> None:
+def models(as_json: Json = False) -> None:
     """The models that resolve offline by name."""
     from autotune.problem.models import shipped_models
     from autotune.units import format_count
@@ -370,7 +305,7 @@ def models(as_json: JsonFlag = False) -> None:
 
 
 @spaces_app.command("list")
-def spaces_list(as_json: JsonFlag = False) -> None:
+def spaces_list(as_json: Json = False) -> None:
     """The shipped search spaces."""
     from autotune.problem.space import load_space, shipped_spaces
 
@@ -383,7 +318,7 @@ def spaces_list(as_json: JsonFlag = False) -> None:
 
 
 @spaces_app.command("show")
-def spaces_show(space: Annotated[str, typer.Argument(help="Name or file.")]) -> None:
+def spaces_show(space: SpaceArgument) -> None:
     """A search space's file, comments included."""
     from autotune.problem.space import load_space
 
@@ -391,7 +326,7 @@ def spaces_show(space: Annotated[str, typer.Argument(help="Name or file.")]) -> 
 
 
 @spaces_app.command("validate")
-def spaces_validate(space: Annotated[str, typer.Argument(help="Name or file.")], as_json: JsonFlag = False) -> None:
+def spaces_validate(space: SpaceArgument, as_json: Json = False) -> None:
     """Check a search space, and count what it holds."""
     from autotune.problem.space import load_space
 
@@ -408,8 +343,7 @@ def spaces_validate(space: Annotated[str, typer.Argument(help="Name or file.")],
 
 @app.command()
 def doctor(
-    nvme_path: Annotated[Path | None, typer.Option(help="A folder that nvme offload would use.")] = None,
-    as_json: JsonFlag = False,
+    nvme_path: Annotated[Path | None, option("A folder that nvme offload would use.")] = None, as_json: Json = False
 ) -> None:
     """Check driver, torch, NCCL, DeepSpeed's ops, memory and disk; builds CPU Adam ahead of time."""
     from autotune.commands.doctor import examine
@@ -427,7 +361,7 @@ def doctor(
 
 
 @app.callback(invoke_without_command=True)
-def top(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def top(version: Annotated[bool, option("Print the version.", "--version")] = False) -> None:
     if version:
         print(__version__)
         raise typer.Exit

@@ -8,27 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from autotune import cli
-from autotune.problem.hardware import detect
-from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
-from autotune.problem.space import load_space
-from autotune.results import console as report
-from autotune.search.study import AS_IS, SEARCH, VERIFY, Record, StudyStore, default_storage
-from autotune.units import MIB
-from tests.conftest import make_candidate, make_job
-
-
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `autotune words…`."""
-    monkeypatch.setattr(sys, "argv", ["autotune", *words])
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as end:
-        code = int(end.code or 0)
-    out, err = capsys.readouterr()
-    return code, out, err
-
+from autotune.problem.outcome import Kind
+from autotune.search.study import StudyStore
+from tests.cli_call import call
+from tests.studies import study_of_every_kind
 
 BASE = ("run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--budget", "60s", "--yes")
 
@@ -133,24 +116,7 @@ def test_models_and_spaces(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 @pytest.fixture
 def study(tmp_path: Path) -> StudyStore:
-    """A study with one trial of every kind."""
-    folder = tmp_path / "runs" / "s"
-    folder.mkdir(parents=True)
-    space = load_space("cpu_demo")
-    store, _ = StudyStore.create_or_resume("s", default_storage(folder), folder, make_job(), detect("cpu", 2), space)
-    store.begin_call(60)
-    for at, kind in enumerate(Kind):
-        measured = Measurement(1.0, 0.01, 5, 8.0 + at, 256.0, 300 * MIB, mfu=0.4, model_tflops_per_gpu=1.0)
-        outcome = Outcome(kind, Phase.STEP, measured if kind is Kind.OK else None, "why", "evidence", missing_bytes=5)
-        store.finish(store.start(make_candidate(at % 4, 1 + at), space, note="a note"), outcome)
-    slower = Outcome(Kind.OK, measurement=Measurement(2.0, 0.01, 5, 4.0, 128.0, 200 * MIB))
-    store.finish(store.start(make_candidate(0, 7), space), slower)
-    best = store.start(make_candidate(0, 1), space, VERIFY)
-    store.finish(best, Outcome(Kind.OK, measurement=Measurement(1.0, 0.01, 5, 8.0, 160.0, 300 * MIB)))
-    store.set_winner(best, "verified")
-    store.note_skips({"needs more": 5})
-    store.update_call(33.0, "budget used")
-    return store
+    return study_of_every_kind(tmp_path / "runs")
 
 
 def test_show(
@@ -193,59 +159,3 @@ def test_export(
     assert (code, "no measured trial" in err) == (2, True)
     code, out, _ = call(monkeypatch, capsys, "export", "s", "--trial", "0", "--out", "x.json", "--json")
     assert json.loads(out)["files"] == ["x.json", "x.meta.json"]
-
-
-def test_the_margin_compares_what_was_measured_alike() -> None:
-    def record(number: int, role: str, micro_batch: int, rate: float, note: str = "") -> Record:
-        outcome = Outcome(Kind.OK, measurement=Measurement(1.0, 0.01, 5, rate, rate, 300 * MIB))
-        return Record(number, make_candidate(0, micro_batch), outcome, role, note)
-
-    searched = [record(0, SEARCH, 1, 400.0), record(1, SEARCH, 2, 380.0), record(2, SEARCH, 4, 100.0)]
-    slowed = record(3, VERIFY, 1, 300.0)  # the machine is slower by now
-    hardware = detect("cpu", 2)
-    last = report.winner_lines(slowed, [*searched, slowed], make_job(), hardware)[-1]
-    assert last == "  +5.3 % against the next best, 4.0x the slowest of 3 that fit"
-    displaced = record(4, VERIFY, 2, 290.0)
-    last = report.winner_lines(slowed, [*searched, slowed, displaced], make_job(), hardware)[-1]
-    assert last == "  +3.4 % against the next best, 4.0x the slowest of 3 that fit"
-    own = record(5, SEARCH, 8, 200.0, AS_IS)
-    last = report.winner_lines(slowed, [*searched, slowed, own], make_job(), hardware)[-1]
-    assert last == f"  2.00x the script as it is: {make_candidate(0, 8)}"
-    kept = record(6, SEARCH, 1, 400.0, AS_IS)
-    assert report.winner_lines(slowed, [kept, slowed], make_job(), hardware)[-1].endswith("has this config already")
-    assert "next best" not in report.winner_lines(slowed, [slowed], make_job(), hardware)[-1]
-
-
-def test_what_came_closest(study: StudyStore) -> None:
-    lines = report.closest_lines(study.records(), detect("cpu", 2), [])
-    assert lines[0].startswith("closest: ")
-    assert "cheapest changes" in lines[1]
-    crashed = [record for record in study.records() if record.outcome and record.outcome.kind is Kind.CRASH]
-    assert report.closest_lines(crashed, detect("cpu", 2), [])[0].startswith("no candidate ran: crash")
-
-
-def test_the_live_view(study: StudyStore) -> None:
-    from rich.console import Console
-
-    console = Console(force_terminal=True, width=120, record=True)
-    hardware = detect("cpu", 2)
-    live = report.make_observer(hardware, 60.0, console, quiet=False)
-    assert isinstance(live, report.LiveObserver)
-    live.start()
-    live.trial_started(0, make_candidate(), "search", "")
-    live.phase("forward")
-    for record in study.records():
-        assert record.outcome is not None
-        live.trial_finished(record.number, record.candidate, record.role, record.outcome)
-    live.clock(1.0, 60.0)
-    live.say("hello")
-    console.print(live._render())
-    live.stop()
-    text = console.export_text()
-    assert "best  z0" in text
-    assert "oom_device 1" in text
-    assert "hello" in text
-    quiet = report.make_observer(hardware, 60.0, console, quiet=True)
-    quiet.start()
-    quiet.say("nothing")
-    quiet.stop()

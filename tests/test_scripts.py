@@ -13,16 +13,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from autotune.commands.probe import Probe, job_of, own_candidate, probe, unknown_job
-from autotune.commands.run import for_job
+from autotune.commands.probe import Probe, probe
 from autotune.errors import UserError
 from autotune.executors.base import Effort
 from autotune.executors.local import LocalExecutor
 from autotune.problem.candidate import Candidate
+from autotune.problem.fitting import for_job
 from autotune.problem.hardware import detect
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Outcome
 from autotune.problem.script import carried
+from autotune.problem.script_job import job_of, own_candidate, unknown_job
 from autotune.problem.space import load_space
 from autotune.recovery.ladder import Rung
 from autotune.recovery.supervisor import LaunchSummary, Supervisor

@@ -132,7 +132,7 @@ def _disk(nvme_path: Path | None) -> Iterator[Finding]:
 
 
 # Runs apart: imports of seconds, a CUDA context, and builds that may hang stay out of this process.
-_PROBE = """
+_EXAMINATION = """
 import json, os, sys
 out = {"errors": {}}
 def attempt(name, work):
@@ -172,7 +172,7 @@ def _libraries() -> Iterator[Finding]:
     device = "cuda" if visible_gpus() else "cpu"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _PROBE, *_OPS],
+            [sys.executable, "-c", _EXAMINATION, *_OPS],
             env=rank_environment(device),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -197,7 +197,7 @@ def _libraries() -> Iterator[Finding]:
 
 
 def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
-    """Findings from what the probe reported."""
+    """Findings from what the examination reported."""
     errors = facts["errors"]
     torch = facts.get("torch")
     if torch is None:

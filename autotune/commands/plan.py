@@ -3,104 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from autotune.errors import UserError
+from autotune.commands.request import Request, plan_setups
+from autotune.commands.setup import PlanSetup
 from autotune.predict.predictor import Prediction, Predictor
+from autotune.predict.trace import Trace
 from autotune.problem.candidate import CHECKPOINTING, Candidate
-from autotune.problem.hardware import Hardware, gpu_table
-from autotune.problem.job import Job
-from autotune.problem.space import SearchSpace
-from autotune.units import GIB, format_bytes, format_count
-
-_COLOURS = {
-    "parameters": "blue",
-    "gradients": "cyan",
-    "optimizer": "green",
-    "activations": "yellow",
-    "buckets": "magenta",
-    "gathered parameters": "bright_blue",
-    "temporaries": "bright_magenta",
-    "allocator": "bright_black",
-    "context and communication": "red",
-    "host": "white",
-}
-BAR = 48  # characters for a device's whole memory
+from autotune.problem.hardware import gpu_table
+from autotune.results.plan import Plan, StagePlan, token_speed
+from autotune.units import GIB, format_bytes
 
 
-@dataclass(frozen=True)
-class StagePlan:
-    """The largest micro-batch of one ZeRO stage that fits, and what would let the next one fit."""
+def plans(request: Request, gpus: Sequence[str | None]) -> list[Plan]:
+    """A plan for each named GPU; None is the machine's own.
 
-    stage: int
-    fitting: Prediction | None  # None: not even one sequence fits
-    smallest: Prediction  # at micro-batch 1
-    unlocks: list[str]
-
-
-@dataclass(frozen=True)
-class Plan:
-    job: Job
-    hardware: Hardware
-    best: list[Prediction]
-    stages: list[StagePlan]
-    note: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "model": self.job.model.name,
-            "gpu": self.hardware.name,
-            "gpus": self.hardware.count,
-            "seq_len": self.job.seq_len,
-            "precision": self.job.precision,
-            "global_batch_size": self.job.global_batch_size,
-            "capacity_bytes": self.hardware.capacity_bytes,
-            "best": [prediction_json(one, self.job) for one in self.best],
-            "stages": [
-                {
-                    "stage": one.stage,
-                    "largest_micro_batch": one.fitting.candidate.micro_batch if one.fitting else None,
-                    "prediction": prediction_json(one.fitting or one.smallest, self.job),
-                    "unlocks": one.unlocks,
-                }
-                for one in self.stages
-            ],
-            "note": self.note,
-        }
+    Raises:
+        UserError: bad input.
+    """
+    made: list[Plan] = []
+    traces: dict[str, Trace] = {}  # by precision: one trace serves all GPUs
+    for setup in plan_setups(request, gpus):
+        predictor = Predictor(setup.job, setup.hardware, traces.get(setup.job.precision))
+        traces[setup.job.precision] = predictor.trace
+        made.append(make_plan(setup, predictor))
+    return made
 
 
-def prediction_json(one: Prediction, job: Job) -> dict[str, Any]:
-    """A Prediction for people's scripts; bytes, seconds and samples a second."""
-    return {
-        "candidate": one.candidate.as_dict,
-        "ds_config": one.candidate.ds_config(job),
-        "fits": one.fits,
-        "peak_bytes": round(one.peak_bytes),
-        "peak_interval": [round(v) for v in one.peak_interval],
-        "memory": {name: round(value) for name, value in one.memory.items()},
-        "moment": one.moment,
-        "host_bytes_per_rank": round(one.host_bytes),
-        "step_seconds": one.step_seconds,
-        "step_interval": list(one.step_interval),
-        "time": one.time,
-        "samples_per_second": one.samples_per_second,
-        "tokens_per_second": one.samples_per_second * job.tokens_per_sample,
-        "binding": one.binding,
-    }
-
-
-def make_plan(job: Job, hardware: Hardware, space: SearchSpace, predictor: Predictor, top: int = 5) -> Plan:
-    """Predicts every candidate of the space and sums up what people ask.
+def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5) -> Plan:
+    """Predicts every candidate of the space: the `top` fastest that fit, and the largest micro-batch by ZeRO stage.
 
     Raises:
         UserError: the space has no candidate for the job.
     """
-    candidates = space.candidates(job)
+    candidates = setup.space.candidates(setup.job)
     table = predictor.table(candidates)
     fits = predictor.fits(table)
     order = sorted((i for i in range(len(candidates)) if fits[i]), key=lambda i: -table.samples[i])
@@ -112,17 +49,15 @@ def make_plan(job: Job, hardware: Hardware, space: SearchSpace, predictor: Predi
             break
     best = predictor.predict_many([candidates[i] for i in chosen.values()]) if chosen else []
     stages = [
-        _stage_plan(stage, job, hardware, space, predictor, candidates)
+        _stage_plan(stage, [c for c in candidates if c.stage == stage], setup, predictor)
         for stage in sorted({c.stage for c in candidates})
     ]
-    return Plan(job, hardware, best, stages, "" if predictor.trace.exact else predictor.trace.note)
+    return Plan(setup.job, setup.hardware, best, stages, "" if predictor.trace.exact else predictor.trace.note)
 
 
-def _stage_plan(
-    stage: int, job: Job, hardware: Hardware, space: SearchSpace, predictor: Predictor, candidates: list[Candidate]
-) -> StagePlan:
-    mine = [c for c in candidates if c.stage == stage]
-    # the lightest treatment that the space has: neither checkpointing nor offload, defaults elsewhere
+def _stage_plan(stage: int, mine: list[Candidate], setup: PlanSetup, predictor: Predictor) -> StagePlan:
+    """The plan of one ZeRO stage, from its own candidates."""
+    # the family that changes least: neither checkpointing nor offload where the space allows it, defaults elsewhere
     plain = min(
         mine,
         key=lambda c: (
@@ -145,16 +80,17 @@ def _stage_plan(
         ),
         None,
     )
-    unlocks = _unlocks(wanted, job, hardware, space, predictor) if wanted is not None else []
+    unlocks = _unlocks(wanted, setup, predictor) if wanted is not None else []
     return StagePlan(stage, largest, predictions[0], unlocks)
 
 
-def _unlocks(wanted: Prediction, job: Job, hardware: Hardware, space: SearchSpace, predictor: Predictor) -> list[str]:
-    """Single changes with which a candidate that does not fit would."""
+def _unlocks(wanted: Prediction, setup: PlanSetup, predictor: Predictor) -> list[str]:
+    """Single changes, each of which would make a candidate fit that does not."""
+    job, hardware = setup.job, setup.hardware
     candidate, found = wanted.candidate, []
 
     def turned(name: str, value: bool | str) -> Candidate | None:
-        knob = space.knobs.get(name)
+        knob = setup.space.knobs.get(name)
         return candidate.but(**{name: value}) if knob and value in knob.values else None
 
     changes = [
@@ -166,7 +102,7 @@ def _unlocks(wanted: Prediction, job: Job, hardware: Hardware, space: SearchSpac
         if changed is not None and changed != candidate:
             one = predictor.predict(changed)
             if one.fits:
-                found.append(f"{what} ({_speed(one, job)})")
+                found.append(f"{what} ({token_speed(one, job)})")
     if job.global_batch_size is None:
         more = dataclasses.replace(job, ranks=job.ranks + 1)
         grown = dataclasses.replace(hardware, count=hardware.count + 1)
@@ -182,96 +118,3 @@ def _unlocks(wanted: Prediction, job: Job, hardware: Hardware, space: SearchSpac
     return [f"micro-batch {candidate.micro_batch} would fit with {what}" for what in found] or [
         f"micro-batch {candidate.micro_batch} is short of {format_bytes(missing)}; no single change is enough"
     ]
-
-
-def _speed(one: Prediction, job: Job) -> str:
-    return f"{format_count(one.samples_per_second * job.tokens_per_sample).strip()} tokens/s"
-
-
-# -- showing it ----------------------------------------------------------------------------------------------------------
-
-
-def show_plan(plan: Plan, out: Console) -> None:
-    job, hardware = plan.job, plan.hardware
-    out.print(f"{job.summary}, on {hardware}", markup=False, highlight=False, soft_wrap=True)
-    if plan.note:
-        out.print(plan.note, style="yellow", markup=False, soft_wrap=True)
-    if not plan.best:
-        out.print("nothing of the space is predicted to fit", style="yellow")
-    else:
-        table = Table(title="best predicted", title_justify="left")
-        for name in ("config", "tokens/s", "step", "peak GiB", "limited by"):
-            table.add_column(name, overflow="fold")
-        for one in plan.best:
-            low, high = one.peak_interval
-            spread = 100 * (one.step_interval[1] / one.step_seconds - 1)
-            table.add_row(
-                str(one.candidate),
-                format_count(one.samples_per_second * job.tokens_per_sample).strip(),
-                f"{one.step_seconds:.3g} s ±{spread:.0f} %",
-                f"{one.peak_bytes / GIB:.1f} ({low / GIB:.1f} to {high / GIB:.1f})",
-                one.binding,
-            )
-        out.print(table)
-    out.print(f"largest micro-batch by stage; the bar is the {format_bytes(hardware.capacity_bytes)} of a device")
-    for stage in plan.stages:
-        one = stage.fitting or stage.smallest
-        what = f"mb {one.candidate.micro_batch}" if stage.fitting else "mb 1 does not fit"
-        line = Text(f"  ZeRO {stage.stage}  {what:<18}")
-        line.append(bar(one, hardware))
-        line.append(f"  {one.peak_bytes / GIB:.1f} GiB, {_speed(one, job)}")
-        out.print(line, soft_wrap=True)
-        for unlock in stage.unlocks:
-            out.print(f"          {unlock}", style="dim", markup=False, highlight=False, soft_wrap=True)
-    legend = Text("  ")
-    for name, colour in _COLOURS.items():
-        if any((s.fitting or s.smallest).memory.get(name, 0) > 0.005 * hardware.capacity_bytes for s in plan.stages):
-            legend.append("█", style=colour)
-            legend.append(f" {name}  ")
-    out.print(legend, soft_wrap=True)
-
-
-def bar(one: Prediction, hardware: Hardware) -> Text:
-    """The memory of a prediction by what it holds, scaled to the device; what is over it is marked."""
-    text, drawn, total = Text(), 0, 0.0
-    for name, size in one.memory.items():
-        total += max(0.0, size)
-        upto = min(BAR + 6, round(BAR * total / hardware.capacity_bytes))
-        text.append("█" * max(0, upto - drawn), style=_COLOURS[name])
-        drawn = max(drawn, upto)
-    if drawn < BAR:
-        text.append("·" * (BAR - drawn), style="dim")
-    return text
-
-
-def show_comparison(plans: list[Plan], out: Console) -> None:
-    """Several GPUs side by side, the fastest config of each."""
-    table = Table(title="best predicted on each", title_justify="left")
-    for name in ("gpu", "config", "tokens/s", "a GPU", "peak GiB", "limited by"):
-        table.add_column(name, overflow="fold")
-    for plan in plans:
-        if not plan.best:
-            table.add_row(str(plan.hardware), "nothing fits", "", "", "", "device memory")
-            continue
-        one = plan.best[0]
-        tokens = one.samples_per_second * plan.job.tokens_per_sample
-        table.add_row(
-            str(plan.hardware),
-            str(one.candidate),
-            format_count(tokens).strip(),
-            format_count(tokens / plan.job.ranks).strip(),
-            f"{one.peak_bytes / GIB:.1f}",
-            one.binding,
-        )
-    out.print(table)
-
-
-def check_gpus(gpus: int) -> int:
-    """A number of GPUs that a plan can be made for.
-
-    Raises:
-        UserError: it is not between 1 and 100,000.
-    """
-    if not 1 <= gpus <= 100_000:
-        raise UserError(f"--gpus {gpus}: expected between 1 and 100000")
-    return gpus

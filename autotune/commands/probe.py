@@ -1,4 +1,4 @@
-"""The first trial of a user's script: run as it is, to learn what it trains and how fast it is today."""
+"""The probe: the first run of a user's script, as it is, to learn what it trains and how fast it is today."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from autotune.commands.setup import Setup
 from autotune.errors import Cause, Unusable, UserError
 from autotune.executors.base import Effort
 from autotune.executors.local import LocalExecutor
 from autotune.files import write_atomically
 from autotune.group.verdict import log_tail
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
-from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job, Script
-from autotune.problem.models import ModelSpec
+from autotune.problem.fitting import for_job
+from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Outcome, Source
-from autotune.problem.script import candidate_of_config, config_path
+from autotune.problem.script_job import job_of, own_candidate
 
 EFFORT = Effort(min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
 # What a script that does not fit as it is may still run under, so that something is learnt of it.
@@ -42,15 +42,6 @@ class Probe:
 
     script: Script  # with its profile
     baseline: Outcome | None  # its own config, measured; None where that ran out of memory
-
-
-def unknown_job(script: Script, hardware: Hardware) -> Job:
-    """The Job of a script of which only the command is known, and the optimizer if its config's file is named there."""
-    model = ModelSpec(script.name, {}, " ".join(script.argv))
-    path = config_path(script)
-    optimizer = {"type": "AdamW"} if path is None else json.loads(path.read_text()).get("optimizer")
-    base = {"optimizer": optimizer} if isinstance(optimizer, dict) else {}
-    return Job(model, hardware.count, 1, "fp32", base_config=base, script=script)
 
 
 def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float, say: Callable[[str], None]) -> Probe:
@@ -166,37 +157,11 @@ def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
     }
 
 
-def job_of(script: Script, hardware: Hardware, global_batch_size: int | None) -> Job:
-    """The Job that a probed script is; its global batch is the script's own unless another is asked for."""
-    seen = script.profile
-    base = {
-        key: value
-        for key, value in seen["config"].items()
-        if key not in ("train_batch_size", MICRO_BATCH, ACCUMULATION)
-    }
-    if seen["client_optimizer"] and not seen["through_arguments"]:
-        base.setdefault("zero_force_ds_cpu_optimizer", False)  # offloaded or not, it stays the script's optimizer
-    if seen["untested_optimizer"]:
-        base.setdefault("zero_allow_untested_optimizer", True)
-    own = seen["micro_batch"] * seen["accumulation"] * hardware.count
-    parameters = sum(seen["trained"]) + seen["frozen"]
-    config = {"model_type": "", **seen["model_config"]}
-    model = ModelSpec(script.name, config, " ".join(script.argv), parameters)
-    return Job(
-        model,
-        hardware.count,
-        seen["seq_len"],
-        seen["precision"],
-        global_batch_size=global_batch_size or own,
-        base_config=base,
-        script=script,
-    )
-
-
-def own_candidate(script: Script) -> Candidate:
-    """The script's own config as a Candidate, what it leaves open at DeepSpeed's defaults."""
-    seen = script.profile
-    knobs: dict[str, Value] = {MICRO_BATCH: seen["micro_batch"], ACCUMULATION: seen["accumulation"]}
-    if seen["checkpointing"]:
-        knobs[CHECKPOINTING] = seen["checkpointed"]
-    return Candidate.of({**candidate_of_config(seen["config"]).as_dict, **knobs})
+def after_probe(setup: Setup, probed: Probe) -> Setup:
+    """The setup of a script, now that it has run: its real job, and the space and candidates that are left for it."""
+    job = job_of(probed.script, setup.hardware, setup.global_batch_size)
+    space = for_job(setup.space, job)
+    own, candidates = own_candidate(probed.script), tuple(space.candidates(job))
+    if own not in candidates:
+        candidates = (*candidates, own)
+    return dataclasses.replace(setup, job=job, space=space, candidates=candidates)

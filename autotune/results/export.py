@@ -9,13 +9,15 @@ from typing import Any
 
 import yaml
 
-from autotune import __version__
+from autotune.errors import UserError
 from autotune.files import write_atomically
 from autotune.problem.candidate import Candidate, under
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement
+from autotune.search.study import VERIFY, Record, StudyStore
+from autotune.version import __version__
 
-FORMATS = ("deepspeed", "accelerate", "hf")
+FORMATS = {"deepspeed": ".json", "accelerate": ".accelerate.yaml", "hf": ".training_arguments.json"}  # their suffixes
 
 
 def deepspeed_config(candidate: Candidate, job: Job) -> dict[str, Any]:
@@ -172,3 +174,54 @@ def write_export(
 
 def _json(data: dict[str, Any]) -> str:
     return json.dumps(data, indent=2) + "\n"
+
+
+# -- of a study ----------------------------------------------------------------------------------------------------------
+
+
+def export_study(study: str, storage: str | None, style: str, out: Path | None, trial: int | None) -> list[Path]:
+    """Writes a study's winner, or the trial of a number, to `out` or into the study's folder; returns the paths.
+
+    Raises:
+        UserError: no such study or format, no winner yet, no measured trial of that number, or nothing can be written.
+    """
+    if style not in FORMATS:
+        raise UserError(f"--format {style}: expected one of {', '.join(FORMATS)}")
+    store = StudyStore.load(study, storage)
+    record = store.winner
+    if trial is not None:
+        record = next((one for one in store.records() if one.number == trial), None)
+        if record is None or record.outcome is None or not record.outcome.ok:
+            raise UserError(
+                f"--trial {trial}: no measured trial of that number in {store.name} (`autotune show {study}`)"
+            )
+    if record is None:
+        raise UserError(f"study {store.name} has no winner yet: `autotune run --study {store.name} …` goes on")
+    target = out or (store.folder or Path()) / f"{store.name}{FORMATS[style]}"
+    return export_record(store, record, target, style, record.role == VERIFY)
+
+
+def export_record(store: StudyStore, record: Record, out: Path, style: str, verified: bool) -> list[Path]:
+    """Writes a measured trial's config and its meta file; returns the paths.
+
+    Raises:
+        UserError: they cannot be written.
+    """
+    assert record.outcome is not None
+    assert record.outcome.measurement is not None
+    data = meta(
+        record.candidate,
+        store.job,
+        record.outcome.measurement,
+        study=store.name,
+        trial=record.number,
+        verified=verified,
+        fingerprint=store.study.user_attrs["fingerprint"],
+        headroom=store.hardware.headroom,
+    )
+    try:
+        return write_export(record.candidate, store.job, out, data, style=style, device=store.hardware.device)
+    except OSError as error:
+        raise UserError(
+            f"{out} cannot be written ({error.strerror}); the study keeps the winner: `autotune export`"
+        ) from None

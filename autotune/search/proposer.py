@@ -30,10 +30,8 @@ from autotune.units import format_bytes
 STARTUP_SECONDS = 15.0  # an engine's start, until one was measured
 HOPELESS_SIGMAS = 2.5  # a candidate whose predicted peak is so far above the capacity is not tried
 BLUNT = 0.3  # where the predictor is off by so much (of log seconds), the sampler chooses every other engine
-RISK_STEP, MOST_CAUTIOUS = (
-    0.25,
-    0.8,
-)  # every out-of-memory raises the least probability of fitting by a step, up to this
+RISK_STEP = 0.25  # by which every out-of-memory raises the least probability of fitting
+MOST_CAUTIOUS = 0.8  # up to this
 LAST_RESORTS = 4  # engines tried although nothing is predicted to fit
 LEAST_EVIDENCE = 8  # candidates measured before a search may end by itself
 MISLED = 0.08  # where peaks are off by such a share, what was predicted not to fit is tried after all

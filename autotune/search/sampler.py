@@ -6,7 +6,8 @@ import optuna
 
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate, Value
 from autotune.problem.space import SearchSpace
-from autotune.search.study import StudyStore, distribution
+from autotune.search.distributions import distribution
+from autotune.search.study import StudyStore
 
 MOST_TRIALS = 500  # the latest; a sampler's own time grows with what it knows
 

@@ -5,36 +5,31 @@ from __future__ import annotations
 import datetime
 import fcntl
 import gc
-import json
-import os
-import re
-import sqlite3
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState
 
 from autotune.errors import UserError, near
-from autotune.problem.candidate import Candidate, Value
+from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Measurement, Outcome, Source
 from autotune.problem.space import SearchSpace
-from autotune.units import GIB
+from autotune.search.distributions import constraints, distributions
+from autotune.search.fingerprint import differences, fingerprint
+from autotune.search.storage import default_storage, hide_password, open_storage
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 warnings.filterwarnings("ignore", module=r"optuna\.|autotune\.search", category=optuna.exceptions.ExperimentalWarning)
 
 AS_IS = "the script as it is"  # the note of the trial of its own config
 SEARCH, VERIFY, TRAINING = "search", "verify", "training"  # the last: recorded by `autotune.recovery.callback`
-_ADDRESS = re.compile(r"//([^:/@]*):([^@]*)@")
 
 
 @dataclass(frozen=True)
@@ -56,103 +51,6 @@ class Call:
     budget_seconds: float
     used_seconds: float
     ended: str = ""  # why it ended; empty while it runs, or after a SIGKILL
-
-
-def hide_password(url: str) -> str:
-    """The URL without its password."""
-    return _ADDRESS.sub(r"//\1:***@", url)
-
-
-def package_versions() -> dict[str, str]:
-    """Versions on which measurements depend."""
-    found = {}
-    for package in ("torch", "deepspeed", "transformers", "optuna"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "missing"
-    return found
-
-
-def fingerprint(job: Job, hardware: Hardware) -> dict[str, Any]:
-    """What a study is of: two runs may share it only if this is equal."""
-    machine = {key: hardware.to_json()[key] for key in ("device", "name", "count", "memory_bytes", "memory_cap_bytes")}
-    if hardware.device == "cpu":
-        del machine["memory_bytes"]  # a share of main memory, which differs a little from boot to boot
-    return {"job": job.to_json(), "hardware": machine, "versions": package_versions()}
-
-
-def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """`job.seq_len: 768 -> 1024` for every leaf that differs."""
-    lines = []
-    for key in sorted({*old, *new}, key=str):
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            lines += differences(before, after, f"{prefix}{key}.")
-        elif before != after:
-            lines.append(f"{prefix}{key}: {_short(before)} -> {_short(after)}")
-    return lines
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def default_storage(folder: Path) -> str:
-    return f"sqlite:///{folder / 'study.db'}"
-
-
-def open_storage(url: str) -> optuna.storages.RDBStorage:
-    """The database behind a URL.
-
-    Raises:
-        UserError: it cannot be opened; the message never holds the password.
-    """
-    shown = hide_password(url)
-    if url.startswith("sqlite:///"):
-        _check_sqlite(Path(url.removeprefix("sqlite:///")))
-    try:
-        return optuna.storages.RDBStorage(
-            url, engine_kwargs={"connect_args": {"timeout": 60}} if "sqlite" in url else None
-        )
-    except Exception as error:
-        text = hide_password(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
-        if password := _ADDRESS.search(url):
-            text = text.replace(password[2], "***") if password[2] else text
-        raise UserError(
-            f"--storage {shown} cannot be opened: {text[:200]}; expected something like sqlite:///runs/NAME/study.db "
-            "or postgresql://USER:PASSWORD@HOST/DB"
-        ) from None
-
-
-def _check_sqlite(path: Path) -> None:
-    if not path.parent.is_dir():
-        raise UserError(f"--storage sqlite:///{path}: there is no folder {path.parent}; make it, or choose another")
-    if path.is_dir():
-        raise UserError(f"--storage sqlite:///{path} is a folder; expected a file")
-    if not os.access(path if path.exists() else path.parent, os.R_OK | os.W_OK):
-        raise UserError(f"{path} cannot be written: give this user the right to, or choose another --storage")
-    if path.exists() and path.stat().st_size:
-        try:
-            with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as connection:
-                connection.execute("select count(*) from sqlite_master").fetchone()
-        except sqlite3.DatabaseError as error:
-            raise UserError(
-                f"{path} is no SQLite database that can be read ({error}); it is kept as it is: move it away or "
-                "restore a copy, or choose another --study"
-            ) from None
-        finally:
-            with _ignore(UnboundLocalError):
-                connection.close()
-
-
-@contextmanager
-def _ignore(*kinds: type[BaseException]) -> Iterator[None]:
-    try:
-        yield
-    except kinds:
-        pass
 
 
 @contextmanager
@@ -408,37 +306,6 @@ def _record(trial: optuna.trial.FrozenTrial) -> Record | None:
         trial.user_attrs.get("role", SEARCH),
         trial.user_attrs.get("note", ""),
     )
-
-
-def constraints(outcome: Outcome, hardware: Hardware) -> dict[str, float]:
-    """Optuna's constraints, feasible at 0 or less: GiB over the ceiling, and 1 for what failed otherwise."""
-    if outcome.measurement is not None:
-        over = (outcome.measurement.peak_bytes - hardware.ceiling_bytes) / GIB
-        return {"memory_gib_over": over, "failed": 0.0}
-    if outcome.kind.is_oom:
-        over = max((outcome.missing_bytes or 0) / GIB, 0.01) + hardware.capacity_bytes * hardware.headroom / GIB
-        return {"memory_gib_over": over, "failed": 0.0}
-    return {"memory_gib_over": 0.0, "failed": 1.0}
-
-
-def distributions(candidate: Candidate, space: SearchSpace) -> dict[str, BaseDistribution]:
-    """Optuna's view of the knobs that this candidate has: ordered numbers as ranges, the rest as choices."""
-    found: dict[str, BaseDistribution] = {}
-    for name, value in candidate.knobs:
-        values: tuple[Value, ...] = space.knobs[name].values if name in space.knobs else (value,)
-        found[name] = distribution(values, value)
-    return found
-
-
-def distribution(values: tuple[Value, ...], value: Value) -> BaseDistribution:
-    """A range that holds all the values and this one, or a choice."""
-    numbers = [v for v in (*values, value) if isinstance(v, int | float) and not isinstance(v, bool)]
-    if len(numbers) == len(values) + 1 and len(set(numbers)) > 1 and max(numbers) > 3:
-        low, high = min(numbers), max(numbers)
-        if all(isinstance(v, int) for v in numbers):
-            return IntDistribution(int(low), int(high), log=low >= 1)
-        return FloatDistribution(float(low), float(high), log=low > 0)
-    return CategoricalDistribution(values if value in values else (*values, value))
 
 
 def _now() -> str:

@@ -50,8 +50,8 @@ class NullObserver:
 
 
 @dataclass
-class Result:
-    """How a call of `run` ended."""
+class SearchSummary:
+    """How the search of one call of `run` ended."""
 
     winner: Record | None
     verified: bool
@@ -124,7 +124,7 @@ class Tuner:
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
-    def run(self) -> Result:
+    def run(self) -> SearchSummary:
         """Searches, then verifies.
 
         Raises:
@@ -147,7 +147,7 @@ class Tuner:
             self.store.set_winner(winner.number, "verified" if verified else "measured, not verified")
         self.store.note_skips(self.proposer.skips())
         self._save_call(ended)
-        return Result(
+        return SearchSummary(
             winner, verified, ended, self.cancelled(), self.used_seconds, self._counts[Kind.OK.value], self._counts
         )
 

@@ -1,15 +1,11 @@
 import json
 
 import pytest
-from rich.console import Console
 
-from autotune.commands.plan import BAR, Plan, bar, make_plan, show_comparison, show_plan
-from autotune.commands.run import Request, plans
+from autotune.commands.plan import plans
+from autotune.commands.request import Request
 from autotune.errors import UserError
-from autotune.predict.predictor import Predictor
-from autotune.problem.hardware import named_hardware
-from autotune.problem.space import load_space
-from tests.conftest import make_job
+from autotune.results.plan import Plan
 
 
 def test_a_plan_says_what_fits_and_what_would_unlock_more() -> None:
@@ -42,24 +38,6 @@ def test_a_global_batch_is_kept() -> None:
     (plan,) = plans(Request("llama-3.2-1b", 2, seq_len=1024, global_batch_size=48), ["rtx4090"])
     for one in plan.best:
         assert one.candidate.micro_batch * one.candidate.accumulation * 2 == 48
-
-
-def test_what_is_shown() -> None:
-    job = make_job(model="llama-3.2-1b", precision="bf16", seq_len=1024)
-    hardware = named_hardware("rtx4090", 2)
-    plan = make_plan(job, hardware, load_space("default"), Predictor(job, hardware))
-    out = Console(record=True, width=140, file=open("/dev/null", "w"))  # noqa: SIM115
-    show_plan(plan, out)
-    show_comparison([plan], out)
-    text = out.export_text()
-    assert "largest micro-batch by stage" in text
-    for stage in range(4):
-        assert f"ZeRO {stage}" in text
-    assert "optimizer" in text
-    fitting = next(stage.fitting for stage in plan.stages if stage.fitting)
-    drawn = bar(fitting, hardware).plain
-    assert len(drawn) == BAR
-    assert drawn.count("█") == pytest.approx(BAR * fitting.peak_bytes / hardware.capacity_bytes, abs=2)
 
 
 @pytest.mark.parametrize(

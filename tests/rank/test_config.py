@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from autotune.commands.probe import unknown_job
 from autotune.problem.hardware import detect
 from autotune.problem.job import Script
+from autotune.problem.script_job import unknown_job
 from autotune.rank.config import needed_ops, optimizer_section, trial_config
 from tests.conftest import make_candidate, make_job
 

@@ -9,7 +9,8 @@ import pytest
 from autotune.problem.hardware import detect
 from autotune.problem.space import load_space
 from autotune.recovery.callback import WARMUP_STEPS, StudyCallback
-from autotune.search.study import TRAINING, StudyStore, default_storage
+from autotune.search.storage import default_storage
+from autotune.search.study import TRAINING, StudyStore
 from tests.conftest import make_job
 
 

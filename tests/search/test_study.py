@@ -8,16 +8,9 @@ from autotune.errors import UserError
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.space import load_space
-from autotune.search.study import (
-    VERIFY,
-    StudyStore,
-    constraints,
-    default_storage,
-    differences,
-    distribution,
-    hide_password,
-    open_storage,
-)
+from autotune.search.distributions import constraints
+from autotune.search.storage import default_storage
+from autotune.search.study import VERIFY, StudyStore
 from autotune.units import GIB, MIB
 from tests.conftest import make_candidate, make_job
 
@@ -106,26 +99,6 @@ def test_a_broken_database_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "study.db").read_bytes() == b"not a database at all" * 100
 
 
-@pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("sqlite:////nowhere/at/all/study.db", "no folder"),
-        ("mysqlx://joe:secret@host/db", "cannot be opened"),
-        ("postgresql://joe:secret@127.0.0.1:1/db", "cannot be opened"),
-        ("nonsense", "cannot be opened"),
-    ],
-)
-def test_storage_urls_that_do_not_work_never_print_the_password(url: str, words: str) -> None:
-    with pytest.raises(UserError, match=words) as caught:
-        open_storage(url)
-    assert "secret" not in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_passwords_are_hidden() -> None:
-    assert hide_password("postgresql://joe:s3cr3t@host/db") == "postgresql://joe:***@host/db"
-
-
 def test_a_folder_for_a_database(tmp_path: Path) -> None:
     (tmp_path / "study.db").mkdir()
     with pytest.raises(UserError, match="is a folder"):
@@ -158,12 +131,3 @@ def test_the_database_opens_in_plain_optuna(tmp_path: Path) -> None:
     assert study.best_params["train_micro_batch_size_per_gpu"] == 4
     with sqlite3.connect(tmp_path / "study.db") as connection:
         assert connection.execute("select count(*) from trials").fetchone() == (1,)
-
-
-def test_differences_and_distributions() -> None:
-    assert differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 2}, "c": 2}) == ["a.b: 1 -> 2"]
-    assert isinstance(distribution((1, 2, 4, 8), 4), optuna.distributions.IntDistribution)
-    assert isinstance(distribution(("none", "cpu"), "cpu"), optuna.distributions.CategoricalDistribution)
-    assert isinstance(distribution((0, 1, 2, 3), 2), optuna.distributions.CategoricalDistribution)
-    assert isinstance(distribution((0.5, 8.5), 8.5), optuna.distributions.FloatDistribution)
-    assert distribution((1, 2, 4, 8), 6).high == 8  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind, Outcome, Phase, Source
 from autotune.search.proposer import Proposer
 from autotune.search.study import SEARCH, VERIFY, StudyStore
-from autotune.search.tuner import Result, Tuner, overlap, too_short
+from autotune.search.tuner import SearchSummary, Tuner, overlap, too_short
 from tests.conftest import make_candidate
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
@@ -30,7 +30,7 @@ def search(
     store: StudyStore | None = None,
     executor: ReplayExecutor | None = None,
     **options: object,
-) -> tuple[Result, ReplayExecutor, StudyStore]:
+) -> tuple[SearchSummary, ReplayExecutor, StudyStore]:
     job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
     store = store or StudyStore.in_memory(job, hardware, space)
     executor = executor or ReplayExecutor(landscape, seed)

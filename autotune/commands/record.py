@@ -1,0 +1,72 @@
+"""`autotune record`: a study as a table that can be searched again without the machine."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import UserError
+from autotune.executors.replay import Row, write_landscape
+from autotune.problem.candidate import Candidate
+from autotune.problem.outcome import Kind
+from autotune.search.study import SEARCH, StudyStore
+from autotune.units import GIB
+
+
+def record_study(study: str, storage: str | None, out: Path | None) -> tuple[Path, Path, int]:
+    """Writes a study's measured candidates as a table that `--executor replay:TABLE` searches: to `out`, or into the
+    study's folder.
+
+    The peak of a candidate that ran out of memory is unknown; the table says the least that it can be: the capacity and
+    the bytes missing.
+
+    Returns:
+        The table, its file of facts, and the number of its rows.
+
+    Raises:
+        UserError: there is no such study, or it has measured nothing.
+    """
+    store = StudyStore.load(study, storage)
+    out = out or (store.folder or Path()) / f"{store.name}.csv.gz"
+    rows = _rows(store)
+    if not any(row.kind is Kind.OK for row in rows.values()):
+        raise UserError(f"study {store.name} has measured nothing that could be replayed: run it first")
+    return (*write_landscape(out, _facts(store), rows), len(rows))
+
+
+def _rows(store: StudyStore) -> dict[Candidate, Row]:
+    records, capacity_bytes = store.records(), store.hardware.capacity_bytes
+    rows: dict[Candidate, Row] = {}
+    started = [r.outcome.outside_seconds for r in records if r.outcome and r.outcome.outside_seconds > 1.0]
+    startup = statistics.median(started) if started else 1.0
+    for record in records:
+        outcome = record.outcome
+        if outcome is None or (record.role != SEARCH and record.candidate in rows):
+            continue
+        if outcome.measurement is not None:
+            measured = outcome.measurement
+            rows[record.candidate] = Row(measured.peak_bytes / GIB, measured.step_seconds, startup, Kind.OK)
+        elif outcome.kind.is_oom:
+            peak_gib = (capacity_bytes + (outcome.missing_bytes or 0)) / GIB
+            rows[record.candidate] = Row(peak_gib, None, startup, outcome.kind)
+    return rows
+
+
+def _facts(store: StudyStore) -> dict[str, Any]:
+    job, hardware = store.job, store.hardware
+    return {
+        "model": job.model.name,
+        "model_config": job.model.config,
+        "seq_len": job.seq_len,
+        "precision": job.precision,
+        "optimizer": job.optimizer,
+        "global_batch_size": job.global_batch_size,
+        "device": hardware.device,
+        "gpu": hardware.name,
+        "gpu_memory_gib": hardware.capacity_bytes / GIB,
+        "n_gpus": job.ranks,
+        "host_memory_gib": hardware.host_memory_bytes / GIB,
+        "recorded_from": store.name,
+        "versions": store.versions,
+    }

@@ -1,0 +1,350 @@
+"""From what a person typed to a frozen setup: the only place that parses it. Nothing below reads the texts again."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from autotune.commands.setup import LaunchSetup, PlanSetup, Setup
+from autotune.errors import UserError
+from autotune.executors.replay import Landscape, load_landscape
+from autotune.problem.candidate import Candidate
+from autotune.problem.fitting import for_job, installed, missing_package
+from autotune.problem.hardware import Hardware, detect, named_hardware
+from autotune.problem.job import Job, load_ds_config, load_lengths, longest_sequence, parse_lora
+from autotune.problem.models import ModelSpec, resolve_model, workload_spec
+from autotune.problem.script import make_script
+from autotune.problem.script_job import unknown_job
+from autotune.problem.space import SearchSpace, load_space
+from autotune.search.fingerprint import fingerprint
+from autotune.units import parse_bytes, parse_duration, parse_share
+
+DEFAULT_HEADROOM = "5%"
+DEFAULT_SEQ_LEN = {"cuda": 2048, "cpu": 64}
+
+
+@dataclass
+class Request:
+    """What a person asked for, texts as typed. Every field is an option of `run`, `plan` or `launch`."""
+
+    model: str | None = None
+    gpus: int | None = None
+    budget: str = "30m"
+    device: str = "auto"
+    seq_len: int | str | None = None  # `max`: the model's longest
+    precision: str | None = None
+    optimizer: str = "adamw"
+    global_batch_size: int | None = None
+    ds_config: Path | None = None
+    space: str | None = None
+    memory_cap: str | None = None
+    headroom: str | None = None
+    study: str | None = None
+    storage: str | None = None
+    seed: int = 0
+    max_trials: int | None = None
+    out: Path | None = None
+    force: bool = False
+    isolation: str = "fork"
+    trust_remote_code: bool = False
+    tolerance: str = "1%"
+    exhaustive: bool = False
+    executor: str = "local"
+    script: list[str] = field(default_factory=list)  # what was typed after `--`
+    maps: list[str] = field(default_factory=list)
+    worst_case: bool = False
+    lora: str | None = None
+    attention: str | None = None
+    compiled: bool = False
+    lengths: Path | None = None
+    packed: bool = False
+    workload: str | None = None
+    max_restarts: int = 10
+    hang_timeout: str = "30m"
+    convert: bool = False
+    runs: Path = Path("runs")
+
+
+def run_setup(request: Request) -> Setup:
+    """The Setup of `autotune run`.
+
+    Raises:
+        UserError: something in the request is wrong, or not possible here.
+    """
+    from autotune.search.tuner import too_short  # imports optuna, which a plan need not wait for
+
+    budget_seconds = parse_duration(request.budget)
+    if why := too_short(budget_seconds):
+        raise UserError(why)
+    if request.max_trials is not None and request.max_trials < 1:
+        raise UserError(f"--max-trials {request.max_trials}: expected at least 1")
+    if request.isolation not in ("fork", "spawn"):
+        raise UserError(f"--isolation {request.isolation}: expected fork or spawn")
+    tuned = _what_is_tuned(request)
+    name = request.study or study_name(tuned.job, tuned.hardware)
+    return Setup(
+        job=tuned.job,
+        hardware=tuned.hardware,
+        space=tuned.space,
+        candidates=tuple(tuned.candidates),
+        notes=tuple(tuned.notes),
+        landscape=tuned.landscape,
+        name=name,
+        folder=_study_folder(request.runs, name),
+        storage=request.storage,
+        out=request.out,
+        found_no_gpu=tuned.hardware.device == "cpu" and request.device == "auto" and tuned.landscape is None,
+        global_batch_size=request.global_batch_size,
+        budget_seconds=budget_seconds,
+        max_trials=request.max_trials,
+        tolerance=parse_share(request.tolerance),
+        exhaustive=request.exhaustive,
+        isolation=request.isolation,
+        seed=request.seed,
+        force=request.force,
+    )
+
+
+def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]:
+    """The setup of `autotune plan` for each named GPU; None is the machine's own.
+
+    Raises:
+        UserError: bad input.
+    """
+    count = 1 if request.gpus is None else request.gpus
+    if not 1 <= count <= 100_000:
+        raise UserError(f"--gpus {count}: expected between 1 and 100000")
+    headroom = parse_share(request.headroom or DEFAULT_HEADROOM)
+    setups = []
+    for name in gpus:
+        if name is None:
+            hardware = detect("auto", count, headroom=headroom)
+        else:
+            hardware = named_hardware(name.strip(), count, headroom=headroom)
+        job = _named_job(request, hardware)
+        space, _ = installed(for_job(load_space(request.space or "default"), job))
+        setups.append(PlanSetup(job=job, hardware=hardware, space=space))
+    return setups
+
+
+def launch_setup(request: Request) -> LaunchSetup:
+    """The setup of `autotune launch`: from `request.study`, or without one from a plan for `request.model`.
+
+    Raises:
+        UserError: bad input.
+    """
+    script = make_script(request.script, request.maps)
+    if request.max_restarts < 0:
+        raise UserError(f"--max-restarts {request.max_restarts}: expected 0 or more")
+    silent_seconds = parse_duration(request.hang_timeout)
+    plan = folder = None
+    if request.study is None:
+        if request.global_batch_size is None:
+            raise UserError(
+                "launch without a study needs --global-batch-size: what the training is set to per optimizer step"
+            )
+        own = str(request.ds_config.resolve()) if request.ds_config else None
+        script = dataclasses.replace(script, ds_config=own)
+        hardware = _this_machine(request)
+        job = _named_job(request, hardware)
+        plan = PlanSetup(job=job, hardware=hardware, space=for_job(_space(request, hardware), job))
+        folder = _study_folder(request.runs, f"launch-{script.name}")
+    return LaunchSetup(
+        script=script,
+        study=request.study,
+        storage=request.storage,
+        plan=plan,
+        folder=folder,
+        memory_cap_bytes=parse_bytes(request.memory_cap) if request.memory_cap else None,
+        max_restarts=request.max_restarts,
+        silent_seconds=silent_seconds,
+        convert=request.convert,
+    )
+
+
+def study_name(job: Job, hardware: Hardware) -> str:
+    """The same for the same job on the same machine, so that the same command resumes."""
+    key = hashlib.sha256(json.dumps(fingerprint(job, hardware), sort_keys=True).encode()).hexdigest()[:6]
+    if job.script:
+        key = job.script.key[:6]
+    return f"{job.model.name}-{hardware.count}x{hardware.facts or hardware.device}-{key}"
+
+
+def _study_folder(runs: Path, name: str) -> Path:
+    if not name or "/" in name or name.startswith(".") or len(name) > 120:
+        raise UserError(f"--study {name!r}: expected a plain name, without slashes and not starting with a dot")
+    return runs / name
+
+
+# -- job, machine and space ----------------------------------------------------------------------------------------------
+
+
+class _Tuned(NamedTuple):
+    """What a `run` tunes, on what; the fields of Setup of these names."""
+
+    job: Job
+    hardware: Hardware
+    space: SearchSpace
+    candidates: Sequence[Candidate]
+    notes: Sequence[str] = ()
+    landscape: Landscape | None = None
+
+
+def _what_is_tuned(request: Request) -> _Tuned:
+    kind, _, table = request.executor.partition(":")
+    if kind == "replay" and table:
+        landscape = load_landscape(Path(table))
+        if request.space:
+            raise UserError("--executor replay brings its own space, the rows of its table: leave --space out")
+        # a table's rows end at the memory itself
+        headroom = parse_share(request.headroom) if request.headroom else 0.0
+        rows = sorted(landscape.rows, key=str)
+        return _Tuned(landscape.job(), landscape.hardware(headroom), landscape.space(), rows, landscape=landscape)
+    if request.executor != "local":
+        raise UserError(f"--executor {request.executor}: expected local or replay:TABLE")
+    hardware = _this_machine(request)
+    space = _space(request, hardware)
+    if request.script:
+        job = _script_job(request, hardware)
+        engines = [Candidate.of(family) for family in space.families()]  # enough to know which ops are needed
+        return _Tuned(job, hardware, space, engines)
+    for option, used in (("--map", bool(request.maps)), ("--worst-case", request.worst_case)):
+        if used:
+            raise UserError(f"{option} is about a script: give it after `--`, like `-- train.py …`")
+    job = _named_job(request, hardware)
+    space, notes = installed(for_job(space, job))
+    return _Tuned(job, hardware, space, space.candidates(job), notes)
+
+
+def _this_machine(request: Request) -> Hardware:
+    cap = parse_bytes(request.memory_cap) if request.memory_cap else None
+    headroom = parse_share(request.headroom or DEFAULT_HEADROOM)
+    return detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom)
+
+
+def _space(request: Request, hardware: Hardware) -> SearchSpace:
+    return load_space(request.space or ("default" if hardware.device == "cuda" else "cpu_demo"))
+
+
+def _script_job(request: Request, hardware: Hardware) -> Job:
+    """The stand-in for a script's Job; options that speak of a model are refused."""
+    for name, given in (
+        ("--model", request.model),
+        ("--seq-len", request.seq_len),
+        ("--precision", request.precision),
+        ("--lora", request.lora),
+        ("--attn", request.attention),
+        ("--compile", request.compiled),
+        ("--lengths", request.lengths),
+        ("--packing", request.packed),
+        ("--workload", request.workload),
+    ):
+        if given:
+            raise UserError(f"{name} with a script: the script itself says it; leave {name} out")
+    if request.global_batch_size is not None and request.global_batch_size % hardware.count:
+        raise UserError(f"--global-batch-size {request.global_batch_size} cannot be split over {hardware.count} ranks")
+    return unknown_job(make_script(request.script, request.maps, request.worst_case, request.ds_config), hardware)
+
+
+# -- the job of a named model --------------------------------------------------------------------------------------------
+
+
+def _named_job(request: Request, hardware: Hardware) -> Job:
+    """The Job of a model or a workload on this hardware."""
+    model = _model(request)
+    base = load_ds_config(request.ds_config) if request.ds_config else {}
+    lengths = load_lengths(request.lengths) if request.lengths else ()
+    batch = request.global_batch_size
+    if batch is None and isinstance(base.get("train_batch_size"), int):
+        batch = base["train_batch_size"]
+    job = Job(
+        model=model,
+        ranks=hardware.count,
+        seq_len=_seq_len(request, model, lengths, hardware),
+        precision=request.precision or _precision(base, hardware),
+        optimizer=request.optimizer,
+        global_batch_size=batch,
+        base_config=base,
+        lora=parse_lora(request.lora) if request.lora else None,
+        attention=request.attention,
+        compiled=request.compiled,
+        lengths=lengths,
+        packed=request.packed,
+        workload=request.workload,
+    )
+    for option, value in (("--lora", job.lora), ("--attn", job.attention)):
+        if package := missing_package(value):
+            raise UserError(
+                f"{option} {value} needs the package {package}, which is not installed: install it or leave it out"
+            )
+    return job
+
+
+def _model(request: Request) -> ModelSpec:
+    if request.workload:
+        for name, given in (
+            ("--model", request.model),
+            ("--lora", request.lora),
+            ("--attn", request.attention),
+            ("--lengths", request.lengths),
+            ("--packing", request.packed),
+        ):
+            if given:
+                raise UserError(
+                    f"{name} with --workload: the function itself makes model and batches; leave {name} out"
+                )
+        return workload_spec(request.workload)
+    if request.model:
+        return resolve_model(request.model, trust_remote_code=request.trust_remote_code)
+    raise UserError(
+        "--model is missing: give a shipped name (`autotune models`), a folder, or a Hub id; or "
+        "--workload, or your script after `--`"
+    )
+
+
+def _seq_len(request: Request, model: ModelSpec, lengths: tuple[tuple[int, int], ...], hardware: Hardware) -> int:
+    """Tokens a sequence: as asked for, else the longest of `--lengths`, else the device's default."""
+    longest = longest_sequence(model.config)
+    seq_len = _typed_seq_len(request.seq_len, longest, model.name)
+    if lengths:
+        most = max(tokens for tokens, _ in lengths)
+        if seq_len is not None and not request.packed:
+            raise UserError("--lengths says how long sequences are: leave --seq-len out")
+        seq_len = seq_len or most
+        if seq_len < most:
+            raise UserError(
+                f"--seq-len {seq_len}: the longest sequence of --lengths, {most} tokens, fits in no such row"
+            )
+    if seq_len is None:
+        seq_len = min(DEFAULT_SEQ_LEN[hardware.device], longest or 10**9)
+    if longest and seq_len > longest:
+        raise UserError(f"--seq-len {seq_len}: {model.name} takes at most {longest} tokens")
+    return seq_len
+
+
+def _typed_seq_len(asked: int | str | None, longest: int | None, model: str) -> int | None:
+    if asked is None or isinstance(asked, int):
+        return asked
+    if asked == "max":
+        if longest is None:
+            raise UserError(f"--seq-len max: the configuration of {model} names no longest sequence; give a number")
+        return longest
+    try:
+        return int(asked)
+    except ValueError:
+        raise UserError(f"--seq-len {asked}: expected a number of tokens, or max") from None
+
+
+def _precision(base: dict[str, Any], hardware: Hardware) -> str:
+    for name in ("bf16", "fp16"):
+        section = base.get(name)
+        if isinstance(section, dict) and section.get("enabled") is True:
+            return name
+    if hardware.device == "cpu":
+        return "fp32"
+    return "bf16" if hardware.bf16 else "fp16"

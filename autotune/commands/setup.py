@@ -1,0 +1,64 @@
+"""What `commands/request.py` makes of a request: frozen and complete, with nothing left to parse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotune.executors.replay import Landscape
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job, Script
+from autotune.problem.space import SearchSpace
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSetup:
+    """What would be trained, on what, in which space."""
+
+    job: Job
+    hardware: Hardware
+    space: SearchSpace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What `run` was asked, checked and complete.
+
+    A script's job and candidates are stand-ins until its first run; `commands.probe.after_probe` replaces them.
+    """
+
+    job: Job
+    hardware: Hardware
+    space: SearchSpace
+    candidates: tuple[Candidate, ...]
+    notes: tuple[str, ...]  # for people, before it begins
+    landscape: Landscape | None  # the recorded table that is searched; None: this machine is
+    name: str  # of the study
+    folder: Path  # `runs/NAME`, not made yet
+    storage: str | None  # the database's URL; None: a file in the folder
+    out: Path | None  # where the winner goes; None: into the folder
+    found_no_gpu: bool  # CPU ranks were not asked for
+    global_batch_size: int | None  # samples an optimizer step, as asked for
+    budget_seconds: float
+    max_trials: int | None
+    tolerance: float  # a share of the speed
+    exhaustive: bool
+    isolation: str
+    seed: int
+    force: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSetup:
+    """A script to train, and where its configs come from: a study, or the plan for a model."""
+
+    script: Script
+    study: str | None
+    storage: str | None
+    plan: PlanSetup | None  # None where a study is named
+    folder: Path | None  # of a launch without a study, not made yet
+    memory_cap_bytes: int | None
+    max_restarts: int
+    silent_seconds: float
+    convert: bool

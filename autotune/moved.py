@@ -1,0 +1,61 @@
+"""Where modules of version 0.1 are now: whoever imports one by its old path is told the new one.
+
+Nothing is re-exported: the import fails, and its error is one line that says what to import instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+MOVED = {
+    "autotune.callback": "autotune.recovery.callback (public: `from autotune import StudyCallback`)",
+    "autotune.candidate": "autotune.problem.candidate",
+    "autotune.doctor": "autotune.commands.doctor",
+    "autotune.export": "autotune.results.export",
+    "autotune.hardware": "autotune.problem.hardware",
+    "autotune.job": "autotune.problem.job",
+    "autotune.ladder": "autotune.recovery.ladder",
+    "autotune.launcher": "autotune.commands.launch (public: `autotune.launch`)",
+    "autotune.models": "autotune.problem.models",
+    "autotune.outcome": "autotune.problem.outcome",
+    "autotune.plan": "autotune.commands.plan and autotune.results.plan",
+    "autotune.probe": "autotune.commands.probe and autotune.problem.script_job",
+    "autotune.report": "autotune.results.console and autotune.results.winner",
+    "autotune.run": "autotune.commands.run and autotune.commands.request",
+    "autotune.script": "autotune.problem.script",
+    "autotune.space": "autotune.problem.space",
+    "autotune.training": "autotune.recovery.supervisor",
+    "autotune.trial": (
+        "autotune.rank (checkpoints, config, devices, hooks, workload; rank is model, script_rank is script, train_rank "
+        "is train) and autotune.group (gauge, ops, protocol, verdict; server is fork_server)"
+    ),
+    "autotune.predict.live": "autotune.rank.live",
+}
+
+
+def moved_line(name: str) -> str | None:
+    """The line for a module's old path, like `autotune.candidate`; None where nothing has moved from there."""
+    return f"{name} is now {MOVED[name]}" if name in MOVED else None
+
+
+class MovedFinder:
+    """The last of `sys.meta_path`: reached only by imports that no other finder could serve."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
+        """Finds nothing.
+
+        Raises:
+            ModuleNotFoundError: for a path of the table. Its `name` is left unset: with it, `from autotune import run`
+                would swallow this error and raise its own, without our line.
+        """
+        if line := moved_line(name):
+            raise ModuleNotFoundError(line)
+
+
+def install_finder() -> None:
+    """Puts the finder in place, once a process."""
+    if MovedFinder not in sys.meta_path:
+        sys.meta_path.append(MovedFinder)

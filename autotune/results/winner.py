@@ -1,0 +1,131 @@
+"""What is said of a winner: how fast it is, what it leaves free, how to train with it; or what came closest to one."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from pathlib import Path
+
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job
+from autotune.problem.outcome import Measurement
+from autotune.problem.script import carried, command, starter
+from autotune.search.study import AS_IS, SEARCH, VERIFY, Record
+from autotune.units import format_bytes, format_count, format_duration
+
+
+def speed(measured: Measurement) -> str:
+    tokens = format_count(measured.tokens_per_second)
+    return f"{measured.samples_per_second:.4g} samples/s ({tokens.strip()} tokens/s)"
+
+
+def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hardware) -> list[str]:
+    """The winner, its margin over the next best, and what it leaves free."""
+    assert record.outcome is not None
+    assert record.outcome.measurement is not None
+    measured = record.outcome.measurement
+    samples, tokens = measured.per_gpu(job.ranks)
+    spread = 100 * measured.step_seconds_spread / measured.step_seconds
+    free = 100 * (1 - measured.peak_bytes / hardware.capacity_bytes)
+    lines = [
+        f"winner: {record.candidate}",
+        f"  {speed(measured)}, ±{spread:.1f} %; a GPU: {samples:.4g} samples/s, {tokens:.5g} tokens/s",
+        f"  step {format_duration(measured.step_seconds)}; peak {format_bytes(measured.peak_bytes)} of "
+        f"{format_bytes(hardware.capacity_bytes)} ({free:.0f} % free, headroom {100 * hardware.headroom:.0f} %)",
+    ]
+    if measured.mfu is not None:
+        lines.append(f"  {measured.model_tflops_per_gpu:.1f} model TFLOP/s a GPU, MFU {100 * measured.mfu:.1f} %")
+    times = _times_others(record, records)
+    fits = {
+        r.candidate
+        for r in records
+        if r.outcome and r.outcome.measurement and r.outcome.measurement.peak_bytes <= hardware.ceiling_bytes
+    }
+    if ratios := [ratio for other, ratio in times.items() if other in fits]:
+        lines.append(
+            f"  {100 * (min(ratios) - 1):+.1f} % against the next best, {max(ratios):.1f}x the slowest of "
+            f"{len(ratios) + 1} that fit"
+        )
+    own = next((r.candidate for r in records if r.note == AS_IS), None)
+    if own is not None and own in times:
+        lines.append(f"  {times[own]:.2f}x {AS_IS}: {own}")
+    elif own == record.candidate:
+        lines.append(f"  {AS_IS} has this config already")
+    return lines
+
+
+def _times_others(winner: Record, records: list[Record]) -> dict[Candidate, float]:
+    """How many times as fast the winner is as each other config: both as verified, or both as searched, since a machine's
+    pace may change between the two."""
+    speeds: dict[str, dict[Candidate, float]] = {VERIFY: {}, SEARCH: {}}
+    for record in records:
+        if record.outcome and record.outcome.measurement and record.role in speeds:
+            speeds[record.role][record.candidate] = record.outcome.measurement.samples_per_second
+    mine = winner.candidate
+    times: dict[Candidate, float] = {}
+    for found in speeds.values():
+        for other in found.keys() - {mine} - times.keys():
+            if mine in found:
+                times[other] = found[mine] / found[other]
+    return times
+
+
+def train_with_lines(winner: Candidate, job: Job, study: str, config: Path) -> list[str]:
+    """How to train the study's script with its winner, whose DeepSpeed config is in the file; nothing without a script."""
+    if job.script is None:
+        return []
+    path = str(config.resolve())
+    plain = shlex.join([*starter(job.script, job.ranks, path), *command(job.script, winner, path)])
+    watched = f"autotune launch {study} -- {shlex.join(job.script.argv)}"
+    if carried(job.script):
+        lines = [f"  train with: {plain}", f"  or watched: {watched}"]
+    else:
+        lines = [f"  train with: {watched}", f"  or put {config} where the script has its own config"]
+    if job.script.profile["loader_prepared"] and not dict(job.script.flags).get(MICRO_BATCH):
+        lines += [f"    with batch_size={winner.micro_batch} in its data loader, which no config reaches"]
+    return lines
+
+
+def closest_lines(records: list[Record], hardware: Hardware, untried: list[Candidate]) -> list[str]:
+    """What came closest where nothing fits: bytes missing, and the cheapest changes that would help."""
+    over = []
+    for record in records:
+        outcome = record.outcome
+        if outcome is None:
+            continue
+        if outcome.measurement is not None and outcome.measurement.peak_bytes > hardware.ceiling_bytes:
+            over.append((outcome.measurement.peak_bytes - hardware.ceiling_bytes, record, "over the headroom"))
+        elif outcome.kind.is_oom:
+            missing = (outcome.missing_bytes or 0) + int(hardware.capacity_bytes * hardware.headroom)
+            over.append((missing, record, f"ran out in {outcome.phase.value}"))
+    if not over:
+        reasons = Counter(f"{r.outcome.kind.value}: {r.outcome.reason[:120]}" for r in records if r.outcome)
+        return [f"no candidate ran: {reason} ({count}x)" for reason, count in reasons.most_common(3)]
+    # furthest in its life first, then by the bytes missing
+    order = ["start", "init", "forward", "backward", "step", "save"]
+    missing, record, why = min(
+        over,
+        key=lambda item: (-order.index(item[1].outcome.phase.value), item[0]),  # type: ignore[union-attr]
+    )
+    lines = [f"closest: {record.candidate}: {why}, short of at least {format_bytes(missing)}"]
+    candidate, changes = record.candidate, []
+    if candidate.micro_batch > 1:
+        changes.append(f"micro-batch {candidate.micro_batch} -> {candidate.micro_batch // 2}")
+    if not candidate.checkpointing:
+        changes.append("activation checkpointing on")
+    if candidate.stage < 3:
+        changes.append(f"ZeRO stage {candidate.stage} -> {candidate.stage + 1}")
+    if candidate.offload_optimizer == "none":
+        changes.append("optimizer offload to CPU")
+    elif candidate.stage == 3 and candidate.offload_param == "none":
+        changes.append("parameter offload to CPU")
+    changes += ["a shorter --seq-len", "more GPUs (stages 1 to 3 split their states over them)", "--space low_memory"]
+    tried = {r.candidate.but(**{MICRO_BATCH: 1, ACCUMULATION: 1}) for r in records}
+    hint = (
+        ""
+        if any(c.but(**{MICRO_BATCH: 1, ACCUMULATION: 1}) not in tried for c in untried)
+        else " (all of this space's tried)"
+    )
+    lines.append(f"cheapest changes to try{hint}: {'; '.join(changes[:5])}")
+    return lines

@@ -1,0 +1,111 @@
+"""The database a study is kept in: its URL, whether it can be opened, and what may be said of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import optuna
+from sqlalchemy.exc import OperationalError
+
+from autotune.errors import UserError
+
+_CREDENTIALS = re.compile(r"//([^:/@]*):([^@]*)@")
+
+
+def hide_password(url: str) -> str:
+    """The URL without its password."""
+    return _CREDENTIALS.sub(r"//\1:***@", url)
+
+
+def default_storage(folder: Path) -> str:
+    """The URL of a study's own SQLite file."""
+    return f"sqlite:///{folder / 'study.db'}"
+
+
+def make_study_folder(folder: Path) -> None:
+    """Makes `runs/NAME` and writes to it once.
+
+    Raises:
+        UserError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        written = folder / ".written"
+        written.write_text("x" * 4096)
+        written.unlink()
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be written ({error.strerror}): free or unlock it, or change directory"
+        ) from None
+
+
+def open_storage(url: str) -> optuna.storages.RDBStorage:
+    """The database behind a URL.
+
+    Raises:
+        UserError: it cannot be opened; the message never holds the password.
+    """
+    shown = hide_password(url)
+    if url.startswith("sqlite:///"):
+        _check_sqlite(Path(url.removeprefix("sqlite:///")))
+    try:
+        return optuna.storages.RDBStorage(
+            url, engine_kwargs={"connect_args": {"timeout": 60}} if "sqlite" in url else None
+        )
+    except Exception as error:  # whatever SQLAlchemy or a driver raises
+        text = hide_password(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+        if found := _CREDENTIALS.search(url):
+            text = text.replace(found[2], "***") if found[2] else text
+        raise UserError(
+            f"--storage {shown} cannot be opened: {text[:200]}; expected something like sqlite:///runs/NAME/study.db "
+            "or postgresql://USER:PASSWORD@HOST/DB"
+        ) from None
+
+
+def _check_sqlite(path: Path) -> None:
+    """Raises a UserError that says what is wrong with an SQLite file before Optuna makes one or fails in its own words."""
+    if not path.parent.is_dir():
+        raise UserError(f"--storage sqlite:///{path}: there is no folder {path.parent}; make it, or choose another")
+    if path.is_dir():
+        raise UserError(f"--storage sqlite:///{path} is a folder; expected a file")
+    if not os.access(path if path.exists() else path.parent, os.R_OK | os.W_OK):
+        raise UserError(f"{path} cannot be written: give this user the right to, or choose another --storage")
+    if path.exists() and path.stat().st_size:
+        try:
+            with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+                connection.execute("select count(*) from sqlite_master").fetchone()
+        except sqlite3.DatabaseError as error:
+            raise UserError(
+                f"{path} is no SQLite database that can be read ({error}); it is kept as it is: move it away or "
+                "restore a copy, or choose another --study"
+            ) from None
+
+
+@contextmanager
+def failures_in_one_line() -> Iterator[None]:
+    """Turns a full disk, or a database that fails under a running study, into a UserError: what is stored stays stored."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        raise UserError(
+            f"the disk refuses to be written ({os.strerror(error.errno)}): make room and run again; "
+            "what was measured is kept"
+        ) from None
+    except OperationalError as error:
+        raise _database_failure(str(error.orig)) from None
+    except optuna.exceptions.StorageInternalError as error:
+        raise _database_failure(str(error.__cause__ or error).splitlines()[0][:160]) from None
+
+
+def _database_failure(why: str) -> UserError:
+    return UserError(
+        f"the study's database fails ({why}): make room or repair it and run again; what was measured is kept"
+    )

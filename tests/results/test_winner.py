@@ -1,0 +1,39 @@
+from pathlib import Path
+
+from autotune.problem.hardware import detect
+from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.results.winner import closest_lines, winner_lines
+from autotune.search.study import AS_IS, SEARCH, VERIFY, Record
+from autotune.units import MIB
+from tests.conftest import make_candidate, make_job
+from tests.studies import study_of_every_kind
+
+
+def test_the_margin_compares_what_was_measured_alike() -> None:
+    def record(number: int, role: str, micro_batch: int, rate: float, note: str = "") -> Record:
+        outcome = Outcome(Kind.OK, measurement=Measurement(1.0, 0.01, 5, rate, rate, 300 * MIB))
+        return Record(number, make_candidate(0, micro_batch), outcome, role, note)
+
+    searched = [record(0, SEARCH, 1, 400.0), record(1, SEARCH, 2, 380.0), record(2, SEARCH, 4, 100.0)]
+    slowed = record(3, VERIFY, 1, 300.0)  # the machine is slower by now
+    hardware = detect("cpu", 2)
+    last = winner_lines(slowed, [*searched, slowed], make_job(), hardware)[-1]
+    assert last == "  +5.3 % against the next best, 4.0x the slowest of 3 that fit"
+    displaced = record(4, VERIFY, 2, 290.0)
+    last = winner_lines(slowed, [*searched, slowed, displaced], make_job(), hardware)[-1]
+    assert last == "  +3.4 % against the next best, 4.0x the slowest of 3 that fit"
+    own = record(5, SEARCH, 8, 200.0, AS_IS)
+    last = winner_lines(slowed, [*searched, slowed, own], make_job(), hardware)[-1]
+    assert last == f"  2.00x the script as it is: {make_candidate(0, 8)}"
+    kept = record(6, SEARCH, 1, 400.0, AS_IS)
+    assert winner_lines(slowed, [kept, slowed], make_job(), hardware)[-1].endswith("has this config already")
+    assert "next best" not in winner_lines(slowed, [slowed], make_job(), hardware)[-1]
+
+
+def test_what_came_closest(tmp_path: Path) -> None:
+    study = study_of_every_kind(tmp_path)
+    lines = closest_lines(study.records(), detect("cpu", 2), [])
+    assert lines[0].startswith("closest: ")
+    assert "cheapest changes" in lines[1]
+    crashed = [record for record in study.records() if record.outcome and record.outcome.kind is Kind.CRASH]
+    assert closest_lines(crashed, detect("cpu", 2), [])[0].startswith("no candidate ran: crash")
