@@ -372,7 +372,7 @@ def models(as_json: JsonFlag = False) -> None:
 @spaces_app.command("list")
 def spaces_list(as_json: JsonFlag = False) -> None:
     """The shipped search spaces."""
-    from autotune.problem.space import load_space, shipped_spaces
+    from autotune.problem.space_file import load_space, shipped_spaces
 
     found = {name: load_space(name).about for name in shipped_spaces()}
     if as_json:
@@ -385,7 +385,7 @@ def spaces_list(as_json: JsonFlag = False) -> None:
 @spaces_app.command("show")
 def spaces_show(space: Annotated[str, typer.Argument(help="Name or file.")]) -> None:
     """A search space's file, comments included."""
-    from autotune.problem.space import load_space
+    from autotune.problem.space_file import load_space
 
     print(load_space(space).text, end="")
 
@@ -393,7 +393,7 @@ def spaces_show(space: Annotated[str, typer.Argument(help="Name or file.")]) -> 
 @spaces_app.command("validate")
 def spaces_validate(space: Annotated[str, typer.Argument(help="Name or file.")], as_json: JsonFlag = False) -> None:
     """Check a search space, and count what it holds."""
-    from autotune.problem.space import load_space
+    from autotune.problem.space_file import load_space
 
     found = load_space(space)
     families = sum(1 for _ in found.families())

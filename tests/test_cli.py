@@ -11,7 +11,7 @@ import pytest
 from autotune import cli
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
-from autotune.problem.space import load_space
+from autotune.problem.space_file import load_space
 from autotune.results import console as report
 from autotune.search.study import AS_IS, SEARCH, VERIFY, Record, StudyStore, default_storage
 from autotune.units import MIB

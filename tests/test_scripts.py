@@ -23,7 +23,7 @@ from autotune.problem.hardware import detect
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Outcome
 from autotune.problem.script import carried
-from autotune.problem.space import load_space
+from autotune.problem.space_file import load_space
 from autotune.recovery.ladder import Rung
 from autotune.recovery.supervisor import Launcher, Summary
 from autotune.units import MIB

@@ -14,7 +14,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect
 from autotune.problem.job import Job
 from autotune.problem.script import make_script
-from autotune.problem.space import load_space, parse_space
+from autotune.problem.space_file import load_space, parse_space
 from autotune.recovery.ladder import Rung, recovery_ladder, write_ladder
 from autotune.recovery.supervisor import Launcher, Summary, check_script
 from autotune.search.study import StudyStore

@@ -39,7 +39,8 @@ from autotune.problem.job import Job, load_ds_config, load_lengths, longest_sequ
 from autotune.problem.models import resolve_model, workload_spec
 from autotune.problem.outcome import Kind
 from autotune.problem.script import carried, command, make_script, starter
-from autotune.problem.space import Domain, SearchSpace, load_space
+from autotune.problem.space import Domain, SearchSpace
+from autotune.problem.space_file import load_space
 from autotune.results.console import PlainObserver, closest_lines, make_observer, record_json, winner_lines
 from autotune.results.export import meta, write_export
 from autotune.search.study import AS_IS, SEARCH, Record, StudyStore, default_storage, fingerprint

@@ -1,4 +1,4 @@
-"""Which candidates need at least as much device memory as one that ran out: only what holds for every model."""
+"""Which candidates need at least as much device memory as one that ran out, by rules that hold for every model."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from autotune.commands.run import Request, plans
 from autotune.errors import UserError
 from autotune.predict.predictor import Predictor
 from autotune.problem.hardware import named_hardware
-from autotune.problem.space import load_space
+from autotune.problem.space_file import load_space
 from tests.conftest import make_job
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from autotune.commands.run import for_job, installed
 from autotune.errors import UserError
 from autotune.problem.candidate import is_read
-from autotune.problem.space import DS_TOP_LEVEL, DS_ZERO_KEYS, load_space, parse_space, shipped_spaces
+from autotune.problem.space_file import DS_TOP_LEVEL, DS_ZERO_KEYS, load_space, parse_space, shipped_spaces
 from tests.conftest import make_job
 
 
