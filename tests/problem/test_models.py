@@ -15,19 +15,6 @@ def test_the_promised_models_are_there() -> None:
     assert len(names) >= 18
 
 
-@pytest.mark.parametrize("name", [name for name, spec in shipped_models().items() if spec.parameters])
-def test_parameter_counts_are_the_published_ones(name: str) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from autotune.rank.workload import transformers_config
-
-    spec = resolve_model(name)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(transformers_config(spec))
-    assert sum(parameter.numel() for parameter in model.parameters()) == spec.parameters
-
-
 def test_names_hub_ids_and_case() -> None:
     assert resolve_model("Gemma-2-2B") is resolve_model("google/gemma-2-2b")
     with pytest.raises(UserError, match="did you mean gemma-2-2b"):
@@ -69,8 +56,6 @@ def test_paths_that_are_not_there(name: str) -> None:
         resolve_model(name)
 
 
-def test_an_empty_folder_and_an_unreachable_hub(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no config\.json"):
+def test_an_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no config\.json in .*: expected the folder of a transformers model"):
         resolve_model(str(tmp_path))
-    with pytest.raises(UserError, match="Hub"):
-        resolve_model("nobody/nothing-of-that-name")

@@ -8,7 +8,6 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.problem.candidate import Candidate
-from autotune.problem.job import Script
 from autotune.problem.script import (
     FLAGS,
     candidate_of_config,
@@ -19,8 +18,7 @@ from autotune.problem.script import (
     starter,
     with_flag,
 )
-from autotune.recovery.supervisor import check_script
-from tests.conftest import make_candidate, make_job
+from tests.conftest import make_candidate
 
 
 @pytest.fixture
@@ -152,11 +150,3 @@ def test_a_config_as_a_candidate() -> None:
             "offload_optimizer": "cpu",
         }
     )
-
-
-def test_a_study_of_another_script_is_refused() -> None:
-    job = make_job(script=Script(("train.py",), "."))
-    check_script("s", job, "other/train.py")
-    check_script("s", make_job(), "train.py")
-    with pytest.raises(UserError, match=r"of train.py, not of eval.py"):
-        check_script("s", job, "eval.py")

@@ -5,10 +5,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.commands.run import for_job, installed
 from autotune.errors import UserError
 from autotune.problem.candidate import is_read
-from autotune.problem.space_file import DS_TOP_LEVEL, DS_ZERO_KEYS, load_space, parse_space, shipped_spaces
+from autotune.problem.space_file import load_space, parse_space, shipped_spaces
 from tests.conftest import make_job
 
 
@@ -38,23 +37,6 @@ def test_default_holds_every_knob_the_issue_names() -> None:
         "activation_checkpointing",
     ):
         assert name in knobs
-
-
-def test_deepspeed_keys_are_those_of_the_installed_deepspeed() -> None:
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    installed = set()
-    for name, field in DeepSpeedZeroConfig.model_fields.items():
-        installed |= {name, *([field.alias] if field.alias else [])}
-    deprecated = {name for name in installed if name.startswith(("cpu_offload", "stage3_gather_fp16"))}
-    assert installed - deprecated <= DS_ZERO_KEYS
-    read_elsewhere = {
-        "mics_shard_size",
-        "mics_hierarchical_params_gather",
-        "zeropp_loco_param",
-    }  # runtime/zero/mics.py …
-    assert DS_ZERO_KEYS - installed <= read_elsewhere
-    assert {"zero_optimization", "bf16", "gradient_clipping"} <= DS_TOP_LEVEL
 
 
 @pytest.mark.parametrize(
@@ -184,16 +166,7 @@ def test_any_text_is_a_space_or_a_user_error(text: str) -> None:
         assert str(error).startswith("f")
 
 
-def test_kernels_that_are_not_installed_are_left_out_once() -> None:
-    space = parse_space("knobs: {zero_stage: [1], attention: [sdpa, flash_attention_2], compile: [true, false]}")
-    left, lines = installed(space)
-    assert left.knobs["attention"].values == ("sdpa",)
-    assert lines == ["attention flash_attention_2 needs the package flash_attn, which is not installed: left out"]
-    with pytest.raises(UserError, match="flash_attn"):
-        installed(parse_space("knobs: {zero_stage: [1], attention: [flash_attention_2]}"))
-
-
-def test_adapters_are_a_knob(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_are_a_knob() -> None:
     space = parse_space(
         "knobs: {zero_stage: [1], lora: [none, 8, 'targets=q_proj+v_proj,r=16'], packing: [true, false]}"
     )
@@ -204,9 +177,3 @@ def test_adapters_are_a_knob(monkeypatch: pytest.MonkeyPatch) -> None:
             parse_space(f"knobs: {{lora: [{value}]}}", "f")
     with pytest.raises(UserError, match="names a value twice"):
         parse_space("knobs: {lora: [8, r=8]}")
-    assert "packing" not in for_job(space, make_job()).knobs, "batches without lengths are full already"
-    assert "packing" in for_job(space, make_job(lengths=((16, 1), (32, 1)))).knobs
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    left, lines = installed(space)
-    assert left.knobs["lora"].values == ("none",)
-    assert lines[0] == "lora r=8 needs the package peft, which is not installed: left out"
