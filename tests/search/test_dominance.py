@@ -72,11 +72,13 @@ def test_a_knob_that_one_leaves_open_is_less_than_any_size() -> None:
     sized = Candidate.of({"zero_stage": 2, "reduce_bucket_size": 0})
     assert dominates(sized, silent)
     assert not dominates(silent, sized)
+    assert not dominates(silent, Candidate.of({"zero_stage": 2, "overlap_comm": False})), "DeepSpeed decides"
 
 
 def test_a_stranger_is_compared_with_none() -> None:
     flags = Dominance([STAGE_2, STAGE_3]).needs_no_less(make_candidate(1))
     assert flags.tolist() == [False, False]
+    assert flags.dtype == bool
 
 
 def test_each_of_many_is_compared_by_its_place() -> None:
