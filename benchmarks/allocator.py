@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from caching_allocator import waste
 from common import print_table, write_json
 
-from autotune.predict.allocator import waste
-from autotune.predict.trace import allocations
+from autotune.predict.tracer import allocations
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
 

@@ -24,8 +24,10 @@ from common import print_table, write_json
 from autotune.executors.replay import load_landscape
 from autotune.predict.fit import Prior, fit
 from autotune.predict.knobs import columns_of
+from autotune.predict.passes import Trace
 from autotune.predict.predictor import Predictor
-from autotune.predict.trace import Trace, trace_job, trace_model
+from autotune.predict.trace import trace_job
+from autotune.predict.tracer import trace_model
 from autotune.predict.zero import bill
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect, named_gpu

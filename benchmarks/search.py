@@ -25,8 +25,9 @@ from common import print_table, write_json
 
 from autotune.executors.base import SEARCH, Effort
 from autotune.executors.replay import Landscape, ReplayExecutor, load_landscape
+from autotune.predict.passes import Trace
 from autotune.predict.predictor import Predictor, Table
-from autotune.predict.trace import Trace, trace_job
+from autotune.predict.trace import trace_job
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.outcome import Kind, Outcome
 from autotune.search.proposer import Proposal, Proposer

@@ -6,7 +6,7 @@ from typing import Any
 
 from autotune.errors import UserError
 from autotune.predict.flops import dense_shape, matmul_parameters
-from autotune.predict.trace import BACKWARD, FORWARD, Pass, Trace
+from autotune.predict.passes import BACKWARD, FORWARD, Pass, Trace
 from autotune.problem.job import Job
 
 _KEPT_BY_CHECKPOINTS = 0.15  # of what a forward saves: inputs of layers and the head, by the shipped models' traces

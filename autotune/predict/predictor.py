@@ -11,8 +11,9 @@ import numpy as np
 
 from autotune.predict.fit import Neighbours, Posterior, Prior, fit, jacobian_of
 from autotune.predict.knobs import Columns, Flags, Floats, columns_of
+from autotune.predict.passes import Trace
 from autotune.predict.roofline import Spent, Work, host_limit_bytes, spend, work
-from autotune.predict.trace import Trace, trace_job
+from autotune.predict.trace import trace_job
 from autotune.predict.zero import SUMS, TABLES, Bill, bill
 from autotune.problem.candidate import TRACED_KNOBS, Candidate, under
 from autotune.problem.hardware import Hardware

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.predict.knobs import Columns, Floats
-from autotune.predict.trace import Trace
+from autotune.predict.passes import Trace
 from autotune.predict.zero import STATE_BYTES
 from autotune.problem.hardware import GpuFacts, Hardware
 from autotune.problem.job import Job

@@ -6,7 +6,10 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.predict import trace as tracing
-from autotune.predict.trace import BACKWARD, FORWARD, Trace, Untraceable, trace_job, trace_model
+from autotune.predict import tracer
+from autotune.predict.passes import BACKWARD, FORWARD, Trace
+from autotune.predict.trace import trace_job
+from autotune.predict.tracer import Untraceable, trace_model
 from autotune.problem.models import ModelSpec, resolve_model
 from tests.conftest import make_job
 
@@ -107,7 +110,7 @@ def test_data_dependent_models_are_untraceable(monkeypatch: pytest.MonkeyPatch) 
                 out = out * 2
             return type("O", (), {"loss": out.mean()})()
 
-    monkeypatch.setattr(tracing, "_build", lambda job, config: (Routed(), None))
+    monkeypatch.setattr(tracer, "_build", lambda job, config: (Routed(), None))
     with pytest.raises(Untraceable):
         trace_model(make_job())
 

@@ -7,7 +7,8 @@ import torch
 
 from autotune.executors.base import Effort
 from autotune.executors.local import LocalExecutor
-from autotune.predict.trace import trace_job, trace_model
+from autotune.predict.trace import trace_job
+from autotune.predict.tracer import trace_model
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job, Lora
 from autotune.problem.models import workload_spec

@@ -1,8 +1,8 @@
-"""What the CUDA caching allocator reserves for a sequence of allocations: its rules without the device.
+"""A model of the CUDA caching allocator: what it reserves for a sequence of allocations, without a device.
 
 Rules and constants as in c10/cuda/CUDACachingAllocator.cpp (torch 2.11 to 2.13): sizes round to 512 bytes; up to 1 MiB
-they come from segments of 2 MiB; below 10 MiB from segments of 20 MiB; above from a segment of their own, rounded to
-2 MiB. The smallest free block that is large enough is taken and split; free neighbours of a segment join again.
+they come from segments of 2 MiB; below 10 MiB from segments of 20 MiB; larger ones get a segment of their own, rounded
+to 2 MiB. The smallest free block that is large enough is taken and split; free neighbours in a segment are merged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Block:
 
 
 class CachingAllocator:
-    """`allocated` and `reserved` bytes, and the most of each so far."""
+    """Counts `allocated` and `reserved` bytes, and the peak of each."""
 
     def __init__(self) -> None:
         self.allocated = self.reserved = self.allocated_peak = self.reserved_peak = 0
@@ -43,7 +43,7 @@ class CachingAllocator:
         self._by_key: dict[tuple[int, int, int], _Block] = {}
 
     def allocate(self, name: int, size: int) -> None:
-        """Serves `size` bytes under a name that is not in use."""
+        """Takes a block of `size` bytes for a name that has none."""
         size = max(ROUND, -(-size // ROUND) * ROUND)
         large = size > SMALL
         block = self._take(size, large) or self._grow(size, large)
@@ -60,7 +60,7 @@ class CachingAllocator:
         self.allocated_peak = max(self.allocated_peak, self.allocated)
 
     def release(self, name: int) -> None:
-        """Gives a name's bytes back to its segment."""
+        """Gives the name's block back to its segment."""
         block = self._used.pop(name)
         large = self._large_segment[block.segment]
         self.allocated -= block.size
@@ -107,7 +107,7 @@ class CachingAllocator:
 
 
 def waste(events: Iterable[tuple[int, int]]) -> float:
-    """Reserved over live bytes, each at its peak, of (name, bytes) events; negative bytes release the name.
+    """Peak of reserved bytes over peak of live bytes, after (name, bytes) events; negative bytes release the name.
 
     1.0 where nothing is allocated.
     """

@@ -1,0 +1,310 @@
+"""The process that traces a model: `python -m autotune.predict.tracer [--fused-loss] < JOB.json > ANSWER.json`.
+
+The model's forward and backward run under fake tensors: no memory is taken and nothing is computed, operators only work
+out shapes. Two runs, at micro-batches of two and three sequences, give every allocation as
+`fixed + per_sequence x micro_batch`. A deep model is traced at two small depths and extrapolated (`depth.py`).
+
+This is the only module of `predict` that imports torch and transformers. The tuner's process never imports it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from autotune.predict.counters import Counters, follow, joined
+from autotune.predict.depth import at_depth, extrapolate, small_depths
+from autotune.predict.passes import BACKWARD, Pass, Trace
+from autotune.problem.job import Job
+from autotune.rank.live import LiveTensors
+from autotune.rank.workload import DTYPES, adapted, causal_model, forward, own_workload, to_device, transformers_config
+
+
+class Untraceable(Exception):
+    """Fake tensors cannot run the model; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Options:
+    """How the model is run."""
+
+    use_cache: bool = False
+    fused_loss: bool = False
+
+
+# -- a trace -------------------------------------------------------------------------------------------------------------
+
+
+def trace_model(
+    job: Job, *, use_cache: bool = False, whole_depth: bool = False, fused_loss: bool = False, workers: int = 1
+) -> Trace:
+    """Traces the job's model.
+
+    Args:
+        use_cache: keep keys and values, as models do by default; training switches it off.
+        whole_depth: trace every layer instead of extrapolating over them.
+        fused_loss: the loss is taken from the 16-bit logits in place, as fused cross-entropy kernels do.
+        workers: with 2, the runs with and without checkpointing are traced at the same time, in forked children.
+
+    Raises:
+        Untraceable: an operator needs values, not shapes.
+        ValueError: transformers refuses the configuration.
+    """
+    config = None if job.workload else transformers_config(job.model)
+    parameters, frozen = _parameters(job, config)
+    depths = None if whole_depth or config is None else small_depths(config)
+    options = _Options(use_cache, fused_loss)
+    both = [(job, config, depths, options, checkpointing) for checkpointing in (False, True)]
+    if workers > 1:
+        # Forked before torch has run anything: each child has what is imported, and a core.
+        with multiprocessing.get_context("fork").Pool(workers) as pool:
+            passes = pool.starmap(_one_pass, both)
+    else:
+        passes = [_one_pass(*arguments) for arguments in both]
+    plain = passes[0]
+    assert plain is not None
+    return Trace(parameters, frozen, plain, passes[1], largest=max(parameters, default=0))
+
+
+def allocations(job: Job, checkpointing: bool, micro_batch: int, layers: int) -> list[tuple[int, int]]:
+    """(storage, bytes) of every allocation in a forward and backward of the job's model cut to `layers` layers; bytes
+    are negative where the storage is freed. A model of an allocator can replay it."""
+    config = at_depth(transformers_config(job.model), layers)
+    return _run(job, config, checkpointing, _Options(), micro_batch, keep_events=True).allocations
+
+
+def _parameters(job: Job, config: Any) -> tuple[list[int], int]:
+    """(elements of each trainable parameter, elements of all frozen ones)."""
+    with torch.device("meta"):
+        model, _ = _build(job, config)
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return [n for n, trained in sizes if trained], sum(n for n, trained in sizes if not trained)
+
+
+def _one_pass(
+    job: Job, config: Any, depths: tuple[int, int] | None, options: _Options, checkpointing: bool
+) -> Pass | None:
+    """The pass at full depth, from runs at two `depths` where there are any; None for a model without checkpointing."""
+    try:
+        if depths is None:
+            return _run_both(job, config, checkpointing, options).reduced()
+        deep = config.get_text_config().num_hidden_layers
+        short, long = (_run_both(job, at_depth(config, n), checkpointing, options) for n in depths)
+        return extrapolate(short, long, depths, deep).reduced()
+    except Untraceable:
+        if not checkpointing:
+            raise
+        return None
+
+
+def _run_both(job: Job, config: Any, checkpointing: bool, options: _Options) -> Pass:
+    """Runs micro-batches of two and three sequences.
+
+    One sequence would mislead: many operators make views there where they otherwise copy.
+    """
+    two, three = (_run(job, config, checkpointing, options, n) for n in (2, 3))
+    return joined(two, three)
+
+
+# -- one run -------------------------------------------------------------------------------------------------------------
+
+
+class _CountedTensors(LiveTensors):
+    """While active, counts what every operator computes and moves, beside the bytes alive."""
+
+    def __init__(self, run: Counters) -> None:
+        super().__init__()
+        self._run = run
+        self._kinds: dict[Any, tuple[bool, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        run = self._run
+        view, flop_formula = self._kind_of(func)
+        if view:
+            return out
+        run.operators[run.phase] += 1
+        if "flash_attention_for_cpu" in func.name():  # stands for every fused kernel; torch has no formula for it
+            run.attention[run.phase] += _attention_flops(func, args)
+            return out
+        if flop_formula is not None:
+            run.flops[run.phase] += flop_formula(*args, **(kwargs or {}), out_val=out)
+            return out
+        tensors = [out, *args] if "embedding" not in func.name() else [out, out]
+        run.moved[run.phase] += sum(
+            leaf.numel() * leaf.element_size() for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor)
+        )
+        return out
+
+    def _kind_of(self, func: Any) -> tuple[bool, Any]:
+        """(whether the operator starts no kernel, its FLOP formula or None)."""
+        if func not in self._kinds:
+            returns = func._schema.returns
+            view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+            view = view or func.namespace == "prim" or func.overloadpacket.__name__ == "_unsafe_view"
+            self._kinds[func] = (view, flop_registry.get(func.overloadpacket))
+        return self._kinds[func]
+
+
+def _attention_flops(func: Any, args: Any) -> float:
+    """2 products forward; 5 backward, where scores are computed again (Dao 2023, FlashAttention-2)."""
+    backward = "backward" in func.name()
+    query, key = (args[1], args[2]) if backward else (args[0], args[1])
+    batch, heads, length, width = query.shape
+    return float((10.0 if backward else 4.0) * batch * heads * length * key.shape[2] * width)
+
+
+def _run(
+    job: Job, config: Any, checkpointing: bool, options: _Options, micro_batch: int, keep_events: bool = False
+) -> Counters:
+    """One forward and backward under fake tensors.
+
+    Raises:
+        Untraceable: an operator needs values, or the model cannot be built or run.
+    """
+    run = Counters()
+    live = _CountedTensors(run)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), live, _plain_masks():
+            model, batches = _model_to_train(job, config, checkpointing, options)
+            for tensor in (*model.parameters(), *model.buffers()):
+                live.add(tensor)
+            run.base = live.bytes
+            run.forget_operators()
+            follow(model, run)
+            live.watch = run.saw
+            live.events = run.allocations if keep_events else None
+            loss = _loss(job, model, batches, micro_batch, options.fused_loss)
+            run.after_forward = live.bytes - run.base
+            run.phase = BACKWARD
+            loss.backward()
+            live.watch = live.events = None
+    except DataDependentOutputException as error:
+        raise Untraceable(f"operator {error} needs values") from None
+    except (NotImplementedError, RuntimeError, ValueError, TypeError) as error:
+        raise Untraceable(str(error).splitlines()[0][:300] if str(error) else type(error).__name__) from None
+    return run
+
+
+def _model_to_train(job: Job, config: Any, checkpointing: bool, options: _Options) -> tuple[Any, Any]:
+    """The model in training mode and its batches, as `_build` gives them."""
+    with _plain_conversion():
+        model, batches = _build(job, config)
+    if job.workload is None:
+        model.config.use_cache = options.use_cache and not checkpointing
+    model.train()
+    if checkpointing:
+        if not hasattr(model, "gradient_checkpointing_enable"):
+            raise Untraceable("the model has no gradient_checkpointing_enable")
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model, batches
+
+
+def _build(job: Job, config: Any) -> tuple[Any, Any]:
+    """The model, and the batches of a workload of the user's own (None for a named model)."""
+    from transformers.initialization import no_init_weights
+
+    if job.workload:
+        model, batches = own_workload(job.workload)
+        return model.to(DTYPES[job.precision]), batches
+    with no_init_weights():
+        model = causal_model(config, job)
+    model.tie_weights()
+    return adapted(model, job), None
+
+
+def _loss(job: Job, model: Any, batches: Any, micro_batch: int, fused_loss: bool) -> Any:
+    if batches is not None:
+        return forward(model, to_device(next(iter(batches(micro_batch))), torch.device("cpu")))
+    ids = torch.zeros(micro_batch, job.seq_len, dtype=torch.long)
+    return model(input_ids=ids).logits.mean() if fused_loss else model(input_ids=ids, labels=ids).loss
+
+
+# -- what fake tensors cannot do -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _plain_conversion() -> Iterator[None]:
+    """`module.to(…)` makes new parameters, shared where the old ones were.
+
+    torch would swap fake tensors in place, which it refuses where anything holds a weak reference to one, as a fake mode
+    does.
+    """
+    original = torch.nn.Module._apply
+    made: dict[int, tuple[Any, Any]] = {}
+
+    def converted(parameter: Any, fn: Any) -> Any:
+        if id(parameter) not in made:
+            with torch.no_grad():
+                new = fn(parameter)
+            same = new.dtype == parameter.dtype and new.device == parameter.device
+            made[id(parameter)] = (parameter, parameter if same else torch.nn.Parameter(new, parameter.requires_grad))
+        return made[id(parameter)][1]
+
+    def apply(module: Any, fn: Any, recurse: bool = True) -> Any:
+        if recurse:
+            for child in module.children():
+                child._apply(fn)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = converted(parameter, fn)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = fn(buffer)
+        return module
+
+    setattr(torch.nn.Module, original.__name__, apply)
+    try:
+        yield
+    finally:
+        setattr(torch.nn.Module, original.__name__, original)
+
+
+@contextlib.contextmanager
+def _plain_masks() -> Iterator[None]:
+    """Tells transformers that batches are not packed.
+
+    It would look at the values of position ids, which fake tensors have not, and build masks that real training does
+    without.
+    """
+    from transformers import masking_utils
+
+    name = "find_packed_sequence_indices"
+    before = getattr(masking_utils, name, None)
+    if before is None:
+        yield
+        return
+    setattr(masking_utils, name, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, name, before)
+
+
+# -- the process ---------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    answer: dict[str, Any]
+    job = Job.from_json(json.loads(sys.stdin.read()))
+    try:
+        answer = {"trace": trace_model(job, fused_loss="--fused-loss" in sys.argv, workers=2).to_json()}
+    except Untraceable as error:
+        answer = {"untraceable": str(error)}
+    except (ValueError, TypeError, KeyError, OSError, ImportError, AttributeError) as error:
+        answer = {"impossible": f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()
