@@ -307,7 +307,7 @@ def models(as_json: Json = False) -> None:
 @spaces_app.command("list")
 def spaces_list(as_json: Json = False) -> None:
     """The shipped search spaces."""
-    from autotune.problem.space import load_space, shipped_spaces
+    from autotune.problem.space_file import load_space, shipped_spaces
 
     found = {name: load_space(name).about for name in shipped_spaces()}
     if as_json:
@@ -320,7 +320,7 @@ def spaces_list(as_json: Json = False) -> None:
 @spaces_app.command("show")
 def spaces_show(space: SpaceArgument) -> None:
     """A search space's file, comments included."""
-    from autotune.problem.space import load_space
+    from autotune.problem.space_file import load_space
 
     print(load_space(space).text, end="")
 
@@ -328,7 +328,7 @@ def spaces_show(space: SpaceArgument) -> None:
 @spaces_app.command("validate")
 def spaces_validate(space: SpaceArgument, as_json: Json = False) -> None:
     """Check a search space, and count what it holds."""
-    from autotune.problem.space import load_space
+    from autotune.problem.space_file import load_space
 
     found = load_space(space)
     families = sum(1 for _ in found.families())

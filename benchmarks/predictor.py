@@ -304,7 +304,7 @@ def landscapes(folder: Path, seeds: int, known: int = 3) -> list[dict[str, Any]]
 
 def speed() -> list[dict[str, Any]]:
     """Seconds of 10,000 predictions after tracing."""
-    from autotune.problem.space import load_space
+    from autotune.problem.space_file import load_space
 
     job = Job(resolve_model("tiny-gemma-2"), 2, 64, "fp32")
     candidates = load_space("default").candidates(job)[:10_000]

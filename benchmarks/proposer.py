@@ -21,7 +21,7 @@ from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
 from autotune.problem.outcome import Kind, Measurement, Outcome
-from autotune.problem.space import load_space
+from autotune.problem.space_file import load_space
 from autotune.search.proposer import Proposer
 from autotune.search.storage import default_storage
 from autotune.search.study import SEARCH, StudyStore

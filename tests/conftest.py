@@ -21,6 +21,7 @@ from autotune.units import MIB
 
 # Hypothesis fails a test by seconds on a clock; machines are shared and slow at times.
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("mutants", deadline=None, derandomize=True, max_examples=25, database=None)  # `make mutants`
 settings.load_profile("shared machine")
 
 

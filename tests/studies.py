@@ -6,7 +6,7 @@ from pathlib import Path
 
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
-from autotune.problem.space import load_space
+from autotune.problem.space_file import load_space
 from autotune.search.storage import default_storage
 from autotune.search.study import VERIFY, StudyStore
 from autotune.units import MIB

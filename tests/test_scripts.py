@@ -24,7 +24,7 @@ from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Outcome
 from autotune.problem.script import carried
 from autotune.problem.script_job import job_of, own_candidate, unknown_job
-from autotune.problem.space import load_space
+from autotune.problem.space_file import load_space
 from autotune.recovery.ladder import Rung
 from autotune.recovery.supervisor import LaunchSummary, Supervisor
 from autotune.units import MIB

@@ -15,7 +15,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.fitting import for_job
 from autotune.problem.hardware import Hardware, detect
 from autotune.problem.job import Job
-from autotune.problem.space import parse_space
+from autotune.problem.space_file import parse_space
 from autotune.recovery.ladder import Rung, recovery_ladder, write_ladder
 from autotune.recovery.supervisor import LaunchSummary, Supervisor, check_script
 from autotune.search.storage import make_study_folder

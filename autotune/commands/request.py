@@ -20,7 +20,8 @@ from autotune.problem.job import Job, load_ds_config, load_lengths, longest_sequ
 from autotune.problem.models import ModelSpec, resolve_model, workload_spec
 from autotune.problem.script import make_script
 from autotune.problem.script_job import unknown_job
-from autotune.problem.space import SearchSpace, load_space
+from autotune.problem.space import SearchSpace
+from autotune.problem.space_file import load_space
 from autotune.search.fingerprint import fingerprint
 from autotune.units import parse_bytes, parse_duration, parse_share
 

@@ -1,4 +1,4 @@
-"""From evidence to an Outcome's class: exception type, then exit status and signal, then counters, text last."""
+"""From evidence to the Kind of an Outcome: exception type first, then exit status and signal, counters, text last."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _INVALID_TYPES = ("DeepSpeedConfigError", "pydantic_core._pydantic_core.Validati
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """The class of a failed trial, and what it rests on."""
+    """The class of a failed trial, and the evidence that decided it."""
     dead = [rank for rank, status in evidence.statuses.items() if status < 0]
     if evidence.errors and not (dead and all(is_secondary(error) for error in evidence.errors)):
         return min((_of_error(error, evidence) for error in evidence.errors), key=_weight)
@@ -186,7 +186,7 @@ def _of_status(rank: int, status: int, evidence: Evidence) -> Verdict:
 
 
 def classify_text(text: str, device: str) -> tuple[Kind, str] | None:
-    """The class that a text betrays, with the words that do; None where it betrays nothing."""
+    """The class that a text points to, with the words that matched; None where no pattern does."""
     cpu = Kind.OOM_DEVICE if device == "cpu" else Kind.OOM_HOST
     for patterns, kind in (
         (_HOST_TEXTS, Kind.OOM_HOST),
@@ -213,7 +213,7 @@ def _cpu_oom(evidence: Evidence) -> Kind:
 
 
 def missing_bytes(text: str) -> int | None:
-    """By how much the failed allocation was too large: what it asked for, less what the text says was free."""
+    """Bytes that a failed allocation lacked: what it asked for, less what the text says was free. None: it names no size."""
     tried = _TRIED.search(text)
     if not tried:
         return None

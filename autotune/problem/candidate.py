@@ -1,4 +1,4 @@
-"""One point of a search space, in canonical form; it alone turns itself into a DeepSpeed config.
+"""A Candidate: one setting of every knob, in canonical form, and the DeepSpeed config that it stands for.
 
 What each knob does at which stage was read from deepspeed 0.19.8; docs/deepspeed-facts.md has the places.
 """
@@ -43,7 +43,7 @@ def _at(*stages: int) -> Callable[[Knobs], bool]:
 
 @dataclass(frozen=True)
 class Knob:
-    """A knob with a name of its own: where DeepSpeed keeps it, which values it takes, when it is read."""
+    """A knob with a short name: its place in the DeepSpeed config, the values it takes, and when it is read."""
 
     path: str | None  # dotted path in the DeepSpeed config; None: it belongs to the model, not to DeepSpeed
     kind: type | tuple[str, ...]
@@ -136,7 +136,7 @@ class Candidate:
 
     @classmethod
     def of(cls, knobs: Knobs) -> Candidate:
-        """Canonical: knobs that DeepSpeed would ignore or force are dropped, the rest sorted by name."""
+        """The canonical candidate: knobs that DeepSpeed would ignore or force are dropped, the rest sorted by name."""
         named = {short_name(name): value for name, value in knobs.items()}
         return cls(tuple(sorted((name, value) for name, value in named.items() if is_read(name, named))))
 
@@ -202,7 +202,7 @@ class Candidate:
 
 
 def under(job: Job, candidate: Candidate) -> Job:
-    """The job with the model and its batches as the candidate wants them made."""
+    """The job with the candidate's attention, compilation, LoRA and packing in place of its own."""
     lora = candidate.get(LORA)
     return dataclasses.replace(
         job,
@@ -219,7 +219,7 @@ def samples(job: Job, candidate: Candidate) -> float:
 
 
 def knobs_of(config: dict[str, Any]) -> dict[str, Value]:
-    """What a DeepSpeed config says of the knobs; what it leaves open or `"auto"` is left out."""
+    """The knobs that a DeepSpeed config sets; what is missing or `"auto"` is left out."""
     found: dict[str, Value] = {}
     for name, knob in KNOBS.items():
         value: Any = config if knob.path else None
@@ -242,7 +242,7 @@ def _put(config: dict[str, Any], path: str, value: Value) -> None:
 
 
 def _tidy_zero(config: dict[str, Any], candidate: Candidate) -> None:
-    """Keeps what the user's own config would add to a stage that refuses it out of the result."""
+    """Removes offload sections of the user's own config that the candidate turns off or that its stage refuses."""
     zero = config.get("zero_optimization")
     if not isinstance(zero, dict):
         return

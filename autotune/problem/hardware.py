@@ -1,4 +1,4 @@
-"""What a job is trained on: detected through NVML and psutil, or named (`--gpu rtx3090`). Wakes no CUDA context."""
+"""What a job is trained on: detected through NVML and psutil, or named (`--gpu rtx3090`). Creates no CUDA context."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class Hardware:
 
     @property
     def capacity_bytes(self) -> int:
-        """What one rank has."""
+        """Memory that one rank may use: its device's, or the user's cap where that is less."""
         return min(self.memory_bytes, self.memory_cap_bytes or self.memory_bytes)
 
     @property
     def ceiling_bytes(self) -> int:
-        """What a winner may use: the capacity without the headroom."""
+        """Memory that a winner may use: the capacity less the headroom."""
         return int(self.capacity_bytes * (1 - self.headroom))
 
     @property
@@ -88,7 +88,7 @@ def gpu_table() -> dict[str, GpuFacts]:
 
 
 def facts_for(nvml_name: str, memory_bytes: int) -> GpuFacts | None:
-    """The row that fits what NVML calls the GPU, nearest in memory where several do."""
+    """The row whose pattern matches NVML's name of the GPU; of several, the one nearest in memory. None: no row does."""
     plain = nvml_name.replace("NVIDIA", "").replace("GeForce", "").replace("Tesla", "").strip()
     words = set(plain.replace("-", " ").split())
     rows = [
@@ -132,7 +132,11 @@ def named_gpu(name: str) -> GpuFacts:
 
 
 def named_hardware(name: str, count: int, *, host_memory_bytes: int | None = None, headroom: float = 0.05) -> Hardware:
-    """Hardware that need not be here: `count` GPUs of the named model."""
+    """`count` GPUs of the named model, which need not be in this machine.
+
+    Raises:
+        UserError: no such GPU, or a count that makes no sense.
+    """
     if not 1 <= count <= 4096:
         raise UserError(f"--gpus {count}: expected 1 to 4096")
     row = named_gpu(name)
@@ -157,7 +161,7 @@ def nvml() -> Iterator[Any]:
 
 
 def visible_gpus() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES leaves of NVML's devices: indices or UUIDs, as NVML can open them."""
+    """The devices that CUDA_VISIBLE_DEVICES leaves visible, as indices or UUIDs that NVML can open."""
     with nvml() as lib:
         if lib is None:
             return []

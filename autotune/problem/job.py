@@ -1,4 +1,4 @@
-"""What is trained: a Job is frozen, and a study belongs to one."""
+"""What is trained. A Job is frozen; every study belongs to exactly one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def parse_lora(text: str) -> Lora:
     """`r=16,targets=all-linear,alpha=32`; several targets are joined by `+`.
 
     Raises:
-        UserError: it is not like that.
+        UserError: the text is not written like that, or the rank is out of range.
     """
     values: dict[str, str] = {}
     for part in text.split(","):
@@ -62,7 +62,7 @@ def parse_lora(text: str) -> Lora:
 
 @dataclass(frozen=True)
 class Script:
-    """A user's own training script: what is typed after `--`, where, and which flags of it carry knobs."""
+    """A user's own training script: the command typed after `--`, its folder, and the flags that carry knobs."""
 
     argv: tuple[str, ...]  # the script, or `-m` and a module, then its arguments
     cwd: str
@@ -102,7 +102,7 @@ class Script:
 
     @property
     def key(self) -> str:
-        """Of the command and the file's text: what was learnt of one is not said of another."""
+        """A hash of the command and the file's text: what was learnt of one script is not used for another."""
         text = self.path.read_bytes() if self.path and self.path.is_file() else b""
         parts = json.dumps([self.argv, self.cwd, self.flags, self.worst_case, self.ds_config]).encode()
         return hashlib.sha256(parts + text).hexdigest()[:12]
@@ -170,17 +170,17 @@ class Job:
 
     @property
     def element_bytes(self) -> float:
-        """Of a parameter, an activation or a gradient as the model computes with it."""
+        """Bytes of one element of a parameter, an activation or a gradient, in the precision of the model's arithmetic."""
         return 4.0 if self.precision == "fp32" else 2.0
 
     @property
     def optimizer_kind(self) -> str:
-        """The user's own optimizer where their config names one, in lower case."""
+        """The type of the optimizer in lower case: the one in the user's own config, or else the job's."""
         return str((self.base_config.get("optimizer") or {}).get("type", self.optimizer)).lower()
 
     @property
     def tokens_per_sample(self) -> float:
-        """On average, without padding; of a script as its first steps showed it, all forwards of a sample together."""
+        """Mean tokens a sequence, without padding; for a script the mean of its first steps, over all forwards of a sample."""
         if self.script is not None and self.script.profile.get("tokens_per_sample"):
             return float(self.script.profile["tokens_per_sample"])
         if not self.lengths:
@@ -189,7 +189,7 @@ class Job:
 
     @property
     def samples_per_row(self) -> float:
-        """Sequences in a row of a batch: more than one where they are packed."""
+        """Mean number of sequences in one row of a batch: 1, or more where they are packed."""
         return self.seq_len / self.tokens_per_sample if self.packed else 1.0
 
     @property

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import re
+import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -85,26 +86,24 @@ def _from_path(path: Path, trust_remote_code: bool) -> ModelSpec:
 
 
 def _from_hub(name: str, trust_remote_code: bool) -> ModelSpec:
-    from transformers import AutoConfig
-
+    """Reads the configuration in a process of its own: this one never imports transformers."""
+    flags = ["--trust-remote-code"] if trust_remote_code else []
+    done = subprocess.run([sys.executable, "-m", "autotune.rank.hub", *flags, name], stdout=subprocess.PIPE, text=True)
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        known = shipped_models()
-        hint = near(name.split("/")[-1], known) or "; a folder with its config.json works offline"
-        raise UserError(f"model {name!r} could not be read from the Hub: {first[:200]}{hint}") from None
-    data = {key: value for key, value in config.to_dict().items() if key != "transformers_version"}
-    if trust_remote_code:
-        data["_name_or_path"] = name
-    return ModelSpec(name.split("/")[-1], json.loads(json.dumps(data, default=str)), name, None, trust_remote_code)
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        answer = {"error": f"no answer, exit status {done.returncode}"}
+    if "error" in answer:
+        hint = near(name.split("/")[-1], shipped_models()) or "; a folder with its config.json works offline"
+        raise UserError(f"model {name!r} could not be read from the Hub: {answer['error'][:200]}{hint}")
+    return ModelSpec(name.split("/")[-1], answer["config"], name, None, trust_remote_code)
 
 
 def workload_spec(reference: str) -> ModelSpec:
-    """A user's function `package.module:function` as a model: its text is part of what it is.
+    """A user's function `package.module:function` as a model. Its source holds a hash of the file: edited, it is another model.
 
     Raises:
-        UserError: there is no such module.
+        UserError: there is no such module, or it does not define the function.
     """
     name, colon, function = reference.partition(":")
     if not colon or not name or not function:

@@ -1,4 +1,4 @@
-"""What a trial gave: an Outcome, with the Measurement where there is one. Plain data, JSON both ways."""
+"""How a trial ended: an Outcome, with a Measurement where one was made. Plain data, to JSON and back."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Phase(StrEnum):
 
 
 class Source(StrEnum):
-    """What decided an Outcome's kind; `Outcome.evidence` says it in words."""
+    """What decided an Outcome's kind; `Outcome.evidence` has the details in words."""
 
     EXCEPTION = "exception"  # that a rank reported
     SIGNAL = "signal"  # that a rank died of
@@ -55,7 +55,7 @@ class Source(StrEnum):
 
     @classmethod
     def of_evidence(cls, text: str) -> Source | None:
-        """The source that version 0.1, which stored the words alone, had in mind."""
+        """The source of an Outcome that version 0.1 stored: it kept only the text of the evidence."""
         starts = {
             "exception": cls.EXCEPTION,
             "text": cls.EXCEPTION,

@@ -1,4 +1,4 @@
-"""A user's own training script: its command, and the flags by which a candidate reaches it."""
+"""A user's own training script: its command line, and the flags that carry a candidate into it."""
 
 from __future__ import annotations
 
@@ -62,8 +62,10 @@ def candidate_of_config(config: dict[str, Any]) -> Candidate:
 
 
 def command(script: Script, candidate: Candidate, config: str) -> list[str]:
-    """The script's command under a candidate, its DeepSpeed config read from the file `config`: as far as flags carry it,
-    see `carried`."""
+    """The script's command line for a candidate, with `config` as its DeepSpeed config file.
+
+    Knobs that no flag is known for are not in it; `carried` says whether there are any.
+    """
     argv = with_configs(script.argv, Path(script.cwd), lambda path, at: config)
     flags = _flags(script)
     if argv == list(script.argv) and CONFIG_FLAG in flags and script.profile.get("through_arguments"):
@@ -75,7 +77,7 @@ def command(script: Script, candidate: Candidate, config: str) -> list[str]:
 
 
 def carried(script: Script) -> bool:
-    """Whether `command` says all of a candidate; what it does not stands in the script's own code or files."""
+    """Whether `command` carries every knob of a candidate, so that nothing need be changed in the script's code or files."""
     flags, through = {**KNOWN_FLAGS, **dict(script.flags)}, bool(script.profile.get("through_arguments"))
     if config_path(script) is None and not (through and CONFIG_FLAG in _flags(script)):
         return False
@@ -135,7 +137,7 @@ def _mapping(text: str) -> tuple[str, str]:
 
 
 def starter(script: Script, ranks: int, config: str) -> list[str]:
-    """What starts the script's ranks without autotune."""
+    """The launcher's command line that starts the script's ranks without autotune."""
     if script.ds_config is None:
         if not script.profile.get("through_arguments") and set(LOCAL_RANK_FLAGS) & set(script.profile.get("flags", ())):
             return ["deepspeed", "--num_gpus", str(ranks)]
@@ -162,7 +164,7 @@ def config_path(script: Script) -> Path | None:
 
 
 def _config_files(argv: Sequence[str], cwd: Path) -> Iterator[tuple[int, str, Path]]:
-    """Of every DeepSpeed config file among the arguments: its place, what precedes it in its word, and its path."""
+    """(index of the argument, prefix like `--config=` or nothing, path) of every DeepSpeed config file in the arguments."""
     for at, word in enumerate(argv):
         head, equals, value = word.partition("=")
         path = cwd / (value if equals else word)
@@ -171,7 +173,7 @@ def _config_files(argv: Sequence[str], cwd: Path) -> Iterator[tuple[int, str, Pa
 
 
 def with_configs(argv: Sequence[str], cwd: Path, renamed: Callable[[Path, int], str]) -> list[str]:
-    """The arguments with every DeepSpeed config file among them named anew; `renamed` gets its path and place."""
+    """The arguments with every DeepSpeed config file replaced by `renamed(path, index of the argument)`."""
     found = list(argv)
     for at, head, path in _config_files(argv, cwd):
         found[at] = head + renamed(path, at)
@@ -179,8 +181,10 @@ def with_configs(argv: Sequence[str], cwd: Path, renamed: Callable[[Path, int], 
 
 
 def with_flag(argv: list[str], flag: str, value: Value) -> list[str]:
-    """The arguments with the flag at this value: in place where it is given, else at the end. A name without dashes stands
-    for an argument `name=value`, as Hydra and OmegaConf read it."""
+    """The arguments with the flag set to this value: in place where it is given, else at the end.
+
+    A flag without dashes is an argument `name=value`, as Hydra and OmegaConf read it.
+    """
     found = list(argv)
     for at, word in enumerate(found):
         if not flag.startswith("-"):

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, samples
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
 from autotune.problem.script import candidate_of_config
-from autotune.problem.space import parse_space
+from autotune.problem.space_file import parse_space
 from autotune.search.study import TRAINING, StudyStore
 
 WARMUP_STEPS = 3

@@ -1,4 +1,4 @@
-"""The winner as files that a training takes as they are. Nothing here was not tuned or asked for."""
+"""The winner as files that a training takes as they are. They hold only what was tuned or what the user asked for."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def accelerate_config(candidate: Candidate, job: Job, ds_config_file: str, devic
 
 
 def needs(candidate: Candidate, job: Job) -> list[str]:
-    """What the training must do beside taking the config: things a DeepSpeed config cannot carry."""
+    """What the training must do beside taking the config, since a DeepSpeed config cannot say it; one line each."""
     lines = []
     if candidate.checkpointing:
         lines.append(

@@ -2,8 +2,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate, describe, is_read, short_name
-from tests.conftest import make_job
+from autotune.problem.candidate import (
+    ACCUMULATION,
+    MICRO_BATCH,
+    Candidate,
+    describe,
+    is_read,
+    knobs_of,
+    samples,
+    short_name,
+    under,
+)
+from autotune.problem.job import Lora
+from tests.conftest import make_candidate, make_job
 
 knobs = st.fixed_dictionaries(
     {
@@ -84,19 +95,186 @@ def test_offload_is_pinned_unless_the_user_said_otherwise() -> None:
     assert "offload_optimizer" not in config["zero_optimization"]
 
 
-def test_one_line() -> None:
-    text = describe(
-        {
-            "zero_stage": 3,
-            MICRO_BATCH: 8,
-            ACCUMULATION: 4,
-            "activation_checkpointing": True,
-            "offload_optimizer": "cpu",
-            "overlap_comm": False,
-            "reduce_bucket_size": 500_000_000,
-        }
-    )
-    assert text == "z3 mb8 ga4 ckpt opt=cpu no-overlap rbs=5e+08"
+@pytest.mark.parametrize(
+    ("base", "expected"),
+    [
+        ({}, None),
+        ({"fp16": {"enabled": True, "loss_scale": 0}}, {"enabled": False, "loss_scale": 0}),
+        ({"fp16": "auto"}, {"enabled": False}),  # no section: written as one
+    ],
+)
+def test_the_other_precision_is_off(base: dict, expected: dict | None) -> None:
+    config = Candidate.of({"zero_stage": 0}).ds_config(make_job(precision="bf16", base_config=base))
+    assert config["bf16"] == {"enabled": True}
+    assert config.get("fp16") == expected
+
+
+def test_the_precisions_own_settings_are_kept() -> None:
+    job = make_job(precision="fp16", base_config={"fp16": {"loss_scale": 128}, "bf16": {"enabled": True}})
+    config = Candidate.of({"zero_stage": 0}).ds_config(job)
+    assert config["fp16"] == {"loss_scale": 128, "enabled": True}
+    assert config["bf16"] == {"enabled": False}
+
+
+@pytest.mark.parametrize(
+    ("zero", "knobs", "left"),
+    [
+        # refused by the stage
+        ({"offload_param": {"device": "cpu"}}, {"zero_stage": 2}, {"stage": 2}),
+        ({"offload_optimizer": {"device": "cpu"}}, {"zero_stage": 0}, {"stage": 0}),
+        # turned off by the candidate, the other one stays
+        (
+            {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+            {"zero_stage": 3, "offload_optimizer": "none"},
+            {"stage": 3, "offload_param": {"device": "cpu"}},
+        ),
+        # not tuned: as the user wrote it
+        (
+            {"offload_optimizer": {"device": "cpu"}},
+            {"zero_stage": 2},
+            {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        ),
+        # no section: DeepSpeed's to judge
+        ({"offload_param": None}, {"zero_stage": 2}, {"stage": 2, "offload_param": None}),
+        ("auto", {"zero_stage": 1}, {"stage": 1}),
+    ],
+)
+def test_offload_sections_of_the_users_own(zero: object, knobs: dict, left: dict) -> None:
+    assert Candidate.of(knobs).ds_config(make_job(base_config={"zero_optimization": zero}))["zero_optimization"] == left
+
+
+def test_a_candidate_without_zero_leaves_the_section_alone() -> None:
+    config = Candidate.of({MICRO_BATCH: 2}).ds_config(make_job(base_config={"zero_optimization": "auto"}))
+    assert config["zero_optimization"] == "auto"
+
+
+STAGE_3_KEYS = (
+    "stage3_max_live_parameters",
+    "memory_efficient_linear",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "use_all_reduce_for_fetch_params",
+)
+STAGE_12_KEYS = ("round_robin_gradients", "allgather_partitions", "compute_grad_norm")
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    ("names", "stages"),
+    [
+        ((MICRO_BATCH, ACCUMULATION, "zero_stage", "activation_checkpointing", "gradient_clipping"), {0, 1, 2, 3}),
+        (("reduce_bucket_size", "offload_optimizer", "overlap_comm", "contiguous_gradients"), {1, 2, 3}),
+        (("allgather_bucket_size",), {1, 2}),
+        (("sub_group_size", "offload_param"), {3}),
+        (tuple(f"zero_optimization.{key}" for key in STAGE_3_KEYS), {3}),
+        (tuple(f"zero_optimization.{key}" for key in STAGE_12_KEYS), {1, 2}),
+        (("zero_optimization.ignore_unused_parameters",), {1, 2, 3}),  # any other key of ZeRO
+    ],
+)
+def test_which_stages_read_a_knob(names: tuple[str, ...], stages: set[int], stage: int) -> None:
+    for name in names:
+        assert is_read(name, {"zero_stage": stage}) == (stage in stages), name
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "expected"),
+    [
+        ("overlap_comm", {}, False),  # no stage is stage 0
+        ("contiguous_gradients", {"zero_stage": 2, "offload_optimizer": "cpu"}, False),  # DeepSpeed forces it on
+        ("contiguous_gradients", {"zero_stage": 2, "offload_optimizer": "none"}, True),
+        ("contiguous_gradients", {"zero_stage": 3, "offload_optimizer": "cpu"}, True),
+        ("zero_optimization.offload_optimizer.ratio", {"zero_stage": 3, "offload_optimizer": "cpu"}, True),
+        ("zero_optimization.offload_optimizer.ratio", {"zero_stage": 2, "offload_optimizer": "cpu"}, False),
+        ("zero_optimization.offload_optimizer.pin_memory", {"zero_stage": 2, "offload_optimizer": "cpu"}, True),
+        ("zero_optimization.offload_optimizer.pin_memory", {"zero_stage": 2, "offload_optimizer": "none"}, False),
+        ("zero_optimization.offload_optimizer.pin_memory", {"zero_stage": 2}, False),
+        ("zero_optimization.offload_param.buffer_count", {"zero_stage": 3, "offload_param": "nvme"}, True),
+        ("zero_optimization.offload_param.buffer_count", {"zero_stage": 2, "offload_param": "nvme"}, False),
+    ],
+)
+def test_what_offloading_changes(name: str, knobs: dict, expected: bool) -> None:
+    assert is_read(name, knobs) is expected
+
+
+@pytest.mark.parametrize(
+    ("own", "knobs", "expected"),
+    [
+        ({}, {}, (None, False, None, False)),
+        ({}, {"attention": "sdpa", "compile": True, "lora": "r=8", "packing": True}, ("sdpa", True, Lora(8), True)),
+        ({"attention": "eager", "compiled": True, "lora": Lora(4), "packed": True}, {}, ("eager", True, Lora(4), True)),
+        ({"lora": Lora(4), "packed": True}, {"lora": "none", "packing": False}, (None, False, None, False)),
+    ],
+)
+def test_the_job_under_a_candidate(own: dict, knobs: dict, expected: tuple) -> None:
+    job = under(make_job(lengths=((16, 1), (32, 1)), **own), Candidate.of({"zero_stage": 1, **knobs}))
+    assert (job.attention, job.compiled, job.lora, job.packed) == expected
+
+
+def test_samples_of_a_step() -> None:
+    job = make_job(ranks=2, seq_len=32, lengths=((8, 1),))
+    plain = Candidate.of({MICRO_BATCH: 3, ACCUMULATION: 5})
+    assert samples(job, plain) == 3 * 5 * 2
+    assert samples(job, plain.but(packing=True)) == 3 * 5 * 2 * 4, "four sequences of 8 tokens fill a row of 32"
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, {}),
+        ({MICRO_BATCH: "auto", ACCUMULATION: 4}, {ACCUMULATION: 4}),
+        ({"zero_optimization": "auto"}, {}),
+        ({"zero_optimization": {"stage": 3, "sub_group_size": 1e9}}, {"zero_stage": 3, "sub_group_size": 10**9}),
+        ({"zero_optimization": {"reduce_bucket_size": 0.5}}, {}),
+        ({"zero_optimization": {"overlap_comm": False}}, {"overlap_comm": False}),
+        ({"zero_optimization": {"offload_param": {"device": "cpu", "pin_memory": True}}}, {"offload_param": "cpu"}),
+        ({"attention": "sdpa", "": 1}, {}),  # not DeepSpeed's
+    ],
+)
+def test_the_knobs_of_a_config(config: dict, expected: dict) -> None:
+    found = knobs_of(config)
+    assert found == expected
+    assert {name: type(value) for name, value in found.items()} == {k: type(v) for k, v in expected.items()}
+
+
+def test_reading_a_candidates_config_gives_its_knobs_back() -> None:
+    candidate = make_candidate(3, 4, 2, offload_optimizer="cpu", offload_param="nvme", overlap_comm=True)
+    assert Candidate.of(knobs_of(candidate.ds_config(make_job()))) == candidate
+
+
+@pytest.mark.parametrize(
+    ("knobs", "text"),
+    [
+        (
+            {
+                "overlap_comm": False,
+                "reduce_bucket_size": 500_000_000,
+                "offload_optimizer": "cpu",
+                "activation_checkpointing": True,
+                ACCUMULATION: 4,
+                MICRO_BATCH: 8,
+                "zero_stage": 3,
+            },
+            "z3 mb8 ga4 ckpt opt=cpu no-overlap rbs=5e+08",
+        ),
+        ({"zero_stage": 0, "activation_checkpointing": False, "offload_param": "none"}, "z0"),
+        ({"offload_param": "nvme", "contiguous_gradients": True, "overlap_comm": True}, "par=nvme contig overlap"),
+        ({"sub_group_size": 10**9, "allgather_bucket_size": 1000}, "sgs=1e+09 agbs=1e+03"),
+        ({"zero_optimization.offload_optimizer.ratio": 0.25, "attention": "sdpa"}, "ratio=0.25 attention=sdpa"),
+        ({"zero_optimization.round_robin_gradients": False}, "no-round_robin_gradients"),
+    ],
+)
+def test_one_line(knobs: dict, text: str) -> None:
+    assert describe(knobs) == text
+
+
+def test_what_a_candidate_leaves_open_is_deepspeeds_default() -> None:
+    silent = Candidate.of({})
+    assert (silent.stage, silent.micro_batch, silent.accumulation, silent.checkpointing) == (0, 1, 1, False)
+    assert (silent.offload_optimizer, silent.offload_param) == ("none", "none")
+    assert silent.get("overlap_comm") is None
+    assert silent.get("overlap_comm", 7) == 7
+    assert str(silent.but(zero_stage=2)) == "z2"
 
 
 @pytest.mark.parametrize(("change", "same_family"), [({MICRO_BATCH: 4}, True), ({"zero_stage": 1}, False)])

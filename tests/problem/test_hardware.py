@@ -1,81 +1,244 @@
+"""What a machine has: through a fake NVML and a fake root of the file system, so that any machine can run this."""
+
 import contextlib
+import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autotune.errors import UserError
 from autotune.problem import hardware
-from autotune.problem.hardware import Hardware, detect, facts_for, gpu_table, named_gpu, named_hardware
+from autotune.problem.hardware import (
+    Hardware,
+    detect,
+    facts_for,
+    gpu_table,
+    host_memory_bytes,
+    named_gpu,
+    named_hardware,
+    visible_gpus,
+)
 from autotune.units import GIB
 
 
 class FakeNvml:
-    def __init__(self, names: list[str], gib: int = 24) -> None:
-        self.names, self.gib = names, gib
+    """GPUs by NVML's name of each and its memory in GiB; `GPU-b` is the second one's UUID."""
+
+    def __init__(self, *gpus: tuple[str | bytes, int]) -> None:
+        self.gpus = gpus
 
     def nvmlDeviceGetCount(self) -> int:
-        return len(self.names)
+        return len(self.gpus)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        assert isinstance(index, int)
         return index
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
-        return 0
+        return "ab".index(uuid[-1])
 
-    def nvmlDeviceGetName(self, handle: int) -> str:
-        return self.names[handle]
+    def nvmlDeviceGetName(self, handle: int) -> str | bytes:
+        return self.gpus[handle][0]
 
-    def nvmlDeviceGetMemoryInfo(self, handle: int):  # type: ignore[no-untyped-def]
-        return type("M", (), {"total": self.gib * GIB, "used": 0})
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(total=self.gpus[handle][1] * GIB)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *gpus: tuple[str | bytes, int], visible: str | None = None) -> None:
+    monkeypatch.setattr(hardware, "nvml", lambda: contextlib.nullcontext(FakeNvml(*gpus) if gpus else None))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+
+RTX_3090 = ("NVIDIA GeForce RTX 3090", 24)
 
 
 @pytest.fixture
-def four_gpus(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    fake = FakeNvml(["NVIDIA GeForce RTX 3090"] * 4)
-    monkeypatch.setattr(hardware, "nvml", lambda: contextlib.nullcontext(fake))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return fake
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, *[RTX_3090] * 4)
 
 
-def test_gpus_are_found_and_known(four_gpus: FakeNvml) -> None:
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files of /proc and /sys as they lie under this folder; a machine of 64 GiB and 8 cores without a GPU."""
+    for folder in ("proc", "sys/fs/cgroup/memory"):
+        (tmp_path / folder).mkdir(parents=True)
+    install(monkeypatch)
+    monkeypatch.setattr(hardware, "Path", lambda file: tmp_path / str(file).lstrip("/"))
+    monkeypatch.setattr(hardware.psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB))
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(hardware.platform, "processor", lambda: "")
+    monkeypatch.setattr(hardware.platform, "machine", lambda: "riscv64")
+    return tmp_path
+
+
+# -- GPUs ----------------------------------------------------------------------------------------------------------------
+
+
+def test_gpus_are_found_and_known(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "host_memory_bytes", lambda: 100 * GIB)
     found = detect("auto", None)
-    assert (found.device, found.count, found.facts) == ("cuda", 4, "rtx3090")
-    assert found.gpu_facts is not None
-    assert found.gpu_facts.tflops == 71
-    assert Hardware.from_json(found.to_json()) == found
+    assert found == Hardware(
+        "cuda", "NVIDIA GeForce RTX 3090", 4, 24 * GIB, None, 100 * GIB, facts="rtx3090", headroom=0.05, bf16=True
+    )
+    assert found.gpu_facts is gpu_table()["rtx3090"]
+    assert detect("cuda", 3).count == 3
+    assert detect("cpu", 2).device == "cpu"
 
 
-def test_more_gpus_than_there_are_are_never_silently_fewer(
-    four_gpus: FakeNvml, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(UserError, match=r"found 4.*try --gpus 4"):
+def test_the_smallest_of_unlike_gpus_decides_and_an_unknown_one_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, ("Voodoo 3", 16), (b"Voodoo 2", 8))
+    found = detect("cuda", None)
+    assert (found.name, found.count, found.memory_bytes) == ("Voodoo 2 + Voodoo 3", 2, 8 * GIB)
+    assert found.facts is None
+    assert found.bf16, "until a trial says otherwise"
+    assert detect("cuda", 1).memory_bytes == 16 * GIB
+
+
+def test_a_gpu_without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, ("Tesla V100-SXM2-32GB", 32))
+    assert detect("cuda", None).facts == "v100-32gb"
+    assert not detect("cuda", None).bf16
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, ["0", "1", "2", "3"]),
+        ("1, 0", ["1", "0"]),
+        ("3,4,0", ["3"]),  # CUDA ignores everything from the first invalid entry on
+        ("GPU-a,MIG-b,2", ["GPU-a", "MIG-b", "2"]),
+        ("-1", []),
+        ("", []),
+    ],
+)
+def test_which_gpus_are_visible(monkeypatch: pytest.MonkeyPatch, text: str | None, expected: list[str]) -> None:
+    install(monkeypatch, *[RTX_3090] * 4, visible=text)
+    assert visible_gpus() == expected
+
+
+def test_no_driver_shows_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, visible="0")
+    assert visible_gpus() == []
+
+
+def test_a_gpu_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, RTX_3090, ("NVIDIA A100-SXM4-40GB", 40), visible="GPU-b")
+    assert detect("cuda", None).facts == "a100-40gb"
+
+
+def test_more_gpus_than_there_are_are_never_silently_fewer(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError) as caught:
         detect("cuda", 8)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-abc,9,0")
+    assert str(caught.value) == (
+        "--gpus 8: found 4 (CUDA_VISIBLE_DEVICES counts); try --gpus 4, "
+        "or `autotune plan --gpu NAME --gpus 8` to predict without them"
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-a,9,0")
     assert detect("cuda", None).count == 2
     with pytest.raises(UserError, match="found 2"):
         detect("auto", 3)
 
 
-def test_without_a_gpu() -> None:
-    with pytest.raises(UserError, match="--device cpu --gpus 2"):
-        detect("auto", 2)
-    with pytest.raises(UserError, match="no GPU found"):
-        detect("cuda", None)
-    assert detect("auto", None).device == "cpu"
-    for bad in (0, -1):
-        with pytest.raises(UserError, match="at least 1"):
-            detect("cpu", bad)
-    with pytest.raises(UserError, match="auto, cuda or cpu"):
-        detect("tpu", 1)
-    with pytest.raises(UserError, match="at most"):
-        detect("cpu", 4096)
+# -- without a GPU -------------------------------------------------------------------------------------------------------
 
 
-def test_caps_and_headroom() -> None:
-    with pytest.raises(UserError, match="above the capacity"):
-        detect("cpu", 2, memory_cap_bytes=2**50)
+def test_without_a_gpu(root: Path) -> None:
+    found = detect("auto", None)
+    assert found == Hardware("cpu", "CPU rank of riscv64", 2, int(64 * GIB * 0.9) // 2, None, 64 * GIB)
+    assert detect("cpu", 8).count == 8
+    assert detect("cpu", 8).memory_bytes == int(64 * GIB * 0.9) // 8
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "message"),
+    [
+        ("auto", 1, "--gpus 1: found no GPU on this machine; try --device cpu --gpus 1 for CPU ranks, `autotune plan"),
+        ("auto", 5, "--gpus 5: found no GPU on this machine; try --device cpu --gpus 2 for CPU ranks, `autotune plan"),
+        ("cuda", None, "--device cuda: no GPU found"),
+        ("cuda", 2, "--device cuda: no GPU found"),
+        ("cpu", 0, "--gpus 0: expected at least 1"),
+        ("auto", -1, "--gpus -1: expected at least 1"),
+        ("tpu", 1, "--device tpu: expected auto, cuda or cpu"),
+        ("cpu", 9, "--gpus 9: 8 CPU cores carry at most 8 ranks; try --gpus 8"),
+    ],
+)
+def test_what_cannot_be_had(root: Path, device: str, gpus: int | None, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        detect(device, gpus)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(("cores", "ranks", "most"), [(None, 1, 2), (1, 1, 2), (2, 2, 2), (8, 2, 8)])
+def test_ranks_of_few_cores(
+    root: Path, monkeypatch: pytest.MonkeyPatch, cores: int | None, ranks: int, most: int
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert detect("cpu", None).count == ranks
+    assert detect("cpu", most).count == most, "two ranks are worth trying even on one core"
+    with pytest.raises(UserError, match=f"{cores or 1} CPU cores carry at most {most} ranks; try --gpus {most}"):
+        detect("cpu", most + 1)
+
+
+def test_the_processors_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "proc/cpuinfo").write_text("flags\t: fpu\nmodel name\t: Xeon 2: the next\nmodel name\t: another\n")
+    assert detect("cpu", 1).name == "CPU rank of Xeon 2: the next"
+    (root / "proc/cpuinfo").write_text("hart\t: 0\n")
+    monkeypatch.setattr(hardware.platform, "processor", lambda: "POWER9")
+    assert detect("cpu", 1).name == "CPU rank of POWER9"
+
+
+@pytest.mark.parametrize(
+    ("v2", "v1", "gib"),
+    [
+        (None, None, 64),
+        (f"{8 * GIB}\n", None, 8),
+        ("max\n", None, 64),  # no limit of this cgroup
+        (None, f"{8 * GIB}", 8),
+        ("max", f"{8 * GIB}", 8),
+        (f"{4 * GIB}", f"{8 * GIB}", 4),
+        (str(2**63 - 4096), None, 64),  # more than the machine has
+    ],
+)
+def test_main_memory_is_what_the_cgroup_leaves(root: Path, v2: str | None, v1: str | None, gib: int) -> None:
+    if v2 is not None:
+        (root / "sys/fs/cgroup/memory.max").write_text(v2)
+    if v1 is not None:
+        (root / "sys/fs/cgroup/memory/memory.limit_in_bytes").write_text(v1)
+    assert host_memory_bytes() == gib * GIB
+
+
+# -- what is used of it --------------------------------------------------------------------------------------------------
+
+
+def test_caps_and_headroom(root: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        detect("cpu", 2, memory_cap_bytes=32 * GIB)
+    assert str(caught.value) == (
+        "--memory-cap 32.00 GiB is above the capacity of 28.80 GiB a rank: give less, or leave it out"
+    )
+    whole = detect("cpu", 2)
+    assert (whole.capacity_bytes, whole.headroom) == (whole.memory_bytes, 0.05)
+    assert whole.ceiling_bytes == int(0.95 * whole.memory_bytes)
+    assert str(whole) == "2 x CPU rank of riscv64 (28.80 GiB)"
     capped = detect("cpu", 2, memory_cap_bytes=GIB, headroom=0.1)
-    assert capped.capacity_bytes == GIB
-    assert capped.ceiling_bytes == int(0.9 * GIB)
+    assert (capped.capacity_bytes, capped.ceiling_bytes) == (GIB, int(0.9 * GIB))
+    assert str(capped) == "2 x CPU rank of riscv64 (28.80 GiB) capped at 1.00 GiB a rank"
+    assert detect("cpu", 2, memory_cap_bytes=whole.memory_bytes).capacity_bytes == whole.memory_bytes
+
+
+def test_json_both_ways_and_fields_of_a_newer_version(four_gpus: None) -> None:
+    found = detect("cuda", 2, memory_cap_bytes=20 * GIB)
+    data = found.to_json()
+    assert Hardware.from_json(data) == found
+    assert Hardware.from_json({**data, "invented_later": 1}) == found
+
+
+# -- the table -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_table_of_gpus() -> None:
@@ -84,12 +247,83 @@ def test_the_table_of_gpus() -> None:
         assert named_gpu(name) is row
         assert row.memory_gib > 0
         assert row.tflops >= row.fp32_tflops / 2
-    assert named_gpu("H100").name == "h100"
-    assert named_gpu("NVIDIA A100").name == "a100-80gb"
-    with pytest.raises(UserError, match="did you mean rtx3090"):
-        named_gpu("rtx3091")
-    assert named_hardware("rtx4090", 4).count == 4
-    with pytest.raises(UserError):
-        named_hardware("rtx4090", 0)
-    assert facts_for("NVIDIA A100-SXM4-40GB", 40 * GIB).name == "a100-40gb"  # type: ignore[union-attr]
-    assert facts_for("Voodoo 2", GIB) is None
+
+
+@pytest.mark.parametrize(
+    ("typed", "row"),
+    [
+        ("H100", "h100"),
+        ("NVIDIA A100", "a100-80gb"),
+        ("a100-40", "a100-40gb"),
+        ("a100_80", "a100-80gb"),
+        ("GeForce RTX 4090", "rtx4090"),
+        ("rtx-3090", "rtx3090"),
+        ("v100", "v100-32gb"),
+        ("h100-sxm", "h100"),
+        ("h100-80gb", "h100"),
+        ("3090", "rtx3090"),
+        ("4090", "rtx4090"),
+        ("5090", "rtx5090"),
+        ("a6000", "rtxa6000"),
+        ("a5000", "rtxa5000"),
+        ("a4000", "rtxa4000"),
+        ("6000-ada", "rtx6000-ada"),
+        ("-H100-", "h100"),
+    ],
+)
+def test_names_that_people_type(typed: str, row: str) -> None:
+    assert named_gpu(typed).name == row
+
+
+def test_a_name_that_is_nobodys() -> None:
+    with pytest.raises(UserError) as caught:
+        named_gpu("RTX3091")
+    message = str(caught.value)
+    assert message.startswith("unknown GPU 'RTX3091'; did you mean rtx3090")
+    assert message.endswith(f"; known: {', '.join(gpu_table())}")
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "row"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 40, "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", 80, "a100-80gb"),
+        ("NVIDIA A100-PCIE-40GB", 40, "a100-40gb"),
+        ("Tesla V100-SXM2-16GB", 16, "v100-16gb"),
+        ("Tesla V100-SXM2-32GB", 32, "v100-32gb"),
+        ("Tesla T4", 15, "t4"),
+        ("NVIDIA L4", 23, "l4"),
+        ("NVIDIA L40S", 45, "l40s"),
+        ("NVIDIA GeForce RTX 4090", 24, "rtx4090"),
+        ("NVIDIA H100 80GB HBM3", 80, "h100"),
+        ("Voodoo 2", 1, None),
+    ],
+)
+def test_nvmls_names(name: str, gib: int, row: str | None) -> None:
+    found = facts_for(name, gib * GIB)
+    assert (found.name if found else None) == row
+
+
+@given(st.sampled_from(sorted(gpu_table())), st.integers(1, 4096))
+def test_a_named_gpu_need_not_be_here(name: str, count: int) -> None:
+    found, row = named_hardware(name, count), gpu_table()[name]
+    assert (found.device, found.name, found.count, found.facts) == ("cuda", name, count, name)
+    assert found.memory_bytes == found.capacity_bytes == int(row.memory_gib * GIB)
+    assert found.host_memory_bytes == max(64, 32 * count) * GIB
+    assert (found.gpu_facts, found.bf16, found.headroom) == (row, row.bf16, 0.05)
+
+
+def test_a_named_machine_as_the_user_describes_it() -> None:
+    found = named_hardware("rtx4090", 4, host_memory_bytes=5 * GIB, headroom=0.2)
+    assert (found.host_memory_bytes, found.headroom) == (5 * GIB, 0.2)
+    for count in (0, 4097):
+        with pytest.raises(UserError, match=f"--gpus {count}: expected 1 to 4096"):
+            named_hardware("rtx4090", count)
+
+
+def test_rates_given_outright_outrank_the_table() -> None:
+    row = gpu_table()["h100"]
+    own = Hardware("cuda", "x", 1, GIB, None, GIB, facts="t4", rates={**vars(row), "tflops": 1.0})
+    assert own.gpu_facts is not None
+    assert (own.gpu_facts.name, own.gpu_facts.tflops) == ("h100", 1.0)
+    assert Hardware("cpu", "x", 1, GIB, None, GIB).gpu_facts is None

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
+from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
 
 numbers = st.floats(0.001, 1e9, allow_nan=False)
 measurements = st.builds(
@@ -28,22 +28,63 @@ measurements = st.builds(
         phase=st.sampled_from(Phase),
         measurement=st.none() | measurements,
         reason=st.text(max_size=20),
+        source=st.sampled_from(Source),
         missing_bytes=st.none() | st.integers(1, 2**40),
         rank=st.none() | st.integers(0, 7),
+        seconds=st.floats(0, 1e6),
     )
 )
 def test_json_both_ways(outcome: Outcome) -> None:
     assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
 
 
+def test_what_is_not_known_is_not_stored() -> None:
+    assert Outcome(Kind.CRASH).to_json() == {"kind": "crash", "phase": "step", "seconds": 0.0, "outside_seconds": 0.0}
+    assert Outcome(Kind.CRASH, rank=0).to_json()["rank"] == 0
+
+
 def test_fields_of_a_newer_version_are_dropped() -> None:
-    data = {"kind": "ok", "phase": "step", "invented_later": 1}
-    assert Outcome.from_json(data).ok
+    measured = {**vars(Measurement(1.0, 0.1, 3, 8.0, 800.0, 1)), "invented_later": 1}
+    found = Outcome.from_json({"kind": "ok", "measurement": measured, "invented_later": 1})
+    assert found.ok
+    assert found.phase is Phase.STEP
+    assert found.measurement == Measurement(1.0, 0.1, 3, 8.0, 800.0, 1)
+    assert isinstance(found.kind, Kind)
 
 
-@pytest.mark.parametrize("kind", [Kind.FOREIGN, Kind.INFRASTRUCTURE, Kind.INTERRUPTED])
-def test_the_machine_says_nothing_of_the_candidate(kind: Kind) -> None:
-    assert not kind.says_something_of_the_candidate
+@pytest.mark.parametrize(
+    ("evidence", "source"),
+    [
+        ("exception torch.OutOfMemoryError", Source.EXCEPTION),
+        ("text 'CUDA out of memory'; NVML: other processes grew meanwhile", Source.EXCEPTION),
+        ("SIGKILL, oom_kill counter rose", Source.SIGNAL),
+        ("signal 99", Source.SIGNAL),
+        ("exit 1, log text 'bad_alloc'", Source.EXIT),
+        ("channel closed, exit status 0", Source.EXIT),
+        ("deadline of 30 s", Source.BUDGET),
+        ("deadline: forward: nothing heard for 9 s", Source.SILENCE),
+        ("stopped", Source.STOP),
+        ("found running by a later start", Source.STOP),
+        ("replayed", Source.TABLE),
+        ("an exception", None),  # only how it begins counts
+        ("", None),
+    ],
+)
+def test_the_source_of_what_version_0_1_stored(evidence: str, source: Source | None) -> None:
+    assert Outcome.from_json({"kind": "crash", "phase": "init", "evidence": evidence}).source is source
+
+
+def test_a_source_that_is_stored_is_believed() -> None:
+    found = Outcome.from_json({"kind": "timeout", "source": "budget", "evidence": "exception x"})
+    assert found.source is Source.BUDGET
+    assert Outcome.from_json({"kind": "timeout"}).source is None
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_what_a_kind_says(kind: Kind) -> None:
+    assert kind.says_something_of_the_candidate == (kind not in (Kind.FOREIGN, Kind.INFRASTRUCTURE, Kind.INTERRUPTED))
+    assert kind.is_oom == (kind in (Kind.OOM_DEVICE, Kind.OOM_HOST))
+    assert Outcome(kind).ok == (kind is Kind.OK)
 
 
 def test_throughput_of_one_gpu() -> None:

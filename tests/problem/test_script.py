@@ -14,13 +14,16 @@ from autotune.problem.script import (
     candidate_of_config,
     carried,
     command,
+    config_path,
+    heavy_imports,
     is_ds_config,
     make_script,
+    settings,
     starter,
+    with_configs,
     with_flag,
 )
-from autotune.recovery.supervisor import check_script
-from tests.conftest import make_candidate, make_job
+from tests.conftest import make_candidate
 
 
 @pytest.fixture
@@ -33,31 +36,69 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+# -- what is typed -------------------------------------------------------------------------------------------------------
+
+
 def test_a_script_is_its_command(folder: Path) -> None:
-    script = make_script(["python", "train.py", "--lr", "1"], ["train_micro_batch_size_per_gpu=--bs"])
-    assert script.argv == ("train.py", "--lr", "1")
-    assert script.name == "train"
-    assert script.path == folder / "train.py"
-    assert script.flags == (("train_micro_batch_size_per_gpu", "--bs"),)
-    assert make_script(["-m", "trl.scripts.sft"], []).name == "sft"
+    script = make_script(["python3", "train.py", "--lr", "1"], ["train_micro_batch_size_per_gpu=--bs"])
+    assert script == Script(("train.py", "--lr", "1"), str(folder), (("train_micro_batch_size_per_gpu", "--bs"),))
+    assert make_script(["/usr/bin/python", "train.py"], []).argv == ("train.py",)
+    assert make_script(["-m", "trl.scripts.sft"], []).argv == ("-m", "trl.scripts.sft")
+    worst = make_script(["train.py"], [], True, Path("ds.json"))
+    assert (worst.worst_case, worst.ds_config) == (True, str(folder / "ds.json"))
+
+
+def test_only_the_start_of_a_file_tells_what_it_is(folder: Path) -> None:
+    (folder / "embedded.py").write_bytes(b"#" * 4096 + b"\0")
+    assert make_script(["embedded.py"], []).name == "embedded"
+    (folder / "embedded.py").write_bytes(b"#" * 4095 + b"\0")
+    with pytest.raises(UserError, match="no Python script"):
+        make_script(["embedded.py"], [])
+
+
+MAP_EXPECTED = (
+    "expected KNOB=--FLAG, like train_micro_batch_size_per_gpu=--batch_size, or KNOB=NAME where the script is "
+    "given NAME=VALUE"
+)
 
 
 @pytest.mark.parametrize(
-    ("words", "maps", "text"),
+    ("words", "maps", "message"),
     [
-        ([], [], "no script"),
-        (["train.p"], [], "no script train.p"),
-        (["torchrun", "train.py"], [], "the script itself"),
-        (["binary"], [], "no Python script"),
-        (["ls", "-l"], [], "a command, no script"),
-        (["-m"], [], "module"),
-        (["train.py"], ["bs"], "KNOB=--FLAG"),
-        (["train.py"], ["zero_stag=--stage"], "zero_stage"),
+        ([], [], "no script after `--`: expected `autotune run … -- train.py its arguments`"),
+        (["python"], [], "no script after `--`: expected `autotune run … -- train.py its arguments`"),
+        (["train.p"], [], "no script train.p: expected a Python file, or `-m` and a module"),
+        *(
+            ([launcher, "train.py"], [], f"`-- {launcher} …`: give the script itself; autotune starts the ranks (like")
+            for launcher in ("deepspeed", "torchrun", "accelerate", "mpirun", "srun")
+        ),
+        (["binary"], [], "binary is no Python script: give the training's .py file"),
+        (
+            ["ls", "-l"],
+            [],
+            "`-- ls …`: a command, no script: give what it starts, like `-- train.py …` or `-- -m trl.scripts.sft …`",
+        ),
+        (["-m"], [], "`-- -m`: expected a module's name after it"),
+        (["train.py"], ["bs"], f"--map bs: {MAP_EXPECTED}"),
+        (["train.py"], ["zero_stage="], f"--map zero_stage=: {MAP_EXPECTED}"),
+        (["train.py"], ["zero_stage=--z=1"], f"--map zero_stage=--z=1: {MAP_EXPECTED}"),
+        (
+            ["train.py"],
+            ["zero_stag=--stage"],
+            "--map zero_stag=--stage: unknown knob 'zero_stag'; did you mean zero_stage",
+        ),
     ],
 )
-def test_what_is_no_script(folder: Path, words: list[str], maps: list[str], text: str) -> None:
-    with pytest.raises(UserError, match=text):
+def test_what_is_no_script(folder: Path, words: list[str], maps: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
         make_script(words, maps)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_config_that_is_none(folder: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        make_script(["train.py"], [], False, Path("data.json"))
+    assert str(caught.value) == "--ds-config data.json: expected a DeepSpeed config JSON"
 
 
 def test_another_text_is_another_script(folder: Path) -> None:
@@ -65,6 +106,30 @@ def test_another_text_is_another_script(folder: Path) -> None:
     assert make_script(["train.py", "--lr", "2"], []).key != before
     (folder / "train.py").write_text("print(2)\n")
     assert make_script(["train.py"], []).key != before
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import torch\n", []),
+        ("from peft import x", ["accelerate", "peft"]),
+        ("from transformers import Trainer", ["accelerate", "transformers.trainer", "transformers.training_args"]),
+        ("import datasets, trl", ["accelerate", "datasets", "transformers.trainer", "trl"]),
+        ("import mytransformers\n", []),
+    ],
+)
+def test_what_is_worth_importing_beforehand(folder: Path, text: str, expected: list[str]) -> None:
+    (folder / "train.py").write_bytes(text.encode() + b"# \xff")
+    assert heavy_imports(make_script(["train.py"], [])) == expected
+    assert heavy_imports(Script(("gone.py",), str(folder))) == []
+
+
+def test_a_modules_name_tells_what_it_imports() -> None:
+    assert heavy_imports(Script(("-m", "trl.scripts.sft"), ".")) == ["accelerate", "transformers.trainer", "trl"]
+    assert heavy_imports(Script(("-m", "mine.train"), ".")) == []
+
+
+# -- a candidate on the command line -------------------------------------------------------------------------------------
 
 
 def test_the_command_of_a_candidate(folder: Path) -> None:
@@ -85,23 +150,42 @@ def test_the_command_of_a_candidate(folder: Path) -> None:
     ]
 
 
+def test_settings_are_the_knobs_that_a_flag_is_known_for() -> None:
+    script = Script(("train.py",), ".", (("zero_stage", "--zero"), ("gradient_accumulation_steps", "acc")))
+    assert settings(script, make_candidate(2, 4, 3, activation_checkpointing=True)) == {
+        "--per_device_train_batch_size": 4,
+        "acc": 3,
+        "--gradient_checkpointing": True,
+        "--zero": 2,
+    }
+
+
 @pytest.mark.parametrize(
-    ("argv", "expected"),
+    ("argv", "flag", "expected"),
     [
-        (["a.py"], ["a.py", "--bs", "4"]),
-        (["a.py", "--bs", "8", "x"], ["a.py", "--bs", "4", "x"]),
-        (["a.py", "--bs=8"], ["a.py", "--bs=4"]),
-        (["a.py", "--bs", "--other"], ["a.py", "--bs=4", "--other"]),
+        (["a.py"], "--bs", ["a.py", "--bs", "4"]),
+        (["a.py", "--bs", "8", "x"], "--bs", ["a.py", "--bs", "4", "x"]),
+        (["a.py", "--bs=8", "--bs=9"], "--bs", ["a.py", "--bs=4", "--bs=9"]),
+        (["a.py", "--bs", "--other"], "--bs", ["a.py", "--bs=4", "--other"]),
+        (["a.py", "--bs"], "--bs", ["a.py", "--bs=4"]),
+        (["a.py", "--bs", "-1"], "--bs", ["a.py", "--bs", "4"]),
+        (["a.py", "--bsx", "8", "--bsx=8"], "--bs", ["a.py", "--bsx", "8", "--bsx=8", "--bs", "4"]),
+        # without dashes: an argument `name=value`, as Hydra and OmegaConf read it
+        (["a.py"], "data.bs", ["a.py", "data.bs=4"]),
+        (["a.py", "data.bs=8=9", "x"], "data.bs", ["a.py", "data.bs=4", "x"]),
+        (["a.py", "++data.bs=8"], "data.bs", ["a.py", "++data.bs=4"]),
+        (["a.py", "data.bs", "bs=8"], "data.bs", ["a.py", "data.bs", "bs=8", "data.bs=4"]),
     ],
 )
-def test_a_flag_is_set_where_it_stands(argv: list[str], expected: list[str]) -> None:
-    assert with_flag(argv, "--bs", 4) == expected
+def test_a_flag_is_set_where_it_stands(argv: list[str], flag: str, expected: list[str]) -> None:
+    before = list(argv)
+    assert with_flag(argv, flag, 4) == expected
+    assert argv == before, "the list given is not changed"
 
 
-def test_a_name_without_dashes_is_an_argument_of_its_own(folder: Path) -> None:
+def test_a_name_without_dashes_reaches_the_command(folder: Path) -> None:
     script = make_script(["train.py", "model=big", "++data.bs=8"], ["train_micro_batch_size_per_gpu=data.bs"])
     assert command(script, make_candidate(2, 4), "best.json") == ["train.py", "model=big", "++data.bs=4"]
-    assert with_flag(["train.py"], "data.bs", 4) == ["train.py", "data.bs=4"]
 
 
 @pytest.mark.parametrize(
@@ -109,9 +193,11 @@ def test_a_name_without_dashes_is_an_argument_of_its_own(folder: Path) -> None:
     [
         (["train.py", "--deepspeed", "ds.json"], {}, True),
         (["train.py"], {}, False),
+        (["train.py"], {"flags": sorted(FLAGS)}, False),  # its own parser: not told to read a config
         (["train.py", "args.yaml"], {"through_arguments": True}, False),
         (["train.py", "--deepspeed", "ds.json"], {"through_arguments": True}, False),
         (["train.py"], {"through_arguments": True, "flags": sorted(FLAGS)}, True),
+        (["train.py"], {"through_arguments": True, "flags": sorted(FLAGS - {"--deepspeed"})}, False),
     ],
 )
 def test_what_a_command_can_carry(folder: Path, argv: list[str], profile: dict, expected: bool) -> None:
@@ -121,20 +207,80 @@ def test_what_a_command_can_carry(folder: Path, argv: list[str], profile: dict, 
     assert ("best.json" in words) == (expected or "ds.json" in argv)
 
 
-def test_a_script_that_wants_its_rank_is_started_by_deepspeed(folder: Path) -> None:
-    script = make_script(["train.py", "--deepspeed", "ds.json"], [])
-    assert starter(script, 2, "best.json")[0] == "torchrun"
-    wants = dataclasses.replace(script, profile={"flags": ["--local_rank"]})
-    assert starter(wants, 2, "best.json") == ["deepspeed", "--num_gpus", "2"]
+@pytest.mark.parametrize("missing", ["--per_device_train_batch_size", "--gradient_accumulation_steps"])
+def test_trainer_has_its_batch_from_its_own_flags(folder: Path, missing: str) -> None:
+    profile = {"through_arguments": True, "flags": sorted(FLAGS - {missing})}
+    script = dataclasses.replace(make_script(["train.py"], []), profile=profile)
+    assert not carried(script)
+    knob = "train_micro_batch_size_per_gpu" if "batch" in missing else "gradient_accumulation_steps"
+    assert carried(dataclasses.replace(script, flags=((knob, "--mine"),))), "another flag was declared for it"
 
 
-def test_what_is_a_deepspeed_config(folder: Path) -> None:
-    assert is_ds_config(folder / "ds.json")
-    assert not is_ds_config(folder / "data.json")
-    (folder / "args.json").write_text('{"output_dir": "out", "gradient_accumulation_steps": 2}')
-    assert not is_ds_config(folder / "args.json"), "TrainingArguments"
-    assert not is_ds_config(folder / "train.py")
-    assert not is_ds_config(folder / "nothing.json")
+def test_a_config_given_already_is_not_given_twice(folder: Path) -> None:
+    script = make_script(["train.py", "--config=ds.json"], [])
+    script = dataclasses.replace(script, profile={"through_arguments": True, "flags": ["--deepspeed"]})
+    assert command(script, make_candidate(1), "best.json") == ["train.py", "--config=best.json"]
+
+
+def test_every_config_file_is_named_anew(folder: Path) -> None:
+    argv = ("train.py", "--a=ds.json", "ds.json", "data.json", "nothing.json")
+    seen: list[tuple[Path, int]] = []
+
+    def renamed(path: Path, at: int) -> str:
+        seen.append((path, at))
+        return f"{at}.json"
+
+    assert with_configs(argv, folder, renamed) == ["train.py", "--a=1.json", "2.json", "data.json", "nothing.json"]
+    assert seen == [(folder / "ds.json", 1), (folder / "ds.json", 2)]
+
+
+def test_where_the_config_stands(folder: Path) -> None:
+    assert config_path(make_script(["train.py", "--x=ds.json"], [])) == folder / "ds.json"
+    assert config_path(make_script(["train.py"], [])) is None
+    assert config_path(make_script(["train.py"], [], False, Path("ds.json"))) == folder / "ds.json"
+
+
+# -- without autotune ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ds_config", "profile", "expected"),
+    [
+        (None, {}, ["torchrun", "--nproc-per-node", "2"]),
+        (None, {"flags": ["--local_rank"]}, ["deepspeed", "--num_gpus", "2"]),  # it wants its rank as an argument
+        (None, {"flags": ["--local-rank"]}, ["deepspeed", "--num_gpus", "2"]),
+        (None, {"flags": ["--local_rank"], "through_arguments": True}, ["torchrun", "--nproc-per-node", "2"]),
+        (
+            "own.json",
+            {},
+            ["accelerate", "launch", "--use_deepspeed", "--deepspeed_config_file", "best.json", "--num_processes", "2"],
+        ),
+    ],
+)
+def test_what_starts_its_ranks(ds_config: str | None, profile: dict, expected: list[str]) -> None:
+    assert starter(Script(("train.py",), ".", ds_config=ds_config, profile=profile), 2, "best.json") == expected
+
+
+# -- configs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.json", '{"zero_optimization": {}}', True),
+        ("a.json", '{"train_batch_size": 8}', True),
+        ("a.json", '{"train_micro_batch_size_per_gpu": "auto"}', True),
+        ("a.json", '{"output_dir": "out", "gradient_accumulation_steps": 2}', False),  # TrainingArguments
+        ("a.json", '["train_batch_size"]', False),
+        ("a.json", "{", False),
+        ("a.jsonl", '{"train_batch_size": 8}', False),
+        ("a.json", None, False),
+    ],
+)
+def test_what_is_a_deepspeed_config(tmp_path: Path, name: str, text: str | None, expected: bool) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert is_ds_config(tmp_path / name) is expected
 
 
 def test_a_config_as_a_candidate() -> None:
@@ -143,8 +289,7 @@ def test_a_config_as_a_candidate() -> None:
         "gradient_accumulation_steps": 4,
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8, "offload_optimizer": {"device": "cpu"}},
     }
-    found = candidate_of_config(config)
-    assert found == Candidate.of(
+    assert candidate_of_config(config) == Candidate.of(
         {
             "gradient_accumulation_steps": 4,
             "zero_stage": 2,
@@ -152,11 +297,4 @@ def test_a_config_as_a_candidate() -> None:
             "offload_optimizer": "cpu",
         }
     )
-
-
-def test_a_study_of_another_script_is_refused() -> None:
-    job = make_job(script=Script(("train.py",), "."))
-    check_script("s", job, "other/train.py")
-    check_script("s", make_job(), "train.py")
-    with pytest.raises(UserError, match=r"of train.py, not of eval.py"):
-        check_script("s", job, "eval.py")
+    assert candidate_of_config({}).as_dict == {"zero_stage": 0}

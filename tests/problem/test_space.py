@@ -1,124 +1,113 @@
-from pathlib import Path
+"""A search space as an object: its families, its rungs and its candidates for a job."""
+
+import itertools
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import UserError
-from autotune.problem.candidate import is_read
-from autotune.problem.fitting import for_job, installed
-from autotune.problem.space import DS_TOP_LEVEL, DS_ZERO_KEYS, load_space, parse_space, shipped_spaces
+from autotune.problem import space as space_module
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate, is_read
+from autotune.problem.space import Domain, SearchSpace
+from autotune.problem.space_file import load_space, parse_space, shipped_spaces
 from tests.conftest import make_job
 
 
-def test_the_promised_spaces_are_shipped_and_valid() -> None:
-    assert set(shipped_spaces()) == {"default", "zero2", "zero3", "low_memory", "nvme", "cpu_demo"}
+def space_of(**knobs: Domain) -> SearchSpace:
+    return SearchSpace("mine", "", knobs, "")
+
+
+def test_a_condition_is_met_by_all_that_it_names() -> None:
+    domain = Domain((1,), (("a", (1, 2)), ("b", (True,))))
+    assert domain.applies({"a": 2, "b": True, "c": 0})
+    assert not domain.applies({"a": 3, "b": True})
+    assert not domain.applies({"a": 1})
+    assert Domain((1,)).applies({})
+
+
+# -- families ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_candidate_of_a_shipped_space_is_canonical_and_there_once() -> None:
     for name in shipped_spaces():
-        space = load_space(name)
-        found = space.candidates(make_job())
+        found = load_space(name).candidates(make_job())
         assert len(set(found)) == len(found) > 50
-        assert all(is_read(knob, one.as_dict) for one in found for knob in one.as_dict)
-        assert space.about
+        for one in found[:: max(1, len(found) // 200)]:
+            assert all(is_read(knob, one.as_dict) for knob in one.as_dict)
+            assert Candidate.of(one.as_dict) == one
 
 
-def test_default_holds_every_knob_the_issue_names() -> None:
-    knobs = load_space("default").knobs
-    for name in (
-        "zero_stage",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "reduce_bucket_size",
-        "allgather_bucket_size",
-        "sub_group_size",
-        "contiguous_gradients",
-        "overlap_comm",
-        "offload_optimizer",
-        "offload_param",
-        "activation_checkpointing",
-    ):
-        assert name in knobs
+def test_a_knob_comes_after_those_that_its_condition_names() -> None:
+    space = space_of(
+        c=Domain((1,), (("b", (1,)),)),
+        b=Domain((1,), (("a", (1,)), ("zero_stage", (1,)))),
+        a=Domain((1,), ((MICRO_BATCH, (1,)),)),  # not of the family: no order between them
+        **{MICRO_BATCH: Domain((1,)), ACCUMULATION: Domain((1,))},
+        offload_param=Domain(("none",)),
+        zero_stage=Domain((1,)),
+    )
+    assert space.order == ("zero_stage", "offload_param", "a", "b", "c")
 
 
-def test_deepspeed_keys_are_those_of_the_installed_deepspeed() -> None:
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    installed = set()
-    for name, field in DeepSpeedZeroConfig.model_fields.items():
-        installed |= {name, *([field.alias] if field.alias else [])}
-    deprecated = {name for name in installed if name.startswith(("cpu_offload", "stage3_gather_fp16"))}
-    assert installed - deprecated <= DS_ZERO_KEYS
-    read_elsewhere = {
-        "mics_shard_size",
-        "mics_hierarchical_params_gather",
-        "zeropp_loco_param",
-    }  # runtime/zero/mics.py …
-    assert DS_ZERO_KEYS - installed <= read_elsewhere
-    assert {"zero_optimization", "bf16", "gradient_clipping"} <= DS_TOP_LEVEL
+def test_conditions_in_a_circle_end_in_some_order() -> None:
+    space = space_of(a=Domain((1,), (("b", (1,)),)), b=Domain((1,), (("a", (1,)),)), c=Domain((1,)))
+    assert space.order == ("c", "a", "b")
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "words"),
-    [
-        ("", 1, "empty"),
-        ("- a\n", 1, "expected `knobs:`"),
-        ("knobs:\n  zero_stag: [1]\n", 2, "unknown knob; did you mean zero_stage"),
-        ("knobs:\n  zero_stage: [1, 4]\n", 2, "out of range"),
-        ("knobs:\n  zero_stage: [one]\n", 2, "whole number"),
-        ("knobs:\n  zero_stage: []\n", 2, "no values"),
-        ("knobs:\n  zero_stage: [1, 1]\n", 2, "twice"),
-        ("knobs:\n  zero_stage: [1]\n  zero_stage: [2]\n", 3, "given twice"),
-        ("knobs:\n  zero_stage: [1]\n  zero_optimization.stage: [2]\n", 3, "given twice"),
-        ("knobs:\n  overlap_comm: [1]\n", 2, "true or false"),
-        ("knobs:\n  offload_param: [gpu]\n", 2, "none, cpu, nvme"),
-        ("knobs:\n  reduce_bucket_size: {from: 5, to: 1}\n", 2, "upside down"),
-        ("knobs:\n  reduce_bucket_size: {from: 1, to: 9, stride: 2}\n", 2, "unknown"),
-        ("knobs:\n  reduce_bucket_size: {from: a, to: 9}\n", 2, "number"),
-        ("knobs:\n  reduce_bucket_size: {from: 0, to: 9, scale: pow2}\n", 2, "pow2"),
-        ("knobs:\n  reduce_bucket_size: {from: 1, to: 9, scale: cubic}\n", 2, "linear, pow2 or log"),
-        ("knobs:\n  reduce_bucket_size: {from: 1, to: 9, step: 0}\n", 2, "above 0"),
-        ("knobs:\n  reduce_bucket_size: {from: 1, to: 100000000}\n", 2, "too many"),
-        ("knobs:\n  reduce_bucket_size: {from: 1, to: 9, scale: log, points: 1}\n", 2, "points"),
-        ("knobs:\n  reduce_bucket_size: {values: [1], to: 9}\n", 2, "either"),
-        ("knobs:\n  zero_optimization.stage3_max_liv: [1]\n", 2, "no such ZeRO key"),
-        ("knobs:\n  flops.profile: [1]\n", 2, "no section"),
-        ("knobs:\n  sub_group_size: {values: [1], when: {zero_stag: 3}}\n", 2, "no knob of this space"),
-        ("knobs:\n  zero_stage: [1]\n  sub_group_size: {values: [1], when: {zero_stage: 3}}\n", 3, "never one of"),
-        ("fixed:\n  zero_stage: [1]\n", 2, "one value"),
-        ("knob:\n  zero_stage: [1]\n", 1, "unknown section; did you mean knobs"),
-        ("knobs: [1]\n", 1, "mapping"),
-        ("name: x\n", 1, "no knobs"),
-        ("a: [\n", 2, "not YAML"),
-    ],
-)
-def test_errors_name_file_line_and_key(text: str, line: int, words: str) -> None:
-    with pytest.raises(UserError) as caught:
-        parse_space(text, "my.yaml")
-    message = str(caught.value)
-    assert message.startswith(f"my.yaml:{line}:"), message
-    assert words in message
-    assert "\n" not in message
-
-
-def test_conditions_ranges_and_any_deepspeed_key() -> None:
+def test_families_are_what_needs_an_engine_of_its_own() -> None:
     space = parse_space(
         """
 knobs:
-  zero_stage: [1, 3]
-  reduce_bucket_size: {from: 1000, to: 1000000, scale: log, points: 4}
-  zero_optimization.stage3_prefetch_bucket_size: {values: [10, 20], when: {zero_stage: [3]}}
-  gradient_clipping: [0.5, 1.0]
-fixed:
-  zero_optimization.round_robin_gradients: true
+  zero_stage: [0, 3]
+  train_micro_batch_size_per_gpu: [1, 2]
+  sub_group_size: [5, 6]
+  activation_checkpointing: {values: [true], when: {sub_group_size: 6}}
 """
     )
-    assert space.knobs["reduce_bucket_size"].values == (1000, 10_000, 100_000, 1_000_000)
-    found = space.candidates(make_job())
-    assert len(found) == 4 * 2 * (1 + 2)
-    config = next(c for c in found if c.stage == 1).ds_config(make_job())
-    assert config["zero_optimization"]["round_robin_gradients"] is True
-    assert config["gradient_clipping"] in (0.5, 1.0)
-    assert "stage3_prefetch_bucket_size" not in config["zero_optimization"]
+    assert list(space.families()) == [
+        {"zero_stage": 0},  # stage 0 reads no sub_group_size, so it has no checkpointing either
+        {"zero_stage": 3, "sub_group_size": 5},
+        {"zero_stage": 3, "sub_group_size": 6, "activation_checkpointing": True},
+    ]
+
+
+def test_a_knob_that_one_stage_reads_makes_no_copies_of_the_others() -> None:
+    space = parse_space("knobs: {offload_optimizer: [none, cpu], zero_stage: [0, 1]}")
+    families = list(space.families())
+    assert families == [
+        {"zero_stage": 0},
+        {"zero_stage": 1, "offload_optimizer": "none"},
+        {"zero_stage": 1, "offload_optimizer": "cpu"},
+    ]
+
+
+# -- rungs ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("knobs", "ranks", "batch", "expected"),
+    [
+        ({}, 2, None, [(1, 1)]),
+        ({MICRO_BATCH: Domain((4, 2))}, 2, None, [(2, 1), (4, 1)]),
+        ({MICRO_BATCH: Domain((1, 2)), ACCUMULATION: Domain((3, 1))}, 2, None, [(1, 1), (1, 3), (2, 1), (2, 3)]),
+        # with a global batch the accumulation follows, unless the space lists its values
+        ({MICRO_BATCH: Domain((1, 2, 3, 4))}, 2, 16, [(1, 8), (2, 4), (4, 2)]),
+        ({}, 2, 16, [(1, 8)]),
+        ({MICRO_BATCH: Domain((1, 2, 4)), ACCUMULATION: Domain((2, 8))}, 2, 16, [(1, 8), (4, 2)]),
+        (
+            {MICRO_BATCH: Domain((1, 2, 4)), ACCUMULATION: Domain((2, 8), is_range=True)},
+            2,
+            16,
+            [(1, 8), (2, 4), (4, 2)],
+        ),
+        # a range may use any whole number in it, up to the share of a rank
+        ({MICRO_BATCH: Domain((2, 4, 8), is_range=True)}, 2, 12, [(2, 3), (3, 2), (6, 1)]),
+        ({MICRO_BATCH: Domain((2, 4), is_range=True)}, 2, 16, [(2, 4), (4, 2)]),
+    ],
+)
+def test_micro_batch_and_accumulation(knobs: dict, ranks: int, batch: int | None, expected: list) -> None:
+    assert space_of(**knobs).rungs(make_job(ranks, global_batch_size=batch)) == expected
 
 
 @given(batch=st.integers(1, 500), ranks=st.integers(1, 8))
@@ -136,77 +125,36 @@ def test_only_exact_factorisations_meet_a_global_batch(batch: int, ranks: int) -
 
 
 def test_a_global_batch_that_nothing_meets() -> None:
-    space = parse_space("knobs:\n  train_micro_batch_size_per_gpu: [4, 8]\n")
-    with pytest.raises(UserError, match="cannot be made from"):
+    space = space_of(**{MICRO_BATCH: Domain((4, 8))})
+    with pytest.raises(UserError) as caught:
         space.candidates(make_job(global_batch_size=14))
-
-
-def test_files_and_names(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="did you mean zero2"):
-        load_space("zero22")
-    (tmp_path / "my.yaml").write_text("knobs:\n  zero_stage: [1]\n")
-    assert load_space(str(tmp_path / "my.yaml")).name == "my"
-    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="cannot be read"):
-        load_space(str(tmp_path / "bytes.yaml"))
-
-
-range_keys = st.sampled_from(["from", "to", "values", "when", "step", "scale", "x"])
-values = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 10**10) | st.floats(allow_nan=True) | st.text(max_size=6),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(range_keys, inner, max_size=4),
-    max_leaves=8,
-)
-
-
-@given(
-    st.dictionaries(
-        st.sampled_from(["knobs", "fixed", "name", "x"]),
-        st.dictionaries(
-            st.sampled_from(["zero_stage", "overlap_comm", "reduce_bucket_size", "offload_param", "bf16.enabled", "y"]),
-            values,
-        ),
-        max_size=3,
+    assert str(caught.value) == (
+        "--global-batch-size 14 over 2 ranks cannot be made from the micro-batches of space 'mine' (4 to 8): "
+        "change the batch or the space"
     )
-)
-def test_any_document_is_a_space_or_a_user_error(document: dict) -> None:
-    try:
-        parse_space(yaml.safe_dump(document), "f")
-    except UserError as error:
-        assert str(error).startswith("f")
 
 
-@given(st.text(max_size=60))
-def test_any_text_is_a_space_or_a_user_error(text: str) -> None:
-    try:
-        parse_space(text, "f")
-    except UserError as error:
-        assert str(error).startswith("f")
+# -- candidates ----------------------------------------------------------------------------------------------------------
 
 
-def test_kernels_that_are_not_installed_are_left_out_once() -> None:
-    space = parse_space("knobs: {zero_stage: [1], attention: [sdpa, flash_attention_2], compile: [true, false]}")
-    left, lines = installed(space)
-    assert left.knobs["attention"].values == ("sdpa",)
-    assert lines == ["attention flash_attention_2 needs the package flash_attn, which is not installed: left out"]
-    with pytest.raises(UserError, match="flash_attn"):
-        installed(parse_space("knobs: {zero_stage: [1], attention: [flash_attention_2]}"))
+def test_candidates_are_families_times_rungs() -> None:
+    space = parse_space("knobs: {zero_stage: [1, 2], train_micro_batch_size_per_gpu: [2, 1], overlap_comm: [true]}")
+    assert space.candidates(make_job()) == [
+        Candidate.of({"zero_stage": stage, MICRO_BATCH: micro, ACCUMULATION: 1, "overlap_comm": True})
+        for stage, micro in itertools.product((1, 2), (1, 2))
+    ]
 
 
-def test_adapters_are_a_knob(monkeypatch: pytest.MonkeyPatch) -> None:
-    space = parse_space(
-        "knobs: {zero_stage: [1], lora: [none, 8, 'targets=q_proj+v_proj,r=16'], packing: [true, false]}"
-    )
-    assert space.knobs["lora"].values == ("none", "r=8", "r=16,targets=q_proj+v_proj")
-    wrong = {"fast": "expected r=16", "0": "between 1 and 4096", "true": "found True", "1.5": "found 1.5"}
-    for value, message in wrong.items():
-        with pytest.raises(UserError, match=f"f:1: lora: .*{message}"):
-            parse_space(f"knobs: {{lora: [{value}]}}", "f")
-    with pytest.raises(UserError, match="names a value twice"):
-        parse_space("knobs: {lora: [8, r=8]}")
-    assert "packing" not in for_job(space, make_job()).knobs, "batches without lengths are full already"
-    assert "packing" in for_job(space, make_job(lengths=((16, 1), (32, 1)))).knobs
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    left, lines = installed(space)
-    assert left.knobs["lora"].values == ("none",)
-    assert lines[0] == "lora r=8 needs the package peft, which is not installed: left out"
+def test_a_space_of_nothing() -> None:
+    with pytest.raises(UserError) as caught:
+        space_of(zero_stage=Domain(())).candidates(make_job())
+    assert str(caught.value) == "space 'mine' has no valid candidate: `autotune spaces validate` shows its knobs"
+
+
+def test_more_candidates_than_can_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space_module, "MAX_CANDIDATES", 4)
+    space = space_of(zero_stage=Domain((0, 1)), **{MICRO_BATCH: Domain((1, 2))})
+    assert len(space.candidates(make_job())) == 4
+    with pytest.raises(UserError) as caught:
+        space_of(zero_stage=Domain((0, 1, 2)), **{MICRO_BATCH: Domain((1, 2))}).candidates(make_job())
+    assert str(caught.value) == "space 'mine' has over 4 candidates: give its ranges fewer values"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from autotune.problem.hardware import detect
-from autotune.problem.space import load_space
+from autotune.problem.space_file import load_space
 from autotune.recovery.callback import WARMUP_STEPS, StudyCallback
 from autotune.search.storage import default_storage
 from autotune.search.study import TRAINING, StudyStore

@@ -7,7 +7,7 @@ from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.outcome import Measurement
-from autotune.problem.space import load_space
+from autotune.problem.space_file import load_space
 from autotune.recovery.ladder import CROSSED, LESS, Rung, recovery_ladder, write_ladder
 from autotune.units import GIB
 from tests.conftest import make_job

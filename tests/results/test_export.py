@@ -1,82 +1,239 @@
+"""What is written of a winner, and that nothing is in it that was neither tuned nor asked for."""
+
 import json
 from pathlib import Path
 
 import pytest
 import yaml
 
+from autotune import __version__
+from autotune.files import write_atomically
+from autotune.problem.candidate import Candidate
+from autotune.problem.job import Lora
+from autotune.problem.outcome import Measurement
 from autotune.results.export import (
     accelerate_config,
     deepspeed_config,
     hf_deepspeed_config,
+    meta,
     needs,
     training_arguments,
-    write_atomically,
     write_export,
 )
 from tests.conftest import make_candidate, make_job
 
 OWN = {
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95]}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "fused": True}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_type": "linear"}},
     "gradient_clipping": 1.0,
     "zero_optimization": {"stage3_prefetch_bucket_size": 123},
 }
 
 
+def winner(stage: int = 2, **knobs: object) -> Candidate:
+    """With no more knobs than these, so that a whole config can be compared."""
+    return Candidate.of(
+        {"zero_stage": stage, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3, **knobs}  # type: ignore[dict-item]
+    )
+
+
 def test_the_users_own_config_is_kept_and_nothing_is_invented() -> None:
-    bare = deepspeed_config(make_candidate(2, 4, 2), make_job())
-    assert "optimizer" not in bare
-    assert "scheduler" not in bare
-    assert bare["train_batch_size"] == 4 * 2 * 2
-    config = deepspeed_config(make_candidate(3, 4, 2), make_job(base_config=OWN))
-    assert config["optimizer"] == OWN["optimizer"]
-    assert config["scheduler"] == OWN["scheduler"]
-    assert config["gradient_clipping"] == 1.0
-    assert config["zero_optimization"]["stage3_prefetch_bucket_size"] == 123
-    assert config["zero_optimization"]["stage"] == 3
+    batch = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3, "train_batch_size": 24}
+    assert deepspeed_config(winner(), make_job()) == {**batch, "zero_optimization": {"stage": 2}}
+    config = deepspeed_config(winner(3), make_job(base_config=OWN))
+    assert config == {**OWN, **batch, "zero_optimization": {"stage3_prefetch_bucket_size": 123, "stage": 3}}
 
 
 def test_hugging_face_gets_auto_where_it_insists() -> None:
-    config = hf_deepspeed_config(make_candidate(2, 4, 2), make_job(base_config=OWN, precision="bf16"))
-    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        assert config[key] == "auto"
-    assert config["optimizer"]["params"]["lr"] == "auto"
-    assert config["scheduler"]["params"] == {"warmup_num_steps": "auto"}
-    assert config["bf16"]["enabled"] == "auto"
-    arguments = training_arguments(make_candidate(2, 4, 2, activation_checkpointing=True), make_job(), "cpu")
-    assert arguments["per_device_train_batch_size"] == 4
-    assert arguments["gradient_accumulation_steps"] == 2
-    assert arguments["gradient_checkpointing_kwargs"] == {"use_reentrant": False}
-    assert arguments["use_cpu"] is True
-    assert "learning_rate" not in arguments
+    job = make_job(base_config=OWN, precision="bf16")
+    assert hf_deepspeed_config(winner(), job) == {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "fused": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_type": "auto"}},
+        "zero_optimization": {"stage3_prefetch_bucket_size": 123, "stage": 2},
+    }
+    assert OWN["optimizer"]["params"]["lr"] == 3e-4, "the user's own config is not touched"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("base", "section", "expected"),
+    [
+        ({"optimizer": {"type": "Adam", "params": {"eps": 1e-8, "weight_decay": 0.1}}}, "optimizer", None),
+        ({"optimizer": {"type": "Adam"}}, "optimizer", {"type": "Adam"}),
+        ({"optimizer": "auto"}, "optimizer", "auto"),
+        ({"scheduler": {"type": "OneCycle"}}, "scheduler", {"type": "OneCycle"}),
+        ({"scheduler": "auto"}, "scheduler", "auto"),
+        ({"gradient_clipping": 0.5}, "gradient_clipping", 0.5),
+        ({}, "gradient_clipping", "auto"),
+        ({"fp16": {"loss_scale": 0}}, "fp16", {"loss_scale": 0, "enabled": "auto"}),
+    ],
+)
+def test_hugging_face_of_configs_that_lack_a_section(base: dict, section: str, expected: object) -> None:
+    expected = expected or {"type": "Adam", "params": {"eps": "auto", "weight_decay": "auto"}}
+    assert hf_deepspeed_config(winner(), make_job(base_config=base))[section] == expected
+
+
+def test_arguments_of_a_trainer() -> None:
+    job = make_job(precision="bf16")
+    plain = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 3,
+        "gradient_checkpointing": False,
+        "bf16": True,
+        "fp16": False,
+        "deepspeed": hf_deepspeed_config(winner(), job),
+    }
+    assert training_arguments(winner(), job) == plain
+    assert training_arguments(winner(), job, "cpu") == {**plain, "use_cpu": True}
+    compiled = training_arguments(winner(compile=True), job)
+    assert compiled["torch_compile"] is True
+    spared = training_arguments(winner(activation_checkpointing=True), make_job(precision="fp16"))
+    assert spared["gradient_checkpointing"] is True
+    assert spared["gradient_checkpointing_kwargs"] == {"use_reentrant": False}
+    assert (spared["bf16"], spared["fp16"]) == (False, True)
 
 
 def test_accelerate_points_at_the_config() -> None:
-    data = accelerate_config(make_candidate(3), make_job(), "x.json")
-    assert data["deepspeed_config"] == {"deepspeed_config_file": "x.json", "zero3_init_flag": True}
-    assert data["num_processes"] == 2
+    expected = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {"deepspeed_config_file": "x.json", "zero3_init_flag": True},
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "num_machines": 1,
+        "num_processes": 2,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": False,
+    }
+    assert accelerate_config(winner(3), make_job(), "x.json") == expected
+    other = accelerate_config(winner(2), make_job(), "x.json", "cpu")
+    assert other["deepspeed_config"]["zero3_init_flag"] is False
+    assert other["use_cpu"] is True
 
 
-def test_what_a_config_cannot_carry_is_said() -> None:
-    lines = needs(make_candidate(2, offload_optimizer="cpu", activation_checkpointing=True), make_job())
-    assert any("gradient_checkpointing_enable" in line for line in lines)
-    assert any("DeepSpeedCPUAdam" in line for line in lines)
-    assert not needs(make_candidate(0), make_job(base_config=OWN))
-    made = needs(make_candidate(0, attention="sdpa", compile=True), make_job(base_config=OWN))
-    assert "attn_implementation='sdpa'" in made[0]
-    assert "engine.compile()" in made[1]
-    assert "compiled" not in " ".join(needs(make_candidate(0, compile=False), make_job(base_config=OWN, compiled=True)))
+@pytest.mark.parametrize(
+    ("knobs", "job", "lines"),
+    [
+        ({}, {"base_config": OWN}, []),
+        ({}, {"optimizer": "lion"}, ["the optimizer and its learning rate are yours; it was measured with lion"]),
+        (
+            {"activation_checkpointing": True},
+            {"base_config": OWN},
+            [
+                "call model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False}) "
+                "(Trainer: gradient_checkpointing=True): it was measured with activation checkpointing"
+            ],
+        ),
+        (
+            {"attention": "sdpa", "compile": True},
+            {"base_config": OWN},
+            [
+                "make the model with attn_implementation='sdpa': it was measured with it",
+                "call engine.compile() after deepspeed.initialize (Trainer: torch_compile=True): it was measured so",
+            ],
+        ),
+        ({"compile": False}, {"base_config": OWN, "compiled": True}, []),
+        (
+            {},
+            {"base_config": OWN, "lora": Lora(8), "lengths": ((8, 1),), "packed": True},
+            [
+                "train adapters alone (peft's LoraConfig, r=8): it was measured with them",
+                "pack sequences into rows of 32 tokens: the batch sizes count rows",
+            ],
+        ),
+        (
+            {"offload_optimizer": "cpu"},
+            {},
+            [
+                'give deepspeed.ops.adam.DeepSpeedCPUAdam as the optimizer, or an "optimizer" section: offload takes no '
+                "other unless zero_force_ds_cpu_optimizer is false, and that is slow",
+                "the optimizer and its learning rate are yours; it was measured with adamw",
+            ],
+        ),
+        ({"offload_optimizer": "cpu"}, {"base_config": OWN}, []),
+    ],
+)
+def test_what_a_config_cannot_carry_is_said(knobs: dict, job: dict, lines: list[str]) -> None:
+    assert needs(winner(**knobs), make_job(**job)) == lines
 
 
-@pytest.mark.parametrize("style", ["deepspeed", "accelerate", "hf"])
-def test_files_are_whole_and_meta_stands_beside(tmp_path: Path, style: str) -> None:
-    out = tmp_path / ("w.yaml" if style == "accelerate" else "w.json")
-    files = write_export(make_candidate(2), make_job(), out, {"study": "s"}, style=style)
-    assert all(path.exists() for path in files)
-    meta = next(path for path in files if path.name.endswith(".meta.json"))
-    assert json.loads(meta.read_text())["study"] == "s"
-    main = next(path for path in files if path == out)
-    assert (yaml.safe_load if style == "accelerate" else json.loads)(main.read_text())
+def test_what_stands_beside_the_config() -> None:
+    measured = Measurement(2.0, 0.1, 5, 24.0, 768.0, 10**9, mfu=0.25)
+    told = meta(
+        winner(),
+        make_job(optimizer="lion"),
+        measured,
+        study="s",
+        trial=7,
+        verified=True,
+        fingerprint={"torch": "2"},
+        headroom=0.05,
+    )
+    assert told == {
+        "autotune": __version__,
+        "study": "s",
+        "trial": 7,
+        "verified": True,
+        "candidate": {"gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": 4, "zero_stage": 2},
+        "measurement": {key: value for key, value in vars(measured).items() if value is not None},
+        "samples_per_second_per_gpu": 12.0,
+        "tokens_per_second_per_gpu": 384.0,
+        "throughput_interval_95": [pytest.approx(24 / 1.05), pytest.approx(24 / 0.95)],
+        "headroom": 0.05,
+        "your_training_must": needs(winner(), make_job(optimizer="lion")),
+        "measured_with_optimizer": "lion",
+        "fingerprint": {"torch": "2"},
+    }
+    assert "mfu" in told["measurement"]
+    assert "nvml_peak_bytes" not in told["measurement"]
+    json.dumps(told)
+
+
+def test_a_spread_of_more_than_a_step_and_an_optimizer_of_the_users_own() -> None:
+    measured = Measurement(1.0, 2.0, 2, 24.0, 768.0, 1)
+    job = make_job(base_config={"optimizer": {"type": "Lamb"}}, optimizer="sgd")
+    told = meta(winner(), job, measured, study="s", trial=1, verified=False, fingerprint={}, headroom=0.0)
+    assert told["measured_with_optimizer"] == "Lamb"
+    low, high = told["throughput_interval_95"]
+    assert low == pytest.approx(8)
+    assert high == pytest.approx(24e9), "no bound above"
+    unnamed = make_job(base_config={"optimizer": {"params": {}}}, optimizer="sgd")
+    told = meta(winner(), unnamed, measured, study="s", trial=1, verified=False, fingerprint={}, headroom=0.0)
+    assert told["measured_with_optimizer"] == "sgd"
+
+
+# -- files ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_deepspeed_config_and_its_meta(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "winner.json"
+    assert write_export(winner(), make_job(), out, {"study": "s"}) == [out, out.with_name("winner.meta.json")]
+    assert out.read_text() == json.dumps(deepspeed_config(winner(), make_job()), indent=2) + "\n"
+    assert json.loads(out.with_name("winner.meta.json").read_text()) == {"study": "s"}
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_arguments_of_a_trainer_as_a_file(tmp_path: Path, device: str) -> None:
+    out = tmp_path / "args.json"
+    assert write_export(winner(), make_job(), out, {}, style="hf", device=device) == [out, tmp_path / "args.meta.json"]
+    assert json.loads(out.read_text()) == training_arguments(winner(), make_job(), device)
+    write_export(winner(), make_job(), out, {}, style="hf")
+    assert "use_cpu" not in json.loads(out.read_text()), "a GPU unless said otherwise"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_accelerate_has_its_config_in_a_file_of_its_own(tmp_path: Path, device: str) -> None:
+    out, config = tmp_path / "w.yaml", tmp_path / "w.deepspeed.json"
+    written = write_export(winner(3), make_job(), out, {}, style="accelerate", device=device)
+    assert written == [out, config, tmp_path / "w.meta.json"]
+    assert yaml.safe_load(out.read_text()) == accelerate_config(winner(3), make_job(), str(config.resolve()), device)
+    assert out.read_text().startswith("compute_environment"), "as accelerate itself orders them"
+    assert json.loads(config.read_text()) == deepspeed_config(winner(3), make_job())
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,3 +244,16 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
         write_atomically(target, "new")
     assert target.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_every_knob_of_a_real_winner_reaches_the_file(tmp_path: Path) -> None:
+    candidate = make_candidate(3, 4, 2, offload_optimizer="cpu", overlap_comm=True)
+    write_export(candidate, make_job(), tmp_path / "w.json", {})
+    zero = json.loads((tmp_path / "w.json").read_text())["zero_optimization"]
+    assert zero == {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "reduce_bucket_size": 500_000,
+        "sub_group_size": 1_000_000,
+    }

@@ -5,7 +5,7 @@ from autotune.commands.plan import make_plan
 from autotune.commands.setup import PlanSetup
 from autotune.predict.predictor import Predictor
 from autotune.problem.hardware import named_hardware
-from autotune.problem.space import load_space
+from autotune.problem.space_file import load_space
 from autotune.results.plan import BAR, bar, show_comparison, show_plan
 from tests.conftest import make_job
 

@@ -1,6 +1,6 @@
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from autotune.problem.space import load_space
+from autotune.problem.space_file import load_space
 from autotune.search.distributions import distribution, distributions
 from tests.conftest import make_candidate
 

@@ -9,7 +9,7 @@ from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
-from autotune.problem.space import parse_space
+from autotune.problem.space_file import parse_space
 from autotune.search.dominance import Dominance
 from autotune.search.proposer import Proposer
 from autotune.search.study import StudyStore

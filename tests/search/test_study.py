@@ -7,7 +7,7 @@ import pytest
 from autotune.errors import UserError
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Kind, Measurement, Outcome
-from autotune.problem.space import load_space
+from autotune.problem.space_file import load_space
 from autotune.search.distributions import constraints
 from autotune.search.storage import default_storage
 from autotune.search.study import VERIFY, StudyStore

@@ -1,0 +1,36 @@
+"""Facts that the tuner keeps as data, against the libraries that are installed."""
+
+import pytest
+
+from autotune.problem.models import resolve_model, shipped_models
+from autotune.problem.space_file import DS_TOP_LEVEL, DS_ZERO_KEYS
+
+
+@pytest.mark.parametrize("name", [name for name, spec in shipped_models().items() if spec.parameters])
+def test_parameter_counts_are_the_published_ones(name: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from autotune.rank.workload import transformers_config
+
+    spec = resolve_model(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(transformers_config(spec))
+    assert sum(parameter.numel() for parameter in model.parameters()) == spec.parameters
+
+
+def test_deepspeed_keys_are_those_of_the_installed_deepspeed() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    installed = set()
+    for name, field in DeepSpeedZeroConfig.model_fields.items():
+        installed |= {name, *([field.alias] if field.alias else [])}
+    deprecated = {name for name in installed if name.startswith(("cpu_offload", "stage3_gather_fp16"))}
+    assert installed - deprecated <= DS_ZERO_KEYS
+    read_elsewhere = {
+        "mics_shard_size",
+        "mics_hierarchical_params_gather",
+        "zeropp_loco_param",
+    }  # runtime/zero/mics.py …
+    assert DS_ZERO_KEYS - installed <= read_elsewhere
+    assert {"zero_optimization", "bf16", "gradient_clipping"} <= DS_TOP_LEVEL

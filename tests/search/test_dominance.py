@@ -1,0 +1,114 @@
+"""Which candidates need no less memory than another: every rule by a pair, and what any such relation must obey."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune.problem.candidate import Candidate
+from autotune.search.dominance import Dominance
+from tests.conftest import make_candidate
+
+STAGE_2 = make_candidate(2, 4, 2, overlap_comm=False, contiguous_gradients=True)
+STAGE_3 = make_candidate(3, 4, 2, overlap_comm=False)
+
+
+def dominates(one: Candidate, other: Candidate) -> bool:
+    """Whether `one` is known to need at least as much memory as `other`."""
+    return bool(Dominance([other, one]).needs_no_less(other)[1])
+
+
+@pytest.mark.parametrize(
+    ("than", "changes", "needs_no_less"),
+    [
+        (STAGE_2, {}, True),
+        # sizes: more is more, less says nothing
+        (STAGE_2, {"train_micro_batch_size_per_gpu": 8}, True),
+        (STAGE_2, {"train_micro_batch_size_per_gpu": 3}, False),
+        (STAGE_2, {"reduce_bucket_size": 600_000}, True),
+        (STAGE_2, {"reduce_bucket_size": 400_000}, False),
+        (STAGE_2, {"allgather_bucket_size": 600_000}, True),
+        (STAGE_2, {"allgather_bucket_size": 400_000}, False),
+        (STAGE_3, {"sub_group_size": 2_000_000}, True),
+        (STAGE_3, {"sub_group_size": 500_000}, False),
+        # stage 1 keeps the gradients that stage 2 partitions; no other pair of stages is compared
+        (STAGE_2, {"zero_stage": 1}, True),
+        (make_candidate(1, 4, 2, overlap_comm=False, contiguous_gradients=True), {"zero_stage": 2}, False),
+        (make_candidate(0), {"zero_stage": 1}, False),
+        (make_candidate(1), {"zero_stage": 0}, False),
+        (make_candidate(2), {"zero_stage": 0}, False),
+        (make_candidate(0), {"zero_stage": 2}, False),
+        (STAGE_3, {"zero_stage": 2}, False),
+        # accumulating may need a gradient buffer of its own; how often makes no difference
+        (STAGE_2, {"gradient_accumulation_steps": 8}, True),
+        (make_candidate(2, 4, 8), {"gradient_accumulation_steps": 2}, True),
+        (STAGE_2, {"gradient_accumulation_steps": 1}, False),
+        (make_candidate(2, 4, 1), {"gradient_accumulation_steps": 1}, True),
+        (make_candidate(2, 4, 1), {"gradient_accumulation_steps": 2}, True),
+        # what spares memory: the same way, or not at all
+        (make_candidate(2, activation_checkpointing=True), {"activation_checkpointing": False}, True),
+        (make_candidate(2, activation_checkpointing=False), {"activation_checkpointing": True}, False),
+        (make_candidate(2, activation_checkpointing=True), {"activation_checkpointing": True}, True),
+        (make_candidate(3, offload_optimizer="cpu"), {"offload_optimizer": "none"}, True),
+        (make_candidate(3, offload_optimizer="cpu"), {"offload_optimizer": "nvme"}, False),
+        (make_candidate(3, offload_optimizer="nvme"), {"offload_optimizer": "cpu"}, False),
+        (make_candidate(3, offload_optimizer="none"), {"offload_optimizer": "cpu"}, False),
+        (make_candidate(3, offload_param="nvme"), {"offload_param": "none"}, True),
+        (make_candidate(3, offload_param="none"), {"offload_param": "nvme"}, False),
+        # overlap doubles buckets; left open it is compared with nothing but overlap
+        (STAGE_2, {"overlap_comm": True}, True),
+        (make_candidate(2, overlap_comm=True), {"overlap_comm": False}, False),
+        (make_candidate(2), {"overlap_comm": True}, True),
+        (make_candidate(2), {"overlap_comm": False}, False),
+        (STAGE_2, {"contiguous_gradients": False}, False),  # not known to move memory one way
+        (make_candidate(2, attention="sdpa"), {"attention": "eager"}, False),
+    ],
+)
+def test_the_rules(than: Candidate, changes: dict, needs_no_less: bool) -> None:
+    assert dominates(than.but(**changes), than) is needs_no_less
+
+
+def test_a_knob_that_one_leaves_open_is_less_than_any_size() -> None:
+    silent = Candidate.of({"zero_stage": 2})
+    sized = Candidate.of({"zero_stage": 2, "reduce_bucket_size": 0})
+    assert dominates(sized, silent)
+    assert not dominates(silent, sized)
+    assert not dominates(silent, Candidate.of({"zero_stage": 2, "overlap_comm": False})), "DeepSpeed decides"
+
+
+def test_a_stranger_is_compared_with_none() -> None:
+    flags = Dominance([STAGE_2, STAGE_3]).needs_no_less(make_candidate(1))
+    assert flags.tolist() == [False, False]
+    assert flags.dtype == bool
+
+
+def test_each_of_many_is_compared_by_its_place() -> None:
+    bigger, other = STAGE_2.but(train_micro_batch_size_per_gpu=8), STAGE_3
+    assert Dominance([other, bigger, STAGE_2]).needs_no_less(STAGE_2).tolist() == [False, True, True]
+
+
+candidates = st.builds(
+    Candidate.of,
+    st.fixed_dictionaries(
+        {
+            "zero_stage": st.integers(0, 3),
+            "train_micro_batch_size_per_gpu": st.sampled_from([1, 2]),
+            "gradient_accumulation_steps": st.sampled_from([1, 2, 4]),
+            "activation_checkpointing": st.booleans(),
+            "offload_optimizer": st.sampled_from(["none", "cpu", "nvme"]),
+            "overlap_comm": st.booleans(),
+            "reduce_bucket_size": st.sampled_from([10, 20]),
+            "contiguous_gradients": st.booleans(),
+        }
+    ),
+)
+
+
+@given(st.lists(candidates, min_size=1, max_size=12, unique=True))
+def test_it_is_a_preorder(all_of_them: list[Candidate]) -> None:
+    dominance = Dominance(all_of_them)
+    rows = {one: dominance.needs_no_less(one) for one in all_of_them}
+    for i, one in enumerate(all_of_them):
+        assert rows[one][i], "each needs no less than itself"
+        for j, more in enumerate(all_of_them):
+            if rows[one][j]:
+                assert not (rows[more] & ~rows[one]).any(), "what needs no less than the greater does of the lesser"
