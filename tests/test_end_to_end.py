@@ -109,7 +109,7 @@ def finished_study(tmp_path_factory: pytest.TempPathFactory) -> FinishedStudy:
     (folder / "s.yaml").write_text(SPACE)
     killed = stop_after(folder, 1, signal.SIGKILL)
     interrupted = stop_after(folder, 1, signal.SIGINT)
-    done = autotune(folder, *RUN, "--budget", "150s", "--json")
+    done = autotune(folder, *RUN, "--budget", "10m", "--json")
     assert done.returncode == 0, done.stderr
     finished = look(folder, done.returncode, done.stdout)
     return FinishedStudy(folder, killed, interrupted, finished, json.loads(done.stdout))
@@ -137,7 +137,7 @@ def test_ctrl_c_exports_the_best_so_far_and_exits_130(finished_study: FinishedSt
 def test_resumed_it_ends_with_a_verified_winner(finished_study: FinishedStudy) -> None:
     report, store = finished_study.report, finished_study.store
     assert report["verified"] is True
-    assert report["used_seconds"] <= 152
+    assert 0 < report["used_seconds"] < 600
     records = [record for record in store.records() if record.outcome]
     kinds = {record.outcome.kind for record in records if record.outcome}
     assert Kind.OOM_DEVICE in kinds, "256 sequences do not fit into 700 MiB"
@@ -268,7 +268,7 @@ def test_the_accelerate_config_trains_under_accelerate_launch(
 
 def test_when_nothing_fits_it_says_what_came_closest(tmp_path: Path) -> None:
     (tmp_path / "big.yaml").write_text("knobs:\n  zero_stage: [0]\n  train_micro_batch_size_per_gpu: [512]\n")
-    words = ["--gpus", "1", "--seq-len", "64", "--space", "big.yaml", "--memory-cap", "600MiB", "--budget", "60s"]
+    words = ["--gpus", "1", "--seq-len", "64", "--space", "big.yaml", "--memory-cap", "600MiB", "--budget", "5m"]
     done = autotune(tmp_path, *ON_CPUS, *words)
     assert done.returncode == 3, done.stdout + done.stderr
     assert "closest: " in done.stderr
@@ -289,7 +289,7 @@ def test_a_model_that_fails_by_itself_stops_the_study(tmp_path: Path) -> None:
         "max_position_embeddings": 64,
     }
     (tmp_path / "bad/config.json").write_text(json.dumps(config))
-    words = ["run", "--model", "./bad", "--device", "cpu", "--gpus", "1", "--seq-len", "16", "--budget", "60s", "--yes"]
+    words = ["run", "--model", "./bad", "--device", "cpu", "--gpus", "1", "--seq-len", "16", "--budget", "5m", "--yes"]
     done = autotune(tmp_path, *words)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "fails by itself" in done.stderr
