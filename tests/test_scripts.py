@@ -479,7 +479,7 @@ def short_peak_bytes(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory)
     ("after", "convert", "steps"),
     [
         (make_candidate(2, 1, 4, offload_optimizer="cpu"), False, 10),  # Trainer takes another class of Adam for it
-        (make_candidate(3, 1, 4), True, 24),
+        pytest.param(make_candidate(3, 1, 4), True, 24, marks=pytest.mark.slow),  # 24 steps, three cold starts
     ],
     ids=["offloaded", "converted"],
 )
@@ -606,7 +606,7 @@ def test_the_command_line_end_to_end(tmp_path: Path) -> None:
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
 
     run = ["run", "--device", "cpu", "--gpus", "2", "--budget", "5m", "--space", "space.yaml", "--study", "mine"]
-    done = autotune(*run, "--max-trials", "3", "--yes", "--", *script)
+    done = autotune(*run, "--max-trials", "2", "--yes", "--", *script)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "train with" in done.stdout
     ladder = json.loads((tmp_path / "runs/mine/mine.ladder.json").read_text())
