@@ -36,7 +36,6 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["OMP_NUM_THREADS"] = "1"  # of every process that tests start: two workers share the cores
 
-from autotune import cli
 from autotune.executors.base import Effort
 from autotune.executors.local import Deadlines, LocalExecutor
 from autotune.predict import trace as tracing
@@ -88,18 +87,6 @@ def make_candidate(stage: int = 0, micro_batch: int = 1, accumulation: int = 1, 
     small = {"reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000, "sub_group_size": 1_000_000}
     batch = {MICRO_BATCH: micro_batch, ACCUMULATION: accumulation}
     return Candidate.of({"zero_stage": stage, **batch, **small, **knobs})  # type: ignore[arg-type]
-
-
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `autotune words…`, run in this process."""
-    monkeypatch.setattr(sys, "argv", ["autotune", *words])
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as end:
-        code = int(end.code or 0)
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 def wait_until(true: Callable[[], Any], what: str, seconds: float = 120.0) -> None:
@@ -163,14 +150,13 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built_ops(shared_folder: Path) -> None:
     """DeepSpeed's ops for CPU ranks are built. Cold ranks build what they miss, silently, for longer than a training may
     be silent; the fork server needs no help."""
-    from autotune.group.fork_server import prepare_environment
-
     done = shared_folder / "ops-are-built"
     with FileLock(shared_folder / "ops.lock"):
         if done.exists():
             return
         code = "from autotune.group.ops import load_ops; assert not load_ops(['ShareMemCommBuilder', 'CPUAdamBuilder'])"
-        env = {**os.environ, **prepare_environment("cpu")}
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])  # ninja's
+        env = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PATH": path}
         subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS.parents[1], env=env, check=True, timeout=800)
         done.touch()
 

@@ -8,13 +8,27 @@ from pathlib import Path
 
 import pytest
 
+from autotune import cli
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
 from autotune.problem.space import load_space
 from autotune.results import console as report
 from autotune.search.study import AS_IS, SEARCH, VERIFY, Record, StudyStore, default_storage
 from autotune.units import MIB
-from tests.conftest import call, make_candidate, make_job
+from tests.conftest import make_candidate, make_job
+
+
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `autotune words…`."""
+    monkeypatch.setattr(sys, "argv", ["autotune", *words])
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
 
 BASE = ("run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--budget", "60s", "--yes")
 

@@ -16,7 +16,8 @@ import pytest
 
 from autotune.problem.outcome import Kind
 from autotune.search.study import VERIFY, StudyStore
-from tests.conftest import call, processes_in, wait_until
+from tests.cli_call import call
+from tests.conftest import processes_in, wait_until
 
 AUTOTUNE = [sys.executable, "-m", "autotune.cli"]
 SPACE = """
