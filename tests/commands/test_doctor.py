@@ -11,7 +11,7 @@ import pytest
 from autotune.commands import doctor
 from autotune.units import GIB, MIB
 from tests.problem.test_hardware import FakeNvml
-from tests.test_cli import call
+from tests.cli_call import call
 
 FACTS = {
     "errors": {"AsyncIOBuilder": "libaio is missing"},
