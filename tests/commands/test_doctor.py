@@ -10,8 +10,8 @@ import pytest
 
 from autotune.commands import doctor
 from autotune.units import GIB, MIB
-from tests.problem.test_hardware import FakeNvml
 from tests.cli_call import call
+from tests.problem.test_hardware import FakeNvml
 
 FACTS = {
     "errors": {"AsyncIOBuilder": "libaio is missing"},
