@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test lint setup coverage clean gpu-acceptance
+.PHONY: run test test-all lint setup coverage flakes clean gpu-acceptance
 
 # On GPUs a real model; without one two CPU ranks, capped so that some trials really run out of memory.
 DEMO := $(shell nvidia-smi -L >/dev/null 2>&1 && echo "--model smollm2-360m --budget $(or $(BUDGET),10m)" \
@@ -11,8 +11,15 @@ DEMO := $(shell nvidia-smi -L >/dev/null 2>&1 && echo "--model smollm2-360m --bu
 run: setup
 	$(BIN)/autotune run $(DEMO) --study demo-$$(date +%Y%m%d-%H%M%S) --yes
 
+# Two workers, in an order drawn anew each time (`--randomly-seed=N` repeats one).
+# Tests that share what is dear to make run in one worker: DEAR in tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
+
 test: setup
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not slow"
+
+test-all: setup
+	$(PYTEST) --hypothesis-profile thorough
 
 setup: $(VENV)/.installed
 
@@ -28,10 +35,14 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 coverage: setup
 	$(BIN)/python -m coverage erase
-	COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(BIN)/python -m pytest --cov --cov-report=term-missing
+	COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(PYTEST) --cov --cov-report=term-missing
+
+flakes: setup  # hours
+	$(BIN)/python benchmarks/flakes.py --load --json benchmarks/results/flakes.json
 
 gpu-acceptance: setup
 	$(BIN)/python benchmarks/gpu_acceptance.py

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
+import torch.distributed
 from transformers import AutoConfig, AutoModelForCausalLM
 
 parser = argparse.ArgumentParser()
@@ -24,3 +25,4 @@ for _ in range(200):
     ids = torch.randint(0, vocabulary, (engine.train_micro_batch_size_per_gpu(), arguments.seq_len)).to(engine.device)
     engine.backward(engine(input_ids=ids, labels=ids).loss)
     engine.step()
+torch.distributed.destroy_process_group()  # left open, gloo's threads race the interpreter's end

@@ -59,3 +59,4 @@ if torch.distributed.get_rank() == 0:
     print(
         "TRAINED " + json.dumps({"step_seconds": step, "samples_per_second": samples, "samples_per_second_mean": whole})
     )
+torch.distributed.destroy_process_group()  # left open, gloo's threads race the interpreter's end

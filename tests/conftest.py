@@ -1,28 +1,59 @@
-"""What the tests share. Trials run on real CPU ranks; nothing here stands in for DeepSpeed."""
+"""What the tests share. Trials run on real CPU ranks; nothing here stands in for DeepSpeed.
+
+Any test passes alone, in random order and beside a second worker. Whatever is dear to make is a fixture of one of
+the scopes below, and a test leaves it as it found it:
+
+- `bench`, `scripts`: each a fork server, one of a kind for all tests that use it;
+- `finished_study` (tests/test_end_to_end.py): a study that was killed, resumed, interrupted and finished;
+- `traces_of_this_run`: a cache that all tests of a run fill and read.
+
+pytest-xdist makes a session's fixtures once a worker. `DEAR` therefore names those that only one worker should make:
+the tests that use one run in the same worker.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
+import json
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["OMP_NUM_THREADS"] = "1"  # of every process that tests start: two workers share the cores
 
+from autotune.executors.base import Effort
 from autotune.executors.local import Deadlines, LocalExecutor
+from autotune.predict import trace as tracing
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware, detect
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
+from autotune.problem.outcome import Outcome
 from autotune.units import MIB
 
+SCRIPTS = Path(__file__).parent / "scripts"
+DEAR = ("bench", "scripts", "finished_study")
+
 # Hypothesis fails a test by seconds on a clock; machines are shared and slow at times.
-settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
+settings.register_profile("thorough", settings.get_profile("quick"), max_examples=300)
 settings.register_profile("mutants", deadline=None, derandomize=True, max_examples=25, database=None)  # `make mutants`
-settings.load_profile("shared machine")
+settings.load_profile("quick")
 
 
 def has_cuda() -> bool:
@@ -31,11 +62,21 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if any(item.get_closest_marker("gpu") for item in items) and not has_cuda():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
+    for item in items:
+        for name in DEAR:
+            if name in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.xdist_group(name))
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    skipped = bool(on_gpu) and not has_cuda()
+    for item in on_gpu:
+        item.add_marker(pytest.mark.xdist_group("gpu"))  # one test at a time has the device
+        if skipped:
+            item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
+
+
+# -- plain helpers -------------------------------------------------------------------------------------------------------
 
 
 def make_job(ranks: int = 2, **changes: object) -> Job:
@@ -49,6 +90,43 @@ def make_candidate(stage: int = 0, micro_batch: int = 1, accumulation: int = 1, 
     return Candidate.of({"zero_stage": stage, **batch, **small, **knobs})  # type: ignore[arg-type]
 
 
+def wait_until(true: Callable[[], Any], what: str, seconds: float = 120.0) -> None:
+    """Returns as soon as `true()` is.
+
+    Raises:
+        AssertionError: it is not, so long after; far more than any machine needs.
+    """
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, f"still waiting after {seconds:.0f} s: {what}"
+        time.sleep(0.05)
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether it runs: one that has ended and that nobody has waited for yet does not."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def pid_lives(pid: int) -> bool:
+    try:
+        return lives(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return False
+
+
+def processes_in(folder: Path) -> list[str]:
+    """Command lines of the living processes that work in a folder or below it: other tests' have folders of their own."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        cwd = process.info["cwd"]
+        if cwd and Path(cwd).is_relative_to(folder.resolve()) and lives(process):
+            found.append(" ".join(process.info["cmdline"] or ["?"]))
+    return found
+
+
 @pytest.fixture
 def job() -> Job:
     return make_job()
@@ -59,36 +137,129 @@ def hardware() -> Hardware:
     return detect("cpu", 2)
 
 
+# -- once a run ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this run that all its workers see."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def built_ops(shared_folder: Path) -> None:
+    """DeepSpeed's ops for CPU ranks are built. Cold ranks build what they miss, silently, for longer than a training may
+    be silent; the fork server needs no help."""
+    done = shared_folder / "ops-are-built"
+    with FileLock(shared_folder / "ops.lock"):
+        if done.exists():
+            return
+        code = "from autotune.group.ops import load_ops; assert not load_ops(['ShareMemCommBuilder', 'CPUAdamBuilder'])"
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])  # ninja's
+        env = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PATH": path}
+        subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS.parents[1], env=env, check=True, timeout=800)
+        done.touch()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def traces_of_this_run(shared_folder: Path) -> Iterator[None]:
+    """Traces are kept for this run: another run's would hide what a change does to them. They are made in this process,
+    where torch is imported once; `python -m …` for each of them costs five times as much. See `tracer_process`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTOTUNE_CACHE", str(shared_folder / "cache"))
+        stand_in = types.SimpleNamespace(run=_trace_here, TimeoutExpired=subprocess.TimeoutExpired)
+        patch.setattr(tracing, "subprocess", stand_in)
+        yield
+
+
+@pytest.fixture
+def tracer_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces are made as users' are, each in a process of its own."""
+    monkeypatch.setattr(tracing, "subprocess", subprocess)
+
+
+def _trace_here(command: list[str], *, input: str, **_: object) -> subprocess.CompletedProcess[str]:
+    """What `subprocess.run` of the tracer's command answers, from this process."""
+    tracer = importlib.import_module(command[2])
+    out, err = io.StringIO(), ""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        trace_model = tracer.trace_model
+
+        def one_worker(job: Job, **options: Any) -> Any:  # a fork of this process would not survive torch's threads
+            return trace_model(job, **{**options, "workers": 1})
+
+        patch.setattr(tracer, "trace_model", one_worker)
+        patch.setattr(sys, "argv", command[2:])
+        patch.setattr(sys, "stdin", io.StringIO(input))
+        try:
+            tracer.main()
+        except Exception:
+            err = traceback.format_exc()
+    return subprocess.CompletedProcess(command, int(bool(err)), out.getvalue(), err)
+
+
+# -- engines -------------------------------------------------------------------------------------------------------------
+
+
 class Bench:
-    """A LocalExecutor with one fork server for a whole module; cap and planted faults change from test to test."""
+    """A LocalExecutor with one fork server; what a test changes of it is set back for the next."""
 
     def __init__(self, folder: Path) -> None:
         self.fault: dict[str, object] | None = None
         candidates = [make_candidate(), make_candidate(2, offload_optimizer="cpu")]
         self.executor = LocalExecutor(
-            make_job(),
-            detect("cpu", 2, memory_cap_bytes=2000 * MIB),
-            folder,
-            candidates,
-            deadlines=Deadlines(start=60, init=60, step=60),
-            fault=lambda name: self.fault,
+            make_job(), detect("cpu", 2, memory_cap_bytes=2000 * MIB), folder, candidates, fault=lambda name: self.fault
         )
-        self.executor.open(lambda text: None)
         self._count = 0
+        self.reset()
+        self.executor.open(lambda text: None)
+
+    def reset(self) -> None:
+        """As the first test finds it."""
+        self.fault = None
+        executor = self.executor
+        executor.job = make_job()
+        executor.hardware = detect("cpu", 2, memory_cap_bytes=2000 * MIB)
+        executor.deadlines = Deadlines(start=60, init=60, step=60)
+        executor.count_live_tensors = False
+        executor.cancelled = lambda: False
 
     def session(self, candidate: Candidate):  # type: ignore[no-untyped-def]
         self._count += 1
         return self.executor.session(candidate, f"{self._count:04d}")
 
-    def run(self, candidate: Candidate, deadline_seconds: float = 120.0, effort=None):  # type: ignore[no-untyped-def]
-        from autotune.executors.base import Effort
-
+    def run(self, candidate: Candidate, deadline_seconds: float = 120.0, effort: Effort | None = None) -> Outcome:
         with closing(self.session(candidate)) as session:
             return session.measure(candidate, effort or Effort(min_seconds=0.0, min_steps=2), deadline_seconds)
 
+    def left_over(self) -> list[psutil.Process]:
+        """Ranks of any trial that still run."""
+        server = self.executor.launcher.server
+        assert server is not None
+        return [child for child in psutil.Process(server).children(recursive=True) if lives(child)]
+
 
 @pytest.fixture(scope="session")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    bench = Bench(tmp_path_factory.mktemp("bench"))
-    yield bench
-    bench.executor.close()
+def _bench_of_this_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """The fork server, and what its ranks find on their path: tests/scripts/own.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")])))
+        bench = Bench(tmp_path_factory.mktemp("bench"))
+        with closing(bench.executor):
+            yield bench
+
+
+@pytest.fixture
+def bench(_bench_of_this_worker: Bench) -> Iterator[Bench]:
+    """Real ranks, forked from one server that all tests with `bench` share. A test may change the executor's job, hardware,
+    deadlines and faults, and kill what it likes: all is set back, and no rank may be left when it ends."""
+    _bench_of_this_worker.executor.ensure_launcher()
+    _bench_of_this_worker.reset()
+    yield _bench_of_this_worker
+    _bench_of_this_worker.executor.ensure_launcher()
+    assert _bench_of_this_worker.left_over() == []
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

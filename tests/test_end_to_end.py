@@ -4,114 +4,141 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
-import time
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 
 from autotune.problem.outcome import Kind
 from autotune.search.study import VERIFY, StudyStore
+from tests.cli_call import call
+from tests.conftest import processes_in, wait_until
 
 AUTOTUNE = [sys.executable, "-m", "autotune.cli"]
 SPACE = """
 knobs:
   zero_stage: [0, 2]
-  train_micro_batch_size_per_gpu: [1, 2, 4, 256]
+  train_micro_batch_size_per_gpu: [1, 2, 256]
   offload_optimizer: [none, cpu]
   reduce_bucket_size: [500000]
 """
-RUN = [
-    *AUTOTUNE,
-    "run",
-    "--model",
-    "tiny-llama",
-    "--device",
-    "cpu",
-    "--gpus",
-    "2",
-    "--seq-len",
-    "32",
-    "--space",
-    "s.yaml",
-    "--memory-cap",
-    "700MiB",
-    "--study",
-    "s",
-    "--exhaustive",
-    "--yes",
-]
+ON_CPUS = ["run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--seq-len", "32", "--yes"]
+RUN = [*ON_CPUS, "--space", "s.yaml", "--memory-cap", "700MiB", "--study", "s", "--exhaustive"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where one study is run, killed, resumed, interrupted and exported: the tests below follow each other."""
-    folder = tmp_path_factory.mktemp("end-to-end")
+def autotune(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*AUTOTUNE, *words], cwd=folder, capture_output=True, text=True, timeout=400)
+
+
+def measured_trials(folder: Path) -> int:
+    """How many trials of study `s` have an end. Reads the database and no more: a second process that opens it through
+    Optuna, too, would make its tables at the same time as the tuner."""
+    try:
+        with closing(sqlite3.connect(f"file:{folder}/runs/s/study.db?mode=ro", uri=True)) as database:
+            return int(
+                database.execute("SELECT count(*) FROM trials WHERE state IN ('COMPLETE', 'FAIL')").fetchone()[0]
+            )
+    except sqlite3.OperationalError:  # not there yet
+        return 0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a user finds after a call."""
+
+    code: int
+    output: str
+    left_running: list[str]  # command lines of processes
+    measured: int  # trials with an end
+    calls: list[float]  # seconds each call has used
+    meta: dict[str, Any] | None  # of the exported config, if there is one
+
+
+@dataclass(frozen=True)
+class FinishedStudy:
+    """One study's life: killed, called again and interrupted, called again and finished with a verified winner."""
+
+    folder: Path
+    killed: Stage
+    interrupted: Stage
+    finished: Stage
+    report: dict[str, Any]  # what `--json` printed at the end
+
+    @property
+    def store(self) -> StudyStore:
+        return StudyStore.load("s", runs=self.folder / "runs")
+
+
+def stop_after(folder: Path, trials: int, number: signal.Signals) -> Stage:
+    """Calls `autotune run`, and sends a signal to it when so many more trials have an end."""
+    until = measured_trials(folder) + trials
+    command = [*AUTOTUNE, *RUN, "--budget", "10m"]
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        wait_until(lambda: process.poll() is not None or measured_trials(folder) >= until, f"{trials} trials", 300)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    if number is signal.SIGKILL:  # the kernel ends the ranks, in a moment of its own
+        wait_until(lambda: not processes_in(folder), "a killed tuner leaves no orphan")
+    return look(folder, process.returncode, output)
+
+
+def look(folder: Path, code: int, output: str) -> Stage:
+    store = StudyStore.load("s", runs=folder / "runs")
+    meta = folder / "runs/s/s.meta.json"
+    return Stage(
+        code,
+        output,
+        processes_in(folder),
+        sum(1 for record in store.records() if record.outcome),
+        [one.used_seconds for one in store.calls()],
+        json.loads(meta.read_text()) if meta.exists() else None,
+    )
+
+
+@pytest.fixture(scope="session")
+def finished_study(tmp_path_factory: pytest.TempPathFactory) -> FinishedStudy:
+    """Made once: what was seen on the way is kept for the tests, which only read it (and its exported config)."""
+    folder = tmp_path_factory.mktemp("finished-study")
     (folder / "s.yaml").write_text(SPACE)
-    return folder
-
-
-def wait_for_trials(folder: Path, count: int) -> None:
-    until = time.monotonic() + 120
-    while time.monotonic() < until:
-        try:
-            done = [r for r in StudyStore.load("s", runs=folder / "runs").records() if r.outcome]
-        except Exception:
-            done = []
-        if len(done) >= count:
-            return
-        time.sleep(0.2)
-    raise AssertionError("no trials in two minutes")
-
-
-def leftovers(folder: Path) -> list[str]:
-    found = []
-    for process in psutil.process_iter(["cmdline", "cwd"]):
-        if process.info["cwd"] == str(folder) and "autotune" in " ".join(process.info["cmdline"] or []):
-            found.append(" ".join(process.info["cmdline"]))
-    return found
-
-
-def test_after_sigkill_nothing_finished_is_lost(folder: Path) -> None:
-    process = subprocess.Popen(
-        [*RUN, "--budget", "5m"], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    wait_for_trials(folder, 2)
-    process.kill()
-    process.wait()
-    time.sleep(1.5)
-    assert leftovers(folder) == [], "a killed tuner leaves no orphan"
-    store = StudyStore.load("s", runs=folder / "runs")
-    assert sum(1 for record in store.records() if record.outcome) >= 2
-    assert store.calls()[0].used_seconds > 0
-
-
-def test_ctrl_c_exports_the_best_so_far_and_exits_130(folder: Path) -> None:
-    before = len(StudyStore.load("s", runs=folder / "runs").records())
-    process = subprocess.Popen(
-        [*RUN, "--budget", "5m"], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    wait_for_trials(folder, before + 1)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
-    assert "goes on" in output
-    assert "Traceback" not in output
-    assert leftovers(folder) == []
-    json.loads((folder / "runs/s/s.json").read_text())
-    meta = json.loads((folder / "runs/s/s.meta.json").read_text())
-    assert meta["verified"] is False
-
-
-def test_resumed_it_ends_with_a_verified_winner(folder: Path) -> None:
-    done = subprocess.run([*RUN, "--budget", "150s", "--json"], cwd=folder, capture_output=True, text=True, timeout=300)
+    killed = stop_after(folder, 1, signal.SIGKILL)
+    interrupted = stop_after(folder, 1, signal.SIGINT)
+    done = autotune(folder, *RUN, "--budget", "10m", "--json")
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    finished = look(folder, done.returncode, done.stdout)
+    return FinishedStudy(folder, killed, interrupted, finished, json.loads(done.stdout))
+
+
+def test_after_sigkill_nothing_finished_is_lost(finished_study: FinishedStudy) -> None:
+    killed = finished_study.killed
+    assert killed.code == -signal.SIGKILL, killed.output
+    assert killed.left_running == [], "a killed tuner leaves no orphan"
+    assert killed.measured >= 1
+    assert killed.calls[0] > 0
+
+
+def test_ctrl_c_exports_the_best_so_far_and_exits_130(finished_study: FinishedStudy) -> None:
+    interrupted = finished_study.interrupted
+    assert interrupted.code == 130, interrupted.output
+    assert "goes on" in interrupted.output
+    assert "Traceback" not in interrupted.output
+    assert interrupted.left_running == []
+    assert interrupted.measured > finished_study.killed.measured
+    assert interrupted.meta is not None
+    assert interrupted.meta["verified"] is False
+
+
+def test_resumed_it_ends_with_a_verified_winner(finished_study: FinishedStudy) -> None:
+    report, store = finished_study.report, finished_study.store
     assert report["verified"] is True
-    assert report["used_seconds"] <= 152
-    store = StudyStore.load("s", runs=folder / "runs")
+    assert 0 < report["used_seconds"] < 600
     records = [record for record in store.records() if record.outcome]
     kinds = {record.outcome.kind for record in records if record.outcome}
     assert Kind.OOM_DEVICE in kinds, "256 sequences do not fit into 700 MiB"
@@ -123,12 +150,49 @@ def test_resumed_it_ends_with_a_verified_winner(folder: Path) -> None:
     assert len(set(searched)) == len(searched), "nothing is measured twice"
     assert store.winner is not None
     assert store.winner.role == VERIFY
-    assert len(store.calls()) == 3
+    assert len(finished_study.finished.calls) == 3
+    assert finished_study.finished.left_running == []
 
 
-def test_the_exported_config_trains_under_plain_deepspeed(folder: Path) -> None:
-    script = folder / "train.py"
-    script.write_text(
+def test_another_job_under_the_same_name_is_refused(
+    finished_study: FinishedStudy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(finished_study.folder)
+    code, _, err = call(monkeypatch, capsys, *RUN, "--budget", "60s", "--precision", "bf16")
+    assert code == 2
+    assert "precision" in err
+    assert "--force" in err
+
+
+# -- the exported config trains without autotune -------------------------------------------------------------------------
+
+
+def train(folder: Path, *launcher: str) -> str:
+    """Runs two ranks of a script that knows nothing of autotune, to their end."""
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [str(Path(sys.executable).parent / launcher[0]), *launcher[1:]]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+TORCHRUN = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def export(
+    study: FinishedStudy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], style: str, out: Path
+) -> None:
+    monkeypatch.chdir(study.folder)
+    code, _, err = call(monkeypatch, capsys, "export", "s", "--format", style, "--out", str(out))
+    assert code == 0, err
+
+
+# Each script leaves its process group before it ends: threads of gloo that outlive it race the interpreter's end, and
+# abort it now and then.
+
+
+def test_the_exported_config_trains_under_plain_deepspeed(finished_study: FinishedStudy, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
         "import json, sys, torch, deepspeed\n"
         "torch.manual_seed(0)\n"
         "model = torch.nn.Linear(64, 64)\n"
@@ -144,21 +208,18 @@ def test_the_exported_config_trains_under_plain_deepspeed(folder: Path) -> None:
         "    engine.backward(loss); engine.step(); losses.append(loss.item())\n"
         "assert losses[-1] < losses[0] and type(engine).__name__ == 'DeepSpeedEngine'\n"
         "assert engine.zero_optimization_stage() == config.get('zero_optimization', {}).get('stage', 0)\n"
+        "print('trained')\n"
+        "torch.distributed.destroy_process_group()\n"
     )
-    torchrun(folder, "train.py", "runs/s/s.json")
+    config = finished_study.folder / "runs/s/s.json"
+    assert train(tmp_path, *TORCHRUN, "train.py", str(config)).count("trained") == 2
 
 
-def torchrun(folder: Path, *words: str) -> str:
-    env = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def test_the_training_arguments_train_under_trainer(folder: Path) -> None:
-    subprocess.run([*AUTOTUNE, "export", "s", "--format", "hf", "--out", "hf.json"], cwd=folder, check=True)
-    (folder / "trainer.py").write_text(
+def test_the_training_arguments_train_under_trainer(
+    finished_study: FinishedStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export(finished_study, monkeypatch, capsys, "hf", tmp_path / "hf.json")
+    (tmp_path / "trainer.py").write_text(
         "import json, sys, torch\n"
         "from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments\n"
         "values = json.load(open(sys.argv[1]))\n"
@@ -170,13 +231,17 @@ def test_the_training_arguments_train_under_trainer(folder: Path) -> None:
         "assert type(trainer.model_wrapped).__name__ == 'DeepSpeedEngine', type(trainer.model_wrapped)\n"
         "assert trainer.model_wrapped.zero_optimization_stage() == values['deepspeed'].get('zero_optimization', {}).get('stage', 0)\n"
         "assert result.global_step == 3\n"
+        "print('trained')\n"
+        "torch.distributed.destroy_process_group()\n"
     )
-    torchrun(folder, "trainer.py", "hf.json")
+    assert train(tmp_path, *TORCHRUN, "trainer.py", "hf.json").count("trained") == 2
 
 
-def test_the_accelerate_config_trains_under_accelerate_launch(folder: Path) -> None:
-    subprocess.run([*AUTOTUNE, "export", "s", "--format", "accelerate", "--out", "acc.yaml"], cwd=folder, check=True)
-    (folder / "acc.py").write_text(
+def test_the_accelerate_config_trains_under_accelerate_launch(
+    finished_study: FinishedStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export(finished_study, monkeypatch, capsys, "accelerate", tmp_path / "acc.yaml")
+    (tmp_path / "acc.py").write_text(
         "import torch\n"
         "from accelerate import Accelerator\n"
         "accelerator = Accelerator()\n"
@@ -193,46 +258,27 @@ def test_the_accelerate_config_trains_under_accelerate_launch(folder: Path) -> N
         "    with accelerator.accumulate(model):\n"
         "        accelerator.backward(model(batch).square().mean()); optimizer.step(); optimizer.zero_grad()\n"
         "print('trained')\n"
+        "accelerator.end_training()\n"
     )
-    env = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file", "acc.yaml", "acc.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "trained" in done.stdout
+    port = ("--main_process_port", "0")  # any free one; accelerate's own is 29500, for every launch on a machine
+    assert "trained" in train(tmp_path, "accelerate", "launch", *port, "--config_file", "acc.yaml", "acc.py")
 
 
-def test_when_nothing_fits_it_says_what_came_closest(folder: Path) -> None:
-    (folder / "big.yaml").write_text("knobs:\n  zero_stage: [0]\n  train_micro_batch_size_per_gpu: [512]\n")
-    command = [
-        *AUTOTUNE,
-        "run",
-        "--model",
-        "tiny-llama",
-        "--device",
-        "cpu",
-        "--gpus",
-        "1",
-        "--seq-len",
-        "64",
-        "--space",
-        "big.yaml",
-        "--memory-cap",
-        "600MiB",
-        "--study",
-        "big",
-        "--budget",
-        "60s",
-        "--yes",
-    ]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+# -- studies without a winner --------------------------------------------------------------------------------------------
+
+
+def test_when_nothing_fits_it_says_what_came_closest(tmp_path: Path) -> None:
+    (tmp_path / "big.yaml").write_text("knobs:\n  zero_stage: [0]\n  train_micro_batch_size_per_gpu: [512]\n")
+    words = ["--gpus", "1", "--seq-len", "64", "--space", "big.yaml", "--memory-cap", "600MiB", "--budget", "5m"]
+    done = autotune(tmp_path, *ON_CPUS, *words)
     assert done.returncode == 3, done.stdout + done.stderr
     assert "closest: " in done.stderr
     assert "short of at least" in done.stderr
     assert "micro-batch 512 -> 256" in done.stderr
 
 
-def test_a_model_that_fails_by_itself_stops_the_study(folder: Path) -> None:
-    (folder / "bad").mkdir()
+def test_a_model_that_fails_by_itself_stops_the_study(tmp_path: Path) -> None:
+    (tmp_path / "bad").mkdir()
     config = {
         "model_type": "llama",
         "hidden_size": 64,
@@ -243,36 +289,11 @@ def test_a_model_that_fails_by_itself_stops_the_study(folder: Path) -> None:
         "num_key_value_heads": 3,
         "max_position_embeddings": 64,
     }
-    (folder / "bad/config.json").write_text(json.dumps(config))
-    command = [
-        *AUTOTUNE,
-        "run",
-        "--model",
-        "./bad",
-        "--device",
-        "cpu",
-        "--gpus",
-        "1",
-        "--seq-len",
-        "16",
-        "--budget",
-        "60s",
-        "--study",
-        "bad",
-        "--yes",
-    ]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    (tmp_path / "bad/config.json").write_text(json.dumps(config))
+    words = ["run", "--model", "./bad", "--device", "cpu", "--gpus", "1", "--seq-len", "16", "--budget", "5m", "--yes"]
+    done = autotune(tmp_path, *words)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "fails by itself" in done.stderr
     log = re.search(r"traceback in (\S+)\)", done.stderr)
     assert log is not None
-    assert "Traceback" in (folder / log[1]).read_text()
-
-
-def test_another_job_under_the_same_name_is_refused(folder: Path) -> None:
-    done = subprocess.run(
-        [*RUN, "--budget", "60s", "--precision", "bf16"], cwd=folder, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 2
-    assert "precision" in done.stderr
-    assert "--force" in done.stderr
+    assert "Traceback" in (tmp_path / log[1]).read_text()

@@ -1,7 +1,6 @@
 """Scripts of users, unchanged, in real ranks: learnt from, tuned, watched, and brought back from out-of-memory."""
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -10,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
 
-import psutil
 import pytest
 
 from autotune.commands.probe import Probe, probe
@@ -28,10 +26,9 @@ from autotune.problem.space_file import load_space
 from autotune.recovery.ladder import Rung
 from autotune.recovery.supervisor import LaunchSummary, Supervisor
 from autotune.units import MIB
-from tests.conftest import make_candidate
+from tests.conftest import SCRIPTS, make_candidate, pid_lives, processes_in, read_json_lines
 from tests.scripts.long_batches import seen_samples
 
-SCRIPTS = Path(__file__).parent / "scripts"
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 2,
@@ -62,7 +59,7 @@ TRAINER = [
 
 
 class Scripts:
-    """One fork server for all scripts; each test gets a folder of its own."""
+    """An executor with one fork server that has imported what scripts import; a test gives it a script and a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.hardware = detect("cpu", 2, memory_cap_bytes=3000 * MIB)
@@ -74,9 +71,8 @@ class Scripts:
         self._count = 0
 
     def probe(
-        self, argv: list[str], cwd: Path, flags: tuple[tuple[str, str], ...] = (), seconds: float = 120.0
+        self, argv: list[str], cwd: Path, flags: tuple[tuple[str, str], ...] = (), seconds: float = 300.0
     ) -> Probe:
-        self._count += 1
         script = Script(tuple(argv), str(cwd), flags)
         folder = self.executor.folder = cwd / "runs" / "study"
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,17 +80,20 @@ class Scripts:
         return probe(self.executor, script, folder, seconds, lambda text: None)
 
     def measure(self, probed: Probe, candidate: Candidate) -> Outcome:
+        """In the folder of the probe before it."""
         self._count += 1
         self.executor.job = job_of(probed.script, self.hardware, None)
         with closing(self.executor.session(candidate, f"{self._count:04d}")) as session:
-            return session.measure(candidate, EFFORT, 120.0)
+            return session.measure(candidate, EFFORT, 300.0)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
+    """One fork server for all tests that measure a script; each test has a folder of its own and starts with a probe,
+    which sets the executor's job and folder."""
     made = Scripts(tmp_path_factory.mktemp("scripts"))
-    yield made
-    made.executor.close()
+    with closing(made.executor):
+        yield made
 
 
 def write(folder: Path, name: str, text: str) -> str:
@@ -314,8 +313,7 @@ def test_scripts_that_cannot_be_tuned(scripts: Scripts, tmp_path: Path, text: st
     name = write(tmp_path, "bad.py", text)
     with pytest.raises(UserError, match=says):
         scripts.probe([name], tmp_path)
-    left = subprocess.run(["pgrep", "-f", "time.sleep[(]600"], capture_output=True, text=True).stdout
-    assert not left
+    assert processes_in(tmp_path) == [], "what a script starts ends with it"
 
 
 def test_a_script_that_the_budget_does_not_reach(scripts: Scripts, tmp_path: Path) -> None:
@@ -401,7 +399,7 @@ def test_workers_that_leave_their_process_group_are_ended_too(scripts: Scripts, 
         scripts.probe([name, "--deepspeed_config", "ds.json"], tmp_path)
     started = [int(line) for line in pids.read_text().split()]
     assert len(started) >= 2
-    assert not [pid for pid in started if psutil.pid_exists(pid)]
+    assert not [pid for pid in started if pid_lives(pid)]
 
 
 # -- launch ----------------------------------------------------------------------------------------------------------
@@ -427,7 +425,6 @@ def rung(candidate: Candidate) -> Rung:
 
 
 def launch(
-    scripts: Scripts,
     folder: Path,
     argv: list[str],
     ladder: list[Candidate],
@@ -438,9 +435,9 @@ def launch(
     flags = (("train_micro_batch_size_per_gpu", "--batch_size"),) if "--deepspeed_config" in argv else ()
     script = Script(tuple(argv), str(folder), flags)
     profile = {"rows_per_sample": 1.0}
-    job = unknown_job(Script(script.argv, script.cwd, script.flags, profile=profile), scripts.hardware)
-    job = type(job)(job.model, 2, 32, "fp32", script=job.script)
     hardware = detect("cpu", 2, memory_cap_bytes=cap * MIB)
+    job = unknown_job(Script(script.argv, script.cwd, script.flags, profile=profile), hardware)
+    job = type(job)(job.model, 2, 32, "fp32", script=job.script)
     lines = says if says is not None else []
     supervisor = Supervisor(
         job,
@@ -448,20 +445,21 @@ def launch(
         [rung(c) for c in ladder],
         folder,
         max_restarts=6,
-        silent_seconds=120.0,
+        silent_seconds=300.0,
         convert=convert,
         say=lines.append,
     )
     return supervisor.run()
 
 
-def test_tuning_does_not_change_what_is_learnt(scripts: Scripts, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("built_ops")
+def test_tuning_does_not_change_what_is_learnt(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     losses = {}
     for stage, micro, accumulation in ((0, 2, 2), (2, 4, 1)):
         argv = [str(SCRIPTS / "plain.py"), "--deepspeed_config", "ds.json", "--steps", "20", "--losses", f"loss{stage}"]
-        assert launch(scripts, tmp_path, argv, [make_candidate(stage, micro, accumulation)]).code == 0
-        losses[stage] = [json.loads(line)["loss"] for line in (tmp_path / f"loss{stage}").read_text().splitlines()]
+        assert launch(tmp_path, argv, [make_candidate(stage, micro, accumulation)]).code == 0
+        losses[stage] = [entry["loss"] for entry in read_json_lines(tmp_path / f"loss{stage}")]
     assert len(losses[0]) == 20
     assert losses[2] == pytest.approx(losses[0], rel=1e-4)
 
@@ -482,19 +480,19 @@ def short_peak_bytes(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory)
     ("after", "convert", "steps"),
     [
         (make_candidate(2, 1, 4, offload_optimizer="cpu"), False, 10),  # Trainer takes another class of Adam for it
-        (make_candidate(3, 1, 4), True, 24),
+        pytest.param(make_candidate(3, 1, 4), True, 24, marks=pytest.mark.slow),  # 24 steps, three cold starts
     ],
     ids=["offloaded", "converted"],
 )
 def test_training_survives_its_longest_batches(
-    scripts: Scripts, tmp_path: Path, short_peak_bytes: int, after: Candidate, convert: bool, steps: int
+    tmp_path: Path, short_peak_bytes: int, after: Candidate, convert: bool, steps: int
 ) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(AUTO))
     argv = [*LONG_BATCHES, "--max_steps", str(steps), "--long_steps", "7,19"]
     says: list[str] = []
     ladder = [make_candidate(1, 4, 1), after]
     cap = short_peak_bytes // MIB + 150
-    summary = launch(scripts, tmp_path, argv, ladder, cap=cap, says=says, convert=convert)
+    summary = launch(tmp_path, argv, ladder, cap=cap, says=says, convert=convert)
     assert summary.code == 0, says
     assert len(summary.attempts) == 2, says
     assert summary.attempts[0].ended.startswith(Kind.OOM_DEVICE.value)
@@ -502,7 +500,8 @@ def test_training_survives_its_longest_batches(
     assert seen_samples(tmp_path) == {step: set(range(8 * step, 8 * step + 8)) for step in range(steps)}
 
 
-def test_a_killed_rank_is_started_again(scripts: Scripts, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("built_ops")
+def test_a_killed_rank_is_started_again(tmp_path: Path) -> None:
     config = {**CONFIG, "zero_optimization": {"stage": 2}}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     name = write(
@@ -525,14 +524,15 @@ def test_a_killed_rank_is_started_again(scripts: Scripts, tmp_path: Path) -> Non
         """,
     )
     argv = [name, "--deepspeed_config", "ds.json", "--steps", "10", "--save_every", "4", "--losses", "losses"]
-    summary = launch(scripts, tmp_path, argv, [make_candidate(2, 2, 2)])
+    summary = launch(tmp_path, argv, [make_candidate(2, 2, 2)])
     assert summary.code == 0
     assert len(summary.attempts) == 2
     assert summary.attempts[1].resumed_from
-    steps = [json.loads(line)["step"] for line in (tmp_path / "losses").read_text().splitlines()]
+    steps = [entry["step"] for entry in read_json_lines(tmp_path / "losses")]
     assert steps == [*range(1, 7), *range(5, 11)]
 
 
+@pytest.mark.usefixtures("built_ops")
 @pytest.mark.parametrize(
     ("before", "after", "convert"),
     [
@@ -541,7 +541,7 @@ def test_a_killed_rank_is_started_again(scripts: Scripts, tmp_path: Path) -> Non
     ],
 )
 def test_a_rung_loads_what_another_one_saved(
-    scripts: Scripts, tmp_path: Path, before: Candidate, after: Candidate, convert: bool
+    tmp_path: Path, before: Candidate, after: Candidate, convert: bool
 ) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     name = write(
@@ -566,11 +566,11 @@ def test_a_rung_loads_what_another_one_saved(
     )
     argv = [name, "--deepspeed_config", "ds.json", "--steps", "10", "--save_every", "4", "--losses", "losses"]
     says: list[str] = []
-    summary = launch(scripts, tmp_path, argv, [before, after], says=says, convert=convert)
+    summary = launch(tmp_path, argv, [before, after], says=says, convert=convert)
     assert summary.code == 0, says
     assert [one.rung for one in summary.attempts] == [0, 1]
     assert any("converting" in line for line in says) == convert
-    entries = [json.loads(line) for line in (tmp_path / "losses").read_text().splitlines()]
+    entries = read_json_lines(tmp_path / "losses")
     assert [entry["step"] for entry in entries] == [*range(1, 7), *range(5, 11)]
     losses = [entry["loss"] for entry in entries]  # steps 5 and 6 are trained twice, before and after
     assert losses[6:8] == pytest.approx(losses[4:6], rel=1e-4)
@@ -578,17 +578,17 @@ def test_a_rung_loads_what_another_one_saved(
     assert not list((tmp_path / "out").glob("*universal"))
 
 
-def test_a_script_of_its_own_failure_keeps_its_exit_code(scripts: Scripts, tmp_path: Path) -> None:
+def test_a_script_of_its_own_failure_keeps_its_exit_code(tmp_path: Path) -> None:
     name = write(tmp_path, "fails.py", "import sys; sys.exit(7)")
-    summary = launch(scripts, tmp_path, [name], [make_candidate()])
+    summary = launch(tmp_path, [name], [make_candidate()])
     assert summary.code == 7
     assert len(summary.attempts) == 1
 
 
-def test_a_crash_on_the_way_out_is_no_failure_of_the_training(scripts: Scripts, tmp_path: Path) -> None:
+def test_a_crash_on_the_way_out_is_no_failure_of_the_training(tmp_path: Path) -> None:
     name = write(tmp_path, "aborts.py", "import atexit, os; os.environ['RANK'] == '1' and atexit.register(os.abort)")
     says: list[str] = []
-    summary = launch(scripts, tmp_path, [name], [make_candidate()], says=says)
+    summary = launch(tmp_path, [name], [make_candidate()], says=says)
     assert summary.code == 0, says
     assert len(summary.attempts) == 1
     assert any("rank 1 died by SIGABRT" in line for line in says)
@@ -600,56 +600,25 @@ def test_the_command_line_end_to_end(tmp_path: Path) -> None:
         "knobs:\n  zero_stage: [1, 2]\n  train_micro_batch_size_per_gpu: [1, 2, 4, 8]\n"
         "  gradient_accumulation_steps: {from: 1, to: 64}\n  reduce_bucket_size: [500000]\n"
     )
-    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    tool = [sys.executable, "-m", "autotune.cli"]
     script = [str(SCRIPTS / "trainer.py"), *TRAINER]
-    done = subprocess.run(
-        [
-            *tool,
-            "run",
-            "--device",
-            "cpu",
-            "--gpus",
-            "2",
-            "--budget",
-            "50s",
-            "--space",
-            "space.yaml",
-            "--study",
-            "mine",
-            "--max-trials",
-            "3",
-            "--yes",
-            "--",
-            *script,
-        ],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
+
+    def autotune(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "autotune.cli", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+
+    run = ["run", "--device", "cpu", "--gpus", "2", "--budget", "5m", "--space", "space.yaml", "--study", "mine"]
+    done = autotune(*run, "--max-trials", "2", "--yes", "--", *script)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "train with" in done.stdout
     ladder = json.loads((tmp_path / "runs/mine/mine.ladder.json").read_text())
     assert all(one["config"]["train_batch_size"] == 8 for one in ladder)
     began = time.monotonic()
-    trained = subprocess.run(
-        [*tool, "launch", "mine", "--json", "--", *script, "--max_steps", "6"],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
+    trained = autotune("launch", "mine", "--json", "--", *script, "--max_steps", "6")
+    took = time.monotonic() - began
     assert trained.returncode == 0, trained.stderr
     summary = json.loads(trained.stdout[trained.stdout.index('{\n  "code"') :])
     assert summary["attempts"][0]["steps"] >= 3
-    assert time.monotonic() - began > summary["attempts"][0]["seconds"]
-    wrong = subprocess.run(
-        [*tool, "launch", "mine", "--", str(SCRIPTS / "plain.py")],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
+    assert took > summary["attempts"][0]["seconds"]
+    wrong = autotune("launch", "mine", "--", str(SCRIPTS / "plain.py"))
     assert wrong.returncode == 2
     assert "is of" in wrong.stderr

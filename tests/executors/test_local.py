@@ -1,10 +1,11 @@
 """Real DeepSpeed on real CPU ranks, and every way for them to end."""
 
 import os
+import signal
 import time
+from contextlib import closing
 from pathlib import Path
 
-import psutil
 import pytest
 
 from autotune.executors.base import VERIFY, Effort
@@ -13,24 +14,7 @@ from autotune.executors.measurement import median_spread
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Kind, Phase
 from autotune.units import MIB
-from tests.conftest import Bench, make_candidate, make_job
-
-
-def orphans(bench: Bench) -> list[psutil.Process]:
-    """Ranks that are left, of any trial."""
-    server = bench.executor.launcher.server
-    return [
-        child for child in psutil.Process(server).children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE
-    ]
-
-
-@pytest.fixture(autouse=True)
-def _clean(bench: Bench):  # type: ignore[no-untyped-def]
-    bench.fault = None
-    bench.executor.hardware = detect("cpu", 2, memory_cap_bytes=2000 * MIB)
-    bench.executor.deadlines = Deadlines(start=60, init=60, step=60)
-    yield
-    assert orphans(bench) == []
+from tests.conftest import Bench, make_candidate, make_job, pid_lives, wait_until
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -63,10 +47,9 @@ def test_how_the_model_is_made_is_a_knob(bench: Bench) -> None:
 
 def test_one_engine_climbs_and_a_long_accumulation_is_extrapolated(bench: Bench) -> None:
     first = make_candidate(1, 1, 1)
-    session = bench.session(first)
     effort = Effort(min_seconds=0.0, min_steps=2)
-    outcomes = [session.measure(make_candidate(1, *rung), effort, 60.0) for rung in ((1, 1), (2, 1), (2, 16))]
-    session.close()
+    with closing(bench.session(first)) as session:
+        outcomes = [session.measure(make_candidate(1, *rung), effort, 60.0) for rung in ((1, 1), (2, 1), (2, 16))]
     assert all(outcome.ok for outcome in outcomes)
     long, short = outcomes[2].measurement, outcomes[1].measurement
     assert long is not None
@@ -104,16 +87,16 @@ def test_out_of_memory_on_the_real_cap(bench: Bench) -> None:
 @pytest.mark.parametrize("where", ["init", "backward"])
 def test_one_rank_of_two_fails(bench: Bench, what: str, where: str) -> None:
     bench.fault = {"rank": 1, "where": where, "what": what}
-    bench.executor.deadlines = Deadlines(start=60, init=12 if what == "hang" else 60, step=4)
+    if what == "hang":
+        bench.executor.deadlines = Deadlines(start=60, init=12, step=4)
     expected = {"oom": Kind.OOM_DEVICE, "hang": Kind.TIMEOUT}.get(what, Kind.CRASH)
     session = bench.session(make_candidate(2))
-    outcome = session.measure(make_candidate(2), Effort(), 60.0)
-    ended = time.monotonic()
+    outcome = session.measure(make_candidate(2), Effort(), 120.0)
     assert outcome.kind is expected, outcome
     assert outcome.evidence
     assert outcome.log
     assert session.failed_at is not None
-    assert ended - session.failed_at < 20, "the group is ended at once"
+    assert bench.left_over() == [], "the whole group is ended, before anybody asks for it"
     if what != "hang":
         assert outcome.rank == 1
     if what == "oom":
@@ -138,16 +121,15 @@ def test_the_budgets_end_is_an_interruption(bench: Bench) -> None:
 def test_a_stop_request_ends_a_running_trial(bench: Bench) -> None:
     began = time.monotonic()
     bench.executor.cancelled = lambda: time.monotonic() - began > 1.0
-    try:
-        bench.fault = {"rank": 0, "where": "forward", "what": "hang"}
-        assert bench.run(make_candidate()).kind is Kind.INTERRUPTED
-    finally:
-        bench.executor.cancelled = lambda: False
+    bench.fault = {"rank": 0, "where": "forward", "what": "hang"}
+    assert bench.run(make_candidate()).kind is Kind.INTERRUPTED
 
 
 def test_a_killed_fork_server_is_started_again(bench: Bench) -> None:
-    bench.executor.launcher._process.kill()
-    bench.executor.launcher._process.wait()
+    server = bench.executor.launcher.server
+    assert server is not None
+    os.kill(server, signal.SIGKILL)
+    wait_until(lambda: not pid_lives(server), "the fork server's end")
     assert bench.run(make_candidate()).ok
 
 
@@ -156,10 +138,8 @@ def test_fork_and_spawn_agree(bench: Bench, tmp_path: Path) -> None:
     forked = bench.run(candidate, effort=effort)
     cold = LocalExecutor(make_job(), bench.executor.hardware, tmp_path, [candidate], isolation="spawn")
     cold.open(lambda text: None)
-    session = cold.session(candidate, "0001")
-    spawned = session.measure(candidate, effort, 120.0)
-    session.close()
-    cold.close()
+    with closing(cold), closing(cold.session(candidate, "0001")) as session:
+        spawned = session.measure(candidate, effort, 300.0)
     assert spawned.ok
     assert spawned.measurement is not None
     assert forked.measurement is not None
@@ -178,16 +158,13 @@ def test_a_disk_that_refuses_is_the_machines_trouble(bench: Bench, monkeypatch: 
 
 
 def test_ranks_die_with_the_tuner(bench: Bench) -> None:
-    session = bench.session(make_candidate())
-    assert session.measure(make_candidate(), Effort(min_seconds=0.0, min_steps=2), 60.0).ok
-    pids = list(session.pids)
-    os.kill(bench.executor.launcher.server, 9)
-    until = time.monotonic() + 5
-    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
-    session.close()
-    bench.executor.ensure_launcher()
+    with closing(bench.session(make_candidate())) as session:
+        assert session.measure(make_candidate(), Effort(min_seconds=0.0, min_steps=2), 120.0).ok
+        ranks = [process.pid for process in bench.left_over()]
+        assert len(ranks) == 2
+        assert bench.executor.launcher.server is not None
+        os.kill(bench.executor.launcher.server, signal.SIGKILL)
+        wait_until(lambda: not any(pid_lives(pid) for pid in ranks), "the ranks' end")
 
 
 def test_the_medians_interval() -> None:

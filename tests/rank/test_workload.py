@@ -1,12 +1,9 @@
 """What ranks train without a script: adapters, lengths of a data set, functions of the user's."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from autotune.executors.base import Effort
-from autotune.executors.local import LocalExecutor
 from autotune.predict.trace import trace_job
 from autotune.predict.tracer import trace_model
 from autotune.problem.candidate import Candidate
@@ -15,20 +12,15 @@ from autotune.problem.models import workload_spec
 from autotune.problem.outcome import Outcome
 from autotune.rank.workload import batches, causal_model, fill_weights, loss_of, own_workload, transformers_config
 from autotune.units import MIB
-from tests.conftest import Bench, make_candidate, make_job
+from tests.conftest import SCRIPTS, Bench, make_candidate, make_job
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
 EFFORT = Effort(min_seconds=0.0, min_steps=2, max_steps=2)
 
 
 def measure(bench: Bench, job: Job, *candidates: Candidate) -> list[Outcome]:
-    """On the module's fork server, which any job can use."""
-    executor: LocalExecutor = bench.executor
-    before, executor.job = executor.job, job
-    try:
-        return [bench.run(one, effort=EFFORT) for one in candidates]
-    finally:
-        executor.job = before
+    """On the shared fork server, which any job can use."""
+    bench.executor.job = job
+    return [bench.run(one, effort=EFFORT) for one in candidates]
 
 
 def test_adapters_train_and_the_rest_is_frozen(bench: Bench) -> None:
@@ -101,22 +93,13 @@ def test_lengths_are_trained(bench: Bench) -> None:
 def test_a_workload_of_ones_own(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(SCRIPTS)
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
     job = Job(workload_spec("own:build"), 2, 32, "fp32", workload="own:build")
     trace = trace_job(job)
     assert trace.exact
     assert sum(trace.parameters) == 32 * 256 + 256 + 256 + 1
     assert trace.checkpointed is None
-    executor = LocalExecutor(job, bench.executor.hardware, bench.executor.folder, [make_candidate()])
-    executor.open(lambda text: None)
-    try:
-        for stage in (1, 3):
-            session = executor.session(make_candidate(stage, 8, 2), f"own{stage}")
-            outcome = session.measure(make_candidate(stage, 8, 2), EFFORT, 60.0)
-            session.close()
-            assert outcome.ok, outcome
-    finally:
-        executor.close()
+    for outcome in measure(bench, job, make_candidate(1, 8, 2), make_candidate(3, 8, 2)):
+        assert outcome.ok, outcome
     with pytest.raises(ValueError, match="expected it to return"):
         own_workload("own:wrong")
 

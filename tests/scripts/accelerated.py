@@ -34,6 +34,7 @@ def main() -> None:
             done += accelerator.sync_gradients
             if done >= args.steps:
                 break
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

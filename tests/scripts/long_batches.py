@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed
 from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, Trainer, TrainingArguments, set_seed
 
 
@@ -91,6 +92,8 @@ def main() -> None:
     args.remove_unused_columns = False
     trainer = InOrder(AutoModelForCausalLM.from_config(config), args, collate, Texts(ours, 60 * ours.global_batch))
     trainer.train()
+    if torch.distributed.is_initialized():  # Trainer leaves it open
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

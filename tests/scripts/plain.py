@@ -52,6 +52,7 @@ def main() -> None:
                 file.write(json.dumps({"step": step, "loss": float(total / world)}) + "\n")
         if args.save_every and step % args.save_every == 0:
             engine.save_checkpoint(args.out, client_state={"step": step})
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

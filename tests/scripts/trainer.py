@@ -1,6 +1,7 @@
 """A Trainer script: HfArgumentParser, a collator that pads, everything else left to transformers."""
 
 import torch
+import torch.distributed
 from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, Trainer, TrainingArguments, set_seed
 
 
@@ -32,6 +33,8 @@ def main() -> None:
     )
     trainer = Trainer(AutoModelForCausalLM.from_config(config), args, collate, Texts())
     trainer.train()
+    if torch.distributed.is_initialized():  # Trainer leaves it open
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,131 @@
+"""Whether the tests can be trusted: the command of `make test` many times in a row, each time in another order.
+
+    python benchmarks/flakes.py --runs 20 --load --json benchmarks/results/flakes.json
+
+`--load` keeps two other processes busy meanwhile, so that on two cores every test has half the time it is used to. A run
+that fails is written down with its seed and its output, and the next one starts: nothing is tried again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import secrets
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common import print_table, write_json
+
+ROOT = Path(__file__).parents[1]
+FAST = ["tests/test_units.py", "tests/problem/test_outcome.py", "tests/group/test_protocol.py"]
+BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(100_000))\n"
+RUN_SECONDS = 3600  # a run that takes longer hangs
+
+
+def test_command() -> list[str]:
+    """What `make test` runs, under this interpreter."""
+    said = subprocess.run(["make", "-n", "-o", "setup", "test"], cwd=ROOT, capture_output=True, text=True, check=True)
+    _, *words = shlex.split(said.stdout.strip().splitlines()[-1])
+    return [sys.executable, *words]
+
+
+@contextlib.contextmanager
+def load(processes: int) -> Iterator[None]:
+    """So many processes that do nothing but burn a core each."""
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def run_once(command: list[str], seed: int, log: Path) -> dict[str, Any]:
+    """One run's seconds, counts, seed and names of failures."""
+    report = log.with_suffix(".xml")
+    began = time.monotonic()
+    with log.open("w") as output:
+        words = [*command, f"--randomly-seed={seed}", f"--junitxml={report}"]
+        try:
+            code = subprocess.run(
+                words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, timeout=RUN_SECONDS
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = None
+    cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+    failures, skipped = [], 0
+    for case in cases:
+        if case.find("failure") is not None or case.find("error") is not None:
+            failures.append(f"{case.get('classname')}::{case.get('name')}")
+        skipped += case.find("skipped") is not None
+    if code != 0 and not failures:
+        failures = [f"the run itself: {'no end' if code is None else f'exit code {code}'}"]
+    return {
+        "seed": seed,
+        "seconds": round(time.monotonic() - began, 1),
+        "passed": len({(case.get("classname"), case.get("name")) for case in cases}) - len(set(failures)) - skipped,
+        "failed": len(failures),
+        "skipped": skipped,
+        "failures": failures,
+        **({"log": str(log)} if failures else {}),
+    }
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    seconds = [run["seconds"] for run in runs]
+    return {
+        "runs": len(runs),
+        "runs_without_a_failure": sum(not run["failures"] for run in runs),
+        "seconds_median": statistics.median(seconds),
+        "seconds_max": max(seconds),
+        "failures": dict(Counter(name for run in runs for name in run["failures"])),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--load", action="store_true", help="two busy processes beside the tests")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--small", action="store_true", help="one run of a few fast tests")
+    arguments = parser.parse_args()
+    if arguments.runs < 1:
+        parser.error("--runs: at least 1")
+    command = test_command() + (FAST if arguments.small else [])
+    folder = Path(tempfile.mkdtemp(prefix="flakes-"))
+    runs: list[dict[str, Any]] = []
+    with load(2 if arguments.load else 0):
+        for number in range(1 if arguments.small else arguments.runs):
+            runs.append(run_once(command, secrets.randbelow(2**31), folder / f"run-{number + 1:02d}.log"))
+            what = "`make test`" if not arguments.small else "a few fast tests"
+            written = {"what": what, "load": arguments.load, "cores": os.cpu_count(), **summary(runs), "each": runs}
+            write_json(arguments.json, written)
+            one = runs[-1]
+            print(
+                f"run {number + 1}: {one['passed']} passed, {one['failed']} failed, {one['skipped']} skipped in "
+                f"{one['seconds']:.0f} s (seed {one['seed']})",
+                *(f"  {name}" for name in one["failures"]),
+                sep="\n",
+                flush=True,
+            )
+    whole = summary(runs)
+    print_table("make test, again and again", [{k: v for k, v in whole.items() if k != "failures"}])
+    for name, times in whole["failures"].items():
+        print(f"{times} x {name}")
+    if whole["failures"]:
+        raise SystemExit(f"the output of runs that failed: {folder}")
+
+
+if __name__ == "__main__":
+    main()
