@@ -1,12 +1,9 @@
-"""What the benchmarks share: their command line, tables of 100 columns, JSON files, and a plain training."""
+"""What the benchmarks share: their command line, tables of 100 columns, and JSON files."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +11,6 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
-
-from autotune.executors.local import rank_environment, threads_per_rank
-from autotune.problem.job import Job
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -130,29 +124,3 @@ def kept_rows(path: Path | None, key: str, anew: Sequence[str]) -> list[dict[str
     if path is None or not path.exists():
         return []
     return [row for row in json.loads(path.read_text()) if row[key] not in anew]
-
-
-# -- a training without autotune -------------------------------------------------------------------------------------
-
-
-def train_plainly(job: Job, config: dict[str, Any], checkpointing: bool, steps: int, device: str) -> dict[str, float]:
-    """Trains with `config` under torchrun, by a script that knows nothing of autotune.
-
-    Raises:
-        RuntimeError: the training failed; with the end of its standard error.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "ds.json").write_text(json.dumps(config))
-        (Path(folder) / "model.json").write_text(json.dumps(job.model.config))
-        options = [str(job.seq_len), str(steps), "--precision", job.precision]
-        command = [
-            *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.ranks)],
-            *[str(HERE / "train_plain.py"), f"{folder}/ds.json", f"{folder}/model.json", *options],
-            *(["--checkpointing"] if checkpointing else []),
-        ]
-        env = {**rank_environment(device), "OMP_NUM_THREADS": str(threads_per_rank(job.ranks))}
-        done = subprocess.run(command, capture_output=True, text=True, env=env)
-    line = next((line for line in done.stdout.splitlines() if line.startswith("TRAINED ")), None)
-    if line is None:
-        raise RuntimeError(done.stderr[-3000:])
-    return dict(json.loads(line.removeprefix("TRAINED ")))

@@ -23,15 +23,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from ranks import launch, median_spread, opened, rank_environment, torchrun_words
 
 from autotune.executors.base import Effort
-from autotune.executors.local import LocalExecutor, median_spread, rank_environment
 from autotune.group.verdict import log_tail
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job, Script
 from autotune.recovery.ladder import Rung
-from autotune.recovery.supervisor import Launcher
 
 HERE = Path(__file__).parent
 SETTLE_STEPS = 8  # before the first turn
@@ -114,16 +113,7 @@ def torchrun(name: str, argv: list[str], folder: Path, ranks: int, ds_config: st
     env = {**rank_environment("cpu"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if ds_config:
         env |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": ds_config}
-    words = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        *timed(log, argv),
-    ]
-    return Side(name, words, log, folder, env)
+    return Side(name, [*torchrun_words(ranks), *timed(log, argv)], log, folder, env)
 
 
 def under_autotune(kind: str, job: Job, candidate: Candidate, folder: Path) -> Side:
@@ -197,13 +187,11 @@ def main() -> None:
     if kind == "launch":
         ladder = [Rung(candidate, 1e9, 1.0, True)]
         os.chdir(job.script.cwd)
-        Launcher(job, hardware, ladder, folder, max_restarts=0, silent_seconds=ENDLESS, say=print).run()
+        launch(job, hardware, ladder, folder, max_restarts=0, silent_seconds=ENDLESS)
         return
-    executor = LocalExecutor(job, hardware, folder, [candidate])
-    executor.open(print)
-    session = executor.session(candidate, "0")
-    effort = Effort(min_steps=ENDLESS, max_steps=ENDLESS, min_seconds=ENDLESS, max_seconds=ENDLESS)
-    print(session.measure(candidate, effort, ENDLESS))
+    with opened(job, hardware, folder, [candidate]) as executor:
+        effort = Effort(min_steps=ENDLESS, max_steps=ENDLESS, min_seconds=ENDLESS, max_seconds=ENDLESS)
+        print(executor.session(candidate, "0").measure(candidate, effort, ENDLESS))
 
 
 if __name__ == "__main__":

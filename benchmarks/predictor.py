@@ -54,16 +54,16 @@ def percent(share: float) -> str:
 
 def judged(measure: str, value: float, show: str, target: str, met: bool) -> dict[str, Any]:
     """A row: the value as it was found and as it is shown, and whether it meets the target."""
-    return {"measure": measure, "ours": show, "target": target, "met": met, "value": round(value, 6)}
+    return {"measure": measure, "ours": show, "target": target, "met": bool(met), "value": round(float(value), 6)}
 
 
 def at_most(measure: str, value: float, limit: float, show: Callable[[float], str] = percent) -> dict[str, Any]:
     """A share, whatever its sign, against the largest that is wanted."""
-    return judged(measure, value, show(value), f"{100 * limit:g} %", bool(abs(value) <= limit))
+    return judged(measure, value, show(value), f"{100 * limit:g} %", abs(value) <= limit)
 
 
 def at_least(measure: str, value: float, limit: float, shown: str) -> dict[str, Any]:
-    return judged(measure, value, shown, f"{limit:g}", bool(value >= limit))
+    return judged(measure, value, shown, f"{limit:g}", value >= limit)
 
 
 def about(against: str, *rows: dict[str, Any]) -> list[dict[str, Any]]:
@@ -363,9 +363,16 @@ def main() -> None:
     amount = Amount(seeds=arguments.seeds, known=arguments.rows, **(small if arguments.small else {}))
     skipped = arguments.skip.split(",")
     rows = measured_parts(arguments, amount, skipped)
-    print_table("the predictor", [{k: v for k, v in row.items() if k not in ("part", "value")} for row in rows])
+    print_table("the predictor", [shown(row, rows[at - 1] if at else None) for at, row in enumerate(rows)])
     known = kept_rows(arguments.json, "part", [name for name in PARTS if name not in skipped])
     write_json(arguments.json, sorted([*known, *rows], key=lambda row: PARTS.index(row["part"])))
+
+
+def shown(row: dict[str, Any], above: dict[str, Any] | None) -> dict[str, Any]:
+    """A row as the table has it: what it is about only where that changes."""
+    same = above is not None and above["against"] == row["against"]
+    met = "yes" if row["met"] else "no"
+    return {"against": "" if same else row["against"], **{k: row[k] for k in ("measure", "ours", "target")}, "met": met}
 
 
 PARTS = ("live", "traces", "published", "landscapes", "speed")

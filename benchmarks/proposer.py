@@ -6,7 +6,6 @@ Seconds from an Outcome to the next proposal at 50, 500 and 5,000 trials in a st
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import tempfile
@@ -14,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import print_table, write_json
+from common import command_line, parse, print_table, write_json
 
 from autotune.predict.predictor import Predictor
 from autotune.problem.hardware import named_hardware
@@ -30,10 +29,9 @@ TARGETS = {50: 0.1, 500: 0.2, 5000: 0.5}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--sizes", default=",".join(map(str, TARGETS)), help="of studies; writing 5000 takes minutes")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parse(parser, sizes="5,20")
     sizes = sorted(int(size) for size in arguments.sizes.split(","))
     job, hardware, space = (
         Job(resolve_model("llama-3.2-1b"), 4, 2048),
