@@ -35,6 +35,7 @@ from autotune.recovery.ladder import Rung
 HERE = Path(__file__).parent
 SETTLE_STEPS = 8  # before the first turn
 STEPS_A_TURN, TURN_SECONDS = 8, 0.6  # at the least
+WHOLE_STEPS = 3  # fewer say nothing of a turn
 ENDLESS = 10**6
 
 
@@ -86,11 +87,19 @@ class Side:
                     process.send_signal(number)
 
     def run_for(self, seconds: float) -> None:
-        began = time.perf_counter()
+        """One turn: so many seconds, and longer where it has too few whole steps by then."""
+        began, written = time.perf_counter(), self.log.stat().st_size
         self.signal(signal.SIGCONT)
         time.sleep(seconds)
+        while self.alive and self._lines_since(written) < WHOLE_STEPS + 2:  # the first belongs to the turn before
+            time.sleep(0.1)
         self.signal(signal.SIGSTOP)
         self.turns.append((began, time.perf_counter()))
+
+    def _lines_since(self, offset: int) -> int:
+        with self.log.open("rb") as file:
+            file.seek(offset)
+            return file.read().count(b"\n")
 
     def turn_seconds(self) -> list[float | None]:
         """Each turn's median step; None where it had too few whole steps."""
@@ -99,7 +108,7 @@ class Side:
         for began, ended in self.turns:
             inside = [end for end in ends if began < end < ended]
             steps = [b - a for a, b in itertools.pairwise(inside)]
-            found.append(statistics.median(steps) if len(steps) >= 3 else None)
+            found.append(statistics.median(steps) if len(steps) >= WHOLE_STEPS else None)
         return found
 
     def kill(self) -> None:
@@ -160,13 +169,19 @@ def take_turns(sides: list[Side], turns: int) -> None:
 
 def ratio(one: Side, other: Side) -> tuple[float, float]:
     """Speed of `one` against `other` in samples a second: the median over their turns, and half the width of its 95 %
-    interval."""
+    interval.
+
+    Raises:
+        RuntimeError: one of them ended before its first turn was over.
+    """
     weight = one.samples_a_step() / other.samples_a_step()
     found = [
         weight * b / a
         for a, b in zip(one.turn_seconds(), other.turn_seconds(), strict=True)
         if a is not None and b is not None
     ]
+    if not found:
+        raise RuntimeError(f"{one.name} and {other.name} have no turn in common")
     return statistics.median(found), median_spread(found)
 
 

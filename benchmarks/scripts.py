@@ -207,11 +207,11 @@ def cases() -> dict[str, tuple[list[str], list[str]]]:
 
 
 def one(
-    name: str, options: list[str], argv: list[str], folder: Path, budget: str, turns: int, steps: int
+    name: str, options: list[str], argv: list[str], folder: Path, limits: list[str], turns: int, steps: int
 ) -> dict[str, Any]:
     study = "".join(c if c.isalnum() else "-" for c in name)
     tuned = autotune_run(
-        *["--device", "cpu", "--gpus", str(RANKS), "--budget", budget, "--space", "space.yaml", "--study", study],
+        *["--device", "cpu", "--gpus", str(RANKS), "--space", "space.yaml", "--study", study, *limits],
         *options,
         script=argv,
         cwd=folder,
@@ -269,7 +269,8 @@ def main() -> None:
     parser.add_argument("--budget", default="75s")
     parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--steps", type=int, default=45, help="of the run that is compared with its own log")
-    arguments = parse(parser, only="plain loop", budget="20s", turns=2, steps=5)
+    arguments = parse(parser, only="plain loop", budget="5m", turns=2, steps=5)
+    limits = ["--budget", arguments.budget, *(["--max-trials", "1"] if arguments.small else [])]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -280,7 +281,7 @@ def main() -> None:
             if arguments.only and not any(part in case for part in arguments.only.split(",")):
                 continue
             try:
-                row = one(case, options, argv, folder, arguments.budget, arguments.turns, arguments.steps)
+                row = one(case, options, argv, folder, limits, arguments.turns, arguments.steps)
             except RuntimeError as error:
                 row = {"script": case, "tuned": f"training failed: {str(error)[-3000:]}"}
             rows.append(row)

@@ -85,11 +85,11 @@ def by_deepspeed(job: Job, folder: Path, config: dict[str, Any]) -> Found:
     return Found(best, seconds, winner, experiments)
 
 
-def by_autotune(job: Job, folder: Path, budget: str, global_batch: int) -> Found:
+def by_autotune(job: Job, folder: Path, global_batch: int, *limits: str) -> Found:
     began = time.monotonic()
     done = autotune_run(
         *["--model", job.model.name, "--device", "cpu", "--gpus", "1", "--seq-len", str(job.seq_len)],
-        *["--budget", budget, "--study", "vs", "--global-batch-size", str(global_batch)],
+        *["--study", "vs", "--global-batch-size", str(global_batch), *limits],
         cwd=folder,
     )
     seconds = time.monotonic() - began
@@ -119,26 +119,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=50, help="of each winner's training")
     parser.add_argument("--trainings", type=int, default=3)
-    arguments = parse(parser, model="tiny-llama", seq_len=32, budget="15s", steps=3, trainings=1)
+    arguments = parse(parser, model="tiny-llama", seq_len=32, budget="5m", steps=3, trainings=1)
     tuner = shutil.which("pdsh") is not None
     if not tuner:
         print("DeepSpeed's autotuner needs pdsh (apt-get install pdsh): it is left out")
         if not arguments.small:
             raise SystemExit(1)
     job = Job(resolve_model(arguments.model), 1, arguments.seq_len, "fp32")
+    limits = ["--budget", arguments.budget, *(["--max-trials", "1"] if arguments.small else [])]
     asked = autotuner_config([0], 1) if arguments.small else autotuner_config([0, 1, 2, 3], 3)
     theirs: list[Found] = []
     ours: list[Found] = []
     with tempfile.TemporaryDirectory() as name:
         if not arguments.small:  # builds DeepSpeed's ops for both, once a machine
-            by_autotune(job, made(Path(name) / "ops"), "20s", 8)
+            by_autotune(job, made(Path(name) / "ops"), 8, "--budget", "20s")
         for at in range(arguments.rounds):
             batch = 8
             if tuner:
                 theirs.append(by_deepspeed(job, made(Path(name) / f"theirs{at}"), asked))
                 print("deepspeed:", theirs[-1], flush=True)
                 batch = int(theirs[-1].config["train_batch_size"])  # the same batches for both
-            ours.append(by_autotune(job, made(Path(name) / f"ours{at}"), arguments.budget, batch))
+            ours.append(by_autotune(job, made(Path(name) / f"ours{at}"), batch, *limits))
             print("autotune:", ours[-1], flush=True)
     found = {"deepspeed": theirs, "autotune": ours} if tuner else {"autotune": ours}
     rates: dict[str, list[float]] = {which: [] for which in found}
