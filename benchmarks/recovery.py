@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 import random
 import runpy
-import shutil
 import signal
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,37 +170,35 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        rows.append(out_of_memory(root / "long", size))
-        left, part = arguments.kills, 0
+        left, part, peak = arguments.kills, 0, 0
         while left > 0:
             began, kills = time.monotonic(), min(5, left)
             folder = root / f"kill{part}"
-            summary = killed(folder, size, kills, part)
-            met = len(summary.attempts) - 1
+            summary, reached = peak_of_ranks(partial(killed, folder, size, kills, part))
+            met, peak = len(summary.attempts) - 1, max(peak, reached)
             what = f"a rank killed {met} times"
             rows.append(judged(what, folder, size.steps, summary, time.monotonic() - began))
             left, part = left - met, part + 1
+        if not peak:
+            _, peak = peak_of_ranks(partial(launch, root / "calm", argv(size.steps), [rung(4)], None, 0))
+        rows.insert(0, out_of_memory(root / "long", size, peak))
         rows.append(overhead(root / "overhead", arguments.turns))
     print_table("training under autotune launch", rows)
     write_json(arguments.json, rows)
 
 
-def out_of_memory(folder: Path, size: Size) -> dict[str, Any]:
+def out_of_memory(folder: Path, size: Size, peak_bytes: int) -> dict[str, Any]:
     """Batches that are too long for the cap, in a training that fits otherwise."""
     began = time.monotonic()
-    peak = peak_of_ranks(lambda: launch(folder, argv(size.steps), [rung(4)], None, 0))
-    for left in folder.glob("seen.*"):
-        left.unlink()
-    shutil.rmtree(folder / "out", ignore_errors=True)
     words = argv(size.steps, size.long_steps, tokens=1024)
-    summary = launch(folder, words, [rung(4), rung(2), rung(1)], peak + 250 * MIB, 10)
+    summary = launch(folder, words, [rung(4), rung(2), rung(1)], peak_bytes + 250 * MIB, 10)
     *before, last = [f"{step}th" for step in size.long_steps]
     what = f"{', '.join(before)} and {last} batch too long" if before else f"{last} batch too long"
     return judged(what, folder, size.steps, summary, time.monotonic() - began)
 
 
-def peak_of_ranks(work: Callable[[], object]) -> int:
-    """The highest private writable memory of any rank while `work` runs, in bytes."""
+def peak_of_ranks(work: Callable[[], LaunchSummary]) -> tuple[LaunchSummary, int]:
+    """What `work` gives, and the highest private writable memory of any rank meanwhile, in bytes."""
     peak, done = 0, threading.Event()
 
     def look() -> None:
@@ -215,10 +213,10 @@ def peak_of_ranks(work: Callable[[], object]) -> int:
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
-    work()
+    summary = work()
     done.set()
     thread.join()
-    return peak
+    return summary, peak
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from ranks import Deadlines, LocalExecutor, opened, train_plainly
 
 from autotune.executors.base import Effort
 from autotune.problem.candidate import Candidate
-from autotune.problem.hardware import Hardware, detect
+from autotune.problem.hardware import detect
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
 from autotune.results.export import deepspeed_config
@@ -86,28 +86,27 @@ def a_configuration(executor: LocalExecutor, rounds: int) -> list[dict[str, Any]
     ]
 
 
-def faults(job: Job, hardware: Hardware, folder: Path, count: int) -> list[dict[str, Any]]:
-    """Seconds from noticing a planted failure until the next trial's ranks have started, and what is left behind."""
-    planted: dict[str, Any] = {}
+def faults(executor: LocalExecutor, planted: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """Seconds from noticing a failure until the next trial's ranks have started, and what is left behind.
+
+    What stands in `planted` happens in a trial's ranks.
+    """
     seconds: dict[str, list[float]] = {"hang": [], "oom": [], "SIGKILL": []}
     kinds: dict[str, set[str]] = {what: set() for what in seconds}
-    orphans = 0
-    quick_to_judge = Deadlines(step=3.0)
-    with opened(
-        job, hardware, folder, [candidate(2)], deadlines=quick_to_judge, fault=lambda name: planted or None
-    ) as executor:
-        before = living_children()
-        for at in range(count):
-            what = list(seconds)[at % 3]
-            planted.update(rank=1, where="forward", what=what)
-            outcome, session = run(executor, candidate(2), f"fault{at}")
-            kinds[what].add(outcome.kind.value)
-            planted.clear()
-            assert session.died_at is not None
-            waited = time.monotonic() - session.died_at
-            following, _ = run(executor, candidate(2), f"next{at}")
-            seconds[what].append(waited + following.measurement.phase_seconds["start"])
-            orphans += max(0, living_children() - before)
+    orphans, before = 0, living_children()
+    patient, executor.deadlines = executor.deadlines, Deadlines(step=3.0)
+    for at in range(count):
+        what = list(seconds)[at % 3]
+        planted.update(rank=1, where="forward", what=what)
+        outcome, session = run(executor, candidate(2), f"fault{at}")
+        kinds[what].add(outcome.kind.value)
+        planted.clear()
+        assert session.died_at is not None
+        waited = time.monotonic() - session.died_at
+        following, _ = run(executor, candidate(2), f"next{at}")
+        seconds[what].append(waited + following.measurement.phase_seconds["start"])
+        orphans += max(0, living_children() - before)
+    executor.deadlines = patient
     return [
         {
             "failure of one rank of two": what,
@@ -160,17 +159,17 @@ def main() -> None:
     job = Job(resolve_model("tiny-llama"), hardware.count, 32, "fp32" if arguments.device == "cpu" else "bf16")
     results: dict[str, Any] = {"hardware": str(hardware)}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        with opened(job, hardware, folder / "trials", [candidate(2)]) as executor:
+        planted: dict[str, Any] = {}
+        with opened(job, hardware, Path(name), [candidate(2)], fault=lambda name: planted or None) as executor:
             results["start_up"] = start_up(executor, arguments.rounds)
             print_table("fork server against cold start, alternating", results["start_up"])
             results["ladder"] = a_configuration(executor, arguments.rounds)
             print_table("a configuration measured, ladder and cold start alternating", results["ladder"])
             results["memory"] = memory(executor, arguments.others)
             print_table("memory repeats", results["memory"])
-        if job.ranks > 1:
-            results["faults"] = faults(job, hardware, folder / "faults", arguments.faults)
-            print_table("after a failure", results["faults"])
+            if job.ranks > 1:
+                results["faults"] = faults(executor, planted, arguments.faults)
+                print_table("after a failure", results["faults"])
     write_json(arguments.json, results)
 
 
