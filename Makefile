@@ -47,5 +47,12 @@ flakes: setup  # hours
 gpu-acceptance: setup
 	$(BIN)/python benchmarks/gpu_acceptance.py
 
+.PHONY: benchmarks benchmarks-small
+benchmarks: setup  # writes benchmarks/results anew: hours, one command at a time
+	$(BIN)/python benchmarks/run_all.py
+
+benchmarks-small: setup  # shows that each runs; the tests run them too
+	$(BIN)/python benchmarks/run_all.py --small
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info

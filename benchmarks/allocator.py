@@ -7,23 +7,20 @@ prior for the factor on activations (1.04 +- 0.08) is below these figures.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 from caching_allocator import waste
-from common import print_table, write_json
+from common import command_line, parse, print_table, write_json
 
 from autotune.predict.tracer import allocations
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
 
+MODELS = (("gemma-2-2b", 768), ("llama-3.2-1b", 2048), ("qwen2.5-0.5b", 1024), ("mistral-7b", 2048))
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parse(command_line(__doc__))
     rows = []
-    for name, seq_len in (("gemma-2-2b", 768), ("llama-3.2-1b", 2048), ("qwen2.5-0.5b", 1024), ("mistral-7b", 2048)):
+    for name, seq_len in (("tiny-llama", 64),) if arguments.small else MODELS:
         job = Job(resolve_model(name), 1, seq_len, "bf16")
         for checkpointing in (False, True):
             for micro_batch in (1, 4):

@@ -23,21 +23,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from ranks import launch, median_spread, opened, rank_environment, torchrun_words
 
 from autotune.executors.base import Effort
-from autotune.executors.local import LocalExecutor
-from autotune.executors.measurement import median_spread
-from autotune.group.environment import rank_environment
 from autotune.group.verdict import log_tail
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job, Script
 from autotune.recovery.ladder import Rung
-from autotune.recovery.supervisor import Supervisor
 
 HERE = Path(__file__).parent
 SETTLE_STEPS = 8  # before the first turn
 STEPS_A_TURN, TURN_SECONDS = 8, 0.6  # at the least
+WHOLE_STEPS = 3  # fewer say nothing of a turn
 ENDLESS = 10**6
 
 
@@ -89,11 +87,19 @@ class Side:
                     process.send_signal(number)
 
     def run_for(self, seconds: float) -> None:
-        began = time.perf_counter()
+        """One turn: so many seconds, and longer where it has too few whole steps by then."""
+        began, written = time.perf_counter(), self.log.stat().st_size
         self.signal(signal.SIGCONT)
         time.sleep(seconds)
+        while self.alive and self._lines_since(written) < WHOLE_STEPS + 2:  # the first belongs to the turn before
+            time.sleep(0.1)
         self.signal(signal.SIGSTOP)
         self.turns.append((began, time.perf_counter()))
+
+    def _lines_since(self, offset: int) -> int:
+        with self.log.open("rb") as file:
+            file.seek(offset)
+            return file.read().count(b"\n")
 
     def turn_seconds(self) -> list[float | None]:
         """Each turn's median step; None where it had too few whole steps."""
@@ -102,7 +108,7 @@ class Side:
         for began, ended in self.turns:
             inside = [end for end in ends if began < end < ended]
             steps = [b - a for a, b in itertools.pairwise(inside)]
-            found.append(statistics.median(steps) if len(steps) >= 3 else None)
+            found.append(statistics.median(steps) if len(steps) >= WHOLE_STEPS else None)
         return found
 
     def kill(self) -> None:
@@ -116,16 +122,7 @@ def torchrun(name: str, argv: list[str], folder: Path, ranks: int, ds_config: st
     env = {**rank_environment("cpu"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if ds_config:
         env |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": ds_config}
-    words = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        *timed(log, argv),
-    ]
-    return Side(name, words, log, folder, env)
+    return Side(name, [*torchrun_words(ranks), *timed(log, argv)], log, folder, env)
 
 
 def under_autotune(kind: str, job: Job, candidate: Candidate, folder: Path) -> Side:
@@ -172,13 +169,19 @@ def take_turns(sides: list[Side], turns: int) -> None:
 
 def ratio(one: Side, other: Side) -> tuple[float, float]:
     """Speed of `one` against `other` in samples a second: the median over their turns, and half the width of its 95 %
-    interval."""
+    interval.
+
+    Raises:
+        RuntimeError: one of them ended before its first turn was over.
+    """
     weight = one.samples_a_step() / other.samples_a_step()
     found = [
         weight * b / a
         for a, b in zip(one.turn_seconds(), other.turn_seconds(), strict=True)
         if a is not None and b is not None
     ]
+    if not found:
+        raise RuntimeError(f"{one.name} and {other.name} have no turn in common")
     return statistics.median(found), median_spread(found)
 
 
@@ -199,13 +202,11 @@ def main() -> None:
     if kind == "launch":
         ladder = [Rung(candidate, 1e9, 1.0, True)]
         os.chdir(job.script.cwd)
-        Supervisor(job, hardware, ladder, folder, max_restarts=0, silent_seconds=ENDLESS, say=print).run()
+        launch(job, hardware, ladder, folder, max_restarts=0, silent_seconds=ENDLESS)
         return
-    executor = LocalExecutor(job, hardware, folder, [candidate])
-    executor.open(print)
-    session = executor.session(candidate, "0")
-    effort = Effort(min_steps=ENDLESS, max_steps=ENDLESS, min_seconds=ENDLESS, max_seconds=ENDLESS)
-    print(session.measure(candidate, effort, ENDLESS))
+    with opened(job, hardware, folder, [candidate]) as executor:
+        effort = Effort(min_steps=ENDLESS, max_steps=ENDLESS, min_seconds=ENDLESS, max_seconds=ENDLESS)
+        print(executor.session(candidate, "0").measure(candidate, effort, ENDLESS))
 
 
 if __name__ == "__main__":

@@ -9,22 +9,24 @@ Every step's samples are compared with those of an undisturbed training.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import runpy
-import shutil
 import signal
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
-from common import print_table, write_json
+from common import command_line, parse, print_table, write_json
 from inturn import ratio, take_turns, torchrun, under_autotune
+from ranks import LaunchSummary, training_ranks
+from ranks import launch as launch_training
 from scripts import AUTO, OWN
 
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
@@ -32,11 +34,10 @@ from autotune.problem.hardware import detect
 from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec
 from autotune.recovery.ladder import Rung
-from autotune.recovery.supervisor import LaunchSummary, Supervisor
 from autotune.units import MIB
 
 SCRIPT = OWN / "long_batches.py"
-STEPS, BATCH = 60, 8
+BATCH = 8
 FLAGS = [
     "--deepspeed",
     "ds.json",
@@ -54,6 +55,16 @@ FLAGS = [
 ]
 
 
+@dataclass(frozen=True)
+class Size:
+    """Of the trainings under fire."""
+
+    steps: int = 60
+    long_steps: tuple[int, ...] = (7, 19, 40)
+
+
+SMALL = Size(12, (7,))
+
 seen_samples = runpy.run_path(str(SCRIPT), run_name="read")["seen_samples"]
 
 
@@ -69,8 +80,9 @@ def rung(micro_batch: int) -> Rung:
     return Rung(Candidate.of(knobs), 1e9, 1.0, True)
 
 
-def argv(*, long_steps: str, tokens: int = 512, steps: int = STEPS) -> list[str]:
-    return [str(SCRIPT), *FLAGS, "--max_steps", str(steps), "--long_steps", long_steps, "--long", str(tokens)]
+def argv(steps: int, long_steps: tuple[int, ...] = (), tokens: int = 512) -> list[str]:
+    long = ",".join(map(str, long_steps))
+    return [str(SCRIPT), *FLAGS, "--max_steps", str(steps), "--long_steps", long, "--long", str(tokens)]
 
 
 def launch(folder: Path, words: list[str], ladder: list[Rung], cap: int | None, restarts: int) -> LaunchSummary:
@@ -78,8 +90,7 @@ def launch(folder: Path, words: list[str], ladder: list[Rung], cap: int | None, 
     (folder / "ds.json").write_text(json.dumps(AUTO))
     job = Job(ModelSpec("long", {}, str(SCRIPT)), 2, 32, "fp32", script=Script(tuple(words), str(folder)))
     hardware = detect("cpu", 2, memory_cap_bytes=cap)
-    supervisor = Supervisor(job, hardware, ladder, folder, max_restarts=restarts, silent_seconds=300.0, say=print)
-    return supervisor.run()
+    return launch_training(job, hardware, ladder, folder, max_restarts=restarts)
 
 
 def trained(folder: Path) -> tuple[int, int]:
@@ -92,8 +103,8 @@ def trained(folder: Path) -> tuple[int, int]:
     return len(starts), len({entry["step"] for entry in entries[starts[-1] + 1 :]}) if starts else 0
 
 
-def judged(what: str, folder: Path, summary: LaunchSummary, seconds: float) -> dict[str, Any]:
-    expected = {step: set(range(BATCH * step, BATCH * (step + 1))) for step in range(STEPS)}
+def judged(what: str, folder: Path, steps: int, summary: LaunchSummary, seconds: float) -> dict[str, Any]:
+    expected = {step: set(range(BATCH * step, BATCH * (step + 1))) for step in range(steps)}
     row = {
         "case": what,
         "exit": summary.code,
@@ -105,16 +116,16 @@ def judged(what: str, folder: Path, summary: LaunchSummary, seconds: float) -> d
     return row
 
 
-def killed(folder: Path, kills: int, seed: int) -> LaunchSummary:
+def killed(folder: Path, size: Size, kills: int, seed: int) -> LaunchSummary:
     """Kills a rank at random moments of its training, so many times: after one to nine steps of an attempt, one time in
     four while it still starts."""
     chosen, done = random.Random(seed), threading.Event()
 
     def kill() -> None:
         for _ in range(kills):
-            while not ranks() and not done.wait(0.05):
+            while not training_ranks() and not done.wait(0.05):
                 pass
-            before, (attempts, _) = {p.pid for p in ranks()}, trained(folder)
+            before, (attempts, _) = {p.pid for p in training_ranks()}, trained(folder)
             steps = chosen.randint(1, 9)
             if chosen.random() < 0.25:
                 done.wait(chosen.uniform(0.0, 6.0))
@@ -122,23 +133,15 @@ def killed(folder: Path, kills: int, seed: int) -> LaunchSummary:
                 while trained(folder) < (attempts + 1, steps) and not done.wait(0.02):
                     pass
                 done.wait(chosen.uniform(0.0, 0.3))
-            alive = [p for p in ranks() if p.pid in before]
+            alive = [p for p in training_ranks() if p.pid in before]
             if alive and not done.is_set():
                 chosen.choice(alive).send_signal(signal.SIGKILL)
-            while {p.pid for p in ranks()} & before and not done.wait(0.1):
+            while {p.pid for p in training_ranks()} & before and not done.wait(0.1):
                 pass
-
-    def ranks() -> list[psutil.Process]:
-        found = []
-        for process in psutil.Process().children():
-            with suppress(psutil.Error):  # it has just ended
-                if "autotune.rank.train" in process.cmdline():
-                    found.append(process)
-        return found
 
     thread = threading.Thread(target=kill, daemon=True)
     thread.start()
-    summary = launch(folder, argv(long_steps=""), [rung(4), rung(2), rung(1)], None, kills + 5)
+    summary = launch(folder, argv(size.steps), [rung(4), rung(2), rung(1)], None, kills + 5)
     done.set()
     thread.join()
     return summary
@@ -148,7 +151,7 @@ def overhead(folder: Path, turns: int) -> dict[str, Any]:
     """Seconds of a step under launch and under torchrun, as the training's own log has them."""
     folder.mkdir()
     (folder / "ds.json").write_text(json.dumps(AUTO))
-    words = argv(long_steps="", steps=100_000)
+    words = argv(100_000)
     words[words.index("--save_steps") + 1] = "100000"
     job = Job(ModelSpec("long", {}, str(SCRIPT)), 2, 32, "fp32", script=Script(tuple(words), str(folder)))
     ours = under_autotune("launch", job, rung(4).candidate, folder)
@@ -159,37 +162,43 @@ def overhead(folder: Path, turns: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--turns", type=int, default=300, help="of launch and torchrun, for the overhead")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parse(parser, kills=1, turns=2)
+    size = SMALL if arguments.small else Size()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        began = time.monotonic()
-        long = argv(long_steps="7,19,40", tokens=1024)
-        folder = root / "long"
-        peak = peak_of_ranks(lambda: launch(folder, argv(long_steps=""), [rung(4)], None, 0))
-        for left in folder.glob("seen.*"):
-            left.unlink()
-        shutil.rmtree(folder / "out", ignore_errors=True)
-        summary = launch(folder, long, [rung(4), rung(2), rung(1)], peak + 250 * MIB, 10)
-        rows.append(judged("7th, 19th and 40th batch too long", folder, summary, time.monotonic() - began))
-        left, part = arguments.kills, 0
+        left, part, peak = arguments.kills, 0, 0
         while left > 0:
             began, kills = time.monotonic(), min(5, left)
-            summary = killed(root / f"kill{part}", kills, part)
-            met = len(summary.attempts) - 1
-            rows.append(judged(f"a rank killed {met} times", root / f"kill{part}", summary, time.monotonic() - began))
+            folder = root / f"kill{part}"
+            summary, reached = peak_of_ranks(partial(killed, folder, size, kills, part))
+            met, peak = len(summary.attempts) - 1, max(peak, reached)
+            what = f"a rank killed {met} times"
+            rows.append(judged(what, folder, size.steps, summary, time.monotonic() - began))
             left, part = left - met, part + 1
+        if not peak:
+            _, peak = peak_of_ranks(partial(launch, root / "calm", argv(size.steps), [rung(4)], None, 0))
+        rows.insert(0, out_of_memory(root / "long", size, peak))
         rows.append(overhead(root / "overhead", arguments.turns))
     print_table("training under autotune launch", rows)
     write_json(arguments.json, rows)
 
 
-def peak_of_ranks(work: Any) -> int:
-    """The highest private writable memory of any rank while `work` runs, in bytes."""
+def out_of_memory(folder: Path, size: Size, peak_bytes: int) -> dict[str, Any]:
+    """Batches that are too long for the cap, in a training that fits otherwise."""
+    began = time.monotonic()
+    words = argv(size.steps, size.long_steps, tokens=1024)
+    summary = launch(folder, words, [rung(4), rung(2), rung(1)], peak_bytes + 250 * MIB, 10)
+    *before, last = [f"{step}th" for step in size.long_steps]
+    what = f"{', '.join(before)} and {last} batch too long" if before else f"{last} batch too long"
+    return judged(what, folder, size.steps, summary, time.monotonic() - began)
+
+
+def peak_of_ranks(work: Callable[[], LaunchSummary]) -> tuple[LaunchSummary, int]:
+    """What `work` gives, and the highest private writable memory of any rank meanwhile, in bytes."""
     peak, done = 0, threading.Event()
 
     def look() -> None:
@@ -204,10 +213,10 @@ def peak_of_ranks(work: Any) -> int:
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
-    work()
+    summary = work()
     done.set()
     thread.join()
-    return peak
+    return summary, peak
 
 
 if __name__ == "__main__":

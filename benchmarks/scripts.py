@@ -10,32 +10,28 @@ this run writes itself. Models, tokenizer and texts are made here, small and ran
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import itertools
 import json
 import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from common import print_table, write_json
+from common import command_line, kept_rows, parse, print_table, write_json
 from inturn import logged, ratio, samples_per_second, step_ends, take_turns, torchrun, under_autotune
+from ranks import autotune_run, opened
 
 from autotune.executors.base import Effort
-from autotune.executors.local import LocalExecutor
 from autotune.problem.candidate import Candidate
 from autotune.problem.script import command
 from autotune.rank.script import WARMUP_STEPS
 from autotune.search.study import StudyStore
 
 OWN = Path(__file__).parent.parent / "tests" / "scripts"
-MEASURED_STEPS = 45
 RANKS = 2
 AUTO = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -210,38 +206,19 @@ def cases() -> dict[str, tuple[list[str], list[str]]]:
     }
 
 
-def one(name: str, options: list[str], argv: list[str], folder: Path, budget: str, turns: int) -> dict[str, Any]:
+def one(
+    name: str, options: list[str], argv: list[str], folder: Path, limits: list[str], turns: int, steps: int
+) -> dict[str, Any]:
     study = "".join(c if c.isalnum() else "-" for c in name)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "autotune.cli",
-            "run",
-            "--device",
-            "cpu",
-            "--gpus",
-            str(RANKS),
-            "--budget",
-            budget,
-            "--space",
-            "space.yaml",
-            "--study",
-            study,
-            "--yes",
-            "--json",
-            *options,
-            "--",
-            *argv,
-        ],
+    tuned = autotune_run(
+        *["--device", "cpu", "--gpus", str(RANKS), "--space", "space.yaml", "--study", study, *limits],
+        *options,
+        script=argv,
         cwd=folder,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
-    if done.returncode:
-        return {"script": name, "tuned": f"exit {done.returncode}: {done.stderr.strip().splitlines()[-1][:200]}"}
-    report = json.loads(done.stdout)
+    if tuned.code:
+        return {"script": name, "tuned": f"exit {tuned.code}: {tuned.stderr.strip().splitlines()[-1][:200]}"}
+    report = tuned.report
     store = StudyStore.load(str(folder / "runs" / study))
     script, winner = store.job.script, Candidate.of(report["winner"]["candidate"])
     assert script is not None
@@ -267,38 +244,33 @@ def one(name: str, options: list[str], argv: list[str], folder: Path, budget: st
         "exported / own, ±": gain_spread,
         "exported / its trial": slower,
         "exported / its trial, ±": slower_spread,
-        "own log / measured, same run": same_run(store, winner, folder),
+        "own log / measured, same run": same_run(store, winner, folder, steps),
     }
 
 
-def same_run(store: StudyStore, winner: Candidate, folder: Path) -> float:
+def same_run(store: StudyStore, winner: Candidate, folder: Path, steps: int) -> float:
     """Speed by the log that a training writes itself, against what autotune measures of that very run."""
     log = folder / "same.log"
     log.unlink(missing_ok=True)
-    executor = LocalExecutor(logged(store.job, log), store.hardware, folder / "same", [winner])
-    executor.open(print)
-    effort = Effort(min_steps=MEASURED_STEPS, max_steps=MEASURED_STEPS, min_seconds=0.0, max_seconds=300.0)
-    with closing(executor.session(winner, "0")) as session:
+    effort = Effort(min_steps=steps, max_steps=steps, min_seconds=0.0, max_seconds=300.0)
+    with (
+        opened(logged(store.job, log), store.hardware, folder / "same", [winner]) as executor,
+        closing(executor.session(winner, "0")) as session,
+    ):
         measured = session.measure(winner, effort, 300.0).measurement
-    executor.close()
     assert measured is not None
     seconds = [b - a for a, b in itertools.pairwise(step_ends(log)[WARMUP_STEPS - 1 :])]
     return measured.step_seconds / statistics.median(seconds)
 
 
-def keep(path: Path | None, row: dict[str, Any]) -> None:
-    """Writes the row at once, in place of an earlier one of this script: all eight take most of an hour."""
-    known = json.loads(path.read_text()) if path is not None and path.exists() else []
-    write_json(path, [*(one for one in known if one["script"] != row["script"]), row])
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--only", default="", help="comma-separated parts of names")
     parser.add_argument("--budget", default="75s")
     parser.add_argument("--turns", type=int, default=30)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    parser.add_argument("--steps", type=int, default=45, help="of the run that is compared with its own log")
+    arguments = parse(parser, only="plain loop", budget="5m", turns=2, steps=5)
+    limits = ["--budget", arguments.budget, *(["--max-trials", "1"] if arguments.small else [])]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -309,12 +281,13 @@ def main() -> None:
             if arguments.only and not any(part in case for part in arguments.only.split(",")):
                 continue
             try:
-                row = one(case, options, argv, folder, arguments.budget, arguments.turns)
+                row = one(case, options, argv, folder, limits, arguments.turns, arguments.steps)
             except RuntimeError as error:
                 row = {"script": case, "tuned": f"training failed: {str(error)[-3000:]}"}
             rows.append(row)
             print(json.dumps(row), flush=True)
-            keep(arguments.json, row)
+            # at once, in place of an earlier row of this script: all eight take most of an hour
+            write_json(arguments.json, [*kept_rows(arguments.json, "script", [case]), row])
     print_table("scripts of others and ours, two CPU ranks", rows)
 
 

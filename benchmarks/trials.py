@@ -7,8 +7,6 @@ is left behind, and whether memory repeats.
 
 from __future__ import annotations
 
-import argparse
-import math
 import statistics
 import tempfile
 import time
@@ -16,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import print_table, train_plainly, write_json
+from common import command_line, parse, print_table, write_json
+from ranks import Deadlines, LocalExecutor, opened, train_plainly
 
 from autotune.executors.base import Effort
-from autotune.executors.local import Deadlines, LocalExecutor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job
@@ -43,19 +41,14 @@ def run(executor: LocalExecutor, one: Candidate, name: str, effort: Effort = QUI
         session.close()
 
 
-def start_up(job: Job, hardware: Any, folder: Path, rounds: int) -> list[dict[str, Any]]:
+def start_up(warm: LocalExecutor, rounds: int) -> list[dict[str, Any]]:
     """Seconds of a trial outside its measured steps, fork and cold start in turn."""
-    executors = {}
-    for isolation in ("fork", "spawn"):
-        executors[isolation] = LocalExecutor(job, hardware, folder / isolation, [candidate(2)], isolation=isolation)
-        executors[isolation].open(print)
     seconds: dict[str, list[float]] = {"fork": [], "spawn": []}
-    for at in range(rounds):
-        for isolation, executor in executors.items():
-            outcome, _ = run(executor, candidate(2), f"{at}")
-            seconds[isolation].append(outcome.outside_seconds)
-    for executor in executors.values():
-        executor.close()
+    with opened(warm.job, warm.hardware, warm.folder / "spawn", [candidate(2)], isolation="spawn") as cold:
+        for at in range(rounds):
+            for isolation, executor in (("fork", warm), ("spawn", cold)):
+                outcome, _ = run(executor, candidate(2), f"start{at}")
+                seconds[isolation].append(outcome.outside_seconds)
     medians = {isolation: statistics.median(values) for isolation, values in seconds.items()}
     return [
         {
@@ -68,21 +61,19 @@ def start_up(job: Job, hardware: Any, folder: Path, rounds: int) -> list[dict[st
     ]
 
 
-def a_configuration(job: Job, hardware: Any, folder: Path, rounds: int) -> list[dict[str, Any]]:
+def a_configuration(executor: LocalExecutor, rounds: int) -> list[dict[str, Any]]:
     """Seconds outside measured steps for each configuration of a ladder of four, against a cold torchrun of one."""
     rungs = [candidate(2, size) for size in (1, 2, 4, 8)]
-    executor = LocalExecutor(job, hardware, folder, rungs)
-    executor.open(print)
+    job, device = executor.job, executor.hardware.device
     ours, cold = [], []
     for at in range(rounds):
-        session = executor.session(rungs[0], str(at))
+        session = executor.session(rungs[0], f"ladder{at}")
         outside = [session.measure(one, QUICK, 120.0).outside_seconds for one in rungs]
         session.close()
         ours.append(sum(outside) / len(rungs))
         began = time.monotonic()
-        trained = train_plainly(job, deepspeed_config(rungs[0], job), False, 10, hardware.device)
+        trained = train_plainly(job, deepspeed_config(rungs[0], job), False, 10, device)
         cold.append(time.monotonic() - began - 10 * trained["step_seconds"])
-    executor.close()
     ratio = statistics.median(a / b for a, b in zip(ours, cold, strict=True))
     return [
         {
@@ -95,32 +86,27 @@ def a_configuration(job: Job, hardware: Any, folder: Path, rounds: int) -> list[
     ]
 
 
-def faults(job: Job, hardware: Any, folder: Path, count: int) -> list[dict[str, Any]]:
-    """Seconds from noticing a planted failure to the next trial's ranks running, and what is left behind."""
-    planted: dict[str, Any] = {}
-    executor = LocalExecutor(
-        job, hardware, folder, [candidate(2)], deadlines=Deadlines(step=3.0), fault=lambda name: planted or None
-    )
-    executor.open(print)
+def faults(executor: LocalExecutor, planted: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """Seconds from noticing a failure until the next trial's ranks have started, and what is left behind.
+
+    What stands in `planted` happens in a trial's ranks.
+    """
     seconds: dict[str, list[float]] = {"hang": [], "oom": [], "SIGKILL": []}
     kinds: dict[str, set[str]] = {what: set() for what in seconds}
-    before = len(psutil.Process().children(recursive=True))
-    orphans = 0
+    orphans, before = 0, living_children()
+    patient, executor.deadlines = executor.deadlines, Deadlines(step=3.0)
     for at in range(count):
         what = list(seconds)[at % 3]
         planted.update(rank=1, where="forward", what=what)
         outcome, session = run(executor, candidate(2), f"fault{at}")
         kinds[what].add(outcome.kind.value)
         planted.clear()
-        following = executor.session(candidate(2), f"next{at}")
-        following.launch(math.inf)  # the next trial has started when its ranks answered
         assert session.failed_at is not None
-        seconds[what].append(time.monotonic() - session.failed_at)
-        following.close()
-        orphans += max(
-            0, len([p for p in psutil.Process().children(recursive=True) if p.status() != "zombie"]) - before
-        )
-    executor.close()
+        waited = time.monotonic() - session.failed_at
+        following, _ = run(executor, candidate(2), f"next{at}")
+        seconds[what].append(waited + following.measurement.phase_seconds["start"])
+        orphans += max(0, living_children() - before)
+    executor.deadlines = patient
     return [
         {
             "failure of one rank of two": what,
@@ -135,23 +121,24 @@ def faults(job: Job, hardware: Any, folder: Path, count: int) -> list[dict[str, 
     ]
 
 
-def memory(job: Job, hardware: Any, folder: Path) -> list[dict[str, Any]]:
-    """The same candidate's peak when measured first and after 20 others."""
-    executor = LocalExecutor(job, hardware, folder, [candidate(2)])
-    executor.open(print)
+def living_children() -> int:
+    return len([p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE])
+
+
+def memory(executor: LocalExecutor, others: int) -> list[dict[str, Any]]:
+    """The same candidate's peak when measured first and after others."""
     first = run(executor, candidate(2, 4), "first")[0].measurement
     idle = []
-    for at in range(20):
+    for at in range(others):
         run(executor, candidate(at % 4, 1 + at % 5), f"other{at}")
         idle.append(executor.meter.is_idle())
     last = run(executor, candidate(2, 4), "last")[0].measurement
-    executor.close()
     assert first is not None
     assert last is not None
     change = 100 * abs(last.peak_bytes / first.peak_bytes - 1)
     return [
         {
-            "memory": "same candidate first and after 20 others",
+            "memory": f"same candidate first and after {others} others",
             "first MiB": first.peak_bytes / MIB,
             "after MiB": last.peak_bytes / MIB,
             "change %": change,
@@ -162,26 +149,27 @@ def memory(job: Job, hardware: Any, folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--others", type=int, default=20, help="trials between the two of one candidate")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parse(parser, faults=3, rounds=1, others=1)
     hardware = detect(arguments.device, 2 if arguments.device == "cpu" else 1)
     job = Job(resolve_model("tiny-llama"), hardware.count, 32, "fp32" if arguments.device == "cpu" else "bf16")
     results: dict[str, Any] = {"hardware": str(hardware)}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        results["start_up"] = start_up(job, hardware, folder, arguments.rounds)
-        print_table("fork server against cold start, alternating", results["start_up"])
-        results["ladder"] = a_configuration(job, hardware, folder / "ladder", arguments.rounds)
-        print_table("a configuration measured, ladder and cold start alternating", results["ladder"])
-        results["memory"] = memory(job, hardware, folder / "memory")
-        print_table("memory repeats", results["memory"])
-        if job.ranks > 1:
-            results["faults"] = faults(job, hardware, folder / "faults", arguments.faults)
-            print_table("after a failure", results["faults"])
+        planted: dict[str, Any] = {}
+        with opened(job, hardware, Path(name), [candidate(2)], fault=lambda name: planted or None) as executor:
+            results["start_up"] = start_up(executor, arguments.rounds)
+            print_table("fork server against cold start, alternating", results["start_up"])
+            results["ladder"] = a_configuration(executor, arguments.rounds)
+            print_table("a configuration measured, ladder and cold start alternating", results["ladder"])
+            results["memory"] = memory(executor, arguments.others)
+            print_table("memory repeats", results["memory"])
+            if job.ranks > 1:
+                results["faults"] = faults(executor, planted, arguments.faults)
+                print_table("after a failure", results["faults"])
     write_json(arguments.json, results)
 
 

@@ -1,0 +1,266 @@
+"""Figures in the documents, taken from benchmarks/results: `python benchmarks/docs_figures.py [--write]`.
+
+A figure stands between `<!-- benchmark: NAME -->` and `<!-- end -->`, in a line of prose or as a table of its own; NAME is
+one of FIGURES. Without `--write` the command says what differs and exits with 1. A test does the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from common import HERE, RESULTS
+from search import times_fewer
+
+ROOT = HERE.parent
+MARKED = re.compile(r"(<!-- benchmark: (?P<name>[\w-]+) -->)(?P<text>.*?)(<!-- end -->)", re.DOTALL)
+
+
+def documents() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def result(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+# -- how a figure is written -----------------------------------------------------------------------------------------
+
+
+def table(header: list[str], rows: Iterable[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def number(value: float | None) -> str:
+    return "—" if value is None else f"{value:.3g}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def listed(words: list[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def span(values: list[float], show: Callable[[float], str]) -> str:
+    low, high = show(min(values)), show(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+# -- the predictor ---------------------------------------------------------------------------------------------------
+
+
+def predictor() -> str:
+    """The whole table; a missed target is bold."""
+    rows, above = [], ""
+    for row in result("predictor"):
+        target = row["target"] if row["met"] else f"**{row['target']}**"
+        rows.append(["" if row["against"] == above else row["against"], row["measure"], row["ours"], target])
+        above = row["against"]
+    return table(["against", "measure", "ours", "target"], rows)
+
+
+def landscape_name(row: dict[str, Any]) -> str:
+    return str(row["against"]).split(",")[0].removeprefix("landscape ")
+
+
+def predictor_short() -> str:
+    """The targets that are missed."""
+    missed = [row for row in result("predictor") if not row["met"]]
+    by_measure: dict[str, list[str]] = {}
+    for row in missed:
+        where = f"`{landscape_name(row)}`" if row["part"] == "landscapes" else row["against"]
+        by_measure.setdefault(f"{row['measure']} (target {row['target']})", []).append(f"{row['ours']} on {where}")
+    return "; ".join(f"{measure}: {', '.join(cases)}" for measure, cases in by_measure.items()) or "none"
+
+
+def predictor_rows12() -> str:
+    rows = result("predictor-rows12")
+    spearman = [row["value"] for row in rows if row["measure"] == "Spearman"]
+    errors = {landscape_name(row): row for row in rows if row["measure"] == "peak error"}
+    fine = [row["value"] for row in errors.values() if row["met"]]
+    text = f"Spearman is {span(spearman, lambda v: f'{v:.3f}')} on all {len(spearman)} landscapes and the peak error "
+    text += f"{span([100 * v for v in fine], lambda v: f'{v:.1f}')} % on {len(fine)} of them"
+    missed = [f"{row['ours']} on `{name}`" for name, row in errors.items() if not row["met"]]
+    return text + (f"; it stays at {listed(missed)}" if missed else "")
+
+
+# -- the search ------------------------------------------------------------------------------------------------------
+
+
+def search() -> str:
+    header = ["landscape", "strategy", "reach 95 %", "98 %", "rungs", "processes", "OOMs", "minutes", "90th percentile"]
+    columns = ("trials95", "processes95", "ooms95", "minutes95", "minutes95_p90")
+    rows = [
+        [row["landscape"], row["strategy"], percent(row["share95"]), percent(row["share98"])]
+        + [number(row[column]) for column in columns]
+        for row in result("search")
+    ]
+    return table(header, rows)
+
+
+def search_minutes() -> str:
+    return f"{times_fewer(result('search')) or 0:.1f}"
+
+
+def search_ooms() -> str:
+    """Median out-of-memories of a whole study of ours, over the landscapes."""
+    return span([row["ooms"] for row in result("search") if row["strategy"] == "autotune"], number)
+
+
+def search_tpe() -> str:
+    """Where TPE needs fewer minutes than random."""
+    minutes: dict[str, dict[str, float]] = {}
+    for row in result("search"):
+        minutes.setdefault(row["landscape"], {})[row["strategy"]] = row["minutes95"] or float("inf")
+    faster = [name for name, by in minutes.items() if by["tpe"] < by["random"]]
+    slower = [name for name in minutes if name not in faster]
+    text = f"TPE needs fewer minutes than random on {len(faster)} of the {len(minutes)} landscapes"
+    return text + (f" (not on {listed(slower)})" if slower else "")
+
+
+def search_own() -> str:
+    rows = {row["strategy"]: row for row in result("search-own")}
+    said = [
+        f"{name} after {rows[of]['trials95']} rungs and {rows[of]['minutes95']:.2f}"
+        for of, name in (("autotune", "`autotune` reaches 95 %"), ("tpe", "TPE"), ("random", "random"))
+    ]
+    first, *others = said
+    return f"{first} simulated minutes, {', '.join(others)} ({rows['autotune']['seeds']} seeds)"
+
+
+def by_landscape(name: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """Landscape -> strategy -> row."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in result(name):
+        found.setdefault(row["landscape"], {})[row["strategy"]] = row
+    return found
+
+
+def ablation() -> str:
+    parts = ("autotune", "no-predictor", "no-ladder", "no-dominance", "no-sampler")
+    header = ["landscape", "whole", *(part.replace("no-", "without ") for part in parts[1:])]
+
+    def cell(row: dict[str, Any]) -> str:
+        return ", ".join([percent(row["share95"]), *(number(row[k]) for k in ("trials95", "minutes95", "ooms"))])
+
+    rows = [[name, *(cell(rows[part]) for part in parts)] for name, rows in by_landscape("search-ablation").items()]
+    return table(header, rows)
+
+
+def adversarial() -> str:
+    header = ["landscape", "reach 95 / 98 %", "rungs", "processes", "minutes", "OOMs a study, share of the budget"]
+    rows = []
+    for name, strategies in by_landscape("search-ablation").items():
+        row = strategies["adversarial"]
+        rows.append(
+            [name, f"{100 * row['share95']:.0f} / {percent(row['share98'])}"]
+            + [number(row[column]) for column in ("trials95", "processes95", "minutes95")]
+            + [f"{number(row['ooms'])}, {100 * row['oom_share']:.1f} %"]
+        )
+    return table(header, rows)
+
+
+TWICE = {
+    "trials95": (20, "rungs"),
+    "processes95": (8, "processes"),
+    "minutes95": (8, "minutes"),
+    "ooms": (4, "out-of-memories"),
+}
+
+
+def adversarial_targets() -> str:
+    """Twice the targets of an honest predictor, and which are missed."""
+    rows = [strategies["adversarial"] for strategies in by_landscape("search-ablation").values()]
+    missed = [
+        what
+        for column, (limit, what) in TWICE.items()
+        if any(row[column] is None or row[column] > limit for row in rows)
+    ]
+    limits = listed([f"{limit} {what}" for limit, what in TWICE.values()])
+    return f"{limits}: {f'{listed(missed)} missed' if missed else 'all met'}"
+
+
+def misled() -> str:
+    """Studies that reach 95 % under predictors that are wrong in six ways."""
+    landscapes = by_landscape("search-misled")
+    reached = {name: [row["share95"] for row in rows.values()] for name, rows in landscapes.items()}
+    short = [
+        f"{name} {sum(shares):.0f} of {len(shares)}" for name, shares in reached.items() if sum(shares) < len(shares)
+    ]
+    total = [share for shares in reached.values() for share in shares]
+    text = f"{sum(total):.0f} of {len(total)} studies reach 95 %"
+    return text + (f" ({', '.join(short)})" if short else "")
+
+
+# -- real trainings --------------------------------------------------------------------------------------------------
+
+
+def launch_overhead() -> str:
+    (row,) = [row for row in result("recovery-cpu") if "launch / torchrun, step" in row]
+    turns = row["case"].split()[1]
+    return f"{turns} turns of each, {row['launch / torchrun, step']:.3f} ± {row['±']:.3f}"
+
+
+def launch_kills() -> str:
+    rows = [row for row in result("recovery-cpu") if "killed" in row["case"]]
+    kept = sum(row["every sample as without failures"] for row in rows)
+    return (
+        f"{sum(row['restarts'] for row in rows)} kills of a rank at random moments in {len(rows)} trainings, of which "
+        f"{kept} trained on every sample as often as without"
+    )
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "predictor": predictor,
+    "predictor-short": predictor_short,
+    "predictor-rows12": predictor_rows12,
+    "search": search,
+    "search-minutes": search_minutes,
+    "search-ooms": search_ooms,
+    "search-tpe": search_tpe,
+    "search-own": search_own,
+    "search-ablation": ablation,
+    "search-adversarial": adversarial,
+    "search-adversarial-targets": adversarial_targets,
+    "search-misled": misled,
+    "launch-overhead": launch_overhead,
+    "launch-kills": launch_kills,
+}
+
+
+def brought_up_to_date(text: str) -> str:
+    """A document with every marked figure as the results have it.
+
+    Raises:
+        KeyError: a marker names no figure.
+    """
+    return MARKED.sub(lambda found: found[1] + FIGURES[found["name"]]() + found[4], text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="correct the documents")
+    arguments = parser.parse_args()
+    stale = False
+    for path in documents():
+        before = path.read_text()
+        after = brought_up_to_date(before)
+        if after != before:
+            stale = True
+            name = str(path.relative_to(ROOT))
+            print("\n".join(difflib.unified_diff(before.splitlines(), after.splitlines(), name, name, "", "", 0, "")))
+            if arguments.write:
+                path.write_text(after)
+    raise SystemExit(1 if stale and not arguments.write else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Real ranks, for the benchmarks: trials, trainings under `autotune launch`, trainings without autotune, and `autotune run`.
+
+The benchmarks reach the executor and the supervisor only through this file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from autotune.executors.local import Deadlines, LocalExecutor
+from autotune.executors.measurement import median_spread
+from autotune.group.environment import rank_environment, threads_per_rank
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job
+from autotune.recovery.ladder import Rung
+from autotune.recovery.supervisor import LaunchSummary, Supervisor
+
+__all__ = ["Deadlines", "LaunchSummary", "LocalExecutor", "median_spread", "rank_environment"]
+
+HERE = Path(__file__).parent
+TRAINING_RANK = "autotune.rank.train"  # in the command line of a rank of `autotune launch`
+
+
+@contextmanager
+def opened(
+    job: Job, hardware: Hardware, folder: Path, candidates: list[Candidate], **options: Any
+) -> Iterator[LocalExecutor]:
+    """An executor whose fork server is up; closed at the end."""
+    executor = LocalExecutor(job, hardware, folder, candidates, **options)
+    executor.open(print)
+    try:
+        yield executor
+    finally:
+        executor.close()
+
+
+def launch(
+    job: Job, hardware: Hardware, ladder: list[Rung], folder: Path, *, max_restarts: int, silent_seconds: float = 300.0
+) -> LaunchSummary:
+    """A training as `autotune launch` runs it."""
+    supervisor = Supervisor(
+        job, hardware, ladder, folder, max_restarts=max_restarts, silent_seconds=silent_seconds, say=print
+    )
+    return supervisor.run()
+
+
+def training_ranks() -> list[psutil.Process]:
+    """The ranks of a training that this process launched."""
+    found = []
+    for process in psutil.Process().children():
+        try:
+            if TRAINING_RANK in process.cmdline():
+                found.append(process)
+        except psutil.Error:  # it has just ended
+            continue
+    return found
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """How a call of `autotune run` ended."""
+
+    code: int
+    report: dict[str, Any]  # empty where it failed
+    stderr: str
+
+
+def autotune_run(*options: str, script: Sequence[str] = (), cwd: Path | None = None) -> Tuned:
+    """`autotune run OPTIONS --yes --json [-- SCRIPT]` in a process of its own."""
+    command = [sys.executable, "-m", "autotune.cli", "run", *options, "--yes", "--json"]
+    command += ["--", *script] if script else []
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=env)
+    return Tuned(done.returncode, json.loads(done.stdout) if done.returncode == 0 else {}, done.stderr)
+
+
+def train_plainly(job: Job, config: dict[str, Any], checkpointing: bool, steps: int, device: str) -> dict[str, float]:
+    """Trains with `config` under torchrun, by a script that knows nothing of autotune.
+
+    Raises:
+        RuntimeError: the training failed; with the end of its standard error.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "ds.json").write_text(json.dumps(config))
+        (Path(folder) / "model.json").write_text(json.dumps(job.model.config))
+        options = [str(job.seq_len), str(steps), "--precision", job.precision]
+        command = [
+            *torchrun_words(job.ranks),
+            *[str(HERE / "train_plain.py"), f"{folder}/ds.json", f"{folder}/model.json", *options],
+            *(["--checkpointing"] if checkpointing else []),
+        ]
+        env = {**rank_environment(device), "OMP_NUM_THREADS": str(threads_per_rank(job.ranks))}
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
+    line = next((line for line in done.stdout.splitlines() if line.startswith("TRAINED ")), None)
+    if line is None:
+        raise RuntimeError(done.stderr[-3000:])
+    return dict(json.loads(line.removeprefix("TRAINED ")))
+
+
+def torchrun_words(ranks: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

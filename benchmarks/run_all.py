@@ -1,0 +1,100 @@
+"""Writes every file of benchmarks/results anew, one command after another: `make benchmarks`, which takes hours.
+
+`python benchmarks/run_all.py [NAME…]` writes only these. `--small` (`make benchmarks-small`) runs the small forms, whose
+results go to a temporary folder. A command that fails does not stop the others; the last line says which failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import HERE, RESULTS
+
+OWN = str(HERE / "data" / "landscapes_own")
+SHARED = str(HERE / "data" / "landscapes")
+ABLATIONS = "autotune,no-predictor,no-ladder,no-dominance,no-sampler,adversarial"
+MISLED = "adversarial,misled-1,misled-2,misled-3,misled-4,misled-5"
+
+# Name of the result -> the command and its options. The first writes what the second reads.
+FULL: dict[str, list[str]] = {
+    "live_tensors_cpu": ["live_tensors.py"],
+    "predictor": ["predictor.py"],
+    "predictor-rows12": ["predictor.py", "--skip", "live,traces,published,speed", "--rows", "12", "--seeds", "10"],
+    "allocator": ["allocator.py"],
+    "search": ["search.py"],
+    "search-own": [
+        "search.py",
+        "--landscapes",
+        OWN,
+        "--seeds",
+        "10",
+        "--strategies",
+        "autotune,tpe,random,adversarial",
+    ],
+    "search-ablation": ["search.py", "--seeds", "3", "--strategies", ABLATIONS],
+    "search-misled": ["search.py", "--landscapes", SHARED, OWN, "--seeds", "1", "--strategies", MISLED],
+    "proposer": ["proposer.py"],
+    "trials-cpu": ["trials.py"],
+    "fidelity-cpu": ["fidelity.py"],
+    "scripts-cpu": ["scripts.py"],
+    "recovery-cpu": ["recovery.py"],
+    "vs-deepspeed-cpu": ["vs_deepspeed.py"],
+}
+# The small form of each command, by the full result that it has the shape of.
+SMALL: dict[str, list[str]] = {
+    name: [command, "--small"]
+    for command, name in {options[0]: name for name, options in reversed(FULL.items())}.items()
+}
+PLACES = {"live_tensors_cpu": HERE / "data"}  # of what is not in results/
+# Files that have no result here, and why.
+EXEMPT = {
+    "common.py": "imported: the command line, tables, JSON files",
+    "ranks.py": "imported: executor, supervisor, torchrun",
+    "inturn.py": "imported by scripts.py and recovery.py, which start it as one side of a comparison",
+    "timed.py": "started by inturn.py around a training script",
+    "train_plain.py": "started by ranks.py under torchrun",
+    "train_for_autotuner.py": "started by DeepSpeed's autotuner for vs_deepspeed.py",
+    "caching_allocator.py": "imported by allocator.py",
+    "run_all.py": "this file",
+    "docs_figures.py": "writes documents from results; measures nothing",
+    "gpu_acceptance.py": "`make gpu-acceptance`: names its results for the GPU; its small form has a test of its own",
+    "flakes.py": "runs the test suite",
+    "mutants.py": "runs the test suite",
+}
+
+
+def result_path(name: str) -> Path:
+    return PLACES.get(name, RESULTS) / f"{name}.json"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FULL)}")
+    parser.add_argument("--small", action="store_true")
+    arguments = parser.parse_args()
+    commands = SMALL if arguments.small else FULL
+    if unknown := set(arguments.names) - set(commands):
+        parser.error(f"no result {', '.join(sorted(unknown))}; expected some of {', '.join(commands)}")
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.names or commands:
+            path = Path(folder) / f"{name}.json" if arguments.small else result_path(name)
+            script, *options = commands[name]
+            print(f"== {name}: {script} {' '.join(options)}", flush=True)
+            began = time.monotonic()
+            code = subprocess.run([sys.executable, str(HERE / script), *options, "--json", str(path)]).returncode
+            print(f"== {name}: exit {code} after {time.monotonic() - began:.0f} s", flush=True)
+            if code:
+                failed.append(name)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+    print("all written; `python benchmarks/docs_figures.py --write` takes them into the documents")
+
+
+if __name__ == "__main__":
+    main()

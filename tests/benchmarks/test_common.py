@@ -1,0 +1,107 @@
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from common import RESULTS, WIDTH, command_line, fitting_widths, kept_rows, parse, print_table, write_json
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+BORDERS = re.compile("[─-╿]")
+
+
+def printed(rows: list[dict[str, object]], keys: int = 1) -> str:
+    console = Console(file=io.StringIO(), width=WIDTH)
+    print_table("title", rows, keys, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def words_of(text: str) -> set[str]:
+    return set(BORDERS.sub(" ", text).split())
+
+
+def as_tables(data: object) -> list[list[dict[str, object]]]:
+    """The tables in a result: lists of rows, or one row of single values."""
+    if isinstance(data, list):
+        return [data]
+    assert isinstance(data, dict)
+    lists = [value for value in data.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    return lists or [[{name: value for name, value in data.items() if not isinstance(value, list | dict)}]]
+
+
+@pytest.mark.parametrize("keys", [1, 2])
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_no_word_of_a_real_result_is_broken_at_100_columns(path: Path, keys: int) -> None:
+    for rows in as_tables(json.loads(path.read_text())):
+        text = printed(rows, keys)
+        assert max(map(len, text.splitlines())) <= WIDTH
+        cells = [str(cell) for row in rows for pair in row.items() for cell in pair if not isinstance(cell, float)]
+        assert not set(" ".join(cells).split()) - words_of(text) - {"None"}
+
+
+def test_what_is_too_wide_becomes_several_tables_with_the_same_keys() -> None:
+    row: dict[str, object] = {"landscape": "here", "strategy": "ours", **{f"a_long_heading_{i}": i for i in range(12)}}
+    heads = [line for line in printed([row], keys=2).splitlines() if "a_long_heading" in line]
+    assert len(heads) > 1
+    assert all("landscape" in head and "strategy" in head for head in heads)
+    assert words_of(" ".join(heads)) >= set(row)
+
+
+def test_a_word_wider_than_the_page_is_printed_in_a_line_of_its_own() -> None:
+    text = printed([{"name": "x", "path": "y" * 95, "n": 3}])
+    assert "path: " + "y" * 94 in text.replace("\n", "") + text
+    assert "┃ name" in text
+    assert "n: 3" in text or "┃ n" in text
+
+
+@given(
+    st.lists(
+        st.dictionaries(st.text("abc ", min_size=1, max_size=30), st.text("xyz ", max_size=60), min_size=1, max_size=9),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(20, 120),
+)
+def test_widths_fit_and_break_no_word(rows: list[dict[str, str]], width: int) -> None:
+    cells = {name: [row.get(name, "") for row in rows] for row in rows for name in row}
+    widths = fitting_widths(cells, width)
+    longest = {
+        name: max((len(word) for text in (name, *texts) for word in text.split()), default=0)
+        for name, texts in cells.items()
+    }
+    room = width - 1 - 3 * len(cells)
+    if widths is None:
+        assert sum(longest.values()) > room
+    else:
+        assert sum(widths.values()) <= room
+        assert all(widths[name] >= longest[name] for name in cells)
+
+
+def test_small_sets_defaults_and_what_is_typed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parsed(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["benchmark", *words])
+        parser = command_line("about")
+        parser.add_argument("--seeds", type=int, default=20)
+        return int(parse(parser, seeds=1).seeds)
+
+    assert (parsed(), parsed("--small"), parsed("--small", "--seeds", "3")) == (20, 1, 3)
+
+
+def test_a_small_form_does_not_overwrite_a_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--small", "--json", str(RESULTS / "search.json")])
+    with pytest.raises(SystemExit) as ended:
+        parse(command_line("about"))
+    assert ended.value.code == 2
+    assert "does not belong" in capsys.readouterr().err
+
+
+def test_rows_that_are_not_measured_anew_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    assert kept_rows(path, "part", ["live"]) == []
+    write_json(path, [{"part": "live", "ours": 1}, {"part": "speed", "ours": 2}])
+    assert kept_rows(path, "part", ["live"]) == [{"part": "speed", "ours": 2}]

@@ -1,0 +1,65 @@
+"""Every benchmark still runs, end to end, in its small form; what it says then is no figure."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from common import HERE, WIDTH
+from run_all import EXEMPT, FULL, SMALL, result_path
+
+from tests.conftest import has_cuda
+
+BORDERS = "┏┃┡│└"
+
+
+def columns(data: object) -> dict[str, set[str]]:
+    """Names in a result: its own, and of each table the columns."""
+    if isinstance(data, list):
+        return {"": {name for row in data for name in row}}
+    assert isinstance(data, dict)
+    tables = {name: value for name, value in data.items() if isinstance(value, list) and isinstance(value[0], dict)}
+    return {"": set(data), **{name: {column for row in rows for column in row} for name, rows in tables.items()}}
+
+
+def run_small(command: str, *options: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(HERE / command), *options], cwd=HERE.parent, capture_output=True, text=True, timeout=840
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_the_small_form_gives_a_table_and_the_full_result_s_columns(name: str, tmp_path: Path) -> None:
+    command, *options = SMALL[name]
+    path = tmp_path / "result.json"
+    out = run_small(command, *options, "--json", str(path))
+    table = [line for line in out.splitlines() if line.startswith(tuple(BORDERS))]
+    assert table
+    assert max(map(len, table)) <= WIDTH
+    small, full = columns(json.loads(path.read_text())), columns(json.loads(result_path(name).read_text()))
+    for part, names in full.items():
+        assert names <= small[part], part
+
+
+def test_gpu_acceptance_says_in_one_line_that_there_is_no_gpu() -> None:
+    if has_cuda():
+        pytest.skip("there is one: `make gpu-acceptance`")
+    assert run_small("gpu_acceptance.py", "--small").startswith("no GPU")
+
+
+def test_every_file_is_a_command_with_a_result_or_exempt_with_a_reason() -> None:
+    commands = {options[0] for options in FULL.values()}
+    files = {path.name for path in HERE.glob("*.py")}
+    assert not commands & set(EXEMPT)
+    assert files <= commands | set(EXEMPT)
+    assert commands <= files
+
+
+def test_every_result_is_written_by_a_command() -> None:
+    elsewhere = {"gpu", "fidelity", "flakes", "mutants"}  # of a GPU's name, or of the test suite
+    for path in (HERE / "results").glob("*.json"):
+        assert path.stem in FULL or path.stem.split("-")[0] in elsewhere, path.name
