@@ -52,7 +52,9 @@ class Launcher(Protocol):
     """Starts rank processes and knows how they ended."""
 
     def open(self, say: Callable[[str], None]) -> None: ...
-    def launch(self, address: str, rank: int) -> None: ...
+    def launch(self, address: str, rank: int, entry: str) -> None:
+        """Starts a rank; `entry` is the module of `autotune.rank` that it becomes."""
+
     def status(self, pid: int) -> int | None:
         """Exit code, negative for a signal; None while it lives."""
 
@@ -75,10 +77,10 @@ class SpawnLauncher:
     def open(self, say: Callable[[str], None]) -> None:
         pass
 
-    def launch(self, address: str, rank: int) -> None:
+    def launch(self, address: str, rank: int, entry: str) -> None:
         with (self._folder / "spawn.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "autotune.rank.model", address, str(rank)],
+                [sys.executable, "-m", entry, address, str(rank)],
                 env=rank_environment(self._device),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -141,8 +143,8 @@ class ForkLauncher:
                 )
         self.ready = message
 
-    def launch(self, address: str, rank: int) -> None:
-        self._channel.send("launch", entry="autotune.rank.model", address=address, rank=rank)
+    def launch(self, address: str, rank: int, entry: str) -> None:
+        self._channel.send("launch", entry=entry, address=address, rank=rank)
 
     def status(self, pid: int) -> int | None:
         for message in self._channel.drain():
@@ -367,7 +369,7 @@ class LocalSession:
             listener.bind(address)
             listener.listen(world)
             for rank in range(world):
-                executor.launcher.launch(address, rank)
+                executor.launcher.launch(address, rank, "autotune.rank.script" if job.script else "autotune.rank.model")
             hellos: dict[int, tuple[Channel, int]] = {}
             listener.settimeout(executor.deadlines.start)
             while len(hellos) < world:
