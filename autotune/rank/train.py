@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import gc
 import json
 import signal
 import sys
@@ -159,7 +158,9 @@ def _exit_status(code: Any) -> int:
 def become(address: str, number: int) -> NoReturn:
     """Turns this process, a forked child, into rank `number` of the group whose parent listens at `address`, a Unix socket.
 
-    It ends as an interpreter does after its script, but by `os._exit`: the frames below it are the fork server's.
+    It ends as an interpreter does after its script (threads are waited for, what `atexit` holds is run), but by `os._exit`:
+    the frames below it are the fork server's. Modules are not torn down, so a file that one of them has left open is not
+    flushed; after a cold start it is.
     """
     for caught, handler in (
         (signal.SIGINT, signal.default_int_handler),  # KeyboardInterrupt: a script may save on it
@@ -172,7 +173,6 @@ def become(address: str, number: int) -> NoReturn:
         print(code, file=sys.stderr)
     threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's threads, as multiprocessing does
     atexit._run_exitfuncs()
-    gc.collect()  # flushes files that the script has left open
     leave(_exit_status(code))
 
 
