@@ -1,25 +1,16 @@
 """A Hub model's configuration, read in a process of its own; a folder stands for the Hub, which tests do not reach."""
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-
-def ask(*arguments: str) -> dict:
-    done = subprocess.run(
-        [sys.executable, "-m", "autotune.rank.hub", *arguments],
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 1
-    return json.loads(done.stdout)
-
+from autotune.rank.hub import answer
+from tests.rank.conftest import environment
 
 CODE = """
 from transformers import PretrainedConfig
@@ -35,30 +26,46 @@ class OwnConfig(PretrainedConfig):
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
     """A model that brings its code."""
-    (tmp_path / "configuration_own.py").write_text(CODE)
+    made = tmp_path / "own"
+    made.mkdir()
+    (made / "configuration_own.py").write_text(CODE)
     config = {"model_type": "own-model", "width": 5, "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
+    (made / "config.json").write_text(json.dumps(config))
+    return made
 
 
-def test_a_configuration_is_completed(tmp_path: Path) -> None:
+def ask(folder: str, trusted: bool) -> dict[str, Any]:
+    return answer(folder, trust_remote_code=trusted)
+
+
+def test_a_configuration_is_completed(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
-    config = ask(str(tmp_path))["config"]
+    config = in_rank(ask, str(tmp_path), False)["config"]
     assert (config["model_type"], config["hidden_size"]) == ("llama", 64)
     assert config["num_attention_heads"] == 32, "transformers' own default"
     assert "transformers_version" not in config
 
 
-def test_code_runs_only_where_it_is_trusted(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_MODULES_CACHE", str(own / "modules"))
-    assert "custom code" in ask(str(own))["error"]
-    config = ask("--trust-remote-code", str(own))["config"]
-    assert config["width"] == 5
-    assert config["_name_or_path"] == str(own)
+def test_code_does_not_run_where_it_is_not_trusted(in_rank: Callable[..., Any], own: Path) -> None:
+    assert "custom code" in in_rank(ask, str(own), False)["error"]
 
 
-def test_what_cannot_be_read_is_said_in_one_line() -> None:
-    error = ask("nobody/no-such-model")["error"]
+def test_what_cannot_be_read_is_said_in_one_line(in_rank: Callable[..., Any]) -> None:
+    error = in_rank(ask, "nobody/no-such-model", False)["error"]
     assert error
     assert "\n" not in error
     assert len(error) <= 200
+
+
+def test_trusted_code_may_print_and_the_answer_is_one_line(own: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "autotune.rank.hub", "--trust-remote-code", str(own)],
+        env={**environment(), "HF_MODULES_CACHE": str(tmp_path / "modules")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "loud" in done.stderr
+    (line,) = done.stdout.splitlines()
+    config = json.loads(line)["config"]
+    assert (config["width"], config["_name_or_path"]) == (5, str(own))

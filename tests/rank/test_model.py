@@ -66,8 +66,17 @@ def test_ranks_agree_on_their_clocks(parent: Parent, tmp_path: Path) -> None:
     assert [rank.exit_status() for rank in ranks] == [0, 0]
 
 
-@pytest.mark.parametrize("what", ["raise", "oom"])
-@pytest.mark.parametrize("where", ["start", "init", "forward", "backward", "step"])
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        ("start", "raise"),
+        ("init", "raise"),
+        ("forward", "raise"),
+        ("backward", "raise"),
+        ("step", "raise"),
+        ("init", "oom"),
+    ],
+)
 def test_a_failure_is_reported_with_its_phase(parent: Parent, tmp_path: Path, where: str, what: str) -> None:
     (rank,) = start(parent, tmp_path, fault={"rank": 0, "where": where, "what": what, "text": "on purpose"})
     rank.channel.send("measure", **REQUEST)

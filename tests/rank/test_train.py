@@ -64,9 +64,8 @@ def test_a_script_has_its_own_end(parent: Parent, tmp_path: Path, cold: bool, co
     assert (tmp_path / "atexit").exists()
 
 
-@pytest.mark.parametrize("cold", [False, True], ids=["forked", "cold"])
-def test_a_file_that_the_script_leaves_open_is_flushed(parent: Parent, tmp_path: Path, cold: bool) -> None:
-    rank = start(parent, tmp_path, f"file = open({str(tmp_path / 'file')!r}, 'w')\nfile.write('flushed')", cold=cold)
+def test_a_file_that_the_script_leaves_open_is_flushed(parent: Parent, tmp_path: Path) -> None:
+    rank = start(parent, tmp_path, f"file = open({str(tmp_path / 'file')!r}, 'w')\nfile.write('flushed')")
     assert rank.exit_status() == 0
     assert (tmp_path / "file").read_text() == "flushed"
 
