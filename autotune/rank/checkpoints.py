@@ -1,4 +1,5 @@
-"""Checkpoints under another config than the one that wrote them: which load as they are, and how others are converted."""
+"""Loads a checkpoint under another DeepSpeed config than the one that wrote it: as it is where the layouts agree, else
+converted to DeepSpeed's universal format."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ _MODEL_STATES = "mp_rank_00_model_states.pt"
 
 
 def layout(config: dict[str, Any]) -> tuple[object, ...]:
-    """What two DeepSpeed configs must share for one's checkpoints to load under the other as they are.
+    """The format of a config's checkpoints: two configs with equal layouts load each other's.
 
-    Found with deepspeed 0.19.8 by loading each under each (docs/recovery.md; tests/test_scripts.py loads some): stages
-    1 and 2 keep the same flat partitions, stage 3 partitions every parameter and keeps them in sub-groups; offloading
-    to main memory changes neither, NVMe puts states beside the checkpoint.
+    Found with deepspeed 0.19.8 by loading each under each (docs/recovery.md; tests/test_scripts.py loads some). Stages 1
+    and 2 save the same flat partitions. Stage 3 partitions every parameter and saves sub-groups of them. Offloading to
+    main memory changes neither; with NVMe, states lie outside the checkpoint's folder.
     """
     zero = config.get("zero_optimization") or {}
     stage = int(zero.get("stage", 0))
@@ -35,9 +36,10 @@ def layout(config: dict[str, Any]) -> tuple[object, ...]:
 
 
 def convertible(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """Whether checkpoints of one config can be converted for another: from any stage that partitions, to stage 3.
+    """Whether checkpoints of config `before` can be converted to load under `after`: from stage 1, 2 or 3, to stage 3.
 
-    Stage 0 leaves nothing that DeepSpeed's converter reads, and nobody leaves stage 3 for want of memory.
+    DeepSpeed's converter reads no checkpoints of stage 0. From stage 3 to a lower stage is never needed: that would take
+    more memory.
     """
     source, target = layout(before), layout(after)
     return source[0] != 0 and target[0] == 3 and not any((*_nvme(source), *_nvme(target)))
@@ -56,7 +58,7 @@ def written_under(folder: Path) -> dict[str, Any] | None:
 
 
 def _model_states(folder: Path) -> dict[str, Any]:
-    """What the first rank saved of the model, its tensors left in the file; empty where there is no checkpoint."""
+    """The first rank's model states, tensors mapped and not read; empty where there is no checkpoint."""
     import torch
 
     states = next(iter(sorted(folder.glob(f"*{_MODEL_STATES}"))), None)
@@ -73,14 +75,16 @@ def load_any(
     say: Callable[[str], None],
     **kwargs: Any,
 ) -> Any:
-    """`load`, which is DeepSpeed's `load_checkpoint`, of what another config of the ladder may have written; every
-    rank calls it.
+    """Loads a checkpoint that another config of the ladder may have written. Every rank calls it.
 
-    With `convert` a checkpoint that does not load as it is becomes a universal one beside it first, which is removed
-    when it is loaded.
+    Args:
+        load: DeepSpeed's own `load_checkpoint`; its other arguments and its result are these.
+        convert: a checkpoint that does not load as it is is first converted to a universal one beside it, which is
+            removed when it is loaded.
+        say: is told, on the first rank, that a checkpoint is converted.
 
     Raises:
-        RuntimeError: it cannot be converted.
+        RuntimeError: the checkpoint cannot be converted.
     """
     own = settings_of(engine) if engine.optimizer is not None else None
     written = _to_convert(engine, load_dir, tag) if convert and own is not None else None
@@ -94,7 +98,7 @@ def load_any(
 
 
 def _to_convert(engine: Any, load_dir: str, tag: str | None) -> tuple[Path, int] | None:
-    """The checkpoint that would be loaded and its stage, where the engine cannot load it as it is but converted."""
+    """(folder, ZeRO stage) of the checkpoint that would be loaded; None unless it needs conversion and can be converted."""
     latest = Path(load_dir) / "latest"
     name = tag if tag is not None else latest.read_text().strip() if latest.exists() else None
     folder = Path(load_dir) / str(name)
@@ -138,13 +142,14 @@ def _load_converted(
 
 
 def settings_of(engine: Any) -> list[dict[str, Any]]:
-    """Of every parameter group of the optimizer that steps, without its parameters."""
+    """The settings (learning rate, weight decay, …) of every parameter group of the optimizer that steps."""
     return [{k: v for k, v in group.items() if k != "params"} for group in _inner(engine).param_groups]
 
 
 def mend(engine: Any, own: list[dict[str, Any]]) -> None:
-    """After a load: offloading takes another class of Adam than the one whose states were saved. What its groups lack
-    comes from its `own` settings, and each state has a count of steps of its own in the form that it reads."""
+    """Repairs the optimizer after a load. With offloading its class of Adam is another than the one whose states were
+    saved: settings that its groups lack are taken from `own`, what they were before the load, and each state's `step` gets
+    the type that this class reads."""
     import torch
 
     optimizer = _inner(engine)
@@ -165,10 +170,10 @@ def _inner(engine: Any) -> Any:
 
 
 def convert(folder: Path, universal: Path, ranks: int) -> None:
-    """Makes DeepSpeed's universal checkpoint of one, as stage 3 loads it.
+    """Converts the checkpoint in `folder` to DeepSpeed's universal format, as stage 3 loads it.
 
     Raises:
-        RuntimeError: DeepSpeed's converter fails; the message is its last line.
+        RuntimeError: DeepSpeed's converter fails; the message ends with its last line.
     """
     shutil.rmtree(universal, ignore_errors=True)  # of a launch that was killed meanwhile
     command = [
@@ -185,7 +190,7 @@ def convert(folder: Path, universal: Path, ranks: int) -> None:
         "1",
     ]
     flat = (folder / _MODEL_STATES).exists()
-    if flat:  # what a client of Megatron's would have put into it
+    if flat:  # the converter expects what Megatron-DeepSpeed adds to its checkpoints
         command.append("--inject_missing_state")
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     if done.returncode:
@@ -196,7 +201,8 @@ def convert(folder: Path, universal: Path, ranks: int) -> None:
 
 
 def _name_for_stage3(universal: Path, ranks: int) -> None:
-    """deepspeed 0.19.8 converts stages 1 and 2 for themselves: stage 3 looks for the same under other names."""
+    """Adds the file names and the optimizer state that stage 3 looks for: deepspeed 0.19.8 converts checkpoints of stages
+    1 and 2 only for those stages."""
     import torch
 
     for rank in range(ranks):
@@ -210,8 +216,8 @@ def _name_for_stage3(universal: Path, ranks: int) -> None:
 
 
 def _keep_groups(groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
-    """Stage 3 gives every parameter group the first one's settings: each gets its own back, its learning rate in the
-    proportion it had to the first one's."""
+    """Gives every parameter group its own settings back: loading a universal checkpoint, stage 3 sets all to the first
+    group's. The learning rate keeps the ratio that it had to the first group's."""
     first = own[0].get("initial_lr", own[0]["lr"])
     for group, kept in zip(groups, own, strict=True):
         share = kept.get("initial_lr", kept["lr"]) / first if first else 1.0
@@ -222,7 +228,7 @@ def _keep_groups(groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> Non
 
 
 def _load_buffers(module: Any, folder: Path) -> None:
-    """Universal checkpoints hold parameters alone."""
+    """Loads the module's buffers from the original checkpoint: universal ones hold parameters alone."""
     saved = _model_states(folder).get("module") or {}
     for name, buffer in module.named_buffers():
         if name in saved:

@@ -1,4 +1,4 @@
-"""The DeepSpeed config that a trial runs: the candidate's, plus what training has and a config file may leave open."""
+"""The DeepSpeed config that a trial of a named model runs, and the DeepSpeed ops that it loads. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job
 
-# What decides memory and time of a step is the kind of optimizer; its learning rate is not, and stays out of exports.
+# The kind of optimizer decides the memory and time of a step; the learning rate does not, and is never exported.
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True, "fused": True}},
     "adam": {"type": "Adam", "params": {"lr": 1e-5, "torch_adam": True, "fused": True, "adam_w_mode": False}},
@@ -20,7 +20,7 @@ QUIET = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comm
 
 
 def trial_config(candidate: Candidate, job: Job) -> dict[str, Any]:
-    """The candidate's config without `"auto"`s and trackers, and with an optimizer where none is given."""
+    """The candidate's config without `"auto"` values and trackers, and with an optimizer if it names none."""
     config: dict[str, Any] = _without_auto(candidate.ds_config(job))
     for key in QUIET:
         config.pop(key, None)
@@ -42,8 +42,8 @@ def trial_config(candidate: Candidate, job: Job) -> dict[str, Any]:
 
 
 def optimizer_section(job: Job, candidate: Candidate) -> dict[str, Any]:
-    """The optimizer of a trial whose config brings none. Offloaded, torch's own would need DeepSpeed's check lifted and
-    be slow: DeepSpeed's CPU Adam takes its place, as DeepSpeed advises."""
+    """The `optimizer` section of a trial whose config names none. Where the optimizer is offloaded it is DeepSpeed's CPU
+    Adam, as DeepSpeed advises: torch's own is slow there, and refused unless DeepSpeed's check is turned off."""
     section = _OPTIMIZERS[job.optimizer]
     params = dict(section["params"])
     if candidate.offload_optimizer != "none":
@@ -53,7 +53,8 @@ def optimizer_section(job: Job, candidate: Candidate) -> dict[str, Any]:
 
 
 def needed_ops(candidates: list[Candidate], job: Job, device: str) -> list[str]:
-    """DeepSpeed's JIT ops that trials of these candidates load; built before the budget starts."""
+    """Names of the builders of the DeepSpeed JIT ops that trials of these candidates load. They are built before the
+    budget starts."""
     ops = ["ShareMemCommBuilder"] if device == "cpu" else []
     kind = job.optimizer_kind
     offloads = {candidate.offload_optimizer for candidate in candidates}

@@ -1,4 +1,4 @@
-"""The two devices a rank may run on, behind one interface. Imported only inside a rank."""
+"""The two devices that a rank may run on, behind one interface. Imports torch: only ranks and traces import this."""
 
 from __future__ import annotations
 
@@ -19,20 +19,26 @@ class Device(Protocol):
     name: str
     backend: str
 
-    def setup(self, local_rank: int, cap_bytes: int | None, threads: int) -> None: ...
+    def setup(self, local_rank: int, cap_bytes: int | None, threads: int) -> None:
+        """Takes this rank's device, with its memory capped at `cap_bytes` and so many CPU threads."""
+
     def torch_device(self) -> torch.device: ...
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Waits until all that was asked of the device is done."""
+
     def note(self) -> None:
-        """Looks at the memory now; the gauge outside looks on its own."""
+        """Samples memory now, for `peaks`; the parent's gauge samples on its own."""
 
     def reset_peaks(self) -> None: ...
-    def peaks(self) -> dict[str, Any]: ...
+    def peaks(self) -> dict[str, Any]:
+        """Highest bytes since `reset_peaks`, by name, and `retries`, how often the allocator had to free its cache."""
+
     def lift_cap(self) -> None:
-        """Gives a rank that ran out enough room to say so."""
+        """Gives a rank that ran out of memory enough room to report it."""
 
 
 class CudaDevice:
-    """A GPU through torch; the cap is the allocator's fraction, less what the context takes outside it."""
+    """A GPU. The cap is torch's per-process memory fraction, less what the CUDA context takes outside the allocator."""
 
     name, backend = "cuda", "nccl"
 
@@ -83,7 +89,7 @@ class CudaDevice:
 
 
 class CpuDevice:
-    """A CPU rank: RLIMIT_DATA caps it, and what that limit counts (private writable memory) is what is gauged."""
+    """A CPU rank. RLIMIT_DATA caps its private writable memory, and the peak is of the same quantity."""
 
     name, backend = "cpu", "gloo"
 
@@ -110,8 +116,8 @@ class CpuDevice:
         _reset_high_water()
 
     def peaks(self) -> dict[str, Any]:
-        """The kernel keeps no high water of RLIMIT_DATA's quantity, but one of the touched part of it. So the peak is
-        at least that high water plus what was mapped and not touched when it was quiet."""
+        """The kernel keeps no high-water mark of what RLIMIT_DATA counts, only of resident pages. The peak is therefore the
+        highest sample, or the resident high-water mark plus what is mapped and untouched now, if that is more."""
         self.note()
         status = _status()
         untouched = max(0, status["VmData"] - status["RssAnon"])

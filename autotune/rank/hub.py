@@ -1,35 +1,47 @@
-"""Reads a model's configuration from the Hugging Face Hub, for a parent that must not import transformers.
+"""Prints the configuration of a Hub model: what the tuner, which imports no transformers, runs as a process of its own.
 
-    python -m autotune.rank.hub [--trust-remote-code] NAME
-
-prints one line of JSON: `{"config": {...}}`, or `{"error": "first line of what went wrong"}`.
+Run as `python -m autotune.rank.hub [--trust-remote-code] NAME`. The last line of standard output is JSON: {"config": {…}},
+or {"error": "…"}, one line that says why there is none.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import sys
 from typing import Any
 
+_MAX_ERROR_CHARACTERS = 200
 
-def read(name: str, trust_remote_code: bool) -> dict[str, Any]:
-    """The configuration of a Hub id as plain JSON, without the transformers version that wrote it."""
+
+def configuration(name: str, *, trust_remote_code: bool) -> dict[str, Any]:
+    """The model's config.json as transformers completes it. Raises what `AutoConfig.from_pretrained` raises."""
     from transformers import AutoConfig
 
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        lines = str(error).strip().splitlines()
-        return {"error": lines[0] if lines else type(error).__name__}
-    data = {key: value for key, value in config.to_dict().items() if key != "transformers_version"}
+    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    found = {key: value for key, value in config.to_dict().items() if key != "transformers_version"}
     if trust_remote_code:
-        data["_name_or_path"] = name  # where its code is found again
-    return {"config": json.loads(json.dumps(data, default=str))}
+        found["_name_or_path"] = name  # where a rank finds the code
+    return found
+
+
+def answer(name: str, *, trust_remote_code: bool) -> dict[str, Any]:
+    """What is printed."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # the model's own code may print
+            return {"config": configuration(name, trust_remote_code=trust_remote_code)}
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return {"error": lines[0][:_MAX_ERROR_CHARACTERS]}
 
 
 def main() -> None:
-    *flags, name = sys.argv[1:]
-    print(json.dumps(read(name, "--trust-remote-code" in flags)))
+    parser = argparse.ArgumentParser(prog="python -m autotune.rank.hub", description=__doc__)
+    parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument("name")
+    given = parser.parse_args()
+    print(json.dumps(answer(given.name, trust_remote_code=given.trust_remote_code), default=str))
 
 
 if __name__ == "__main__":

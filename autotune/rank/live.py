@@ -1,4 +1,4 @@
-"""Counts the bytes of tensors that are alive, real or fake: what an allocator is asked for, without its overhead."""
+"""Counts the bytes of live tensors, real or fake: what an allocator is asked for, without its overhead."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveTensors(TorchDispatchMode):
-    """While active, every storage that an operator returns is counted from its birth to its death.
+    """While active, counts every storage that an operator returns, from its allocation to its release.
 
-    `bytes` is what is alive now, `peak` the most since `reset_peak()`; `events`, where a list is put there, gets
-    (storage, bytes) of every birth and, negative, of every death. `watch` sees the bytes alive after every change.
+    Attributes:
+        bytes: live now.
+        peak: the most that were live since `reset_peak()`.
+        events: None, or a list to which every allocation appends (storage's key, bytes) and every release (key, -bytes).
+
+    Args:
+        watch: is called with the live bytes after every change.
     """
 
     def __init__(self, watch: Callable[[int], None] | None = None) -> None:
@@ -35,7 +40,7 @@ class LiveTensors(TorchDispatchMode):
         return out
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Counts a tensor made elsewhere; a storage is counted once."""
+        """Counts a tensor that no operator under this mode has made; a storage is counted once."""
         if tensor.device.type == "meta":  # DeepSpeed keeps the shapes of its parameters as such tensors
             return
         try:

@@ -1,63 +1,99 @@
-"""A rank whose work is the user's own script: it runs until enough steps are measured, watched from outside."""
+"""A rank that measures a user's script: the script runs, watched from outside, until enough steps are timed.
+
+Run as `python -m autotune.rank.script ADDRESS NUMBER` (a cold start), or `become` in a child of the fork server.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
 import statistics
-import tempfile
+import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from autotune.errors import Cause, Unusable
-from autotune.group.verdict import is_memory_error
+from autotune.group.ending import die_with_parent
+from autotune.group.protocol import Channel, Message
 from autotune.problem.candidate import Candidate
-from autotune.rank.hooks import QUIET_ENVIRONMENT, Hooks, run_script
-from autotune.rank.model import EXIT_REPORTED, Rank, enough, leave, stretch
+from autotune.problem.outcome import Phase
+from autotune.rank import timing
+from autotune.rank.base import EXIT_REPORTED, BaseRank, leave
+from autotune.rank.execution import run_script
+from autotune.rank.hooks import Hooks
+from autotune.rank.hooks.context import Context
+from autotune.rank.measuring import certify_save, measure_as, say_goodbye
+from autotune.rank.timing import Request
 
 WARMUP_STEPS = 2  # batches of a script differ in length: its step times never settle as synthetic ones do
+_MIN_STEPS = 2  # measured steps without which a script that has ended was not measured
 _PROGRESS_SECONDS = 0.5
 
+# Trackers and uploads are off, each by the variable that its documentation names.
+_QUIET_ENVIRONMENT = {
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "disabled",
+    "NEPTUNE_MODE": "debug",
+    "CLEARML_OFFLINE_MODE": "1",
+    "SWANLAB_MODE": "disabled",
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+    "TRACKIO_DISABLED": "1",
+    "DVCLIVE_TEST": "true",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "ACCELERATE_DISABLE_RICH": "1",
+}
 
-class ScriptRank(Rank):
-    """Runs `spec["job"]["script"]` under `spec["candidate"]`, or as it is where that is None."""
+
+@dataclass
+class Batch:
+    """What one rank trained on in one optimizer step."""
+
+    micro_batches: int = 0
+    rows: int = 0  # sequences
+    tokens: int = 0
+
+
+class ScriptRank(BaseRank):
+    """Runs `spec["job"]["script"]` under `spec["candidate"]`, or as it is where that is None; a `Watcher` of its hooks."""
+
+    def __init__(self, channel: Channel, spec: Message) -> None:
+        super().__init__(channel, spec)
+        self.candidate = Candidate.of(spec["candidate"]) if spec["candidate"] else None
+        self.config: dict[str, Any] = {}  # the script's own
+        self.engine: Any = None
+        self.facts: dict[str, Any] = {}  # of the engine
+        self.request: Request | None = None  # what to measure; heard before the first batch
+        self.batch = Batch()  # of the step that runs
+        self.timed: list[tuple[float, Batch]] = []  # seconds and batch of every measured step
+        self.widest_tokens = 0  # of a sequence
+        self.saved_tensors: SavedTensors | None = None
+        self._steps_left = 0  # until the ranks compare their clocks
+        self._step_began = self._measuring_began = 0.0
 
     def run(self) -> None:
-        os.environ.update(QUIET_ENVIRONMENT)
-        self._begin()
+        os.environ.update(_QUIET_ENVIRONMENT)
+        self.begin()
         assert self.job.script is not None
         self.script = self.job.script
-        self.engine: Any = None
-        self.config: dict[str, Any] = {}
-        self.facts: dict[str, Any] = {}
-        self.request: dict[str, Any] | None = None
-        knobs = self.spec["candidate"]
-        self.candidate = Candidate.of(knobs) if knobs else None
         scratch = Path(self.spec["scratch"])
         os.chdir(scratch)
-        self.hooks = Hooks(self.job, self.candidate, self, self.spec["device"], scratch, quiet=True)
+        self.hooks = Hooks(Context(self.job, self.candidate, self, self.spec["device"], scratch, quiet=True))
         self.hooks.install()
-        self._last_progress = 0.0
-        self._reset_counts()
         try:
-            run_script(self.job, self.hooks.arguments())
+            run_script(self.script, self.hooks.arguments())
         except SystemExit as error:
             if error.code not in (None, 0):
                 raise RuntimeError(f"{self.script.name} exited with {error.code}") from None
-        if len(self._times) >= 2:
+        if len(self.timed) >= _MIN_STEPS:
             self._finish()
         raise Unusable(self._why_ended())
 
     def _why_ended(self) -> str:
-        name = self.script.target
         if self.engine is None:
-            return (
-                f"{name} ended without calling deepspeed.initialize: give it its DeepSpeed config (for Hugging "
-                "Face's Trainer: --deepspeed ds.json) or make it use DeepSpeed"
-            )
+            return f"{self.script.target} ended without {_MISSING_DEEPSPEED}"
         return (
-            f"{name} ended after {self._steps} optimizer steps: a measurement needs at least "
+            f"{self.script.target} ended after {self.steps} optimizer steps: a measurement needs at least "
             f"{WARMUP_STEPS + 3}; give it more data or steps"
         )
 
@@ -71,167 +107,165 @@ class ScriptRank(Rank):
             self.channel.send("facts", config=self.config, micro_batch=micro_batch, accumulation=accumulation)
 
     def built(self, engine: Any, facts: dict[str, Any]) -> None:
-        self.engine = engine
-        self.facts = facts
-        self.device.note()
+        self.engine, self.facts = engine, facts
+        self.own_device.note()
 
-    def _reset_counts(self) -> None:
-        self._steps = 0
-        self._micros = self._rows = self._tokens = 0
-        self._widest = 0
-        self._times: list[float] = []
-        self._sizes: list[tuple[int, int, int]] = []  # micro-batches, rows and tokens of each measured step
+    def forward(self, rows: int, tokens: int) -> None:
+        self._await_request()
+        self.batch.rows += rows
+        self.batch.tokens += tokens
+        self.widest_tokens = max(self.widest_tokens, tokens // rows if rows else 0)
+
+    def entered(self, phase: Phase) -> None:
+        if phase is Phase.INIT:
+            self.enter(phase)
+            self.fault(phase)
+            return
+        self._await_request()  # a loop may call the module and not the engine
+        if phase is Phase.BACKWARD:
+            # Of forwards a micro-batch may have several (TRL's KTO); accelerate calls the engine's step at boundaries alone.
+            self.batch.micro_batches += 1
+            if self.saved_tensors is not None:
+                self.saved_tensors.close()
+        self.phase = phase
+        self.own_device.note()
+        self.fault(phase)
+        self.progress(_PROGRESS_SECONDS)
+
+    def stepped(self) -> None:
+        assert self.request is not None
+        device = self.own_device
+        device.synchronize()
+        device.note()
+        seconds = time.perf_counter() - self._step_began
+        self.steps += 1
+        if self.steps == 1 and self.candidate is not None:
+            check_batch(self.batch, self.candidate, self.script.profile.get("rows_per_sample", 1.0))
+        if self.steps == WARMUP_STEPS:
+            self._steps_left = timing.stretch(self.request, 0.0, 0, self.agree(seconds))
+            self._measuring_began = time.perf_counter()
+        elif self.steps > WARMUP_STEPS:
+            self.timed.append((seconds, self.batch))
+            self._steps_left -= 1
+            if not self._steps_left:
+                self._compare_clocks(self.request)
+        self.batch = Batch()
+        self._step_began = time.perf_counter()
+
+    def failed(self, error: BaseException) -> None:
+        self.leave_if_out_of_memory(error)
+
+    def strayed(self) -> None:
+        self.report(Unusable(f"{self.script.target} trains without {_MISSING_DEEPSPEED}"))
+        leave(EXIT_REPORTED)
+
+    # -- the measurement ---------------------------------------------------------------------------------------------
 
     def _await_request(self) -> None:
-        """Before the first batch: what is known so far is told, and what to measure heard."""
+        """Before the first batch: tells what is known of the engine, and waits to hear what to measure."""
         if self.request is not None:
             return
         self.channel.send("facts", config=self.config, **self.facts)
         self.channel.send("phase", phase="ready")
         message = self.channel.receive()
         if message is None or message["type"] != "measure":
-            os._exit(0)
-        self.request = message
-        self.device.reset_peaks()
-        self._began = self._measuring = time.perf_counter()
-        self._saved = _SavedTensors(self.engine) if self.candidate is None else None
-
-    def forward(self, rows: int, tokens: int) -> None:
-        self._await_request()
-        self._rows += rows
-        self._tokens += tokens
-        self._widest = max(self._widest, tokens // rows if rows else 0)
-
-    def entered(self, name: str) -> None:
-        if name == "init":
-            self.enter("init")
-            self._fault("init")
-            return
-        self._await_request()  # a loop may call the module and not the engine
-        # of forwards a micro-batch may have several (TRL's KTO); accelerate calls the engine's step at boundaries alone
-        self._micros += name == "backward"
-        self.phase = name
-        self.device.note()
-        if name == "backward" and self.request is not None and self._saved is not None:
-            self._saved.close()
-        self._fault(name)
-        now = time.monotonic()
-        if now - self._last_progress > _PROGRESS_SECONDS:
-            self._last_progress = now
-            self.channel.send("progress")
-
-    def stepped(self) -> None:
-        assert self.request is not None
-        self.device.synchronize()
-        self.device.note()
-        now = time.perf_counter()
-        step = now - self._began
-        self._steps += 1
-        if self._steps == 1:
-            self._check_batch()
-        if self._steps == WARMUP_STEPS:
-            self._stretch = stretch(self.request, 0.0, 0, self._agree(step))
-            self._measuring = time.perf_counter()
-        elif self._steps > WARMUP_STEPS:
-            self._times.append(step)
-            self._sizes.append((self._micros, self._rows, self._tokens))
-            self._stretch -= 1
-            if not self._stretch:
-                self._compare_clocks()
-        self._micros = self._rows = self._tokens = 0
-        self._began = time.perf_counter()
-
-    def _compare_clocks(self) -> None:
-        assert self.request is not None
-        elapsed, steps = self._agree(time.perf_counter() - self._measuring), len(self._times)
-        if enough(self.request, elapsed, steps):
-            self._finish()
-        self._stretch = stretch(self.request, elapsed, steps, elapsed / steps)
-
-    def _check_batch(self) -> None:
-        """What the candidate asks for must be what the script does, or its speed would be taken for another's."""
+            say_goodbye(self)
+        self.request = Request.of(message)
+        self.own_device.reset_peaks()
+        self._step_began = self._measuring_began = time.perf_counter()
         if self.candidate is None:
-            return
-        per_sample = self.script.profile.get("rows_per_sample", 1.0)
-        asked = self.candidate.micro_batch * self.candidate.accumulation
-        if self._micros and self._rows:
-            got = self._rows / per_sample
-            if self._micros != self.candidate.accumulation:
-                raise Unusable(
-                    f"the script accumulated {self._micros} micro-batches where {self.candidate.accumulation} were asked "
-                    "for: say which flag sets it, like --map gradient_accumulation_steps=--FLAG",
-                    Cause.BATCH,
-                )
-            if got > asked + 0.5 or got < asked - self.candidate.micro_batch + 0.5:
-                raise Unusable(
-                    f"the script gave {self._rows} sequences a step where {asked * per_sample:g} were asked for: say which "
-                    "flag sets the batch, like --map train_micro_batch_size_per_gpu=--FLAG",
-                    Cause.BATCH,
-                )
+            self.saved_tensors = SavedTensors(self.engine)
 
-    def _finish(self) -> None:
-        self.device.synchronize()
-        micros, rows, tokens = (statistics.fmean(column) for column in zip(*self._sizes, strict=True))
-        facts: dict[str, Any] = {"micros": micros, "rows": rows, "tokens": tokens, "widest": self._widest}
-        if self._saved is not None:
-            facts["saved_bytes"] = self._saved.bytes
+    def _compare_clocks(self, request: Request) -> None:
+        """Ends the measurement, on all ranks at once, or says when to compare again."""
+        elapsed, steps = self.agree(time.perf_counter() - self._measuring_began), len(self.timed)
+        if timing.enough(request, elapsed, steps):
+            self._finish()
+        self._steps_left = timing.stretch(request, elapsed, steps, elapsed / steps)
+
+    def _finish(self) -> NoReturn:
+        device = self.own_device
+        device.synchronize()
+        batches = [batch for _, batch in self.timed]
+        tokens = statistics.fmean(batch.tokens for batch in batches)
+        facts: dict[str, Any] = {
+            "micros": statistics.fmean(batch.micro_batches for batch in batches),
+            "rows": statistics.fmean(batch.rows for batch in batches),
+            "tokens": tokens,
+            "widest": self.widest_tokens,
+        }
+        if self.saved_tensors is not None:
+            facts["saved_bytes"] = self.saved_tensors.bytes
         self.channel.send(
             "measured",
-            step_seconds=self._average(self._times),
+            step_seconds=self.average([seconds for seconds, _ in self.timed]),
             warmup_steps=WARMUP_STEPS,
-            measured_seconds=time.perf_counter() - self._measuring,
+            measured_seconds=time.perf_counter() - self._measuring_began,
             tokens=tokens,
             extrapolated=False,
             skipped_steps=getattr(self.engine, "skipped_steps", 0),
             facts=facts,
             live_bytes={},
-            **self.device.peaks(),
+            **device.peaks(),
         )
-        while (message := self.channel.receive()) is not None:
+        self._serve_certificates()
+        say_goodbye(self)
+
+    def _serve_certificates(self) -> None:
+        message: Message | None
+        while (message := self.channel.receive()) is not None and message["type"] != "stop":
             if message["type"] == "certify":
-                self._certify(message)
-            elif message["type"] == "stop":
-                break
-        leave(0)
-
-    def _certify(self, message: dict[str, Any]) -> None:
-        """A save of the gathered weights, as training would make one."""
-        self.phase = "save"
-        saved = False
-        count = sum(getattr(p, "ds_numel", p.numel()) for p in self.engine.module.parameters())
-        gathers = self.engine.zero_optimization_stage() < 3 or self.engine.zero_gather_16bit_weights_on_model_save()
-        if gathers and shutil.disk_usage(message["folder"]).free > 2 * 4 * count:
-            with tempfile.TemporaryDirectory(dir=message["folder"]) as folder:
-                saved = bool(self.engine._autotune_save_16bit_model(folder))
-                if self.spec["world"] > 1:
-                    self.torch.distributed.barrier()
-        self.device.synchronize()
-        self.channel.send("measured", certified=True, saved=saved, **self.device.peaks())
-
-    def failed(self, error: BaseException) -> None:
-        if is_memory_error(error):  # the script may catch it, and its peers would wait
-            self.report(error)
-            leave(EXIT_REPORTED)
-
-    def strayed(self) -> None:
-        self.report(Unusable(self._why_ended().replace("ended without", "trains without")))
-        leave(EXIT_REPORTED)
+                certify_save(self, self.engine, self.hooks.save_weights, message)
 
 
-class _SavedTensors:
-    """Bytes that the forwards of one micro-batch leave for its backward, parameters apart; counted by storage."""
+_MISSING_DEEPSPEED = (
+    "calling deepspeed.initialize: give it its DeepSpeed config (for Hugging Face's Trainer: --deepspeed ds.json) or make "
+    "it use DeepSpeed"
+)
+
+
+def check_batch(batch: Batch, candidate: Candidate, rows_per_sample: float) -> None:
+    """Checks a step's batch against the one that the candidate asks for: the speed of another would be taken for its own.
+    A batch without tensors among its forward's arguments tells nothing and passes.
+
+    Args:
+        rows_per_sample: sequences that the script makes of one sample of its data, as its first run has shown.
+
+    Raises:
+        Unusable: another number of micro-batches or sequences was trained.
+    """
+    if not batch.micro_batches or not batch.rows:
+        return
+    if batch.micro_batches != candidate.accumulation:
+        raise Unusable(
+            f"the script accumulated {batch.micro_batches} micro-batches where {candidate.accumulation} were asked "
+            "for: say which flag sets it, like --map gradient_accumulation_steps=--FLAG",
+            Cause.BATCH,
+        )
+    asked, got = candidate.micro_batch * candidate.accumulation, batch.rows / rows_per_sample
+    if got > asked + 0.5 or got < asked - candidate.micro_batch + 0.5:  # a data set's last batch may be smaller
+        raise Unusable(
+            f"the script gave {batch.rows} sequences a step where {asked * rows_per_sample:g} were asked for: say which "
+            "flag sets the batch, like --map train_micro_batch_size_per_gpu=--FLAG",
+            Cause.BATCH,
+        )
+
+
+class SavedTensors:
+    """Counts the bytes that forwards keep for their backward, from its making until `close`; the model's parameters are
+    not counted, and a storage is counted once."""
 
     def __init__(self, engine: Any) -> None:
         import torch
 
         self.bytes = 0
-        own = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
+        parameters = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
         seen: set[int] = set()
 
         def pack(tensor: Any) -> Any:
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                 where = tensor.untyped_storage().data_ptr()
-                if where not in own and where not in seen:
+                if where not in parameters and where not in seen:
                     seen.add(where)
                     self.bytes += tensor.untyped_storage().nbytes()
             return tensor
@@ -244,3 +278,17 @@ class _SavedTensors:
         if self._open:
             self._open = False
             self._hooks.__exit__(None, None, None)
+
+
+def become(address: str, number: int) -> NoReturn:
+    """Turns this process into rank `number` of the group whose parent listens at `address`, a Unix socket."""
+    measure_as(ScriptRank, address, number)
+
+
+def main() -> None:
+    die_with_parent()
+    become(sys.argv[1], int(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

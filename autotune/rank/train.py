@@ -1,6 +1,6 @@
-"""A rank of real training under `autotune launch`: the user's script, with the config that is tried and a line home.
+"""A rank of real training under `autotune launch`: the user's script to its own end, under the config that is tried.
 
-Run as `python -m autotune.rank.train SOCKET RANK`.
+Run as `python -m autotune.rank.train ADDRESS NUMBER`, or `become` in a child of the fork server.
 """
 
 from __future__ import annotations
@@ -8,42 +8,42 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import signal
 import sys
-import time
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from autotune.group.ending import die_with_parent
-from autotune.group.verdict import is_memory_error
 from autotune.problem.candidate import Candidate
+from autotune.problem.outcome import Phase
+from autotune.rank.base import BaseRank, greet, leave
 from autotune.rank.checkpoints import load_any
-from autotune.rank.hooks import Hooks, run_script
-from autotune.rank.model import EXIT_REPORTED, Rank, greet, leave
+from autotune.rank.execution import run_script
+from autotune.rank.hooks import Hooks
+from autotune.rank.hooks.context import Context
 
 _PROGRESS_SECONDS = 0.2
+_FIRST_STEPS = 3  # each is told of at once
 
 
-class TrainRank(Rank):
-    """Trains to the script's own end; reports progress, and memory failures the moment they happen."""
+class TrainRank(BaseRank):
+    """Trains to the script's own end; reports progress, and memory failures the moment they happen. A `Watcher` of its
+    hooks."""
 
     def run(self) -> None:
         # The first to be registered is the last to run: what the script registers may still need the group.
         atexit.register(self._leave_group)
-        self._begin()
-        self._steps, self._last_progress = 0, 0.0
-        hooks = Hooks(
-            self.job,
-            Candidate.of(self.spec["candidate"]),
-            self,
-            self.spec["device"],
-            Path(self.spec["folder"]),
-            quiet=False,
-        )
-        hooks.install()
+        self.begin()
+        assert self.job.script is not None
+        candidate, folder = Candidate.of(self.spec["candidate"]), Path(self.spec["folder"])
+        self.hooks = Hooks(Context(self.job, candidate, self, self.spec["device"], folder, quiet=False))
+        self.hooks.install()
         if self.spec["resume_since"] is not None:
             self._resume_trainer(self.spec["resume_since"])
         self._note_loads()
-        run_script(self.job, hooks.arguments())
+        run_script(self.job.script, self.hooks.arguments())
 
     def _leave_group(self) -> None:
         """The group is ours to close: left open, its threads race the interpreter's end, and abort it now and then."""
@@ -53,35 +53,33 @@ class TrainRank(Rank):
     # -- restarting --------------------------------------------------------------------------------------------------
 
     def _resume_trainer(self, since: float) -> None:
-        """Trainer goes on from the newest whole checkpoint of this launch, unless the script names one."""
+        """Trainer goes on from the newest whole checkpoint of this launch, or from the one that the script names where
+        there is none."""
         from transformers import Trainer
 
-        original = Trainer.train
-
-        @functools.wraps(original)
-        def train(trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            newest = newest_checkpoint(Path(trainer.args.output_dir), since, self.spec["world"])
+        def train(
+            original: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+        ) -> Any:
+            newest = newest_checkpoint(Path(trainer.args.output_dir), since, self.world)
             if newest is not None:
                 resume_from_checkpoint = str(newest)
                 self.channel.send("resumed", path=resume_from_checkpoint)
             return original(trainer, resume_from_checkpoint, *args, **kwargs)
 
-        setattr(Trainer, original.__name__, train)
+        self.hooks.context.patches.wrap(Trainer, "train", train)
 
     def _note_loads(self) -> None:
+        """What another rung of the ladder has saved is loaded too, and the parent hears of every load."""
         from deepspeed.runtime.engine import DeepSpeedEngine
 
-        original = DeepSpeedEngine.load_checkpoint
-        load = functools.partial(load_any, original, convert=self.spec["convert"], say=self._tell)
-
-        @functools.wraps(original)
-        def load_checkpoint(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        def load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+            load = functools.partial(load_any, original, convert=self.spec["convert"], say=self._tell)
             found = load(engine, *args, **kwargs)
             if found and found[0]:
                 self.channel.send("resumed", path=str(found[0]))
             return found
 
-        setattr(DeepSpeedEngine, original.__name__, load_checkpoint)
+        self.hooks.context.patches.wrap(DeepSpeedEngine, "load_checkpoint", load_checkpoint)
 
     def _tell(self, text: str) -> None:
         self.channel.send("note", text=text)
@@ -95,36 +93,30 @@ class TrainRank(Rank):
         pass
 
     def built(self, engine: Any, facts: dict[str, Any]) -> None:
-        self.enter("forward")
+        self.enter(Phase.FORWARD)
 
-    def entered(self, name: str) -> None:
-        self.phase = name
-        if name == "init":
-            self.enter(name)
+    def entered(self, phase: Phase) -> None:
+        self.phase = phase
+        if phase is Phase.INIT:
+            self.enter(phase)
 
     def forward(self, rows: int, tokens: int) -> None:
         pass
 
     def stepped(self) -> None:
-        self._steps += 1
-        now = time.monotonic()
-        if now - self._last_progress > _PROGRESS_SECONDS or self._steps <= 3:
-            self._last_progress = now
-            self.channel.send("progress", steps=self._steps)
+        self.steps += 1
+        self.progress(0.0 if self.steps <= _FIRST_STEPS else _PROGRESS_SECONDS)
 
     def failed(self, error: BaseException) -> None:
-        if is_memory_error(error):  # the script may catch it, and its peers would wait for ever
-            self.channel.send("progress", steps=self._steps)
-            self.report(error)
-            leave(EXIT_REPORTED)
+        self.leave_if_out_of_memory(error)
 
     def strayed(self) -> None:
         self.channel.send("strayed")
 
 
 def newest_checkpoint(folder: Path, since: float, ranks: int) -> Path | None:
-    """Trainer's newest checkpoint that was begun after `since` (seconds since the epoch) and is whole: its state, which
-    is written last, and every rank's part."""
+    """Trainer's newest checkpoint that was written after `since` (seconds since the epoch) and is whole: it has its state,
+    which is written last, DeepSpeed's part, and the state of every rank's random generators."""
     whole: list[tuple[int, Path]] = []
     for state in folder.glob("checkpoint-*/trainer_state.json"):
         checkpoint = state.parent
@@ -140,21 +132,54 @@ def newest_checkpoint(folder: Path, since: float, ranks: int) -> Path | None:
     return max(whole, default=(0, None))[1]
 
 
-def main() -> None:
-    die_with_parent()
-    channel, spec = greet(sys.argv[1], int(sys.argv[2]))
+def train(address: str, number: int) -> Any:
+    """Trains as rank `number`, and says goodbye at the script's end; returns what the script gave to `sys.exit`. After a
+    failure it is reported and the process left with code 1."""
+    channel, spec = greet(address, number)
     sys.argv = sys.argv[:1]
     rank = TrainRank(channel, spec)
+    code: Any = None
     try:
         rank.run()
     except SystemExit as error:
         code = error.code
-        channel.send("bye", code=code if isinstance(code, int) else int(code is not None), steps=rank._steps)
-        raise
     except BaseException as error:
         rank.report(error)
         leave(1)
-    channel.send("bye", code=0, steps=rank._steps)
+    channel.send("bye", code=_exit_status(code), steps=rank.steps)
+    return code
+
+
+def _exit_status(code: Any) -> int:
+    """As the interpreter counts what `sys.exit` was given."""
+    return code if isinstance(code, int) else int(code is not None)
+
+
+def become(address: str, number: int) -> NoReturn:
+    """Turns this process, a forked child, into rank `number` of the group whose parent listens at `address`, a Unix socket.
+
+    It ends as an interpreter does after its script (threads are waited for, what `atexit` holds is run), but by `os._exit`:
+    the frames below it are the fork server's. Modules are not torn down, so a file that one of them has left open is not
+    flushed; after a cold start it is.
+    """
+    for caught, handler in (
+        (signal.SIGINT, signal.default_int_handler),  # KeyboardInterrupt: a script may save on it
+        (signal.SIGTERM, signal.SIG_DFL),
+        (signal.SIGCHLD, signal.SIG_DFL),
+    ):
+        signal.signal(caught, handler)
+    code = train(address, number)
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's threads, as multiprocessing does
+    atexit._run_exitfuncs()
+    leave(_exit_status(code))
+
+
+def main() -> None:
+    """A cold start ends as the script alone would: the interpreter's own end, with the process group closed before."""
+    die_with_parent()
+    sys.exit(train(sys.argv[1], int(sys.argv[2])))
 
 
 if __name__ == "__main__":

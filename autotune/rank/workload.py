@@ -1,5 +1,5 @@
-"""What a rank trains when the user brings no script: a named model with random weights and synthetic batches, or what
-the user's own function gives."""
+"""What a rank trains without a script: a named model with random weights and synthetic batches, or the model and batches
+that a function of the user returns (`--workload package.module:function`)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Source = Callable[[int, torch.device, int], Iterator[Batch]]  # (micro-batch, de
 
 
 def load_builder(reference: str) -> Callable[[], Any]:
-    """The function behind `package.module:function`, looked for in the current folder too.
+    """Imports the function `package.module:function`; the current folder is on the path.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such function.
     """
     name, colon, function = reference.partition(":")
     if not colon or not name or not function:
@@ -42,10 +42,10 @@ def load_builder(reference: str) -> Callable[[], Any]:
 
 
 def own_workload(reference: str) -> tuple[torch.nn.Module, Callable[[int], Any]]:
-    """What the user's function returns: a model, and a function from a micro-batch to an iterable of batches.
+    """Calls the user's function: a model, and a function from a micro-batch size to an iterable of batches.
 
     Raises:
-        ValueError: it returns something else.
+        ValueError: there is no such function, or it returns something else.
     """
     made = load_builder(reference)()
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module) and callable(made[1])):
@@ -102,7 +102,8 @@ def transformers_config(model: ModelSpec) -> Any:
 
 
 def causal_model(config: Any, job: Job) -> Any:
-    """The job's model as transformers builds it, its weights as memory happens to hold them."""
+    """The job's model as transformers builds it, in the job's precision; whether weights are initialized is the caller's
+    choice (`no_init_weights`)."""
     from transformers import AutoModelForCausalLM
 
     kept = {"attn_implementation": job.attention} if job.attention else {}
@@ -112,7 +113,7 @@ def causal_model(config: Any, job: Job) -> Any:
 
 
 def adapted(model: Any, job: Job) -> Any:
-    """The model with the job's adapters, all else of it frozen; the model itself where there are none."""
+    """The model with the job's LoRA adapters, all else of it frozen; the model unchanged where the job has none."""
     if job.lora is None:
         return model
     from peft import LoraConfig, get_peft_model
@@ -125,7 +126,7 @@ def adapted(model: Any, job: Job) -> Any:
 
 
 def build(job: Job, device: torch.device, ds_config: dict[str, Any]) -> tuple[torch.nn.Module, Source]:
-    """The job's model on the device, at stage 3 partitioned while it is built, and where its batches come from."""
+    """The job's model on the device, and the source of its batches. At stage 3 the model is partitioned while it is built."""
     if job.workload is None:
         model = build_model(job, device, ds_config)
         return model, lambda micro_batch, device, seed: batches(job, micro_batch, device, seed)
@@ -152,7 +153,7 @@ def build(job: Job, device: torch.device, ds_config: dict[str, Any]) -> tuple[to
 
 
 def build_model(job: Job, device: torch.device, ds_config: dict[str, Any]) -> torch.nn.Module:
-    """A named model on the device, its weights random; at stage 3 partitioned while it is built."""
+    """A named model on the device with random weights. At stage 3 it is partitioned while it is built."""
     import deepspeed
     from transformers.initialization import no_init_weights
 
@@ -182,7 +183,8 @@ def build_model(job: Job, device: torch.device, ds_config: dict[str, Any]) -> to
 
 @torch.no_grad()
 def fill_weights(model: torch.nn.Module) -> None:
-    """Small random values: neither memory nor speed depends on them, but NaNs and denormals would."""
+    """Sets weights to small random values and norms to 1. Neither memory nor speed depends on the values, as long as no
+    NaN or denormal is among them."""
     for name, parameter in model.named_parameters():
         tensor = getattr(parameter, "ds_tensor", parameter)
         shape = getattr(parameter, "ds_shape", parameter.shape)
@@ -203,10 +205,12 @@ def vocabulary(job: Job) -> int:
 
 
 def batches(job: Job, micro_batch: int, device: torch.device, seed: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Endless batches, made on the host and copied over as a data loader would.
+    """Endless batches of `input_ids` and `labels`, each (micro_batch, tokens), made on the host and copied to the device as
+    a data loader does.
 
-    All are at the full sequence length; of a job with a data set's lengths only the first two are (the second meets
-    gradients that accumulate), and the others are drawn from them and padded to their longest. Packed rows are full.
+    Every batch has the full sequence length. Of a job with a data set's lengths only the first two batches have, so that
+    the worst case is met with and without gradients from before; the sequences of the others are drawn from the data set's
+    lengths, each batch padded to its longest. Rows of a packed job are full and have `position_ids`.
     """
     generator = torch.Generator().manual_seed(seed)
     top = vocabulary(job)
@@ -219,7 +223,7 @@ def batches(job: Job, micro_batch: int, device: torch.device, seed: int) -> Iter
         batch["labels"] = batch["input_ids"]
         if job.packed:
             batch["position_ids"] = torch.stack([packed_positions(job, generator) for _ in range(micro_batch)])
-            # the first token of a sequence is not foretold from the sequence before it
+            # the first token of a sequence is not predicted from the sequence before it
             batch["labels"] = batch["labels"].masked_fill(batch["position_ids"] == 0, -100)
     if device.type == "cuda":
         pool = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in pool]
@@ -229,14 +233,14 @@ def batches(job: Job, micro_batch: int, device: torch.device, seed: int) -> Iter
 
 
 def draw(job: Job, count: int, generator: torch.Generator) -> torch.Tensor:
-    """(count,) tokens of sequences, as often as the job's data set has them."""
+    """(count,) lengths of sequences in tokens, drawn with the frequencies of the job's data set."""
     tokens, often = (torch.tensor(column) for column in zip(*job.lengths, strict=True))
     return tokens[torch.multinomial(often.double(), count, replacement=True, generator=generator)]
 
 
 def packed_positions(job: Job, generator: torch.Generator) -> torch.Tensor:
-    """(seq_len,) positions in a row of sequences laid end to end, the last cut off: each begins at 0, which is how
-    transformers tells them apart."""
+    """(seq_len,) position ids of a row of sequences laid end to end, the last one cut off. Each sequence begins at 0, which
+    is how transformers tells them apart."""
     shortest = min(tokens for tokens, _ in job.lengths)
     lengths = draw(job, -(-job.seq_len // shortest), generator)
     starts = torch.cat([torch.zeros(1, dtype=lengths.dtype), lengths.cumsum(0)])

@@ -1,0 +1,195 @@
+"""What every rank does, whatever it trains: greet its parent, join its process group, report, leave.
+
+A rank is a process that the parent has started, directly or by forking. It connects to the parent's Unix socket, says
+`hello`, receives its `spec`, and from then on both speak JSON lines (`group/protocol.py`).
+
+This module imports no torch at its top: `hello` comes first, and the environment is set before torch reads it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from autotune.errors import Unusable
+from autotune.group.protocol import Channel, Message
+from autotune.group.verdict import is_memory_error
+from autotune.problem.job import Job
+from autotune.problem.outcome import Phase
+
+if TYPE_CHECKING:
+    from autotune.rank.devices import Device
+
+EXIT_REPORTED = 13  # the failure was reported over the channel
+_COLLECTIVE_TIMEOUT = datetime.timedelta(hours=1)  # the parent notices a rank that hangs long before
+
+
+def greet(address: str, number: int) -> tuple[Channel, Message]:
+    """Connects to the parent and says which rank this is; returns the channel and the spec that came over it. Leaves
+    with code 1 where the parent closes the channel instead."""
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(address)
+    channel = Channel(sock)
+    channel.send("hello", rank=number, pid=os.getpid())
+    spec = channel.receive()
+    if spec is None:
+        leave(1)
+    return channel, spec
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process at once, without the interpreter's cleanup: a peer may sit in a collective for ever, nothing may
+    wait for it, and gloo's threads abort an interpreter that ends while its process group is open."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class BaseRank(ABC):
+    """One rank, from its spec to its end. A kind of rank says in `run` what it does in between."""
+
+    def __init__(self, channel: Channel, spec: Message) -> None:
+        self.channel, self.spec = channel, spec
+        self.number: int = spec["rank"]
+        self.world: int = spec["world"]  # ranks of the group
+        self.phase = Phase.START
+        self.steps = 0  # optimizer steps so far
+        self.device: Device | None = None
+        self._last_progress = 0.0
+
+    @abstractmethod
+    def run(self) -> None:
+        """The rank's work. Whatever it raises is reported by its caller."""
+
+    # -- the start ---------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The job, the environment, the device with its cap, the process group."""
+        self.enter(Phase.START)
+        self.job = Job.from_json(self.spec["job"])
+        self._set_environment()
+        import torch
+        import torch.distributed
+
+        from autotune.rank.devices import make_device
+
+        self.torch: Any = torch
+        self.device = make_device(self.spec["device"])
+        self.fault(Phase.START)
+        self.device.setup(self.number, self.spec["cap_bytes"], self.spec["threads"])
+        self._join_group(self.device)
+
+    def _set_environment(self) -> None:
+        """As torchrun sets it."""
+        rank, world = str(self.number), str(self.world)
+        os.environ.update(
+            RANK=rank,
+            LOCAL_RANK=rank,
+            WORLD_SIZE=world,
+            LOCAL_WORLD_SIZE=world,
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(self.spec.get("port", 29500)),
+            DS_ACCELERATOR=self.spec["device"],
+            OMP_NUM_THREADS=str(self.spec["threads"]),
+            TOKENIZERS_PARALLELISM="false",
+        )
+        os.environ.update(self.spec.get("env", {}))
+
+    def _join_group(self, device: Device) -> None:
+        """The ranks meet in a file instead of at a port: two studies on a machine cannot meet each other."""
+        store = self.torch.distributed.FileStore(self.spec["store"], self.world)
+        self.torch.distributed.init_process_group(
+            device.backend, store=store, rank=self.number, world_size=self.world, timeout=_COLLECTIVE_TIMEOUT
+        )
+        import deepspeed
+
+        deepspeed.init_distributed(dist_backend=device.backend, verbose=False)
+
+    @property
+    def own_device(self) -> Device:
+        """The device, which `begin` has made."""
+        assert self.device is not None
+        return self.device
+
+    # -- what it tells -----------------------------------------------------------------------------------------------
+
+    def enter(self, phase: Phase) -> None:
+        """The rank is in this phase from now on, and its parent knows."""
+        self.phase = phase
+        self.channel.send("phase", phase=phase)
+
+    def progress(self, every_seconds: float = 0.0) -> None:
+        """Tells that the rank lives and how many steps it has done, where the last time was so long ago."""
+        now = time.monotonic()
+        if now - self._last_progress >= every_seconds:
+            self._last_progress = now
+            self.channel.send("progress", steps=self.steps)
+
+    def report(self, error: BaseException) -> None:
+        """Says what happened, the moment it is caught."""
+        if self.device is not None:
+            self.device.lift_cap()
+        frames = traceback.extract_tb(error.__traceback__)
+        text = "".join(traceback.format_exception(error))
+        self.channel.send(
+            "error",
+            phase=self.phase,
+            kinds=[f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__],
+            text=str(error)[:8000],
+            traceback=text[-16000:],
+            file=frames[-1].filename if frames else "",
+            files=[frame.filename for frame in frames],
+            rank=self.number,
+            cause=str(error.cause) if isinstance(error, Unusable) else None,
+        )
+        print(text, file=sys.stderr, flush=True)
+
+    def leave_if_out_of_memory(self, error: BaseException) -> None:
+        """Reports a memory failure and leaves: the script may catch it and go on, and its peers would wait for ever."""
+        if is_memory_error(error):
+            self.progress()
+            self.report(error)
+            leave(EXIT_REPORTED)
+
+    # -- among the ranks ---------------------------------------------------------------------------------------------
+
+    def agree(self, seconds: float) -> float:
+        """The slowest rank's time, so that all ranks take the same decisions."""
+        return self.reduce([seconds], "MAX")[0]
+
+    def average(self, seconds: list[float]) -> list[float]:
+        """Each step's mean over the ranks: they wait for each other within a step, so none is slower for long."""
+        return [one / self.world for one in self.reduce(seconds, "SUM")]
+
+    def reduce(self, seconds: list[float], operation: str) -> list[float]:
+        """Element by element over the ranks; `operation` is a name of torch.distributed.ReduceOp. Every rank calls it."""
+        if self.world == 1:
+            return seconds
+        device = self.own_device
+        value = self.torch.tensor(seconds, dtype=self.torch.float64 if device.name == "cpu" else None)
+        value = value.to(device.torch_device())
+        self.torch.distributed.all_reduce(value, op=getattr(self.torch.distributed.ReduceOp, operation))
+        return [float(one) for one in value.tolist()]
+
+    # -- faults ------------------------------------------------------------------------------------------------------
+
+    def fault(self, phase: Phase) -> None:
+        """A fault that a test plants: hang, die by a signal or raise, on one rank at the start of one phase."""
+        planted = self.spec.get("fault")
+        if not planted or planted["rank"] != self.number or planted["where"] != phase:
+            return
+        if planted["what"] == "hang":
+            time.sleep(3600)
+        elif planted["what"] == "oom":
+            raise self.torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. (planted)")
+        elif planted["what"] == "raise":
+            raise RuntimeError(planted.get("text", "planted"))
+        else:
+            os.kill(os.getpid(), getattr(signal, planted["what"]))

@@ -1,0 +1,62 @@
+"""What stands between a user's script and the libraries it trains with, in one rank.
+
+The script is not changed and does not know. A candidate's keys are merged into its DeepSpeed config wherever that comes
+from (file, dict, TrainingArguments, accelerate's plugin), its batch sizes set in the arguments and data loaders that
+carry them, and a `Watcher` sees what the trained engine does. One module a library that is hooked:
+
+| module | what is hooked |
+| --- | --- |
+| `arguments` | argparse: flags that carry knobs, and the rank |
+| `process_group` | torch.distributed: the script's process group is the rank's own |
+| `deepspeed` | `deepspeed.initialize`, and forward, backward and step of the engine that trains |
+| `optimizers` | torch's optimizers: a script that trains without DeepSpeed is noticed |
+| `accelerate` | its DeepSpeed config and plugin, the loader that `prepare` is given |
+| `transformers` | TrainingArguments |
+| `tokenizers` | how long a tokenizer lets a sequence be |
+
+Each has `install(context)`. No library is imported before its hook is installed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autotune.rank.hooks import (
+    accelerate,
+    arguments,
+    config,
+    deepspeed,
+    optimizers,
+    process_group,
+    tokenizers,
+    transformers,
+)
+from autotune.rank.hooks.context import Context
+
+
+class Hooks:
+    """All hooks of one rank."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def install(self) -> None:
+        """Called once, before the script runs."""
+        context = self.context
+        config.announce_to_accelerate(context)
+        for library in (arguments, process_group, deepspeed, optimizers, accelerate, transformers):
+            library.install(context)
+        if context.script.worst_case:
+            tokenizers.install(context)
+
+    def arguments(self) -> list[str]:
+        """The script's arguments under the candidate."""
+        return config.merged_arguments(self.context)
+
+    def save_weights(self, folder: str) -> Any:
+        """Saves the gathered 16-bit weights of the engine that trains, as the script would without `quiet`."""
+        return deepspeed.save_weights(self.context, folder)
+
+    def undo(self) -> None:
+        """Puts back all that was replaced."""
+        self.context.patches.undo()

@@ -1,0 +1,54 @@
+"""The script's DeepSpeed config with the candidate's keys in it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from autotune.problem.script import with_configs, with_flag
+from autotune.rank.config import QUIET
+from autotune.rank.hooks.context import Context
+
+
+def announce_to_accelerate(context: Context) -> None:
+    """Names the config file of a script that leaves DeepSpeed to accelerate, as `accelerate launch` does."""
+    if context.script.ds_config is not None:
+        context.patches.set_environment("ACCELERATE_USE_DEEPSPEED", "true")
+        context.patches.set_environment("ACCELERATE_DEEPSPEED_CONFIG_FILE", context.script.ds_config)
+
+
+def merged(context: Context, config: dict[str, Any]) -> dict[str, Any]:
+    """A copy of the script's config with the candidate's keys in it, and without trackers where the context is quiet."""
+    if not context.config_seen:
+        context.config_seen = True
+        context.watcher.configured(copy.deepcopy(config))
+    found = copy.deepcopy(config)
+    if context.quiet:
+        for key in QUIET:
+            found.pop(key, None)
+    if context.candidate is None:
+        return found
+    base = {**found, **{key: value for key, value in context.job.base_config.items() if key not in found}}
+    return context.candidate.ds_config(dataclasses.replace(context.job, base_config=base))
+
+
+def merged_arguments(context: Context) -> list[str]:
+    """The script's arguments with declared flags set and DeepSpeed config files replaced by merged ones."""
+    argv = list(context.script.arguments)
+    if context.candidate is None:
+        return argv
+    for knob, flag in context.script.flags:
+        value = context.candidate.get(knob)
+        if value is not None:
+            argv = with_flag(argv, flag, value)
+
+    def merged_file(path: Path, at: int) -> str:
+        copied = context.folder / f"{path.stem}.{at}.rank{os.environ['RANK']}.json"
+        copied.write_text(json.dumps(merged(context, json.loads(path.read_text()))))
+        return str(copied)
+
+    return with_configs(argv, Path(), merged_file)

@@ -1,0 +1,37 @@
+"""What the hooks of one rank share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autotune.problem.candidate import Candidate
+from autotune.problem.job import Job, Script
+from autotune.rank.hooks.patches import Patches
+from autotune.rank.hooks.watcher import Watcher
+
+
+@dataclass
+class Context:
+    """The task of one rank's hooks, and what they have seen so far."""
+
+    job: Job
+    candidate: Candidate | None  # what is tried; None leaves the script's own settings
+    watcher: Watcher
+    device: str  # `cpu` or `cuda`
+    folder: Path  # for merged configs, and with `quiet` for all that the script writes on its own account
+    quiet: bool  # a measurement, not a training: no checkpoints, evaluations, trackers and uploads
+    patches: Patches = field(default_factory=Patches)
+
+    engine: Any = None  # the DeepSpeed engine that trains, once it is built
+    config_seen: bool = False  # the watcher has been told the script's own config
+    through_arguments: bool = False  # TrainingArguments carry the batch sizes
+    loader_prepared: bool = False  # accelerate has prepared the script's own loader
+    flags: set[str] = field(default_factory=set)  # of `problem.script.FLAGS`, those that the script's parsers have
+    allowed_tokens: list[int] = field(default_factory=list)  # longest sequences that arguments and tokenizers allow
+
+    @property
+    def script(self) -> Script:
+        assert self.job.script is not None
+        return self.job.script

@@ -1,0 +1,173 @@
+"""DeepSpeed: the engine that the script trains gets the candidate's config, and the watcher sees its every step."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import Unusable
+from autotune.problem.outcome import Phase
+from autotune.rank.hooks.batches import batch_of, padded, rows_and_tokens
+from autotune.rank.hooks.config import merged
+from autotune.rank.hooks.context import Context
+
+_WATCHED = (("forward", Phase.FORWARD), ("backward", Phase.BACKWARD), ("step", Phase.STEP))
+_SAVES = ("save_checkpoint", "save_16bit_model")
+
+
+def install(context: Context) -> None:
+    """Hooks `deepspeed.initialize` and the methods of its engines."""
+    import deepspeed
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    patches = context.patches
+    patches.wrap(deepspeed, "initialize", functools.partial(_initialize, context))
+    for name, phase in _WATCHED:
+        patches.wrap(DeepSpeedEngine, name, functools.partial(_watched, context, phase))
+    if context.quiet:
+        for name in _SAVES:
+            patches.wrap(DeepSpeedEngine, name, lambda original, engine, *args, **kwargs: True)
+
+
+def save_weights(context: Context, folder: str) -> Any:
+    """DeepSpeed's own `save_16bit_model` of the engine that trains, which `quiet` takes from the script."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    return context.patches.original(DeepSpeedEngine, "save_16bit_model")(context.engine, folder)
+
+
+def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """The first call that makes an engine that trains is changed; others are left as they are."""
+    import deepspeed
+
+    given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+    config, through_args = _config_of(given)
+    if context.engine is not None or not _trains(given, config):
+        return original(*args, **kwargs)
+    if isinstance(given.get("model"), deepspeed.PipelineModule):
+        raise Unusable(
+            "the script trains a pipeline (PipelineModule), which takes no ZeRO stage above 1 and no other "
+            "loop than its own: it is not tuned"
+        )
+    context.watcher.entered(Phase.INIT)
+    optimizer = given.get("optimizer")
+    given["config"] = merged(context, config)
+    if plan := batch_of(given["config"], int(os.environ["WORLD_SIZE"])):
+        context.watcher.planned(*plan)
+    given.pop("config_params", None)
+    if through_args:
+        given["args"] = copy.copy(given["args"])
+        given["args"].deepspeed_config = None
+    if context.candidate is not None and context.candidate.checkpointing and not context.through_arguments:
+        _enable_checkpointing(given["model"])
+    try:
+        made = original(**given)
+    except BaseException as error:
+        context.watcher.failed(error)
+        raise
+    context.engine = made[0]
+    context.watcher.built(context.engine, engine_facts(context, optimizer))
+    return made
+
+
+def _config_of(given: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """(the config, whether it came through `args`) of a call of `deepspeed.initialize`."""
+    config = given.get("config")
+    if config is None:
+        config = given.get("config_params")
+    through_args = config is None and getattr(given.get("args"), "deepspeed_config", None) is not None
+    if through_args:
+        config = given["args"].deepspeed_config
+    if isinstance(config, str | Path):
+        with open(config) as file:
+            config = json.load(file)
+    return (config if isinstance(config, dict) else {}), through_args
+
+
+def _trains(given: dict[str, Any], config: dict[str, Any]) -> bool:
+    """Whether a call of `deepspeed.initialize` makes an engine that trains, and not a reference model's."""
+    if given.get("optimizer") is not None or given.get("model_parameters") is not None:
+        return True
+    return bool(config.get("optimizer")) and bool(getattr(given.get("model"), "training", True))
+
+
+def _enable_checkpointing(model: Any) -> None:
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is not None:
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _watched(
+    context: Context, phase: Phase, original: Callable[..., Any], engine: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    """A method of an engine; the watcher sees those of the engine that trains, while it trains."""
+    if engine is not context.engine or not engine.module.training:
+        return original(engine, *args, **kwargs)
+    boundary = phase is Phase.STEP and engine.is_gradient_accumulation_boundary()
+    if phase is Phase.FORWARD:
+        if context.script.worst_case:
+            kwargs = padded(args, kwargs, _longest_tokens(context))
+        context.watcher.forward(*rows_and_tokens(args, kwargs))
+    context.watcher.entered(phase)
+    try:
+        result = original(engine, *args, **kwargs)
+    except BaseException as error:
+        context.watcher.failed(error)
+        raise
+    if boundary:
+        context.watcher.stepped()
+    return result
+
+
+def _longest_tokens(context: Context) -> int:
+    """The longest sequence that the script's arguments, its tokenizers and its model all allow; 0 where none says."""
+    config = getattr(context.engine.module, "config", None)
+    positions = getattr(config, "max_position_embeddings", None)
+    return min([*context.allowed_tokens, *([positions] if isinstance(positions, int) else [])], default=0)
+
+
+def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
+    """What the tuner wants to know of the script's engine.
+
+    `trained` is a list of the elements of each trained parameter, `frozen` the elements of all others together.
+
+    Args:
+        optimizer: that the script has made itself, if any.
+    """
+    engine = context.engine
+    module = engine.module
+    plain = getattr(module, "get_base_model", lambda: module)()  # peft's adapters stand around it
+    config: Any = getattr(plain, "config", None)
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in module.parameters()]
+    return {
+        "micro_batch": engine.train_micro_batch_size_per_gpu(),
+        "accumulation": engine.gradient_accumulation_steps(),
+        "precision": "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
+        "model_config": json.loads(json.dumps(config.to_dict(), default=str)) if hasattr(config, "to_dict") else {},
+        "causal": "CausalLM" in type(plain).__name__ or "LMHead" in type(plain).__name__,
+        "model": type(plain).__name__,
+        "trained": [elements for elements, trained in sizes if trained],
+        "frozen": sum(elements for elements, trained in sizes if not trained),
+        "checkpointing": hasattr(plain, "gradient_checkpointing_enable"),
+        "checkpointed": bool(getattr(plain, "is_gradient_checkpointing", False)),
+        "through_arguments": context.through_arguments,
+        "loader_prepared": context.loader_prepared,
+        "client_optimizer": optimizer is not None,
+        "untested_optimizer": not _zero_supports(optimizer),
+        "flags": sorted(context.flags),
+    }
+
+
+def _zero_supports(optimizer: Any) -> bool:
+    """Whether ZeRO takes the script's own optimizer without `zero_allow_untested_optimizer`."""
+    if optimizer is None or callable(optimizer):
+        return True
+    from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
+
+    return bool(is_zero_supported_optimizer(optimizer))

@@ -1,0 +1,52 @@
+"""transformers: TrainingArguments, and those of libraries that build on them (TRL), carry the candidate's batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from autotune.problem.candidate import CHECKPOINTING
+from autotune.rank.hooks.context import Context
+
+
+def install(context: Context) -> None:
+    """Arguments are changed before `__post_init__` reads them: there they are checked and the config is loaded."""
+    from transformers import TrainingArguments
+
+    def post_init(original: Callable[..., Any], arguments: Any) -> None:
+        _fill(context, arguments)
+        original(arguments)
+
+    context.patches.wrap(TrainingArguments, "__post_init__", post_init)
+
+
+def _fill(context: Context, arguments: Any) -> None:
+    context.through_arguments = True
+    for name in ("max_length", "max_seq_length"):  # TRL's
+        if isinstance(longest := getattr(arguments, name, None), int):
+            context.allowed_tokens.append(longest)
+    if context.device == "cpu":
+        arguments.use_cpu = True
+    arguments.auto_find_batch_size = False  # it catches our out-of-memory and halves the batch
+    candidate = context.candidate
+    if candidate is not None:
+        arguments.per_device_train_batch_size = candidate.micro_batch
+        arguments.gradient_accumulation_steps = candidate.accumulation
+        if CHECKPOINTING in candidate.as_dict:
+            for name in ("gradient_checkpointing", "activation_checkpointing"):
+                if hasattr(arguments, name):
+                    setattr(arguments, name, candidate.checkpointing)
+    context.watcher.planned(arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps)
+    if context.quiet:
+        _silence(context, arguments)
+
+
+def _silence(context: Context, arguments: Any) -> None:
+    """Nothing is evaluated, reported or left behind outside the context's folder."""
+    arguments.output_dir = str(context.folder / "output")
+    arguments.report_to = "none"
+    arguments.push_to_hub = arguments.load_best_model_at_end = False
+    arguments.save_strategy = arguments.eval_strategy = "no"
+    for name, value in (("eval_on_start", False), ("logging_dir", None)):  # not in every version
+        if hasattr(arguments, name):
+            setattr(arguments, name, value)

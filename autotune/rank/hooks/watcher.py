@@ -1,0 +1,35 @@
+"""What the hooks tell the rank of its script's training."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from autotune.problem.outcome import Phase
+
+
+class Watcher(Protocol):
+    """Sees the script's training. Every method is called on every rank."""
+
+    def configured(self, config: dict[str, Any]) -> None:
+        """The script's own DeepSpeed config, before any key of a candidate is in it; called once."""
+
+    def planned(self, micro_batch: int, accumulation: int) -> None:
+        """The batch that the script asks for, in sequences and micro-batches: known before memory can run out."""
+
+    def built(self, engine: Any, facts: dict[str, Any]) -> None:
+        """The engine that trains exists; for its facts see `deepspeed.engine_facts`."""
+
+    def forward(self, rows: int, tokens: int) -> None:
+        """A forward of the training begins: sequences and tokens of its batch."""
+
+    def entered(self, phase: Phase) -> None:
+        """INIT, FORWARD, BACKWARD or STEP begins."""
+
+    def stepped(self) -> None:
+        """An optimizer step is done."""
+
+    def failed(self, error: BaseException) -> None:
+        """An exception left the engine. The script may catch it, so a memory failure is reported from here."""
+
+    def strayed(self) -> None:
+        """The script trains, and no engine of DeepSpeed exists."""

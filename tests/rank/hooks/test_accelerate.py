@@ -1,0 +1,100 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from autotune.problem.candidate import Candidate
+from autotune.rank.hooks import accelerate, config, deepspeed
+from tests.conftest import make_candidate
+from tests.rank.hooks.conftest import make_context
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 1,
+    "zero_optimization": {"stage": 1},
+    "zero_allow_untested_optimizer": True,
+}
+
+
+def train(folder: str, candidate: dict[str, Any] | None, in_code: bool, hooked: bool = True) -> dict[str, Any]:
+    """A loop of accelerate's, its plugin made in code or of a config. That CPU ranks find each other needs two of them:
+    tests/test_scripts.py."""
+    import torch
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from torch.utils.data import DataLoader, TensorDataset
+
+    context, watcher = make_context(folder, Candidate.of(candidate) if candidate else None)
+    if hooked:
+        accelerate.install(context)
+        deepspeed.install(context)
+    plugin = DeepSpeedPlugin(zero_stage=1) if in_code else DeepSpeedPlugin(hf_ds_config=CONFIG)
+    accelerator = Accelerator(deepspeed_plugin=plugin)
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    data = TensorDataset(torch.arange(256.0).view(64, 4))
+    loader = DataLoader(
+        data, batch_size=2, shuffle=True, drop_last=True, collate_fn=lambda rows: torch.stack([x for (x,) in rows])
+    )
+    evaluation = DataLoader(data, batch_size=16)
+    net, optimizer, loader, evaluation = accelerator.prepare(net, optimizer, loader, evaluation)
+    first, *_ = rows = list(loader)
+    accelerator.backward(net(first).sum())
+    optimizer.step()
+    engine = accelerator.deepspeed_engine_wrapped.engine
+    return {
+        "stage": engine.zero_optimization_stage(),
+        "plugin_stage": plugin.zero_stage,
+        "micro_batch": engine.train_micro_batch_size_per_gpu(),
+        "rows": len(first),
+        "samples": sorted(float(row[0]) for batch in rows for row in batch),
+        "shuffled": [float(row[0]) for row in first] != [4.0 * at for at in range(len(first))],
+        "evaluation_rows": len(next(iter(evaluation))[0]),
+        "seen": watcher.seen,
+        "prepared": context.loader_prepared,
+        "facts": watcher.of("built")[0][0]["loader_prepared"] if hooked else None,
+    }
+
+
+def test_without_hooks_the_script_is_as_it_is(in_rank: Callable[..., Any], tmp_path: Path) -> None:
+    found = in_rank(train, str(tmp_path), make_candidate(2, 8).as_dict, False, False)
+    assert (found["stage"], found["rows"], found["seen"]) == (1, 2, [])
+
+
+def test_the_config_and_the_trainings_loader_are_the_candidates(in_rank: Callable[..., Any], tmp_path: Path) -> None:
+    found = in_rank(train, str(tmp_path), make_candidate(2, 8).as_dict, False)
+    assert (found["stage"], found["plugin_stage"], found["micro_batch"], found["rows"]) == (2, 2, 8, 8)
+    assert found["samples"] == [16.0 * at / 4 for at in range(64)], "every sample once"
+    assert found["shuffled"]
+    assert found["evaluation_rows"] == 16, "only the first loader is the training's"
+    assert found["prepared"]
+    assert found["facts"], "known before the engine is built"
+    configured = [told for name, *told in found["seen"] if name == "configured"]
+    assert len(configured) == 1
+    assert configured[0][0]["zero_optimization"]["stage"] == 1
+
+
+def test_a_plugin_that_is_written_in_code(in_rank: Callable[..., Any], tmp_path: Path) -> None:
+    found = in_rank(train, str(tmp_path), make_candidate(3, 4).as_dict, True)
+    assert (found["stage"], found["plugin_stage"], found["rows"]) == (3, 3, 4)
+
+
+def test_a_script_as_it_is_keeps_its_loader(in_rank: Callable[..., Any], tmp_path: Path) -> None:
+    found = in_rank(train, str(tmp_path), None, False)
+    assert (found["stage"], found["rows"], found["prepared"]) == (1, 2, True)
+
+
+def told_by_the_environment(folder: str) -> dict[str, Any]:
+    """A script that leaves DeepSpeed to `accelerate launch`."""
+    from accelerate import Accelerator
+
+    context, _ = make_context(folder, make_candidate(2, 4), ds_config=f"{folder}/ds.json")
+    config.announce_to_accelerate(context)
+    accelerate.install(context)
+    plugin: Any = Accelerator().state.deepspeed_plugin
+    return plugin.deepspeed_config
+
+
+def test_a_config_that_is_given_beside_the_script(in_rank: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"train_batch_size": "auto", "zero_optimization": {"stage": 1}}')
+    found = in_rank(told_by_the_environment, str(tmp_path))
+    assert found["zero_optimization"]["stage"] == 2
+    assert found["train_micro_batch_size_per_gpu"] == 4

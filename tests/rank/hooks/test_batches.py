@@ -1,0 +1,79 @@
+from typing import Any
+
+import pytest
+import torch
+
+from autotune.errors import Unusable
+from autotune.rank.hooks.batches import batch_of, padded, rows_and_tokens
+
+MICRO, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({MICRO: 2, STEPS: 3}, (2, 3)),
+        ({MICRO: 2}, (2, 1)),
+        ({TOTAL: 32, MICRO: 2}, (2, 4)),
+        ({TOTAL: 32, STEPS: 4}, (2, 4)),
+        ({TOTAL: 32}, (8, 1)),
+        ({TOTAL: 2}, (1, 1)),
+        ({STEPS: 4}, None),
+        ({}, None),
+        ({MICRO: "auto", STEPS: 4, TOTAL: "auto"}, None),
+        ({MICRO: 0, TOTAL: 8}, (2, 1)),
+    ],
+)
+def test_the_batch_of_a_config_on_four_ranks(config: dict[str, Any], found: tuple[int, int] | None) -> None:
+    assert batch_of(config, 4) == found
+
+
+IDS = torch.ones(3, 7, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "found"),
+    [
+        ((), {"input_ids": IDS, "labels": IDS}, (3, 21)),
+        ((IDS,), {}, (3, 21)),
+        ((), {"x": torch.ones(4, 16)}, (4, 4)),  # of an image or a vector a row is a token
+        ((), {"scale": torch.ones(()), "x": torch.ones(4, 3, 8, 8)}, (4, 4)),
+        (({"input_ids": IDS},), {"other": torch.ones(9)}, (3, 21)),
+        ((), {"mask": torch.ones(9, 1), "input_ids": IDS}, (3, 21)),
+        ((1, "text"), {}, (0, 0)),
+        ((), {}, (0, 0)),
+        # three sequences, packed
+        ((), {"input_ids": IDS[:1], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1]])}, (3, 7)),
+        ((), {"input_ids": IDS, "position_ids": torch.arange(7).expand(3, 7)}, (3, 21)),
+    ],
+)
+def test_rows_and_tokens(args: tuple[Any, ...], kwargs: dict[str, Any], found: tuple[int, int]) -> None:
+    assert rows_and_tokens(args, kwargs) == found
+
+
+def test_padding_is_computed_and_not_learnt() -> None:
+    batch = {"input_ids": IDS, "labels": IDS, "attention_mask": 0 * IDS, "weight": torch.ones(3), "name": "x"}
+    found = padded((), batch, 9)
+    assert {name: found[name][0, 7:].tolist() for name in ("input_ids", "labels", "attention_mask")} == {
+        "input_ids": [0, 0],
+        "labels": [-100, -100],
+        "attention_mask": [1, 1],
+    }
+    assert (found["input_ids"][:, :7] == IDS).all()
+    assert found["weight"] is batch["weight"]
+    assert padded((), batch, 7) == padded((), batch, 5) == batch, "as long as it is, or longer"
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "longest", "says"),
+    [
+        ((IDS,), {}, 9, "cannot be padded"),
+        ((), {"input_ids": IDS[0]}, 9, "cannot be padded"),
+        ((), {"x": IDS}, 9, "cannot be padded"),
+        ((), {"input_ids": IDS, "position_ids": IDS}, 9, "cannot be padded"),
+        ((), {"input_ids": IDS}, 0, "how long"),
+    ],
+)
+def test_what_cannot_be_padded(args: tuple[Any, ...], kwargs: dict[str, Any], longest: int, says: str) -> None:
+    with pytest.raises(Unusable, match=says):
+        padded(args, kwargs, longest)

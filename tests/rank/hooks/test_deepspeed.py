@@ -1,0 +1,241 @@
+"""Real engines of one CPU rank, under the hooks and without."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autotune.errors import Unusable
+from autotune.problem.candidate import Candidate
+from autotune.rank.hooks import deepspeed
+from tests.conftest import make_candidate
+from tests.rank.hooks.conftest import Recorder, make_context
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "zero_optimization": {"stage": 0},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "wandb": {"enabled": False},
+}
+
+
+def make_net() -> Any:
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+            self.checkpointed = False
+
+        def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, bool]) -> None:
+            assert gradient_checkpointing_kwargs == {"use_reentrant": False}
+            self.checkpointed = True
+
+        def forward(self, x: Any, original: Any = None, context: Any = None) -> Any:
+            if x.isnan().any():
+                raise MemoryError("planted")
+            return self.layer(x).sum()
+
+    return Net()
+
+
+def initialize(way: str, net: Any, folder: str) -> Any:
+    """`deepspeed.initialize` with the config given in one of the ways there are."""
+    import deepspeed
+
+    path = Path(folder) / "ds.json"
+    path.write_text(json.dumps(CONFIG))
+    args = SimpleNamespace(deepspeed_config=str(path), local_rank=0)
+    given: dict[str, Any] = {
+        "dict": {"config": CONFIG},
+        "file": {"config": str(path)},
+        "config_params": {"config_params": CONFIG},
+        "args": {"args": args},
+    }[way]
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), **given)
+    assert args.deepspeed_config == str(path), "the script's own arguments stay"
+    return engine
+
+
+def set_up(folder: str, candidate: dict[str, Any] | None, **script: Any) -> tuple[Any, Recorder]:
+    context, watcher = make_context(folder, Candidate.of(candidate) if candidate else None, **script)
+    deepspeed.install(context)
+    return context, watcher
+
+
+def train(folder: str, way: str, candidate: dict[str, Any] | None) -> dict[str, Any]:
+    """Two optimizer steps."""
+    import torch
+
+    _context, watcher = set_up(folder, candidate)
+    net = make_net()
+    engine = initialize(way, net, folder)
+    for _ in range(2 * engine.gradient_accumulation_steps()):
+        loss = engine(torch.ones(engine.train_micro_batch_size_per_gpu(), 4), original=1, context=2)
+        engine.backward(loss)
+        engine.step()
+    engine.eval()
+    engine(torch.ones(1, 4))
+    return {
+        "stage": engine.zero_optimization_stage(),
+        "batch": [engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()],
+        "checkpointed": net.checkpointed,
+        "seen": watcher.seen,
+        "wandb": "wandb" in engine.config,
+    }
+
+
+@pytest.mark.parametrize("way", ["dict", "file", "config_params", "args"])
+def test_the_engine_is_the_candidates(in_rank: Callable[..., Any], tmp_path: Path, way: str) -> None:
+    candidate = make_candidate(2, 4, 3, activation_checkpointing=True)
+    found = in_rank(train, str(tmp_path), way, candidate.as_dict)
+    assert (found["stage"], found["batch"], found["checkpointed"], found["wandb"]) == (2, [4, 3], True, False)
+    told = {name: rest for name, *rest in found["seen"]}
+    assert told["configured"] == [CONFIG], "its own, before the candidate"
+    assert told["planned"] == [4, 3]
+
+
+def test_a_script_as_it_is(in_rank: Callable[..., Any], tmp_path: Path) -> None:
+    found = in_rank(train, str(tmp_path), "dict", None)
+    assert (found["stage"], found["batch"], found["checkpointed"]) == (0, [2, 2], False)
+    names = [name for name, *_ in found["seen"]]
+    assert names[:4] == ["init", "configured", "planned", "built"]
+    micro = ["rows and tokens", "forward", "backward", "step"]
+    assert names[4:] == 2 * [*micro, *micro, "stepped"], "and nothing of the evaluation"
+    facts = dict(next(rest for name, *rest in found["seen"] if name == "built")[0])
+    assert (facts["micro_batch"], facts["accumulation"], facts["precision"]) == (2, 2, "fp32")
+    assert (facts["trained"], facts["frozen"], facts["model"]) == ([4, 1], 0, "Net")
+    assert facts["checkpointing"]
+    assert not (facts["client_optimizer"])
+    assert not (facts["untested_optimizer"])
+    assert not (facts["causal"])
+    assert ["rows and tokens", 2, 2] in found["seen"]
+
+
+def reference(folder: str) -> list[Any]:
+    """A reference model, as TRL's trainers prepare it, and a second engine after the one that trains."""
+    import torch
+    from deepspeed import initialize as original
+
+    context, watcher = set_up(folder, make_candidate(2, 4, 1).as_dict)
+    frozen, *_ = deepspeed_initialize(model=make_net().eval(), config={"train_batch_size": 1})
+    frozen(torch.ones(1, 4))
+    seen_of_reference = list(watcher.seen)
+    trained = initialize("dict", make_net(), folder)
+    second, *_ = deepspeed_initialize(model=make_net(), config=CONFIG)
+    frozen.train()
+    frozen(torch.ones(1, 4))
+    assert original is not deepspeed_initialize
+    return [
+        seen_of_reference,
+        context.engine is trained,
+        [engine.zero_optimization_stage() for engine in (frozen, trained, second)],
+        watcher.names().count("built"),
+        watcher.names().count("forward"),
+    ]
+
+
+def deepspeed_initialize(**given: Any) -> Any:
+    import deepspeed
+
+    return deepspeed.initialize(**given)
+
+
+def test_only_the_engine_that_trains_is_changed_and_watched(in_rank: Callable[..., Any], tmp_path: Path) -> None:
+    assert in_rank(reference, str(tmp_path)) == [[], True, [0, 2, 0], 1, 0]
+
+
+def fail(folder: str) -> list[Any]:
+    import torch
+
+    _, watcher = set_up(folder, None)
+    engine = initialize("dict", make_net(), folder)
+    with pytest.raises(MemoryError, match="planted"):
+        engine(torch.full((2, 4), float("nan")))
+    return watcher.seen[-2:]
+
+
+def test_a_failure_is_seen_before_the_script_can_catch_it(in_rank: Callable[..., Any], tmp_path: Path) -> None:
+    assert in_rank(fail, str(tmp_path)) == [["forward"], ["failed", "MemoryError"]]
+
+
+def refuse(folder: str) -> list[Any]:
+    _, watcher = set_up(folder, make_candidate(1, **{"zero_optimization.reduce_bucket_size": -5}).as_dict)
+    with pytest.raises(Exception, match="reduce_bucket_size"):
+        initialize("dict", make_net(), folder)
+    return watcher.names()
+
+
+def test_a_config_that_deepspeed_refuses_is_seen(in_rank: Callable[..., Any], tmp_path: Path) -> None:
+    assert in_rank(refuse, str(tmp_path)) == ["init", "configured", "planned", "failed"]
+
+
+def pipeline(folder: str) -> list[str]:
+    import deepspeed as library
+    import torch
+
+    _, watcher = set_up(folder, None)
+    library.init_distributed()
+    net = library.PipelineModule([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], num_stages=1)
+    with pytest.raises(Unusable, match="a pipeline"):
+        library.initialize(model=net, model_parameters=net.parameters(), config=CONFIG)
+    return watcher.names()
+
+
+def test_a_pipeline_is_refused(in_rank: Callable[..., Any], tmp_path: Path) -> None:
+    assert in_rank(pipeline, str(tmp_path)) == []
+
+
+def save(folder: str, quiet: bool) -> dict[str, Any]:
+    context, _ = make_context(folder, quiet=quiet)
+    deepspeed.install(context)
+    engine = initialize("dict", make_net(), folder)
+    found = {
+        "answers": [bool(engine.save_16bit_model(f"{folder}/weights")), bool(engine.save_checkpoint(f"{folder}/all"))]
+    }
+    found["script's"] = sorted(path.name for path in Path(folder).iterdir() if path.name in ("weights", "all"))
+    deepspeed.save_weights(context, f"{folder}/ours")
+    found["ours"] = [path.name for path in Path(folder, "ours").iterdir()]
+    context.patches.undo()
+    engine.save_16bit_model(f"{folder}/after")
+    found["after"] = Path(folder, "after").exists()
+    return found
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_saves_of_the_script_leave_nothing_where_it_is_quiet(
+    in_rank: Callable[..., Any], tmp_path: Path, quiet: bool
+) -> None:
+    found = in_rank(save, str(tmp_path), quiet)
+    assert found["answers"] == [True, True], "the script goes on either way"
+    assert found["script's"] == ([] if quiet else ["all", "weights"])
+    assert found["ours"] == ["pytorch_model.bin"], "verification saves in any case"
+    assert found["after"], "undone"
+
+
+def pad(folder: str) -> list[Any]:
+    """A worst case: the tokenizer allows 24 tokens, the arguments 16, the model 32."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    context, watcher = set_up(folder, None, worst_case=True)
+    context.allowed_tokens += [24, 16]
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16}
+    net = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32))
+    engine = initialize("dict", net, folder)
+    ids = torch.ones(2, 5, dtype=torch.long)
+    logits = engine(input_ids=ids, labels=ids).logits
+    del context.allowed_tokens[:]
+    engine(input_ids=ids)
+    with pytest.raises(Unusable, match="cannot be padded"):
+        engine(ids)
+    return [list(logits.shape), watcher.of("rows and tokens")]
+
+
+def test_every_batch_is_as_long_as_all_allow(in_rank: Callable[..., Any], tmp_path: Path) -> None:
+    assert in_rank(pad, str(tmp_path)) == [[2, 16, 64], [[2, 32], [2, 64]]]

@@ -1,0 +1,38 @@
+from collections.abc import Callable
+
+import torch
+
+from autotune.rank.hooks import optimizers
+
+
+def steps(count: int) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(count):
+        weight.sum().backward()
+        optimizer.step()
+
+
+def test_training_without_deepspeed_is_noticed_at_the_second_step(context: Callable) -> None:
+    made, watcher = context()
+    optimizers.install(made)
+    steps(1)
+    assert watcher.seen == []
+    steps(1)
+    assert watcher.seen == [["strayed"]]
+
+
+def test_an_engine_may_step_its_optimizers(context: Callable) -> None:
+    made, watcher = context()
+    optimizers.install(made)
+    made.engine = object()
+    steps(3)
+    assert watcher.seen == []
+
+
+def test_undone_nobody_looks(context: Callable) -> None:
+    made, watcher = context()
+    optimizers.install(made)
+    made.patches.undo()
+    steps(3)
+    assert watcher.seen == []

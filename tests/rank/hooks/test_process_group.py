@@ -1,0 +1,33 @@
+from collections.abc import Callable
+from typing import Any
+
+from autotune.rank.hooks import process_group
+from tests.rank.hooks.conftest import make_context
+
+
+def join_again() -> list[str]:
+    """What a script's own `init_process_group`, for two ranks at a port, comes to: without the hook and with it."""
+    import torch.distributed
+    from torch.distributed import distributed_c10d
+
+    def try_to_join(module: Any) -> str:
+        try:
+            module.init_process_group("gloo", init_method="tcp://127.0.0.1:1", rank=0, world_size=2)
+        except ValueError as error:
+            return str(error)
+        return f"{torch.distributed.get_world_size()} rank"
+
+    found = [try_to_join(torch.distributed)]
+    context, _ = make_context()
+    process_group.install(context)
+    found += [try_to_join(torch.distributed), try_to_join(distributed_c10d)]
+    torch.distributed.destroy_process_group()
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    return [*found, f"{torch.distributed.get_world_size()} rank"]
+
+
+def test_the_scripts_group_is_the_ranks(in_rank: Callable[..., Any]) -> None:
+    refused, *joined = in_rank(join_again)
+    assert "twice" in refused, "torch's own"
+    assert joined == ["1 rank", "1 rank", "1 rank"]

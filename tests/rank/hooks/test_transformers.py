@@ -1,0 +1,91 @@
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.problem.candidate import Candidate
+from autotune.rank.hooks import transformers
+from tests.conftest import make_candidate
+from tests.rank.hooks.conftest import make_context
+
+NOTED = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "gradient_checkpointing",
+    "use_cpu",
+    "auto_find_batch_size",
+    "output_dir",
+    "report_to",
+    "save_strategy",
+    "eval_strategy",
+    "load_best_model_at_end",
+    "push_to_hub",
+)
+
+
+def fill(folder: str, candidate: dict[str, Any] | None, quiet: bool) -> dict[str, Any]:
+    """TrainingArguments of a script, with a field of TRL's, as they come out of the hook."""
+    from transformers import TrainingArguments
+
+    @dataclass
+    class Arguments(TrainingArguments):
+        max_length: int | None = 48
+
+    context, watcher = make_context(folder, Candidate.of(candidate) if candidate else None, quiet=quiet)
+    transformers.install(context)
+    made = Arguments(
+        output_dir="mine",
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=5,
+        auto_find_batch_size=True,
+        save_strategy="steps",
+        eval_strategy="steps",
+        eval_steps=10,
+        save_steps=10,
+        load_best_model_at_end=True,
+    )
+    found = {name: value for name, value in asdict(made).items() if name in NOTED}
+    context.patches.undo()
+    plain = Arguments(output_dir="mine", per_device_train_batch_size=2, use_cpu=True)
+    return {
+        **found,
+        "planned": watcher.of("planned"),
+        "allowed": context.allowed_tokens,
+        "through": context.through_arguments,
+        "undone": plain.per_device_train_batch_size,
+    }
+
+
+def test_arguments_carry_the_candidate_and_leave_nothing_behind(in_rank: Callable[..., Any], tmp_path: Path) -> None:
+    candidate = make_candidate(1, 8, 4, activation_checkpointing=True)
+    found = in_rank(fill, str(tmp_path), candidate.as_dict, True)
+    assert (found["per_device_train_batch_size"], found["gradient_accumulation_steps"]) == (8, 4)
+    assert found["gradient_checkpointing"]
+    assert found["use_cpu"]
+    assert found["output_dir"] == str(tmp_path / "output")
+    assert (found["save_strategy"], found["eval_strategy"]) == ("no", "no")
+    assert not found["load_best_model_at_end"]
+    assert found["report_to"] in ("none", [])
+    assert not found["auto_find_batch_size"], "it would catch the out-of-memory"
+    assert found["planned"] == [[8, 4]]
+    assert found["allowed"] == [48]
+    assert found["through"]
+    assert found["undone"] == 2
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_script_as_it_is_keeps_its_batch(in_rank: Callable[..., Any], tmp_path: Path, quiet: bool) -> None:
+    found = in_rank(fill, str(tmp_path), None, quiet)
+    assert (found["per_device_train_batch_size"], found["gradient_accumulation_steps"]) == (2, 5)
+    assert not found["gradient_checkpointing"]
+    assert found["planned"] == [[2, 5]]
+    assert not found["auto_find_batch_size"]
+
+
+def test_a_real_training_keeps_what_it_saves(in_rank: Callable[..., Any], tmp_path: Path) -> None:
+    found = in_rank(fill, str(tmp_path), make_candidate(1, 8, 4).as_dict, False)
+    assert found["per_device_train_batch_size"] == 8
+    assert (found["output_dir"], found["save_strategy"], found["eval_strategy"]) == ("mine", "steps", "steps")
+    assert found["load_best_model_at_end"]

@@ -1,0 +1,104 @@
+"""A rank of a named model, heard as its parent hears it."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.rank.config import trial_config
+from tests.conftest import make_candidate, make_job
+from tests.rank.conftest import Parent, Rank, make_spec
+
+MODEL = "autotune.rank.model"
+REQUEST = {"micro_batch": 2, "accumulation": 1, "min_steps": 2, "max_steps": 2, "min_seconds": 0.0, "max_seconds": 60.0}
+
+
+def start(parent: Parent, folder: Path, world: int = 1, **more: Any) -> list[Rank]:
+    job, candidate = make_job(world), make_candidate(1, 2)
+    spec = make_spec(folder, job, config=trial_config(candidate, job), checkpointing=False, **more)
+    return parent.start(MODEL, spec, world)
+
+
+def test_a_life_from_hello_to_bye(parent: Parent, tmp_path: Path) -> None:
+    (rank,) = start(parent, tmp_path, live=True)
+    assert rank.hello == {"type": "hello", "rank": 0, "pid": rank.hello["pid"]}
+    rank.wait_for("phase", phase="ready")
+    assert [message["phase"] for message in rank.heard] == ["start", "init", "ready"]
+    rank.channel.send("measure", **REQUEST)
+    measured = rank.wait_for("measured")
+    assert len(measured["step_seconds"]) == 2
+    assert all(seconds > 0 for seconds in measured["step_seconds"])
+    assert measured["data_bytes"] > 0
+    assert not measured["extrapolated"]
+    assert measured["live_bytes"]["backward"] > measured["live_bytes"]["rest"] > 0
+    progress = [message["steps"] for message in rank.heard if message["type"] == "progress"]
+    assert progress == list(range(1, measured["warmup_steps"] + 3)), "every step is told"
+    rank.channel.send("certify", micro_batch=2, folder=str(tmp_path))
+    before = set(tmp_path.iterdir())
+    assert rank.wait_for("measured", certified=True)["saved"]
+    assert set(tmp_path.iterdir()) == before, "the save is removed"
+    rank.channel.send("stop")
+    rank.wait_for("bye")
+    assert rank.exit_status() == 0
+
+
+def test_a_long_accumulation_is_extrapolated(parent: Parent, tmp_path: Path) -> None:
+    (rank,) = start(parent, tmp_path)
+    rank.channel.send("measure", **{**REQUEST, "accumulation": 16})
+    measured = rank.wait_for("measured")
+    assert measured["extrapolated"]
+    assert measured["step_seconds"][0] > 10 * min(measured["micro_seconds"], measured["boundary_seconds"])
+    rank.channel.send("stop")
+    assert rank.exit_status() == 0
+
+
+def test_ranks_agree_on_their_clocks(parent: Parent, tmp_path: Path) -> None:
+    ranks = start(parent, tmp_path, world=2)
+    for rank in ranks:
+        rank.channel.send("measure", **{**REQUEST, "min_steps": 3, "max_steps": 9, "min_seconds": 0.1})
+    one, other = (rank.wait_for("measured") for rank in ranks)
+    assert one["step_seconds"] == other["step_seconds"], "each the mean of both ranks'"
+    assert one["warmup_steps"] == other["warmup_steps"]
+    for rank in ranks:
+        rank.channel.send("stop")
+    assert [rank.exit_status() for rank in ranks] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        ("start", "raise"),
+        ("init", "raise"),
+        ("forward", "raise"),
+        ("backward", "raise"),
+        ("step", "raise"),
+        ("init", "oom"),
+    ],
+)
+def test_a_failure_is_reported_with_its_phase(parent: Parent, tmp_path: Path, where: str, what: str) -> None:
+    (rank,) = start(parent, tmp_path, fault={"rank": 0, "where": where, "what": what, "text": "on purpose"})
+    rank.channel.send("measure", **REQUEST)
+    assert rank.exit_status() == 13
+    error = rank.heard[-1]
+    assert (error["type"], error["phase"], error["rank"], error["cause"]) == ("error", where, 0, None)
+    assert error["kinds"][0] == {"raise": "builtins.RuntimeError", "oom": "torch.OutOfMemoryError"}[what]
+    assert {"raise": "on purpose", "oom": "out of memory"}[what] in error["text"]
+    assert error["file"] == error["files"][-1]
+    assert error["file"].endswith("rank/base.py")
+    assert error["traceback"] in (tmp_path / "rank.log").read_text(), "its log has it too"
+
+
+def test_a_fault_is_planted_on_one_rank_alone(parent: Parent, tmp_path: Path) -> None:
+    healthy, faulty = start(parent, tmp_path, world=2, fault={"rank": 1, "where": "init", "what": "SIGKILL"})
+    assert faulty.exit_status() == -9
+    assert "error" not in faulty.kinds()
+    os.kill(healthy.hello["pid"], signal.SIGTERM)  # what a parent does; it may wait for its peer for ever
+    assert healthy.exit_status() != -9
+
+
+def test_a_parent_that_leaves_before_the_spec_ends_the_rank(parent: Parent) -> None:
+    (rank,) = parent.greet(MODEL)
+    rank.channel.close()
+    assert rank.exit_status() == 1

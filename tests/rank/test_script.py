@@ -1,0 +1,180 @@
+"""A rank that measures a user's script, heard as its parent hears it."""
+
+import json
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from autotune.errors import Cause, Unusable
+from autotune.problem.candidate import Candidate
+from autotune.problem.job import Script
+from autotune.rank.script import WARMUP_STEPS, Batch, SavedTensors, check_batch
+from tests.conftest import make_candidate, make_job
+from tests.rank.conftest import Parent, Rank, make_spec
+
+REQUEST = {"micro_batch": 2, "accumulation": 2, "min_steps": 3, "max_steps": 3, "min_seconds": 0.0, "max_seconds": 60.0}
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "zero_optimization": {"stage": 0},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+}
+LOOP = """
+    import sys, torch, deepspeed
+    net = torch.nn.Sequential(torch.nn.Embedding(64, 16), torch.nn.Linear(16, 1))
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=sys.argv[1])
+    for _ in range(engine.gradient_accumulation_steps() * {steps}):
+        ids = torch.randint(0, 64, (engine.train_micro_batch_size_per_gpu(), 8))
+        engine.backward(engine(ids).mean())
+        engine.step()
+    """
+
+
+def start(parent: Parent, folder: Path, text: str, candidate: Candidate | None = None) -> Rank:
+    (folder / "train.py").write_text(textwrap.dedent(text))
+    (folder / "ds.json").write_text(json.dumps(CONFIG))
+    job = replace(make_job(1), script=Script(("train.py", "ds.json"), str(folder)))
+    knobs = candidate.as_dict if candidate else {}
+    (rank,) = parent.start("autotune.rank.script", make_spec(folder, job, candidate=knobs, scratch=str(folder)))
+    return rank
+
+
+@pytest.mark.parametrize("candidate", [None, make_candidate(2, 4, 3)], ids=["as it is", "under a candidate"])
+def test_a_life_from_hello_to_bye(parent: Parent, tmp_path: Path, candidate: Candidate | None) -> None:
+    rank = start(parent, tmp_path, LOOP.format(steps=100), candidate)
+    rank.wait_for("phase", phase="ready")
+    assert [message["phase"] for message in rank.heard if message["type"] == "phase"] == ["start", "init", "ready"]
+    micro_batch, accumulation = (4, 3) if candidate else (2, 2)
+    told = [message for message in rank.heard if message["type"] == "facts"]
+    assert len(told) == (1 if candidate else 2), "the batch of a script as it is is told before memory can run out"
+    assert all((fact["micro_batch"], fact["accumulation"]) == (micro_batch, accumulation) for fact in told)
+    assert told[-1]["config"] == CONFIG, "its own, not the candidate's"
+    assert told[-1]["trained"] == [64 * 16, 16, 1]
+    rank.channel.send("measure", **REQUEST)
+    measured = rank.wait_for("measured")
+    assert len(measured["step_seconds"]) == 3
+    assert measured["warmup_steps"] == WARMUP_STEPS
+    rows = micro_batch * accumulation
+    assert measured["tokens"] == 8 * rows
+    facts = measured["facts"]
+    assert (facts["micros"], facts["rows"], facts["tokens"], facts["widest"]) == (accumulation, rows, 8 * rows, 8)
+    assert ("saved_bytes" in facts) == (candidate is None)
+    if candidate is None:
+        assert facts["saved_bytes"] >= 2 * 8 * 16 * 4, "the embedding's output, which the linear layer keeps"
+    rank.channel.send("certify", micro_batch=micro_batch, folder=str(tmp_path))
+    assert rank.wait_for("measured", certified=True)["saved"], "though the script's own saves do nothing"
+    rank.channel.send("stop")
+    rank.wait_for("bye")
+    assert rank.exit_status() == 0
+    assert max(message["steps"] for message in rank.heard if message["type"] == "progress") <= WARMUP_STEPS + 3
+
+
+def test_a_rank_that_is_stopped_before_it_measures(parent: Parent, tmp_path: Path) -> None:
+    rank = start(parent, tmp_path, LOOP.format(steps=100))
+    rank.wait_for("phase", phase="ready")
+    rank.channel.send("stop")
+    rank.wait_for("bye")
+    assert rank.exit_status() == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "says"),
+    [
+        ("print('hello')", Cause.SCRIPT, "train.py ended without calling deepspeed.initialize"),
+        (LOOP.format(steps=3), Cause.SCRIPT, "train.py ended after 3 optimizer steps"),
+        ("import sys; sys.exit(3)", None, "train exited with 3"),
+        ("raise ZeroDivisionError('my own')", None, "my own"),
+        (
+            """
+            import torch
+            model = torch.nn.Linear(4, 4)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            while True:
+                model(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+            """,
+            Cause.SCRIPT,
+            "train.py trains without calling deepspeed.initialize",
+        ),
+        ("import sys; sys.exit(0)", Cause.SCRIPT, "train.py ended without calling deepspeed.initialize"),
+    ],
+    ids=["no DeepSpeed", "too short", "exits", "crashes", "plain torch", "ends well"],
+)
+def test_a_script_that_is_not_measured(
+    parent: Parent, tmp_path: Path, text: str, cause: Cause | None, says: str
+) -> None:
+    rank = start(parent, tmp_path, text)
+    rank.channel.send("measure", **REQUEST)
+    assert rank.exit_status() == 13
+    error = rank.heard[-1]
+    assert error["type"] == "error"
+    assert says in error["text"]
+    assert error["cause"] == cause
+    assert "bye" not in rank.kinds()
+
+
+def test_out_of_memory_is_reported_though_the_script_catches_it(parent: Parent, tmp_path: Path) -> None:
+    text = """
+        import sys, torch, deepspeed
+        class Hungry(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(8, 8)
+            def forward(self, x):
+                return self.layer(x) + torch.empty(2**55)
+        net = Hungry()
+        engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=sys.argv[1])
+        while True:
+            try:
+                engine(torch.ones(2, 8))
+            except RuntimeError:
+                pass
+        """
+    rank = start(parent, tmp_path, text)
+    rank.channel.send("measure", **REQUEST)
+    assert rank.exit_status() == 13
+    assert (rank.heard[-1]["type"], rank.heard[-1]["phase"]) == ("error", "forward")
+    assert "allocate" in rank.heard[-1]["text"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows_per_sample", "says"),
+    [
+        (Batch(3, 12, 96), 1.0, None),
+        (Batch(3, 24, 96), 2.0, None),
+        (Batch(3, 9, 96), 1.0, None),  # the data set's end: one micro-batch is smaller
+        (Batch(0, 12, 96), 1.0, None),  # its loop calls neither the engine's backward …
+        (Batch(3, 0, 0), 1.0, None),  # … nor are tensors among the arguments of its forward
+        (Batch(2, 12, 96), 1.0, "accumulated 2 micro-batches where 3 were asked for"),
+        (Batch(3, 8, 96), 1.0, "gave 8 sequences a step where 12 were asked for"),
+        (Batch(3, 13, 96), 1.0, "gave 13 sequences"),
+        (Batch(3, 12, 96), 2.0, "where 24 were asked for"),
+    ],
+)
+def test_the_batch_is_the_candidates(batch: Batch, rows_per_sample: float, says: str | None) -> None:
+    candidate = make_candidate(1, 4, 3)
+    if says is None:
+        check_batch(batch, candidate, rows_per_sample)
+    else:
+        with pytest.raises(Unusable, match=says) as caught:
+            check_batch(batch, candidate, rows_per_sample)
+        assert caught.value.cause is Cause.BATCH
+
+
+def test_what_a_forward_keeps_is_counted_once_and_without_parameters() -> None:
+    net = torch.nn.Linear(16, 4, bias=False)
+    engine: Any = SimpleNamespace(module=net)
+    inputs = torch.ones(8, 16, requires_grad=True)
+    saved = SavedTensors(engine)
+    for _ in range(2):
+        net(inputs)  # keeps its inputs and its weight
+    assert saved.bytes == 8 * 16 * 4
+    saved.close()
+    net(torch.ones(8, 16, requires_grad=True))
+    assert saved.bytes == 8 * 16 * 4, "nothing after it is closed"
+    saved.close()
