@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test lint setup coverage clean gpu-acceptance
+.PHONY: run test lint setup coverage mutants clean gpu-acceptance
 
 # On GPUs a real model; without one two CPU ranks, capped so that some trials really run out of memory.
 DEMO := $(shell nvidia-smi -L >/dev/null 2>&1 && echo "--model smollm2-360m --budget $(or $(BUDGET),10m)" \
@@ -33,8 +33,11 @@ coverage: setup
 	$(BIN)/python -m coverage erase
 	COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(BIN)/python -m pytest --cov --cov-report=term-missing
 
+mutants: setup
+	$(BIN)/python benchmarks/mutants.py --json benchmarks/results/mutants.json
+
 gpu-acceptance: setup
 	$(BIN)/python benchmarks/gpu_acceptance.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist mutants *.egg-info

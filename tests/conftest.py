@@ -21,7 +21,9 @@ from autotune.units import MIB
 
 # Hypothesis fails a test by seconds on a clock; machines are shared and slow at times.
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("mutants", deadline=None, derandomize=True, max_examples=25, database=None)  # `make mutants`
+settings.register_profile(  # `make mutants`: thousands of short runs that must not differ by chance
+    "mutants", settings.get_profile("shared machine"), derandomize=True, max_examples=25, database=None
+)
 settings.load_profile("shared machine")
 
 
