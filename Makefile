@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test test-all lint setup coverage flakes clean gpu-acceptance
+.PHONY: run test test-all lint setup coverage flakes mutants clean gpu-acceptance
 
 # On GPUs a real model; without one two CPU ranks, capped so that some trials really run out of memory.
 DEMO := $(shell nvidia-smi -L >/dev/null 2>&1 && echo "--model smollm2-360m --budget $(or $(BUDGET),10m)" \
@@ -44,6 +44,9 @@ coverage: setup
 flakes: setup  # hours
 	$(BIN)/python benchmarks/flakes.py --load --json benchmarks/results/flakes.json
 
+mutants: setup
+	$(BIN)/python benchmarks/mutants.py --json benchmarks/results/mutants.json
+
 gpu-acceptance: setup
 	$(BIN)/python benchmarks/gpu_acceptance.py
 
@@ -55,4 +58,4 @@ benchmarks-small: setup  # shows that each runs; the tests run them too
 	$(BIN)/python benchmarks/run_all.py --small
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist mutants *.egg-info

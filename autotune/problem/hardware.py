@@ -26,7 +26,7 @@ class GpuFacts:
     """A row of `data/gpus.json`; rates are peaks, one direction, of one GPU."""
 
     name: str
-    match: str  # of the name that NVML gives, without vendor
+    match: str  # a pattern found in NVML's name; a short one must be a word of it (H200 is no GH200)
     memory_gib: float
     tflops: float  # dense 16-bit
     fp32_tflops: float
@@ -89,12 +89,11 @@ def gpu_table() -> dict[str, GpuFacts]:
 
 def facts_for(nvml_name: str, memory_bytes: int) -> GpuFacts | None:
     """The row whose pattern matches NVML's name of the GPU; of several, the one nearest in memory. None: no row does."""
-    plain = nvml_name.replace("NVIDIA", "").replace("GeForce", "").replace("Tesla", "").strip()
-    words = set(plain.replace("-", " ").split())
+    words = set(nvml_name.replace("-", " ").split())
     rows = [
         row
         for row in gpu_table().values()
-        if fnmatch.fnmatch(plain, f"*{row.match}*") and (len(row.match) > 4 or row.match in words)
+        if fnmatch.fnmatch(nvml_name, f"*{row.match}*") and (len(row.match) > 4 or row.match in words)
     ]
     if not rows:
         return None

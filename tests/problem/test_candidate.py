@@ -257,7 +257,10 @@ def test_reading_a_candidates_config_gives_its_knobs_back() -> None:
             },
             "z3 mb8 ga4 ckpt opt=cpu no-overlap rbs=5e+08",
         ),
-        ({"zero_stage": 0, "activation_checkpointing": False, "offload_param": "none"}, "z0"),
+        (
+            {"zero_stage": 0, "activation_checkpointing": False, "offload_param": "none", "offload_optimizer": "none"},
+            "z0",
+        ),
         ({"offload_param": "nvme", "contiguous_gradients": True, "overlap_comm": True}, "par=nvme contig overlap"),
         ({"sub_group_size": 10**9, "allgather_bucket_size": 1000}, "sgs=1e+09 agbs=1e+03"),
         ({"zero_optimization.offload_optimizer.ratio": 0.25, "attention": "sdpa"}, "ratio=0.25 attention=sdpa"),

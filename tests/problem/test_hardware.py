@@ -1,6 +1,7 @@
 """What a machine has: through a fake NVML and a fake root of the file system, so that any machine can run this."""
 
 import contextlib
+import dataclasses
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -268,7 +269,7 @@ def test_the_table_of_gpus() -> None:
         ("a5000", "rtxa5000"),
         ("a4000", "rtxa4000"),
         ("6000-ada", "rtx6000-ada"),
-        ("-H100-", "h100"),
+        ("NVIDIA-A100", "a100-80gb"),
     ],
 )
 def test_names_that_people_type(typed: str, row: str) -> None:
@@ -296,12 +297,23 @@ def test_a_name_that_is_nobodys() -> None:
         ("NVIDIA L40S", 45, "l40s"),
         ("NVIDIA GeForce RTX 4090", 24, "rtx4090"),
         ("NVIDIA H100 80GB HBM3", 80, "h100"),
+        ("NVIDIA H100 PCIe", 80, "h100-pcie"),  # of two rows that fit alike the longer pattern
+        ("NVIDIA A40-48Q", 48, "a40"),  # a virtual one
+        ("NVIDIA GH200 480GB", 96, None),  # no H200
         ("Voodoo 2", 1, None),
     ],
 )
 def test_nvmls_names(name: str, gib: int, row: str | None) -> None:
     found = facts_for(name, gib * GIB)
     assert (found.name if found else None) == row
+
+
+def test_of_one_name_the_nearest_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = dataclasses.replace(gpu_table()["rtx3080"], match="RTX 3080")
+    rows = {f"{gib}gb": dataclasses.replace(row, name=f"{gib}gb", memory_gib=gib) for gib in (8, 20, 12)}
+    monkeypatch.setattr(hardware, "gpu_table", lambda: rows)
+    found = {gib: facts_for("NVIDIA GeForce RTX 3080", gib * GIB) for gib in (9, 12, 15, 17)}
+    assert {gib: row.name for gib, row in found.items() if row} == {9: "8gb", 12: "12gb", 15: "12gb", 17: "20gb"}
 
 
 @given(st.sampled_from(sorted(gpu_table())), st.integers(1, 4096))
@@ -316,6 +328,7 @@ def test_a_named_gpu_need_not_be_here(name: str, count: int) -> None:
 def test_a_named_machine_as_the_user_describes_it() -> None:
     found = named_hardware("rtx4090", 4, host_memory_bytes=5 * GIB, headroom=0.2)
     assert (found.host_memory_bytes, found.headroom) == (5 * GIB, 0.2)
+    assert named_hardware("rtx4090", 4096).count == 4096
     for count in (0, 4097):
         with pytest.raises(UserError, match=f"--gpus {count}: expected 1 to 4096"):
             named_hardware("rtx4090", count)

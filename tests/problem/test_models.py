@@ -129,7 +129,11 @@ def test_a_hub_id_is_read_by_another_process(monkeypatch: pytest.MonkeyPatch, tr
     ("name", "hub", "message"),
     [
         ("me/x", FakeHub('{"error": "no such thing"}'), "no such thing; a folder with its config.json works offline"),
-        ("me/gemma-2-2", FakeHub('{"error": "no"}'), "no; did you mean gemma-2-2b or gemma-2-27b or gemma-2-9b?"),
+        (
+            "a-long-organisation/gemma-2-2",
+            FakeHub('{"error": "no"}'),
+            "no; did you mean gemma-2-2b or gemma-2-27b or gemma-2-9b?",
+        ),
         (
             "me/x",
             FakeHub(json.dumps({"error": "y" * 300})),
@@ -195,6 +199,7 @@ def test_where_a_function_may_come_from(
         ("mine_a:", "--workload mine_a:: expected package.module:function"),
         ("mine_b:build", "--workload mine_b:build: no module mine_b here or installed"),
         ("mine_b.inner:build", "--workload mine_b.inner:build: no module mine_b.inner here or installed"),
+        ("mine_b:inner:build", "--workload mine_b:inner:build: no module mine_b here or installed"),
         (".relative:build", "--workload .relative:build: no module .relative here or installed"),
     ],
 )

@@ -150,6 +150,12 @@ def test_the_command_of_a_candidate(folder: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("given", [["--per_device_train_batch_size", "8"], ["--per_device_train_batch_size=8"]])
+def test_a_flag_that_is_given_is_one_that_the_script_takes(folder: Path, given: list[str]) -> None:
+    words = command(make_script(["train.py", *given], []), make_candidate(0, 4, 2), "best.json")
+    assert "=".join(words) == "train.py=--per_device_train_batch_size=4"
+
+
 def test_settings_are_the_knobs_that_a_flag_is_known_for() -> None:
     script = Script(("train.py",), ".", (("zero_stage", "--zero"), ("gradient_accumulation_steps", "acc")))
     assert settings(script, make_candidate(2, 4, 3, activation_checkpointing=True)) == {
@@ -223,14 +229,21 @@ def test_a_config_given_already_is_not_given_twice(folder: Path) -> None:
 
 
 def test_every_config_file_is_named_anew(folder: Path) -> None:
-    argv = ("train.py", "--a=ds.json", "ds.json", "data.json", "nothing.json")
+    argv = ("train.py", "--a=ds.json", "ds.json", "data.json", "nothing.json", "--a=b=ds.json")
     seen: list[tuple[Path, int]] = []
 
     def renamed(path: Path, at: int) -> str:
         seen.append((path, at))
         return f"{at}.json"
 
-    assert with_configs(argv, folder, renamed) == ["train.py", "--a=1.json", "2.json", "data.json", "nothing.json"]
+    assert with_configs(argv, folder, renamed) == [
+        "train.py",
+        "--a=1.json",
+        "2.json",
+        "data.json",
+        "nothing.json",
+        "--a=b=ds.json",
+    ]
     assert seen == [(folder / "ds.json", 1), (folder / "ds.json", 2)]
 
 
