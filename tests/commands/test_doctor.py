@@ -64,7 +64,7 @@ def test_a_probe_that_dies_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gpus_in_use_and_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeNvml(["NVIDIA GeForce RTX 3090", "Voodoo 2"])
+    fake = FakeNvml(("NVIDIA GeForce RTX 3090", 24), ("Voodoo 2", 1))
     fake.nvmlSystemGetDriverVersion = lambda: "580.1"  # type: ignore[attr-defined]
     fake.nvmlSystemGetCudaDriverVersion = lambda: 13000  # type: ignore[attr-defined]
     monkeypatch.setattr(doctor, "nvml", lambda: contextlib.nullcontext(fake))

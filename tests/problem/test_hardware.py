@@ -45,7 +45,7 @@ class FakeNvml:
         return self.gpus[handle][0]
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
-        return SimpleNamespace(total=self.gpus[handle][1] * GIB)
+        return SimpleNamespace(total=self.gpus[handle][1] * GIB, used=GIB // 2)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *gpus: tuple[str | bytes, int], visible: str | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from autotune.group.fork_server import prepare_environment
+from autotune.group.environment import rank_environment
 from autotune.group.protocol import Channel, Message
 from autotune.problem.job import Job
 from autotune.rank.config import needed_ops
@@ -25,7 +24,7 @@ PATIENCE_SECONDS = 120.0  # a rank that says nothing for so long hangs
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), **prepare_environment("cpu")}
+    return rank_environment("cpu")
 
 
 class Rank:
@@ -97,7 +96,9 @@ class Parent:
                     process = subprocess.Popen(command, env=environment(), stdin=subprocess.DEVNULL)
                     processes[process.pid] = process
                 else:
-                    self._channel.send("launch", entry=entry, address=address, rank=number)
+                    self._channel.send(
+                        "launch", entry=entry, address=address, rank=number, ticket=f"{address}#{number}"
+                    )
             found = {}
             for _ in range(world):
                 channel = Channel(listener.accept()[0])

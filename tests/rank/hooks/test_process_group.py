@@ -18,13 +18,39 @@ def join_again() -> list[str]:
         return f"{torch.distributed.get_world_size()} rank"
 
     found = [try_to_join(torch.distributed)]
-    context, _ = make_context()
+    context, _ = make_context(quiet=False)
     process_group.install(context)
     found += [try_to_join(torch.distributed), try_to_join(distributed_c10d)]
     torch.distributed.destroy_process_group()
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     return [*found, f"{torch.distributed.get_world_size()} rank"]
+
+
+def leave(quiet: bool) -> list[bool]:
+    """Whether the rank's group is there after the script has ended one of its own, and then the rank's."""
+    import torch.distributed
+
+    context, _ = make_context(quiet=quiet)
+    process_group.install(context)
+    own = torch.distributed.new_group([0])
+    torch.distributed.destroy_process_group(own)
+    found = [torch.distributed.is_initialized()]
+    torch.distributed.destroy_process_group(group=None)
+    return [*found, torch.distributed.is_initialized()]
+
+
+def leave_a_measurement() -> list[bool]:
+    return leave(quiet=True)
+
+
+def leave_a_training() -> list[bool]:
+    return leave(quiet=False)
+
+
+def test_a_script_that_ends_the_group_at_its_end_is_still_measured(in_rank: Callable[..., Any]) -> None:
+    assert in_rank(leave_a_measurement) == [True, True]
+    assert in_rank(leave_a_training) == [True, False]
 
 
 def test_the_scripts_group_is_the_ranks(in_rank: Callable[..., Any]) -> None:
