@@ -12,7 +12,7 @@ run: setup
 	$(BIN)/autotune run $(DEMO) --study demo-$$(date +%Y%m%d-%H%M%S) --yes
 
 # Two workers, in an order drawn anew each time (`--randomly-seed=N` repeats one).
-# Tests that share what is dear to make run in one worker: TOGETHER in tests/conftest.py.
+# Tests that share what is dear to make run in one worker: DEAR in tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n 2
 
 test: setup

@@ -8,7 +8,7 @@ the scopes below, and a test leaves it as it found it:
 - `traces_of_this_run`: a cache that all tests of a run fill and read.
 
 pytest-xdist makes a session's fixtures once a worker. Files whose tests share a dear one therefore run in one worker, and
-first: `TOGETHER`.
+first: `DEAR`.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from autotune.problem.outcome import Outcome
 from autotune.units import MIB
 
 SCRIPTS = Path(__file__).parent / "scripts"
-TOGETHER = {  # file: group
+DEAR = {  # file: what its tests share
     "tests/executors/test_local.py": "bench",
     "tests/rank/test_workload.py": "bench",
     "tests/test_scripts.py": "scripts",
-    "tests/test_end_to_end.py": "finished study",
+    "tests/test_end_to_end.py": "finished_study",
     "tests/gpu/test_cuda.py": "gpu",  # one test at a time has the device
 }
 
@@ -80,7 +80,7 @@ class Scheduling(LoadScopeScheduling):
     meant for this; that of pytest-xdist 3.8 does not see its own marks under pytest 9.2.)"""
 
     def _split_scope(self, nodeid: str) -> str:
-        return TOGETHER.get(nodeid.partition("::")[0], nodeid)
+        return DEAR.get(nodeid.partition("::")[0], nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)
