@@ -13,7 +13,7 @@ run: setup
 
 # Two workers, in an order drawn anew each time (`--randomly-seed=N` repeats one).
 # Tests that share what is dear to make run in one worker: DEAR in tests/conftest.py.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -n 2
 
 test: setup
 	$(PYTEST) -m "not slow"

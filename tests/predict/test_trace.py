@@ -60,7 +60,7 @@ def test_checkpointing_keeps_less_and_computes_more() -> None:
     assert sum(trace.of(True).flops) > 1.1 * sum(trace.plain.flops)
 
 
-def test_a_trace_is_cached_by_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_is_cached_by_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracer_process: None) -> None:
     monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
     made = trace_job(make_job())
     files = list((tmp_path / "autotune" / "traces").iterdir())
