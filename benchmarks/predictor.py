@@ -78,7 +78,7 @@ class Amount:
 
     live_rows: int | None = None
     reference_models: int | None = None
-    published_models: int | None = None  # of each GPU type
+    published_models: int | None = None  # those that ran on most types of GPU first
     landscapes: int | None = None
     seeds: int = 20
     known: int = 3  # rows of a landscape that calibrate
@@ -249,13 +249,11 @@ def fitted_tokens(runs: list[Run]) -> tuple[Any, dict[str, float]]:
 def published(amount: Amount) -> list[dict[str, Any]]:
     """Throughputs that others published; three constants a GPU type are fitted."""
     runs: dict[str, list[Run]] = {}
-    models: dict[str, list[str]] = {}
-    for row in csv.DictReader((DATA / "fsdp_throughput.csv").open()):
-        known = models.setdefault(row["gpu"], [])
-        shape = f"{row['model']} {row['seq_len']}"
-        if shape not in known:
-            known.append(shape)
-        if shape in known[: amount.published_models]:
+    rows = list(csv.DictReader((DATA / "fsdp_throughput.csv").open()))
+    models = list(dict.fromkeys((row["model"], row["seq_len"]) for row in rows))
+    models.sort(key=lambda model: -len({row["gpu"] for row in rows if (row["model"], row["seq_len"]) == model}))
+    for row in rows:
+        if (row["model"], row["seq_len"]) in models[: amount.published_models]:
             runs.setdefault(row["gpu"], []).append(published_run(row))
     errors, said, true = [], [], []
     for gpu, group in runs.items():

@@ -63,9 +63,9 @@ EXEMPT = {
     "run_all.py": "this file",
     "docs_figures.py": "writes documents from results; measures nothing",
     "gpu_acceptance.py": "`make gpu-acceptance`: names its results for the GPU; its small form has a test of its own",
-    "flakes.py": "runs the test suite",
-    "mutants.py": "runs the test suite",
 }
+# Commands that run the test suite: `make flakes`, `make mutants`.
+OF_THE_TESTS = ("flakes.py", "mutants.py")
 
 
 def result_path(name: str) -> Path:

@@ -8,13 +8,14 @@ follows deepspeed/autotuning: stage by stage, micro-batch first, then a grid, fi
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import multiprocessing
 import random
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from autotune.executors.replay import Landscape, ReplayExecutor, load_landscape
 from autotune.predict.passes import Trace
 from autotune.predict.predictor import Predictor, Table
 from autotune.predict.trace import trace_job
+from autotune.predict.zero import SUMS, TABLES
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.outcome import Kind, Outcome
 from autotune.search.proposer import Proposal, Proposer
@@ -45,17 +47,24 @@ class Biased(Predictor):
     memory_salt: tuple[int, ...] = ()
     time_salt: tuple[int, ...] = (7,)
 
-    def _moments(self, p: Any, constants: Any) -> Any:
-        return super()._moments(p, constants) * (1 + 0.3 * self._signs(p, self.memory_salt))
+    def prepare(self, candidates: Sequence[Candidate]) -> Any:
+        """Wrong before any calibration, which may find out; a step's seconds are proportional to its work."""
+        prepared = super().prepare(candidates)
+        memory = 1 + 0.3 * signs(candidates, self.memory_salt)
+        seconds = 1.5 ** signs(candidates, self.time_salt)
+        bill = {name: getattr(prepared.bill, name) * memory for name in (*SUMS, *TABLES)}
+        work = {name: value * seconds for name, value in vars(prepared.work).items() if name not in SHARES}
+        return dataclasses.replace(
+            prepared, bill=dataclasses.replace(prepared.bill, **bill), work=dataclasses.replace(prepared.work, **work)
+        )
 
-    def _log_step(self, p: Any, constants: Any) -> Any:
-        return super()._log_step(p, constants) + math.log(1.5) * self._signs(p, self.time_salt)
 
-    @staticmethod
-    def _signs(p: Any, salt: tuple[int, ...]) -> Any:
-        """1 or -1 for each candidate, as the hash of its stage and micro-batch has it."""
-        pairs = zip(p.columns.stage, p.columns.micro_batch, strict=True)
-        return np.array([1 if hash((*pair, *salt)) % 2 else -1 for pair in pairs])
+SHARES = ("forward_share", "recompute_share", "hides")  # fields of Work that are no seconds
+
+
+def signs(candidates: Sequence[Candidate], salt: tuple[int, ...]) -> Any:
+    """1.0 or -1.0 for each candidate, as the hash of its stage and micro-batch has it."""
+    return np.array([1.0 if hash((c.stage, c.micro_batch, *salt)) % 2 else -1.0 for c in candidates])
 
 
 def misled(number: int) -> type[Biased]:

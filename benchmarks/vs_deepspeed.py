@@ -1,12 +1,13 @@
 """The real `deepspeed --autotuning tune` against `autotune run`: same model, machine and rank, one after the other.
 
 `python benchmarks/vs_deepspeed.py [--rounds 1] [--json FILE]`. Both winners are then trained by plain DeepSpeed for 50
-steps, in turn. On CPU it needs `pip install deepspeed[autotuning]` and Debian's pdsh; without pdsh the small form leaves
+steps, in turn. On CPU it needs `pip install deepspeed[autotuning]` and Debian's pdsh; without them the small form leaves
 DeepSpeed's tuner out and says so.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -64,7 +65,7 @@ def by_deepspeed(job: Job, folder: Path, config: dict[str, Any]) -> Found:
     env = {
         **os.environ,
         "DS_ACCELERATOR": "cpu",
-        "PYTHONPATH": str(HERE.parent),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])),
         "OMP_NUM_THREADS": "2",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
@@ -120,9 +121,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="of each winner's training")
     parser.add_argument("--trainings", type=int, default=3)
     arguments = parse(parser, model="tiny-llama", seq_len=32, budget="5m", steps=3, trainings=1)
-    tuner = shutil.which("pdsh") is not None
+    tuner = shutil.which("pdsh") is not None and importlib.util.find_spec("tabulate") is not None
     if not tuner:
-        print("DeepSpeed's autotuner needs pdsh (apt-get install pdsh): it is left out")
+        print("DeepSpeed's autotuner needs pdsh and tabulate (apt-get install pdsh; pip install deepspeed[autotuning])")
         if not arguments.small:
             raise SystemExit(1)
     job = Job(resolve_model(arguments.model), 1, arguments.seq_len, "fp32")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from common import HERE, WIDTH
-from run_all import EXEMPT, FULL, SMALL, result_path
+from run_all import EXEMPT, FULL, OF_THE_TESTS, SMALL, result_path
 
 from tests.conftest import has_cuda
 
@@ -45,6 +45,14 @@ def test_the_small_form_gives_a_table_and_the_full_result_s_columns(name: str, t
         assert names <= small[part], part
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [name for name in OF_THE_TESTS if (HERE / name).exists()])
+def test_the_commands_that_run_the_tests_have_a_small_form(command: str, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    run_small(command, "--small", "--json", str(path))
+    assert json.loads(path.read_text())
+
+
 def test_gpu_acceptance_says_in_one_line_that_there_is_no_gpu() -> None:
     if has_cuda():
         pytest.skip("there is one: `make gpu-acceptance`")
@@ -55,7 +63,7 @@ def test_every_file_is_a_command_with_a_result_or_exempt_with_a_reason() -> None
     commands = {options[0] for options in FULL.values()}
     files = {path.name for path in HERE.glob("*.py")}
     assert not commands & set(EXEMPT)
-    assert files <= commands | set(EXEMPT)
+    assert files <= commands | set(EXEMPT) | set(OF_THE_TESTS)
     assert commands <= files
 
 

@@ -1,0 +1,49 @@
+import numpy as np
+import pytest
+from search import ABLATIONS, DATA, MISLED, Biased, times_fewer
+
+from autotune.executors.replay import load_landscape
+from autotune.predict.closed_form import closed_form_trace
+from autotune.predict.predictor import Predictor
+from autotune.search.proposer import Proposer
+
+LANDSCAPE = load_landscape(DATA / "landscapes" / "gemma-2-2b_4xrtx3090.csv.gz")
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_an_ablation_overrides_what_there_is(name: str) -> None:
+    for part, base in zip(ABLATIONS[name], (Predictor, Proposer), strict=True):
+        changed = {method for cls in part.__mro__[: part.__mro__.index(base)] for method in vars(cls)}
+        methods = {method for method in changed if callable(getattr(part, method)) and not method.startswith("__")}
+        assert methods <= set(dir(base))
+        assert methods or part in (base, *MISLED.values())
+
+
+@pytest.mark.parametrize("wrong", [Biased, *MISLED.values()])
+def test_a_biased_predictor_is_wrong_by_what_it_says_both_ways(wrong: type[Biased]) -> None:
+    job, hardware = LANDSCAPE.job(), LANDSCAPE.hardware()
+    trace, candidates = closed_form_trace(job, "a test"), list(LANDSCAPE.rows)
+    honest, biased = (kind(job, hardware, trace).table(candidates) for kind in (Predictor, wrong))
+    memory, time = biased.peak / honest.peak, biased.step / honest.step
+    assert {round(float(ratio), 6) for ratio in np.unique(time)} == {round(2 / 3, 6), 1.5}
+    assert np.all((memory > 0.68) & (memory < 0.8) | (memory > 1.2) & (memory < 1.32))  # context and buffers are known
+    assert (memory < 1).any()
+    assert (memory > 1).any()
+
+
+def test_times_fewer_compares_with_the_best_baseline_of_each_landscape() -> None:
+    def row(landscape: str, strategy: str, minutes: float | None) -> dict[str, object]:
+        return {"landscape": landscape, "strategy": strategy, "minutes95": minutes}
+
+    rows = [
+        row("a", "autotune", 1.0),
+        row("a", "tpe", 9.0),
+        row("a", "random", 4.0),
+        row("a", "adversarial", 0.5),
+        row("b", "autotune", 2.0),
+        row("b", "random", 18.0),
+        row("c", "autotune", 1.0),
+        row("c", "tpe", None),
+    ]
+    assert times_fewer(rows) == pytest.approx(6.0)
+    assert times_fewer(rows[:1]) is None
