@@ -223,7 +223,7 @@ def missing_bytes(text: str) -> int | None:
 
 
 def _size(number: str, unit: str | None) -> int:
-    return int(float(number.rstrip(".")) * _UNITS.get(unit, 1))
+    return int(float(number.rstrip(".")) * _UNITS[unit])  # a sentence may end at the number
 
 
 def _phase(name: Any) -> Phase:

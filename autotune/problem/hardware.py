@@ -97,7 +97,7 @@ def facts_for(nvml_name: str, memory_bytes: int) -> GpuFacts | None:
     ]
     if not rows:
         return None
-    return min(rows, key=lambda row: (abs(row.memory_gib * GIB - memory_bytes) / memory_bytes, -len(row.match)))
+    return min(rows, key=lambda row: (abs(row.memory_gib * GIB - memory_bytes), -len(row.match)))
 
 
 def named_gpu(name: str) -> GpuFacts:

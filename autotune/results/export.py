@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ def deepspeed_config(candidate: Candidate, job: Job) -> dict[str, Any]:
 
 def hf_deepspeed_config(candidate: Candidate, job: Job) -> dict[str, Any]:
     """The DeepSpeed config for Trainer and accelerate: `"auto"` where they insist on their own arguments' values."""
-    config = copy.deepcopy(candidate.ds_config(job))
+    config = candidate.ds_config(job)
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         config[key] = "auto"
     config.setdefault("gradient_clipping", "auto")

@@ -453,6 +453,7 @@ def test_an_exception_that_says_that_memory_ran_out(error: BaseException, expect
         ("Tried to allocate 3 KiB. 1 KiB is free", 2 * KIB),
         ("tried to allocate 7 bytes. 2 bytes is free", 5),
         ("trying to allocate 3.", 3),  # bytes, at the end of a sentence
+        ("trying to allocate 3.0.", 3),
         ("Tried to allocate 2 GB", 2 * 10**9),
         ("Tried to allocate 2 MB", 2 * 10**6),
         ("Tried to allocate 2 KB", 2000),
