@@ -1,23 +1,38 @@
 import os
-import time
 
 from autotune.group import gauge
 from autotune.rank.devices import data_bytes
 from autotune.units import MIB
+from tests.conftest import wait_until
+
+
+class CountingMeter(gauge.CpuMeter):
+    """Knows how often it was asked."""
+
+    samples = 0
+
+    def sample(self, pids: list[int], peaks: gauge.Peaks) -> None:
+        super().sample(pids, peaks)
+        self.samples += 1
+
+    def wait_for_more(self) -> None:
+        """Until one sample was begun and ended from now on."""
+        before = self.samples
+        wait_until(lambda: self.samples >= before + 2, "samples of the gauge")
 
 
 def test_the_cpu_gauge_sees_what_is_mapped() -> None:
-    meter = gauge.CpuMeter()
+    meter = CountingMeter()
     watching = gauge.Gauge(meter, [os.getpid()])
-    time.sleep(0.1)
+    meter.wait_for_more()
     before = watching.peaks().worst
     block = bytearray(64 * MIB)
-    time.sleep(0.1)
+    meter.wait_for_more()
     grown = watching.peaks().worst - before
     del block
     assert 60 * MIB < grown < 80 * MIB
     watching.reset()
-    time.sleep(0.1)
+    meter.wait_for_more()
     assert watching.peaks().worst < before + 10 * MIB
     watching.stop()
     assert meter.is_idle()
