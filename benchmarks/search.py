@@ -47,12 +47,17 @@ class Biased(Predictor):
     memory_salt: tuple[int, ...] = ()
     time_salt: tuple[int, ...] = (7,)
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._context_bytes = self.constants()["overhead"] * GIB  # as expected before any calibration
+
     def prepare(self, candidates: Sequence[Candidate]) -> Any:
         """Wrong before any calibration, which may find out; a step's seconds are proportional to its work."""
         prepared = super().prepare(candidates)
         memory = 1 + 0.3 * signs(candidates, self.memory_salt)
         seconds = 1.5 ** signs(candidates, self.time_salt)
         bill = {name: getattr(prepared.bill, name) * memory for name in (*SUMS, *TABLES)}
+        bill["parameters"] += (memory - 1) * self._context_bytes
         work = {name: value * seconds for name, value in vars(prepared.work).items() if name not in SHARES}
         return dataclasses.replace(
             prepared, bill=dataclasses.replace(prepared.bill, **bill), work=dataclasses.replace(prepared.work, **work)
