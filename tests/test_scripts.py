@@ -431,7 +431,9 @@ def launch(
     cap: int = 3000,
     says: list[str] | None = None,
     convert: bool = False,
+    scripts: Scripts | None = None,
 ) -> LaunchSummary:
+    """A training; its ranks are forked from the server of `scripts`, or without it start cold, as users' do."""
     flags = (("train_micro_batch_size_per_gpu", "--batch_size"),) if "--deepspeed_config" in argv else ()
     script = Script(tuple(argv), str(folder), flags)
     profile = {"rows_per_sample": 1.0}
@@ -448,17 +450,17 @@ def launch(
         silent_seconds=300.0,
         convert=convert,
         say=lines.append,
+        launcher=scripts.executor.launcher if scripts is not None else None,
     )
     return supervisor.run()
 
 
-@pytest.mark.usefixtures("built_ops")
-def test_tuning_does_not_change_what_is_learnt(tmp_path: Path) -> None:
+def test_tuning_does_not_change_what_is_learnt(scripts: Scripts, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     losses = {}
     for stage, micro, accumulation in ((0, 2, 2), (2, 4, 1)):
         argv = [str(SCRIPTS / "plain.py"), "--deepspeed_config", "ds.json", "--steps", "20", "--losses", f"loss{stage}"]
-        assert launch(tmp_path, argv, [make_candidate(stage, micro, accumulation)]).code == 0
+        assert launch(tmp_path, argv, [make_candidate(stage, micro, accumulation)], scripts=scripts).code == 0
         losses[stage] = [entry["loss"] for entry in read_json_lines(tmp_path / f"loss{stage}")]
     assert len(losses[0]) == 20
     assert losses[2] == pytest.approx(losses[0], rel=1e-4)
@@ -480,19 +482,19 @@ def short_peak_bytes(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory)
     ("after", "convert", "steps"),
     [
         (make_candidate(2, 1, 4, offload_optimizer="cpu"), False, 10),  # Trainer takes another class of Adam for it
-        pytest.param(make_candidate(3, 1, 4), True, 24, marks=pytest.mark.slow),  # 24 steps, three cold starts
+        (make_candidate(3, 1, 4), True, 24),
     ],
     ids=["offloaded", "converted"],
 )
 def test_training_survives_its_longest_batches(
-    tmp_path: Path, short_peak_bytes: int, after: Candidate, convert: bool, steps: int
+    scripts: Scripts, tmp_path: Path, short_peak_bytes: int, after: Candidate, convert: bool, steps: int
 ) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(AUTO))
     argv = [*LONG_BATCHES, "--max_steps", str(steps), "--long_steps", "7,19"]
     says: list[str] = []
     ladder = [make_candidate(1, 4, 1), after]
     cap = short_peak_bytes // MIB + 150
-    summary = launch(tmp_path, argv, ladder, cap=cap, says=says, convert=convert)
+    summary = launch(tmp_path, argv, ladder, cap=cap, says=says, convert=convert, scripts=scripts)
     assert summary.code == 0, says
     assert len(summary.attempts) == 2, says
     assert summary.attempts[0].ended.startswith(Kind.OOM_DEVICE.value)
@@ -500,8 +502,7 @@ def test_training_survives_its_longest_batches(
     assert seen_samples(tmp_path) == {step: set(range(8 * step, 8 * step + 8)) for step in range(steps)}
 
 
-@pytest.mark.usefixtures("built_ops")
-def test_a_killed_rank_is_started_again(tmp_path: Path) -> None:
+def test_a_killed_rank_is_started_again(scripts: Scripts, tmp_path: Path) -> None:
     config = {**CONFIG, "zero_optimization": {"stage": 2}}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     name = write(
@@ -524,7 +525,7 @@ def test_a_killed_rank_is_started_again(tmp_path: Path) -> None:
         """,
     )
     argv = [name, "--deepspeed_config", "ds.json", "--steps", "10", "--save_every", "4", "--losses", "losses"]
-    summary = launch(tmp_path, argv, [make_candidate(2, 2, 2)])
+    summary = launch(tmp_path, argv, [make_candidate(2, 2, 2)], scripts=scripts)
     assert summary.code == 0
     assert len(summary.attempts) == 2
     assert summary.attempts[1].resumed_from
@@ -532,7 +533,6 @@ def test_a_killed_rank_is_started_again(tmp_path: Path) -> None:
     assert steps == [*range(1, 7), *range(5, 11)]
 
 
-@pytest.mark.usefixtures("built_ops")
 @pytest.mark.parametrize(
     ("before", "after", "convert"),
     [
@@ -541,7 +541,7 @@ def test_a_killed_rank_is_started_again(tmp_path: Path) -> None:
     ],
 )
 def test_a_rung_loads_what_another_one_saved(
-    tmp_path: Path, before: Candidate, after: Candidate, convert: bool
+    scripts: Scripts, tmp_path: Path, before: Candidate, after: Candidate, convert: bool
 ) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     name = write(
@@ -566,7 +566,7 @@ def test_a_rung_loads_what_another_one_saved(
     )
     argv = [name, "--deepspeed_config", "ds.json", "--steps", "10", "--save_every", "4", "--losses", "losses"]
     says: list[str] = []
-    summary = launch(tmp_path, argv, [before, after], says=says, convert=convert)
+    summary = launch(tmp_path, argv, [before, after], says=says, convert=convert, scripts=scripts)
     assert summary.code == 0, says
     assert [one.rung for one in summary.attempts] == [0, 1]
     assert any("converting" in line for line in says) == convert
@@ -578,9 +578,9 @@ def test_a_rung_loads_what_another_one_saved(
     assert not list((tmp_path / "out").glob("*universal"))
 
 
-def test_a_script_of_its_own_failure_keeps_its_exit_code(tmp_path: Path) -> None:
+def test_a_script_of_its_own_failure_keeps_its_exit_code(scripts: Scripts, tmp_path: Path) -> None:
     name = write(tmp_path, "fails.py", "import sys; sys.exit(7)")
-    summary = launch(tmp_path, [name], [make_candidate()])
+    summary = launch(tmp_path, [name], [make_candidate()], scripts=scripts)
     assert summary.code == 7
     assert len(summary.attempts) == 1
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import os
 import signal
 import sys
 import threading
@@ -37,6 +38,7 @@ class TrainRank(BaseRank):
         atexit.register(self._leave_group)
         self.begin()
         assert self.job.script is not None
+        os.chdir(self.job.script.cwd)
         candidate, folder = Candidate.of(self.spec["candidate"]), Path(self.spec["folder"])
         self.hooks = Hooks(Context(self.job, candidate, self, self.spec["device"], folder, quiet=False))
         self.hooks.install()

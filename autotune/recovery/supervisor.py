@@ -18,7 +18,7 @@ from autotune.files import write_atomically
 from autotune.group.environment import threads_per_rank
 from autotune.group.gauge import make_meter
 from autotune.group.group import Group, Policy, Stop
-from autotune.group.launchers import SpawnLauncher
+from autotune.group.launchers import Launcher, SpawnLauncher
 from autotune.group.protocol import Message
 from autotune.group.verdict import judge
 from autotune.problem.hardware import Hardware
@@ -110,6 +110,8 @@ class Supervisor:
         silent_seconds: without a step for so long it hangs.
         convert: whether checkpoints are converted for a rung that cannot load them as they are.
         say: takes a line for people.
+        launcher: starts the ranks, and is the caller's to close; None: each is an interpreter of its own, which ends as
+            the script alone would.
     """
 
     def __init__(
@@ -123,12 +125,14 @@ class Supervisor:
         silent_seconds: float,
         say: Callable[[str], None],
         convert: bool = False,
+        launcher: Launcher | None = None,
     ) -> None:
         assert job.script is not None
         self.job, self.hardware, self.ladder, self.folder = job, hardware, ladder, folder
         self.max_restarts, self.convert, self._say = max_restarts, convert, say
         self._policy = Policy(HELLO_SECONDS, lambda phase: silent_seconds, SETTLE_SECONDS, may_leave=True, gauged=False)
-        self._launcher = SpawnLauncher(hardware.device, cwd=job.script.cwd)
+        self._own_launcher = SpawnLauncher(hardware.device, cwd=job.script.cwd)
+        self._launcher = launcher or self._own_launcher
         self._meter = make_meter(hardware)
         self._signal: signal.Signals | None = None
         self._group: Group | None = None
@@ -139,7 +143,7 @@ class Supervisor:
         try:
             summary = self._run()
         finally:
-            self._launcher.close()
+            self._own_launcher.close()
             for number, old in before.items():
                 signal.signal(number, old)
         write_atomically(self.folder / "launch.json", json.dumps(summary.to_json(), indent=2) + "\n")
