@@ -36,7 +36,8 @@ def launch(study: str, command: list[str], **options: Any) -> LaunchSummary:
     from autotune.commands.request import Request
 
     say = options.pop("say", print)
-    return launch_training(Request(study=study, script=command, **options), say)
+    given = {name: value for name, value in options.items() if value is not None}
+    return launch_training(Request(study=study, script=command, **given), say)
 
 
 def __getattr__(name: str) -> Any:

@@ -25,7 +25,7 @@ MOVED = {
     "autotune.report": "autotune.results.console and autotune.results.winner",
     "autotune.run": "autotune.commands.run and autotune.commands.request",
     "autotune.script": "autotune.problem.script",
-    "autotune.space": "autotune.problem.space",
+    "autotune.space": "autotune.problem.space and autotune.problem.space_file",
     "autotune.training": "autotune.recovery.supervisor",
     "autotune.trial": (
         "autotune.rank (checkpoints, config, devices, hooks, workload; rank is model, script_rank is script, train_rank "
@@ -36,8 +36,11 @@ MOVED = {
 
 
 def moved_line(name: str) -> str | None:
-    """The line for a module's old path, like `autotune.candidate`; None where nothing has moved from there."""
-    return f"{name} is now {MOVED[name]}" if name in MOVED else None
+    """The line for a module's old path, like `autotune.candidate` or `autotune.trial.rank`; None where nothing has moved
+    from there. A folder that has moved answers for what was in it, since its `__pycache__` may still make it a package."""
+    package = name.rpartition(".")[0]
+    old = next((old for old in (name, package) if old in MOVED), None)
+    return f"{old} is now {MOVED[old]}" if old is not None else None
 
 
 class MovedFinder:

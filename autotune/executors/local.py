@@ -182,10 +182,9 @@ class LocalSession:
                 stop, peaks = self._certified(candidate, peaks, deadline)
             outcome = self._measured(candidate, peaks) if stop is Stop.ARRIVED else self._failed(stop)
         except OSError as error:  # disk full, no descriptors left: the machine, not the candidate
+            phase = self._group.phase if self._group is not None else Phase.START
             why = f"exception OSError: {error}"
-            outcome = Outcome(
-                Kind.INFRASTRUCTURE, Phase.START, reason=str(error), evidence=why, source=Source.EXCEPTION
-            )
+            outcome = Outcome(Kind.INFRASTRUCTURE, phase, reason=str(error), evidence=why, source=Source.EXCEPTION)
         if not outcome.ok or self._executor.job.script:  # a script's data loader holds one batch size
             self.close()
         seconds = time.monotonic() - began
@@ -258,7 +257,7 @@ class LocalSession:
         """
         executor = self._executor
         deadlines = executor.deadlines
-        policy = Policy(deadlines.hello, deadlines.of, settle_seconds=0.25, may_leave=False, gauged=True)
+        policy = Policy(deadlines.hello, deadlines.of, settle_seconds=0.25, may_leave=False)
         executor.ensure_launcher()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._group = Group(

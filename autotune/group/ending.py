@@ -32,10 +32,15 @@ def end_ranks(pids: list[int], status: Callable[[int], int | None], strays: Call
         status: of a rank; reaps it.
         strays: what dead ranks have left running.
     """
-    ranks = [process for pid in pids if (process := _process(pid)) is not None]
+    # of those that live: the number of one that was waited for may be somebody else's by now
+    ranks = [process for pid in pids if status(pid) is None and (process := _process(pid)) is not None]
     started = [child for rank in ranks for child in below(rank)]
     _kill_groups(pids, status)
     started += strays()
+    for process in started:
+        with suppress(psutil.Error):
+            process.terminate()
+    psutil.wait_procs([process for process in started if process.is_running()], timeout=KILL_GRACE_SECONDS)
     for process in (*ranks, *started):  # what left its process group, ranks among them
         with suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE:

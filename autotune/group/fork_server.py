@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -81,7 +82,7 @@ def serve(sock: socket.socket) -> None:
                 try:
                     pid = _fork(message, [sock.fileno(), wake_read, wake_write])
                 except OSError as error:  # no memory or no process is left: the server lives on
-                    channel.send("refused", errno=error.errno, text=error.strerror)
+                    channel.send("refused", ticket=message["ticket"], errno=error.errno, text=error.strerror)
                     continue
                 children.add(pid)
                 channel.send("launched", pid=pid, ticket=message["ticket"])
@@ -106,8 +107,12 @@ def _fork(order: Message, inherited: list[int]) -> int:
     die_with_parent()
     for descriptor in inherited:
         os.close(descriptor)
-    importlib.import_module(order["entry"]).become(order["address"], order["rank"])
-    raise AssertionError("unreachable")
+    try:  # whatever happens, this child never goes on as a second server
+        importlib.import_module(order["entry"]).become(order["address"], order["rank"])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from autotune.group.ending import end_ranks
-from autotune.group.gauge import Gauge, Meter, Peaks, kernel_oom_kills
+from autotune.group.gauge import Gauge, Meter, Peaks, kernel_oom_kills, make_meter
 from autotune.group.launchers import Launcher
 from autotune.group.protocol import Channel, Message
 from autotune.group.verdict import Evidence, is_secondary, log_tail
@@ -53,20 +53,20 @@ class Policy:
         silence_seconds: how long nothing may be heard in a phase, once they have.
         settle_seconds: what is waited after the first failure, so that a peer's complaint does not outrun its cause.
         may_leave: whether a rank may end by itself with exit code 0. A trial's ranks may not: they wait to be told.
-        gauged: whether memory is sampled all the time, or looked at only when something went wrong.
     """
 
     hello_seconds: float
     silence_seconds: Callable[[Phase], float]
     settle_seconds: float
     may_leave: bool
-    gauged: bool
 
 
 class Group:
     """The ranks of one engine, from launch to the last of them gone.
 
     Args:
+        meter: samples memory all the time, and says at the end whether the device has it back; None for a training, which
+            is left alone and shares its devices with what else the user runs: memory is looked at when something went wrong.
         cancelled: asked several times a second, also while ranks come up.
         on_message: takes every message of a rank, in order.
         on_phase: takes a phase as the group enters it.
@@ -76,7 +76,7 @@ class Group:
         self,
         launcher: Launcher,
         hardware: Hardware,
-        meter: Meter,
+        meter: Meter | None,
         policy: Policy,
         *,
         cancelled: Callable[[], bool] = lambda: False,
@@ -86,7 +86,8 @@ class Group:
         self._launcher, self._hardware, self._meter, self._policy = launcher, hardware, meter, policy
         self._cancelled, self._on_message, self._on_phase = cancelled, on_message, on_phase
         self.home = Path(tempfile.mkdtemp(prefix="autotune-"))  # sockets and stores: a study may be on NFS
-        self.pids: list[int] = []  # by rank
+        self.pids: list[int] = []  # by rank, as the launcher knows them
+        self._workers: dict[int, int] = {}  # by rank, as they know themselves: an interpreter may have a wrapper
         self.errors: list[Message] = []
         self.phase = Phase.START  # of the rank that is furthest behind
         self._phases: dict[int, Phase] = {}
@@ -136,8 +137,8 @@ class Group:
         for rank, channel in self._channels.items():
             log = str(logs.resolve() / f"rank{rank}.log") if logs is not None else None
             channel.send("spec", **common, rank=rank, log=log)
-        if self._policy.gauged:
-            self._gauge = Gauge(self._meter, self.pids)
+        if self._meter is not None:
+            self._gauge = Gauge(self._meter, [self._workers[rank] for rank in range(world)])
         return stop
 
     def _close_listener(self) -> None:
@@ -170,7 +171,7 @@ class Group:
                 self.failed_at = now
                 self._silence = f"{self.phase.value}: nothing heard for {patience:.0f} s"
                 return Stop.SILENT
-            if self._hear(0.1):
+            if self._hear(0.1) and self.greeted:  # hellos count together, however they trickle in
                 last_heard = time.monotonic()
             if not self.errors and until():
                 return Stop.ARRIVED
@@ -208,6 +209,7 @@ class Group:
         hello = channel.receive(0)
         if hello is not None and hello["type"] == "hello":
             self._channels[int(hello["rank"])] = channel
+            self._workers[int(hello["rank"])] = int(hello["pid"])
         elif not channel.closed:
             return False
         self._strangers.remove(channel)
@@ -275,7 +277,7 @@ class Group:
         peaks = Peaks(used=[0] * len(self.pids), host_low=psutil.virtual_memory().available)
         peaks.oom_kills = kernel_oom_kills() - self._oom_kills
         with suppress(Exception):  # a GPU may answer late while a process dies
-            self._meter.sample(self.pids, peaks)
+            make_meter(self._hardware).sample([self._workers.get(i, pid) for i, pid in enumerate(self.pids)], peaks)
         return peaks
 
     def reset_peaks(self) -> None:
@@ -344,18 +346,24 @@ class Group:
         self._hear(0.0)
 
     def end(self) -> None:
-        """Ends every rank with all that it has started, and waits until nothing of them is left, in memory either."""
+        """Ends every rank with all that it has started, and waits until nothing of them is left, in memory either.
+
+        What a training that is done has left running in sessions of its own was meant to run on, and does.
+        """
         if self._ended:
             return
         self._ended = True
-        self.tell("stop")
-        if self._gauge is not None:
-            self._gauge.stop()
-        end_ranks(self.pids, self._launcher.status, self._launcher.strays)
-        for channel in (*self._channels.values(), *self._strangers):
-            channel.close()
-        self._close_listener()
-        shutil.rmtree(self.home, ignore_errors=True)
+        done = self._policy.may_leave and self.greeted and self.all_left
+        try:
+            self.tell("stop")
+            if self._gauge is not None:
+                self._gauge.stop()
+            end_ranks(self.pids, self._launcher.status, (list) if done else self._launcher.strays)
+        finally:
+            for channel in (*self._channels.values(), *self._strangers):
+                channel.close()
+            self._close_listener()
+            shutil.rmtree(self.home, ignore_errors=True)
         until = time.monotonic() + _IDLE_SECONDS
-        while self.pids and not self._meter.is_idle() and time.monotonic() < until:
+        while self._meter is not None and not self._meter.is_idle() and time.monotonic() < until:
             time.sleep(0.05)

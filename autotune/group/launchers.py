@@ -114,6 +114,7 @@ class ForkLauncher:
     def __init__(self, device: str, log: Path, **preload: Any) -> None:
         self.device, self.log, self._preload = device, log, preload
         self._pids: dict[str, int] = {}  # by ticket: what was asked for, and is running now
+        self._refusals: dict[str, OSError] = {}  # by ticket
         self._statuses: dict[int, int] = {}
         self.ready: Message = {}
 
@@ -162,6 +163,8 @@ class ForkLauncher:
             if self._channel.closed or time.monotonic() > until:
                 raise OSError("the fork server does not answer")
             self._take(self._channel.receive(0.1))
+            if (refusal := self._refusals.pop(ticket, None)) is not None:
+                raise refusal
         return self._pids.pop(ticket)
 
     def status(self, pid: int) -> int | None:
@@ -176,8 +179,9 @@ class ForkLauncher:
             return
         if message["type"] == "launched":
             self._pids[message["ticket"]] = message["pid"]
+            self._statuses.pop(message["pid"], None)  # of an earlier rank that had this number
         elif message["type"] == "refused":
-            raise OSError(message["errno"], message["text"])
+            self._refusals[message["ticket"]] = OSError(message["errno"], message["text"])
         elif message["type"] == "exited":
             self._statuses[message["pid"]] = message["status"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -88,7 +89,11 @@ def _from_path(path: Path, trust_remote_code: bool) -> ModelSpec:
 def _from_hub(name: str, trust_remote_code: bool) -> ModelSpec:
     """Reads the configuration in a process of its own: this one never imports transformers."""
     flags = ["--trust-remote-code"] if trust_remote_code else []
-    done = subprocess.run([sys.executable, "-m", "autotune.rank.hub", *flags, name], stdout=subprocess.PIPE, text=True)
+    # -P: a file of the user's own, like tokenizers.py, does not stand in for the library
+    command = [sys.executable, "-P", "-m", "autotune.rank.hub", *flags, name]
+    package_root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):

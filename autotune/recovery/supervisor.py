@@ -16,7 +16,6 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.files import write_atomically
 from autotune.group.environment import threads_per_rank
-from autotune.group.gauge import make_meter
 from autotune.group.group import Group, Policy, Stop
 from autotune.group.launchers import Launcher, SpawnLauncher
 from autotune.group.protocol import Message
@@ -130,10 +129,9 @@ class Supervisor:
         assert job.script is not None
         self.job, self.hardware, self.ladder, self.folder = job, hardware, ladder, folder
         self.max_restarts, self.convert, self._say = max_restarts, convert, say
-        self._policy = Policy(HELLO_SECONDS, lambda phase: silent_seconds, SETTLE_SECONDS, may_leave=True, gauged=False)
+        self._policy = Policy(HELLO_SECONDS, lambda phase: silent_seconds, SETTLE_SECONDS, may_leave=True)
         self._own_launcher = SpawnLauncher(hardware.device, cwd=job.script.cwd)
         self._launcher = launcher or self._own_launcher
-        self._meter = make_meter(hardware)
         self._signal: signal.Signals | None = None
         self._group: Group | None = None
 
@@ -189,7 +187,7 @@ class Supervisor:
         group = self._group = Group(
             self._launcher,
             self.hardware,
-            self._meter,
+            None,
             self._policy,
             cancelled=lambda: self._signal is not None,
             on_message=heard.take,

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,14 +13,15 @@ import pytest
 from autotune.executors.base import SEARCH
 from autotune.executors.local import LocalExecutor
 from autotune.group import launchers
-from autotune.group.ending import marked
+from autotune.group.ending import end_ranks, marked
 from autotune.group.gauge import make_meter
 from autotune.group.group import Group, Policy, Stop
-from autotune.group.launchers import SpawnLauncher
+from autotune.group.launchers import ForkLauncher, SpawnLauncher
+from autotune.group.protocol import Channel
 from autotune.group.verdict import judge
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Kind, Phase
-from tests.conftest import make_candidate, make_job
+from tests.conftest import make_candidate, make_job, wait_until
 
 FAKE = "tests.group.fake_rank"
 PHASES = [phase.value for phase in Phase]
@@ -30,11 +32,7 @@ HOUR = 3600.0
 def policy(may_leave: bool = False, hello_seconds: float = HOUR, silent: str | None = None) -> Policy:
     """One that waits for an hour, but in the phase that is to be silent."""
     return Policy(
-        hello_seconds,
-        lambda phase: 0.5 if phase.value == silent else HOUR,
-        settle_seconds=0.2,
-        may_leave=may_leave,
-        gauged=not may_leave,
+        hello_seconds, lambda phase: 0.5 if phase.value == silent else HOUR, settle_seconds=0.2, may_leave=may_leave
     )
 
 
@@ -55,7 +53,7 @@ class Fakes:
             if message.get("phase") == "ready":
                 self.ready.add(rank)
 
-        meter = make_meter(self.hardware)
+        meter = None if policy.may_leave else make_meter(self.hardware)
         self.group = Group(self.launcher, self.hardware, meter, policy, on_message=take, **options)
         return self.group
 
@@ -149,6 +147,19 @@ def test_the_first_complaint_does_not_hide_the_cause(fakes: Fakes) -> None:
     assert evidence.phase is Phase.FORWARD
 
 
+def test_what_a_finished_training_leaves_running_was_meant_to(fakes: Fakes) -> None:
+    group, stop = fakes.run(policy(may_leave=True), {"where": "init", "what": "worker"})
+    assert stop is Stop.ARRIVED
+    group.tell("leave")
+    assert group.watch(lambda: group.all_left) is Stop.ARRIVED
+    group.end()
+    left = fakes.left()
+    assert [process.name() for process in left] == ["sleep", "sleep"]
+    for process in left:
+        process.kill()
+    wait_until(lambda: fakes.left() == [], "the workers' end")
+
+
 @pytest.mark.parametrize("what", ["worker", "worker SIGKILL"])
 def test_what_ranks_start_in_sessions_of_their_own_is_ended_too(fakes: Fakes, what: str) -> None:
     group, stop = fakes.run(policy(), {"where": "init", "what": what})
@@ -186,3 +197,45 @@ def test_a_trial_whose_ranks_do_not_come_up_says_nothing_of_its_candidate(
     assert outcome.kind is Kind.INFRASTRUCTURE
     assert "did not come up" in outcome.reason
     assert outcome.seconds < executor.deadlines.hello
+
+
+class Server(ForkLauncher):
+    """A fork server's end of the line, at which the test answers."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", Path())
+        self._channel, theirs = Channel.pair()
+        self.theirs = Channel(theirs)
+
+    def answer(self, kind: str, **fields: object) -> None:
+        self.theirs.send(kind, **fields)
+
+
+def test_a_rank_is_not_taken_for_an_earlier_one_of_the_same_number() -> None:
+    server = Server()
+    server.answer("launched", ticket="a#0", pid=4242)
+    assert server.launch(FAKE, "a", 0) == 4242
+    server.answer("exited", pid=4242, status=-15)
+    assert server.status(4242) == -15
+    server.answer("launched", ticket="b#0", pid=4242)
+    assert server.launch(FAKE, "b", 0) == 4242
+    assert server.status(4242) is None
+
+
+def test_a_refused_fork_is_the_machines_trouble_of_that_launch_alone() -> None:
+    server = Server()
+    server.answer("refused", ticket="earlier#0", errno=12, text="Cannot allocate memory")
+    assert server.status(1) is None
+    server.answer("refused", ticket="a#0", errno=12, text="Cannot allocate memory")
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        server.launch(FAKE, "a", 0)
+
+
+def test_a_number_that_was_waited_for_is_somebody_elses_and_let_alone() -> None:
+    stranger = subprocess.Popen(["sleep", "3600"], start_new_session=False)
+    try:
+        end_ranks([stranger.pid], lambda pid: 0, list)
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()

@@ -1,6 +1,7 @@
 """Models by name, folder, file, Hub id and function. No weights, no network, no transformers."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -108,9 +109,12 @@ class FakeHub:
         self.stdout, self.returncode = stdout, returncode
         self.command: list[str] = []
 
-    def __call__(self, command: list[str], *, stdout: int, text: bool) -> subprocess.CompletedProcess[str]:
+    def __call__(
+        self, command: list[str], *, stdout: int, text: bool, env: dict[str, str]
+    ) -> subprocess.CompletedProcess[str]:
         assert stdout == subprocess.PIPE
         assert text
+        assert Path(env["PYTHONPATH"].split(os.pathsep)[0], "autotune").is_dir()
         self.command = command
         return subprocess.CompletedProcess(command, self.returncode, self.stdout)
 
@@ -122,7 +126,7 @@ def test_a_hub_id_is_read_by_another_process(monkeypatch: pytest.MonkeyPatch, tr
     assert resolve_model("me/my-llama", trust_remote_code=trust) == ModelSpec(
         "my-llama", {"model_type": "llama"}, "me/my-llama", None, trust
     )
-    assert hub.command == [sys.executable, "-m", "autotune.rank.hub", *flags, "me/my-llama"]
+    assert hub.command == [sys.executable, "-P", "-m", "autotune.rank.hub", *flags, "me/my-llama"]
 
 
 @pytest.mark.parametrize(
