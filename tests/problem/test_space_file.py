@@ -174,6 +174,7 @@ def test_default_holds_every_knob_that_was_promised() -> None:
         ("fixed:\n  bf16: {enabled: true}\n", ":2: bf16: expected one value; a dotted key reaches into a section"),
         ("knob:\n  zero_stage: [1]\n", ":1: knob: unknown section; did you mean knobs?"),
         ("knobs: [1]\n", ":1: knobs: expected a mapping of knobs to their values"),
+        ("name: x\nknobs: [1]\n", ":2: knobs: expected a mapping of knobs to their values"),
         ("fixed: 3\n", ":1: fixed: expected a mapping of knobs to their values"),
         ("name: x\n", ":1: knobs: the space has no knobs"),
         ("a: [\n", ":2: not YAML (expected the node content, but found '<stream end>')"),
