@@ -82,6 +82,11 @@ def test_a_knob_that_one_stage_reads_makes_no_copies_of_the_others() -> None:
     ]
 
 
+def test_values_that_are_equal_make_one_family() -> None:
+    space = parse_space("knobs: {gradient_clipping: [1, 1.0]}")  # as YAML two values, as numbers one
+    assert list(space.families()) == [{"gradient_clipping": 1}]
+
+
 # -- rungs ---------------------------------------------------------------------------------------------------------------
 
 
