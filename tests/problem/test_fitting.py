@@ -49,10 +49,19 @@ def test_a_job_has_not_every_knob(job: Job, knobs: set[str]) -> None:
     assert set(space.knobs) == BATCH | MODEL | {"activation_checkpointing"}, "the space given is not changed"
 
 
+@pytest.mark.parametrize(
+    "job", [make_job(), make_job(workload="a:b"), script_job(), script_job(checkpointing=False)], ids=range(4)
+)
+def test_a_space_without_any_of_these_stays_as_it_is(job: Job) -> None:
+    space = parse_space("knobs: {zero_stage: [1, 2]}")
+    assert for_job(space, job) == space
+
+
 def test_a_script_whose_batch_cannot_be_told_keeps_it() -> None:
     knobs = for_job(parse_space(SPACE), script_job(batch_note="it has its own")).knobs
     assert knobs["train_micro_batch_size_per_gpu"].values == (3,)
     assert knobs["gradient_accumulation_steps"].values == (5,)
+    assert knobs["zero_stage"].values == (1, 2)
     assert "gradient_accumulation_steps" not in for_job(parse_space(SPACE), script_job()).knobs
 
 

@@ -29,7 +29,7 @@ PROFILE = {
     "frozen": 7,
     "model_config": {"hidden_size": 64},
     "seq_len": 512,
-    "precision": "bf16",
+    "precision": "fp16",
     "checkpointing": True,
     "checkpointed": False,
 }
@@ -69,7 +69,7 @@ def test_a_script_that_has_run() -> None:
         ModelSpec("train", {"model_type": "", "hidden_size": 64}, "train.py --lr 1", 127),
         4,
         512,
-        "bf16",
+        "fp16",
         global_batch_size=24,
         base_config={"gradient_clipping": 1.0, "zero_optimization": {"stage": 2}},
         script=script(),
