@@ -207,6 +207,10 @@ def test_default_holds_every_knob_that_was_promised() -> None:
             "knobs:\n  attention: [flash_attention]\n",
             ":2: attention: expected one of eager, sdpa, flash_attention_2, flash_attention_3, flex_attention, found 'flash_attention'; did you mean flash_attention_3?",
         ),
+        (
+            "knobs:\n  reduce_bucket_size: {from: 1, to: 9, scale: log, points: 2.5}\n",
+            ":2: reduce_bucket_size: scale log needs from > 0 and 2 to 1000 points",
+        ),
         ("fixed: 3\n", ":1: fixed: expected a mapping of knobs to their values"),
         ("name: x\n", ":1: knobs: the space has no knobs"),
         ("a: [\n", ":2: not YAML (expected the node content, but found '<stream end>')"),
