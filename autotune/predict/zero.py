@@ -186,7 +186,7 @@ def _pending(t: _Terms, grads: float, done: bool = False) -> tuple[Floats, Float
     first = np.minimum(grads, t.bucket)  # what waits until the bucket is full
     full = (grads >= t.bucket) | done
     own = np.minimum(grads, t.width * t.part)
-    # offloaded, a gradient's norm is taken in 64 bits
+    # offloaded (and then always contiguous), a gradient's norm is taken in 64 bits
     norm = np.where(t.out, 8.0 * min(t.largest, t.part), 0.0) if t.width < 4 else nothing
     accumulated = np.where(t.accumulates & ~t.out, t.width * t.part, 0.0)
     held = np.select(
@@ -194,9 +194,9 @@ def _pending(t: _Terms, grads: float, done: bool = False) -> tuple[Floats, Float
         [
             nothing + grads,
             own + norm,
-            grads + norm,
+            nothing + grads,
             np.where(t.out, 0.0, own) + accumulated + norm,
-            first + (grads - first) / t.ranks + accumulated + norm,
+            first + (grads - first) / t.ranks + accumulated,
         ],
         np.where(contiguous, 0.0, first),
     )

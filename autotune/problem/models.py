@@ -50,7 +50,6 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelSpec:
     if not name.strip():
         raise UserError("the model's name is empty: give a shipped name (`autotune models`), a folder or a Hub id")
     shipped = shipped_models()
-    plain = name.lower().split("/")[-1]
     if name.lower() in shipped:
         return shipped[name.lower()]
     path = Path(name).expanduser()
@@ -62,7 +61,7 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelSpec:
     if name.lower() in by_source:  # its Hub id: the same facts without the network
         return by_source[name.lower()]
     if "/" not in name:
-        raise UserError(f"unknown model {name!r}{near(plain, shipped)} (`autotune models` lists the names)")
+        raise UserError(f"unknown model {name!r}{near(name, shipped)} (`autotune models` lists the names)")
     return _from_hub(name, trust_remote_code)
 
 

@@ -220,7 +220,7 @@ class _Parser:
                 raise self.fail(path, f"expected true or false, found {value!r}")
             return value
         if isinstance(value, float) and value.is_integer():
-            value = int(value)  # YAML reads 5.0e8 as a float, and a bare 5e8 as a word
+            value = int(value)  # YAML reads 5.0e+8 as a float, and 5e8 as a word
         if isinstance(value, str):
             try:
                 value = int(float(value))

@@ -93,6 +93,7 @@ def error(kind: str, text: str, phase: str = "forward", file: str = "/x/model.py
             Kind.INFRASTRUCTURE,
         ),
         ("cuda", "torch.distributed.DistBackendError", "ncclSystemError: System call failed", Kind.INFRASTRUCTURE),
+        ("cuda", "torch.distributed.DistBackendError", "no words that are known", Kind.INFRASTRUCTURE),
         ("cpu", "builtins.OSError", "[Errno 28] No space left on device", Kind.INFRASTRUCTURE),
         ("cpu", "builtins.OSError", "[Errno 98] Address already in use", Kind.INFRASTRUCTURE),
         ("cpu", "builtins.KeyError", "'labels'", Kind.CRASH),
@@ -144,11 +145,11 @@ def test_a_subclass_is_known_by_its_bases() -> None:
 
 
 def test_the_end_of_a_traceback_counts_where_the_text_is_silent() -> None:
-    cause = {**error("builtins.RuntimeError", "failed"), "traceback": "std::bad_alloc\n" + "x" * 3900}
+    cause = {**error("builtins.RuntimeError", "failed"), "traceback": "bad_alloc" + "x" * 3991}
     verdict = judge(Evidence("cpu", [cause]))
     assert verdict.kind is Kind.OOM_DEVICE
-    assert verdict.evidence == "exception builtins.RuntimeError with text 'std::bad_alloc'"
-    assert judge(Evidence("cpu", [{**cause, "traceback": "std::bad_alloc\n" + "x" * 4000}])).kind is Kind.CRASH
+    assert verdict.evidence == "exception builtins.RuntimeError with text 'bad_alloc'"
+    assert judge(Evidence("cpu", [{**cause, "traceback": "bad_alloc" + "x" * 3992}])).kind is Kind.CRASH
 
 
 def test_a_text_counts_more_than_where_it_was_raised_only_for_memory() -> None:
@@ -162,7 +163,9 @@ def test_a_text_counts_more_than_where_it_was_raised_only_for_memory() -> None:
     assert (
         judge(Evidence("cpu", [error("builtins.ValueError", "std::bad_alloc", "init", file)])).kind is Kind.OOM_DEVICE
     )
-    assert judge(Evidence("cpu", [error("builtins.ValueError", "Address already in use")])).kind is Kind.INFRASTRUCTURE
+    verdict = judge(Evidence("cpu", [error("builtins.ValueError", "Address already in use")]))
+    assert verdict.kind is Kind.INFRASTRUCTURE
+    assert verdict.evidence == "exception builtins.ValueError with text 'Address already in use'"
     assert judge(Evidence("cpu", [error("builtins.OSError", "no such file")])).kind is Kind.CRASH
 
 

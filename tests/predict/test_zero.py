@@ -119,6 +119,11 @@ RUN = [0, 1, 2, 5, 6, 7]
         ({"zero_stage": 1, "overlap_comm": True}, [0, 0, 160, 160, 0, 0], [0, 0, 220, 100, 400, 0]),
         ({"zero_stage": 1, **ACCUMULATING}, [80, 80, 80, 80, 80, 0], [200, 200, 220, 100, 400, 0]),
         ({"zero_stage": 1, "contiguous_gradients": False}, [0, 0, 80, 80, 0, 0], [0, 0, 120, 200, 400, 0]),
+        (
+            {"zero_stage": 1, "contiguous_gradients": False, **ACCUMULATING},
+            [0, 0, 80, 80, 0, 0],
+            [200, 200, 200, 200, 400, 0],
+        ),
         # a bucket that is not full is not copied before the end
         (
             {"zero_stage": 1, "contiguous_gradients": False, "reduce_bucket_size": 90},
@@ -236,6 +241,12 @@ def test_activations_grow_with_the_micro_batch() -> None:
 )
 def test_host_memory(knobs: dict, host: int) -> None:
     assert bill_of(knobs).host.tolist() == [host]
+
+
+def test_a_trace_whose_columns_do_not_fit_is_refused() -> None:
+    torn = dataclasses.replace(PLAIN, in_use=[0])
+    with pytest.raises(ValueError, match="shorter"):
+        bill_of({"zero_stage": 1}, trace=dataclasses.replace(TRACE, plain=torn))
 
 
 def test_a_peak_is_the_sum_of_its_parts() -> None:

@@ -191,6 +191,9 @@ def test_which_stages_read_a_knob(names: tuple[str, ...], stages: set[int], stag
         ("zero_optimization.offload_optimizer.pin_memory", {"zero_stage": 2}, False),
         ("zero_optimization.offload_param.buffer_count", {"zero_stage": 3, "offload_param": "nvme"}, True),
         ("zero_optimization.offload_param.buffer_count", {"zero_stage": 2, "offload_param": "nvme"}, False),
+        ("zero_optimization.offload_param.buffer_count", {"zero_stage": 3, "offload_param": "none"}, False),
+        ("zero_optimization.zeropp_loco_param.err_beta", {"zero_stage": 3, "offload_param": "none"}, True),
+        ("zero_optimization.offload_param", {"zero_stage": 3, "offload_param": "none"}, True),  # the section itself
     ],
 )
 def test_what_offloading_changes(name: str, knobs: dict, expected: bool) -> None:

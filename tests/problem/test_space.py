@@ -82,6 +82,11 @@ def test_a_knob_that_one_stage_reads_makes_no_copies_of_the_others() -> None:
     ]
 
 
+def test_values_that_are_equal_make_one_family() -> None:
+    space = parse_space("knobs: {gradient_clipping: [1, 1.0]}")  # as YAML two values, as numbers one
+    assert list(space.families()) == [{"gradient_clipping": 1}]
+
+
 # -- rungs ---------------------------------------------------------------------------------------------------------------
 
 
@@ -104,10 +109,13 @@ def test_a_knob_that_one_stage_reads_makes_no_copies_of_the_others() -> None:
         # a range may use any whole number in it, up to the share of a rank
         ({MICRO_BATCH: Domain((2, 4, 8), is_range=True)}, 2, 12, [(2, 3), (3, 2), (6, 1)]),
         ({MICRO_BATCH: Domain((2, 4), is_range=True)}, 2, 16, [(2, 4), (4, 2)]),
+        ({MICRO_BATCH: Domain((2, 4), is_range=True)}, 2, 20, [(2, 5)]),
     ],
 )
 def test_micro_batch_and_accumulation(knobs: dict, ranks: int, batch: int | None, expected: list) -> None:
-    assert space_of(**knobs).rungs(make_job(ranks, global_batch_size=batch)) == expected
+    pairs = space_of(**knobs).rungs(make_job(ranks, global_batch_size=batch))
+    assert pairs == expected
+    assert {type(number) for pair in pairs for number in pair} == {int}
 
 
 @given(batch=st.integers(1, 500), ranks=st.integers(1, 8))
@@ -125,11 +133,11 @@ def test_only_exact_factorisations_meet_a_global_batch(batch: int, ranks: int) -
 
 
 def test_a_global_batch_that_nothing_meets() -> None:
-    space = space_of(**{MICRO_BATCH: Domain((4, 8))})
+    space = space_of(**{MICRO_BATCH: Domain((4, 6, 8))})
     with pytest.raises(UserError) as caught:
-        space.candidates(make_job(global_batch_size=14))
+        space.candidates(make_job(global_batch_size=22))
     assert str(caught.value) == (
-        "--global-batch-size 14 over 2 ranks cannot be made from the micro-batches of space 'mine' (4 to 8): "
+        "--global-batch-size 22 over 2 ranks cannot be made from the micro-batches of space 'mine' (4 to 8): "
         "change the batch or the space"
     )
 

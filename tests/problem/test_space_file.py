@@ -174,6 +174,43 @@ def test_default_holds_every_knob_that_was_promised() -> None:
         ("fixed:\n  bf16: {enabled: true}\n", ":2: bf16: expected one value; a dotted key reaches into a section"),
         ("knob:\n  zero_stage: [1]\n", ":1: knob: unknown section; did you mean knobs?"),
         ("knobs: [1]\n", ":1: knobs: expected a mapping of knobs to their values"),
+        ("name: x\nknobs: [1]\n", ":2: knobs: expected a mapping of knobs to their values"),
+        ("nam: x\n", ":1: nam: unknown section; did you mean name?"),
+        ("abuot: x\n", ":1: abuot: unknown section; did you mean about?"),
+        ("fixd: x\n", ":1: fixd: unknown section; did you mean fixed?"),
+        ("name: x\nfixed:\n  zero_stage: 9\n", ":3: zero_stage: 9 is out of range: expected 0 to 3"),
+        (
+            "knobs:\n  reduce_bucket_size: {values: [1], from: 2}\n",
+            ":2: reduce_bucket_size: expected either `values: [...]` or `from:` and `to:`",
+        ),
+        (
+            "knobs:\n  reduce_bucket_size: {values: [1], step: 2}\n",
+            ":2: reduce_bucket_size: expected either `values: [...]` or `from:` and `to:`",
+        ),
+        (
+            "knobs:\n  reduce_bucket_size: {values: [1], scale: 2}\n",
+            ":2: reduce_bucket_size: expected either `values: [...]` or `from:` and `to:`",
+        ),
+        (
+            "knobs:\n  reduce_bucket_size: {values: [1], points: 2}\n",
+            ":2: reduce_bucket_size: expected either `values: [...]` or `from:` and `to:`",
+        ),
+        (
+            "knobs:\n  reduce_bucket_size: {from: 1, to: 9, scale: log, points: 1001}\n",
+            ":2: reduce_bucket_size: scale log needs from > 0 and 2 to 1000 points",
+        ),
+        (
+            "knobs:\n  reduce_bucket_size: {from: 1, to: 9, scale: log, points: true}\n",
+            ":2: reduce_bucket_size: scale log needs from > 0 and 2 to 1000 points",
+        ),
+        (
+            "knobs:\n  attention: [flash_attention]\n",
+            ":2: attention: expected one of eager, sdpa, flash_attention_2, flash_attention_3, flex_attention, found 'flash_attention'; did you mean flash_attention_3?",
+        ),
+        (
+            "knobs:\n  reduce_bucket_size: {from: 1, to: 9, scale: log, points: 2.5}\n",
+            ":2: reduce_bucket_size: scale log needs from > 0 and 2 to 1000 points",
+        ),
         ("fixed: 3\n", ":1: fixed: expected a mapping of knobs to their values"),
         ("name: x\n", ":1: knobs: the space has no knobs"),
         ("a: [\n", ":2: not YAML (expected the node content, but found '<stream end>')"),
@@ -212,7 +249,7 @@ def test_what_a_space_says_of_itself() -> None:
         ("zero_stage: 2", (2,)),  # one value needs no list
         ("zero_optimization.stage: [1]", (1,)),
         ("overlap_comm: [true, false]", (True, False)),
-        ("reduce_bucket_size: [5.0e8, 7]", (500_000_000, 7)),
+        ("reduce_bucket_size: [5.0e+8, 7]", (500_000_000, 7)),  # a float of YAML's
         ("reduce_bucket_size: [5e8, 1]", (500_000_000, 1)),  # which YAML reads as a word
         ("offload_param: [null, cpu, nvme]", ("none", "cpu", "nvme")),
         ("attention: [eager, sdpa]", ("eager", "sdpa")),
