@@ -36,6 +36,9 @@ from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["OMP_NUM_THREADS"] = "1"  # of every process that tests start: two workers share the cores
+# Trainings without autotune, too, build DeepSpeed's ops with this environment's ninja: another one's takes what is built for
+# stale, and from then on each builds it anew whenever the other has.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 from autotune.executors.base import Effort
 from autotune.executors.local import Deadlines, LocalExecutor
@@ -171,8 +174,7 @@ def built_ops(shared_folder: Path) -> None:
         if done.exists():
             return
         code = "from autotune.group.ops import load_ops; assert not load_ops(['ShareMemCommBuilder', 'CPUAdamBuilder'])"
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])  # ninja's
-        env = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PATH": path}
+        env = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS.parents[1], env=env, check=True, timeout=800)
         done.touch()
 
