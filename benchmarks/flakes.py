@@ -4,12 +4,16 @@
 
 `--load` keeps two other processes busy meanwhile, so that on two cores every test has half the time it is used to. A run
 that fails is written down with its seed and its output, and the next one starts: nothing is tried again.
+
+Twenty runs take hours. A later call with the same `--json` goes on with the runs that are written there, if they are of the
+same code, tests and load; `--anew` begins again.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import secrets
 import shlex
@@ -93,24 +97,43 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def tested_tree() -> str:
+    """What the runs are of: a name for the committed code and tests, and whether the working tree differs from it."""
+    names = [f"HEAD:{folder}" for folder in ("autotune", "tests", "search_spaces")]
+    trees = subprocess.run(["git", "rev-parse", *names], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    changed = subprocess.run(
+        ["git", "status", "--porcelain", "autotune", "tests"], cwd=ROOT, capture_output=True, text=True
+    )
+    return "+".join(tree[:10] for tree in trees.split()) + ("+changed" if changed.stdout.strip() else "")
+
+
+def earlier_runs(path: Path | None, same: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs written in a file, where they are of the same."""
+    if path is None or not path.exists():
+        return []
+    known = json.loads(path.read_text())
+    return list(known["each"]) if {name: known.get(name) for name in same} == same else []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--load", action="store_true", help="two busy processes beside the tests")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--small", action="store_true", help="one run of a few fast tests")
+    parser.add_argument("--anew", action="store_true", help="do not go on with the runs of the file")
     arguments = parser.parse_args()
     if arguments.runs < 1:
         parser.error("--runs: at least 1")
     command = test_command() + (FAST if arguments.small else [])
     folder = Path(tempfile.mkdtemp(prefix="flakes-"))
-    runs: list[dict[str, Any]] = []
+    what = "`make test`" if not arguments.small else "a few fast tests"
+    same = {"what": what, "load": arguments.load, "cores": os.cpu_count(), "tree": tested_tree()}
+    runs = [] if arguments.anew or arguments.small else earlier_runs(arguments.json, same)
     with load(2 if arguments.load else 0):
-        for number in range(1 if arguments.small else arguments.runs):
+        for number in range(len(runs), 1 if arguments.small else arguments.runs):
             runs.append(run_once(command, secrets.randbelow(2**31), folder / f"run-{number + 1:02d}.log"))
-            what = "`make test`" if not arguments.small else "a few fast tests"
-            written = {"what": what, "load": arguments.load, "cores": os.cpu_count(), **summary(runs), "each": runs}
-            write_json(arguments.json, written)
+            write_json(arguments.json, {**same, **summary(runs), "each": runs})
             one = runs[-1]
             print(
                 f"run {number + 1}: {one['passed']} passed, {one['failed']} failed, {one['skipped']} skipped in "
