@@ -38,7 +38,11 @@ RUN_SECONDS = 3600  # a run that takes longer hangs
 
 def test_command() -> list[str]:
     """What `make test` runs, under this interpreter."""
-    said = subprocess.run(["make", "-n", "-o", "setup", "test"], cwd=ROOT, capture_output=True, text=True, check=True)
+    asked = ["make", "-n", "--no-print-directory", "-o", "setup", "test"]
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))
+    }  # of a make above
+    said = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True, env=env)
     _, *words = shlex.split(said.stdout.strip().splitlines()[-1])
     return [sys.executable, *words]
 
