@@ -13,17 +13,20 @@ from autotune.units import MIB
 from tests.conftest import make_candidate, make_job
 
 
-def study_of_every_kind(runs: Path) -> StudyStore:
-    """The study `s` in `runs`: a trial of every kind of outcome, one that is slower than the winner, and the winner, verified."""
+def study_of_every_kind(runs: Path, kinds: tuple[Kind, ...] = tuple(Kind)) -> StudyStore:
+    """The study `s` in `runs`: a trial of each kind of outcome; where something fits also one that is slower than the winner,
+    and the winner, verified."""
     folder = runs / "s"
     folder.mkdir(parents=True)
     space = load_space("cpu_demo")
     store, _ = StudyStore.create_or_resume("s", default_storage(folder), folder, make_job(), detect("cpu", 2), space)
     store.begin_call(60)
-    for at, kind in enumerate(Kind):
+    for at, kind in enumerate(kinds):
         measured = Measurement(1.0, 0.01, 5, 8.0 + at, 256.0, 300 * MIB, mfu=0.4, model_tflops_per_gpu=1.0)
         outcome = Outcome(kind, Phase.STEP, measured if kind is Kind.OK else None, "why", "evidence", missing_bytes=5)
         store.finish(store.start(make_candidate(at % 4, 1 + at), space, note="a note"), outcome)
+    if Kind.OK not in kinds:
+        return store
     slower = Outcome(Kind.OK, measurement=Measurement(2.0, 0.01, 5, 4.0, 128.0, 200 * MIB))
     store.finish(store.start(make_candidate(0, 7), space), slower)
     best = store.start(make_candidate(0, 1), space, VERIFY)

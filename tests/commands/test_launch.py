@@ -1,0 +1,97 @@
+"""From a study or a plan to the ladder that a training starts under; trainings themselves are in tests/test_scripts.py."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.commands import launch
+from autotune.recovery.supervisor import Attempt, LaunchSummary
+from tests.cli_call import call
+from tests.conftest import make_candidate
+from tests.studies import study_of_every_kind
+
+
+class NoTraining:
+    """A supervisor that remembers what it was given, and whose training is done."""
+
+    given: dict[str, Any]
+
+    def __init__(self, job: Any, hardware: Any, ladder: Any, folder: Path, **options: Any) -> None:
+        NoTraining.given = {"job": job, "hardware": hardware, "ladder": ladder, "folder": folder, **options}
+
+    def run(self) -> LaunchSummary:
+        return LaunchSummary(0, [Attempt(0, "it", steps=3, ended="done")])
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "Supervisor", NoTraining)
+    (tmp_path / "train.py").write_text("print('trains')\n")
+    return "train.py"
+
+
+def test_a_studys_winner_and_what_is_below_it(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = study_of_every_kind(tmp_path / "runs")
+    code, _, err = call(monkeypatch, capsys, "launch", "s", "--max-restarts", "3", "--", script, "--epochs", "2")
+    assert code == 0, err
+    assert "is of tiny-llama with synthetic batches, not of a script" in err
+    assert "training ended with exit code 0 after 3 steps" in err
+    given = NoTraining.given
+    assert given["job"].script.argv == (script, "--epochs", "2")
+    assert given["max_restarts"] == 3
+    assert given["silent_seconds"] == 1800
+    top = given["ladder"][0]
+    assert store.winner is not None
+    assert top.candidate == store.winner.candidate == make_candidate(0, 1)
+    assert top.measured
+    written = json.loads((tmp_path / "runs/s/s.ladder.json").read_text())
+    assert [one["candidate"] for one in written] == [rung.candidate.as_dict for rung in given["ladder"]]
+    written[0]["peak_bytes"] = 7  # the next launch takes the ladder as it stands there
+    (tmp_path / "runs/s/s.ladder.json").write_text(json.dumps(written))
+    assert call(monkeypatch, capsys, "launch", "s", "--", script)[0] == 0
+    assert NoTraining.given["ladder"][0].peak_bytes == 7
+
+
+def test_the_best_of_a_plan(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("launch", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--seq-len", "32")
+    code, out, err = call(monkeypatch, capsys, *words, "--global-batch-size", "8", "--json", "--", script)
+    assert code == 0, err
+    assert json.loads(out)["attempts"][0]["steps"] == 3
+    ladder = NoTraining.given["ladder"]
+    assert not ladder[0].measured
+    for rung in ladder:
+        assert rung.candidate.micro_batch * rung.candidate.accumulation * 2 == 8
+    peaks = [rung.peak_bytes for rung in ladder]
+    assert peaks == sorted(peaks, reverse=True)
+    assert NoTraining.given["folder"] == Path("runs/launch-train")
+    assert NoTraining.given["folder"].is_dir()
+    too_small = (*words, "--global-batch-size", "8", "--memory-cap", "50MiB", "--", script)
+    code, _, err = call(monkeypatch, capsys, *too_small)
+    assert (code, "is predicted to fit" in err) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("launch", "--model", "tiny-llama", "--", "train.py"), "needs --global-batch-size"),
+        (("launch", "none", "--", "train.py"), "no study 'none'"),
+        (("launch", "s", "--max-restarts", "-1", "--", "train.py"), "expected 0 or more"),
+        (("launch", "s", "--hang-timeout", "soon", "--", "train.py"), "is no duration"),
+        (("launch", "s"), "no script after `--`"),
+        (("launch", "s", "--", "missing.py"), "no script missing.py"),
+    ],
+)
+def test_bad_input_is_one_line(
+    script: str, words: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = call(monkeypatch, capsys, *words)
+    assert code == 2
+    assert says in err
+    assert len(err.strip().splitlines()) == 1
