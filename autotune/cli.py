@@ -276,7 +276,7 @@ def export(
 @app.command()
 def record(
     study: StudyArgument,
-    out: Annotated[Path | None, option("Table to write; default: NAME.csv.gz in the study's folder.")] = None,
+    out: Annotated[Path | None, option("Table to write; default: NAME.table.csv.gz in the study's folder.")] = None,
     storage: Storage = None,
     as_json: Json = False,
 ) -> None:

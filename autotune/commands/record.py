@@ -28,7 +28,7 @@ def record_study(study: str, storage: str | None, out: Path | None) -> tuple[Pat
         UserError: there is no such study, or it has measured nothing.
     """
     store = StudyStore.load(study, storage)
-    out = out or (store.folder or Path()) / f"{store.name}.csv.gz"
+    out = out or (store.folder or Path()) / f"{store.name}.table.csv.gz"  # NAME.json is the winner's
     rows = _rows(store)
     if not any(row.kind is Kind.OK for row in rows.values()):
         raise UserError(f"study {store.name} has measured nothing that could be replayed: run it first")

@@ -18,10 +18,13 @@ def test_a_study_becomes_a_table_that_is_searched(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     store = study_of_every_kind(tmp_path / "runs")
+    assert call(monkeypatch, capsys, "export", "s")[0] == 0
+    exported = Path("runs/s/s.json").read_text()
     code, out, _ = call(monkeypatch, capsys, "record", "s")
     assert code == 0
+    assert Path("runs/s/s.json").read_text() == exported, "the winner's config is let alone"
     assert "(4 candidates)" in out, "two that ran, two that ran out of memory"
-    landscape = load_landscape(Path("runs/s/s.csv.gz"))
+    landscape = load_landscape(Path("runs/s/s.table.csv.gz"))
     assert landscape.facts["recorded_from"] == "s"
     assert landscape.job().seq_len == store.job.seq_len
     row = landscape.rows[make_candidate(0, 7)]
