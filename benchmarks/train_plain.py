@@ -5,7 +5,9 @@ Prints one JSON line with the median step seconds and samples per second of its 
 
 import argparse
 import json
+import os
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -60,3 +62,5 @@ if torch.distributed.get_rank() == 0:
         "TRAINED " + json.dumps({"step_seconds": step, "samples_per_second": samples, "samples_per_second_mean": whole})
     )
 torch.distributed.destroy_process_group()  # left open, gloo's threads race the interpreter's end
+sys.stdout.flush()
+os._exit(0)  # other libraries' threads race it, too
