@@ -28,7 +28,12 @@ def as_tables(data: object) -> list[list[dict[str, object]]]:
     if isinstance(data, list):
         return [data]
     assert isinstance(data, dict)
-    lists = [value for value in data.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    # the names of tests that failed are printed as lines
+    lists = [
+        value
+        for name, value in data.items()
+        if name != "each" and isinstance(value, list) and value and isinstance(value[0], dict)
+    ]
     return lists or [[{name: value for name, value in data.items() if not isinstance(value, list | dict)}]]
 
 
