@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -232,21 +232,27 @@ def _space(request: Request, hardware: Hardware) -> SearchSpace:
     return load_space(request.space or ("default" if hardware.device == "cuda" else "cpu_demo"))
 
 
+def _refuse(options: Mapping[str, object], why: str) -> None:
+    """Raises UserError for the first option that was given."""
+    for name, given in options.items():
+        if given:
+            raise UserError(f"{name} {why}; leave {name} out")
+
+
 def _script_job(request: Request, hardware: Hardware) -> Job:
     """The stand-in for a script's Job; options that speak of a model are refused."""
-    for name, given in (
-        ("--model", request.model),
-        ("--seq-len", request.seq_len),
-        ("--precision", request.precision),
-        ("--lora", request.lora),
-        ("--attn", request.attention),
-        ("--compile", request.compiled),
-        ("--lengths", request.lengths),
-        ("--packing", request.packed),
-        ("--workload", request.workload),
-    ):
-        if given:
-            raise UserError(f"{name} with a script: the script itself says it; leave {name} out")
+    options = {
+        "--model": request.model,
+        "--seq-len": request.seq_len,
+        "--precision": request.precision,
+        "--lora": request.lora,
+        "--attn": request.attention,
+        "--compile": request.compiled,
+        "--lengths": request.lengths,
+        "--packing": request.packed,
+        "--workload": request.workload,
+    }
+    _refuse(options, "with a script: the script itself says it")
     if request.global_batch_size is not None and request.global_batch_size % hardware.count:
         raise UserError(f"--global-batch-size {request.global_batch_size} cannot be split over {hardware.count} ranks")
     return unknown_job(make_script(request.script, request.maps, request.worst_case, request.ds_config), hardware)
@@ -288,17 +294,14 @@ def _named_job(request: Request, hardware: Hardware) -> Job:
 
 def _model(request: Request) -> ModelSpec:
     if request.workload:
-        for name, given in (
-            ("--model", request.model),
-            ("--lora", request.lora),
-            ("--attn", request.attention),
-            ("--lengths", request.lengths),
-            ("--packing", request.packed),
-        ):
-            if given:
-                raise UserError(
-                    f"{name} with --workload: the function itself makes model and batches; leave {name} out"
-                )
+        options = {
+            "--model": request.model,
+            "--lora": request.lora,
+            "--attn": request.attention,
+            "--lengths": request.lengths,
+            "--packing": request.packed,
+        }
+        _refuse(options, "with --workload: the function itself makes model and batches")
         return workload_spec(request.workload)
     if request.model:
         return resolve_model(request.model, trust_remote_code=request.trust_remote_code)

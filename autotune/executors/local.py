@@ -14,7 +14,7 @@ from autotune.errors import Cause, Unusable
 from autotune.executors.base import Effort
 from autotune.executors.measurement import measurement_of
 from autotune.group.environment import threads_per_rank
-from autotune.group.gauge import Peaks, make_meter
+from autotune.group.gauge import make_meter
 from autotune.group.group import Group, Policy, Stop
 from autotune.group.launchers import ForkLauncher, Launcher, SpawnLauncher
 from autotune.group.protocol import Message
@@ -163,11 +163,6 @@ class LocalSession:
         """When a failure was noticed, on the monotonic clock."""
         return self._group.failed_at if self._group is not None else None
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the ranks."""
-        return self._group.pids if self._group is not None else []
-
     def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
         if candidate.family != self._candidate.family:
             raise ValueError("a session holds one family")
@@ -177,10 +172,9 @@ class LocalSession:
             stop = self._start(deadline) if self._group is None else Stop.ARRIVED
             if stop is Stop.ARRIVED:
                 stop = self._ask_measure(candidate, effort, deadline, 0.6 * deadline_seconds)
-            peaks = self._running().peaks()
             if stop is Stop.ARRIVED and effort.certify:
-                stop, peaks = self._certified(candidate, peaks, deadline)
-            outcome = self._measured(candidate, peaks) if stop is Stop.ARRIVED else self._failed(stop)
+                stop = self._ask_certify(candidate, deadline)
+            outcome = self._measured(candidate) if stop is Stop.ARRIVED else self._failed(stop)
         except OSError as error:  # disk full, no descriptors left: the machine, not the candidate
             phase = self._group.phase if self._group is not None else Phase.START
             why = f"exception OSError: {error}"
@@ -211,21 +205,20 @@ class LocalSession:
         self._results = [self._answers[rank] for rank in sorted(self._answers)]
         return stop
 
-    def _certified(self, candidate: Candidate, peaks: Peaks, deadline: float) -> tuple[Stop, Peaks]:
-        """Has the ranks do what training does besides steps; the peaks of both."""
-        group = self._running()
-        group.enter(Phase.SAVE)
+    def _ask_certify(self, candidate: Candidate, deadline: float) -> Stop:
+        """Has the ranks do what training does besides steps."""
+        self._running().enter(Phase.SAVE)
         folder = str(self._folder.resolve())
-        stop = self._ask("certify", deadline, micro_batch=candidate.micro_batch, folder=folder)
-        used = [max(pair) for pair in zip(peaks.used, group.peaks().used, strict=True)]
-        return stop, dataclasses.replace(peaks, used=used)
+        return self._ask("certify", deadline, micro_batch=candidate.micro_batch, folder=folder)
 
-    def _measured(self, candidate: Candidate, peaks: Peaks) -> Outcome:
+    def _measured(self, candidate: Candidate) -> Outcome:
+        """Of everything since `_ask_measure`: the peaks of a certification, too."""
+        group = self._running()
         self.facts.update(self._results[0].get("facts", {}))
         measurement = measurement_of(
             self._results,
-            peaks,
-            self._running().seconds_by_phase(),
+            group.peaks(),
+            group.seconds_by_phase(),
             candidate=candidate,
             job=self._executor.job,
             hardware=self._executor.hardware,
@@ -241,26 +234,12 @@ class LocalSession:
 
     def _start(self, deadline: float) -> Stop:
         """Launches the ranks and waits until their engine, or the script's first batch, is ready."""
-        stop = self.launch(deadline)
-        if stop is not Stop.ARRIVED:
-            return stop
-        return self._running().watch(lambda: len(self._ready) == self._executor.job.ranks, deadline)
-
-    def launch(self, deadline: float) -> Stop:
-        """Launches the ranks and gives them their spec; `measure` does it where it was not done.
-
-        Args:
-            deadline: on the monotonic clock.
-
-        Raises:
-            OSError: the machine refuses to start them.
-        """
         executor = self._executor
         deadlines = executor.deadlines
         policy = Policy(deadlines.hello, deadlines.of, settle_seconds=0.25, may_leave=False)
         executor.ensure_launcher()
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._group = Group(
+        group = self._group = Group(
             executor.launcher,
             executor.hardware,
             executor.meter,
@@ -270,7 +249,8 @@ class LocalSession:
             on_phase=lambda phase: executor.on_phase(phase),
         )
         ranks = executor.job.ranks
-        return self._group.start(executor.entry, ranks, self._spec(), deadline=deadline, logs=self._folder)
+        stop = group.start(executor.entry, ranks, self._spec(), deadline=deadline, logs=self._folder)
+        return group.watch(lambda: len(self._ready) == ranks, deadline) if stop is Stop.ARRIVED else stop
 
     def _spec(self) -> dict[str, Any]:
         executor, candidate = self._executor, self._candidate

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
+
+from autotune.processes import package_environment
 
 
 def rank_environment(device: str) -> dict[str, str]:
@@ -14,10 +15,8 @@ def rank_environment(device: str) -> dict[str, str]:
         device: `cuda` or `cpu`.
     """
     beside = os.path.dirname(sys.executable)
-    package_root = str(Path(__file__).parents[2])  # on the path even where the package is not installed
     env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")])),
+        **package_environment(),
         # torch looks for ninja in PATH; pip put it beside this Python, which need not be an activated environment.
         # Always the same one: another version's log would make it build every op again.
         "PATH": os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]),

@@ -24,7 +24,7 @@ class Peaks:
     used: list[int] = field(default_factory=list)
     foreign: int = 0  # how much other processes' share of a device grew meanwhile
     host_low: int = 2**62  # least main memory available
-    oom_kills: int = 0  # the kernel's kills since the gauge started
+    oom_kills: int = 0  # the kernel's kills since the group started
 
     @property
     def worst(self) -> int:
@@ -103,7 +103,6 @@ class Gauge:
     def __init__(self, meter: Meter, pids: list[int]) -> None:
         self._meter, self._pids = meter, pids
         self._lock = threading.Lock()
-        self._kills = kernel_oom_kills()
         self._peaks = Peaks(used=[0] * len(pids))
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gauge", daemon=True)
@@ -127,7 +126,6 @@ class Gauge:
     def peaks(self) -> Peaks:
         """Since the last reset."""
         with self._lock:
-            self._peaks.oom_kills = kernel_oom_kills() - self._kills
             return self._peaks
 
     def stop(self) -> None:

@@ -91,7 +91,7 @@ class Group:
         self.errors: list[Message] = []
         self.phase = Phase.START  # of the rank that is furthest behind
         self._phases: dict[int, Phase] = {}
-        self.phase_seconds: dict[str, float] = {}
+        self._phase_seconds: dict[str, float] = {}
         self.failed_at: float | None = None  # on the monotonic clock, when a failure was noticed
         self._world = 0
         self._logs: Path | None = None
@@ -241,14 +241,14 @@ class Group:
     def _enter(self, phase: Phase) -> None:
         if phase is self.phase:
             return
-        self.phase_seconds = self.seconds_by_phase()
+        self._phase_seconds = self.seconds_by_phase()
         self._phase_began, self.phase = time.monotonic(), phase
         self._on_phase(phase.value)
 
     def seconds_by_phase(self) -> dict[str, float]:
         """Seconds that each phase has taken, the present one so far."""
-        so_far = self.phase_seconds.get(self.phase.value, 0.0)
-        return {**self.phase_seconds, self.phase.value: so_far + time.monotonic() - self._phase_began}
+        so_far = self._phase_seconds.get(self.phase.value, 0.0)
+        return {**self._phase_seconds, self.phase.value: so_far + time.monotonic() - self._phase_began}
 
     # -- what became of them -----------------------------------------------------------------------------------------
 
@@ -272,10 +272,12 @@ class Group:
 
     def peaks(self) -> Peaks:
         """Memory at its highest since the last `reset_peaks`; of ranks that are not gauged, memory now."""
-        if self._gauge is not None:
-            return self._gauge.peaks()
-        peaks = Peaks(used=[0] * len(self.pids), host_low=psutil.virtual_memory().available)
+        peaks = self._gauge.peaks() if self._gauge is not None else self._memory_now()
         peaks.oom_kills = kernel_oom_kills() - self._oom_kills
+        return peaks
+
+    def _memory_now(self) -> Peaks:
+        peaks = Peaks(used=[0] * len(self.pids), host_low=psutil.virtual_memory().available)
         with suppress(Exception):  # a GPU may answer late while a process dies
             make_meter(self._hardware).sample([self._workers.get(i, pid) for i, pid in enumerate(self.pids)], peaks)
         return peaks
@@ -358,7 +360,7 @@ class Group:
             self.tell("stop")
             if self._gauge is not None:
                 self._gauge.stop()
-            end_ranks(self.pids, self._launcher.status, (list) if done else self._launcher.strays)
+            end_ranks(self.pids, self._launcher.status, list if done else self._launcher.strays)
         finally:
             for channel in (*self._channels.values(), *self._strangers):
                 channel.close()

@@ -35,9 +35,6 @@ class Launcher(Protocol):
     def log(self) -> Path | None:
         """Where a rank writes until it is told its own log; None: where this process writes."""
 
-    def open(self, say: Callable[[str], None]) -> None:
-        """Everything that is done once, before the first rank."""
-
     def launch(self, entry: str, address: str, rank: int) -> int:
         """The process id of a new rank that runs module `entry` and connects to the socket at `address`.
 
@@ -67,9 +64,6 @@ class SpawnLauncher:
         self.device, self.log, self._cwd = device, log, cwd
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._mark = uuid.uuid4().hex  # inherited by whatever a rank starts
-
-    def open(self, say: Callable[[str], None]) -> None:
-        pass
 
     def launch(self, entry: str, address: str, rank: int) -> int:
         output = self.log.open("ab") if self.log is not None else None

@@ -21,6 +21,7 @@ from autotune.files import write_atomically
 from autotune.predict.closed_form import closed_form_trace, profile_trace
 from autotune.predict.passes import Trace
 from autotune.problem.job import Job
+from autotune.processes import package_environment
 
 __all__ = ["VERSION", "Trace", "cache_folder", "cache_key", "trace_job", "traceable"]
 
@@ -79,7 +80,12 @@ def _ask_tracer(job: Job, fused_loss: bool, timeout_seconds: float) -> dict[str,
 
     A process that dies or hangs counts as `untraceable`.
     """
-    env = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
+    env = {
+        **package_environment(),
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
     try:
         done = subprocess.run(
             [sys.executable, "-m", "autotune.predict.tracer", *(["--fused-loss"] if fused_loss else [])],

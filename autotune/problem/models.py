@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError, near
+from autotune.processes import package_environment
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,7 @@ def _from_hub(name: str, trust_remote_code: bool) -> ModelSpec:
     flags = ["--trust-remote-code"] if trust_remote_code else []
     # -P: a file of the user's own, like tokenizers.py, does not stand in for the library
     command = [sys.executable, "-P", "-m", "autotune.rank.hub", *flags, name]
-    package_root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=package_environment())
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
