@@ -27,10 +27,12 @@ from autotune.group.gauge import Gauge, Meter, Peaks, kernel_oom_kills, make_met
 from autotune.group.launchers import Launcher
 from autotune.group.protocol import Channel, Message
 from autotune.group.verdict import Evidence, is_secondary, log_tail
+from autotune.group.vitals import Vitals
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Phase
 
 _STATUS_SECONDS = 1.0  # for the exit status of a rank that said nothing of why it is gone
+_LOOK_SECONDS = 5.0  # between looks at ranks that say nothing, at most
 _IDLE_SECONDS = 10.0  # for a device's memory to come back after the last rank
 
 
@@ -39,7 +41,7 @@ class Stop(StrEnum):
 
     ARRIVED = "arrived"  # what was waited for is here
     FAILED = "failed"  # a rank reported an error, or is gone
-    SILENT = "silent"  # nothing was heard for longer than the policy allows
+    SILENT = "silent"  # no rank showed life for longer than the policy allows
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
 
@@ -50,7 +52,8 @@ class Policy:
 
     Args:
         hello_seconds: for all ranks to come up and connect.
-        silence_seconds: how long nothing may be heard in a phase, once they have.
+        silence_seconds: how long no rank may show life in a phase, once they have: no message, no step of its main thread,
+            nothing computed, read or written.
         settle_seconds: what is waited after the first failure, so that a peer's complaint does not outrun its cause.
         may_leave: whether a rank may end by itself with exit code 0. A trial's ranks may not: they wait to be told.
     """
@@ -101,6 +104,9 @@ class Group:
         self._codes: dict[int, int] = {}  # the script's own exit codes, of ranks where it is over
         self._signalled: set[int] = set()
         self._silence: str | None = None
+        self._vitals = Vitals()
+        self._places: dict[int, str] = {}  # where a rank's main thread was last
+        self._waiting: set[int] = set()  # ranks that wait in a collective
         self._phase_began = time.monotonic()
         self._gauge: Gauge | None = None
         self._oom_kills = kernel_oom_kills()
@@ -159,7 +165,8 @@ class Group:
         Args:
             deadline: on the monotonic clock.
         """
-        last_heard = time.monotonic()
+        last_alive = last_look = time.monotonic()
+        self._vitals.forget()
         while True:
             if self._cancelled():
                 return Stop.CANCELLED
@@ -167,12 +174,15 @@ class Group:
             if now > deadline:
                 return Stop.DEADLINE
             patience = self._policy.silence_seconds(self.phase) if self.greeted else self._policy.hello_seconds
-            if now - last_heard > patience:
+            if now - last_look > min(_LOOK_SECONDS, 0.4 * patience):
+                last_look = now
+                last_alive = now if self._get_on() else last_alive
+            if now - last_alive > patience:
                 self.failed_at = now
-                self._silence = f"{self.phase.value}: nothing heard for {patience:.0f} s"
+                self._silence = f"{self.phase.value}: no sign of life for {patience:.0f} s{self._stuck()}"
                 return Stop.SILENT
             if self._hear(0.1) and self.greeted:  # hellos count together, however they trickle in
-                last_heard = time.monotonic()
+                last_alive = time.monotonic()
             if not self.errors and until():
                 return Stop.ARRIVED
             if self._lost():
@@ -180,6 +190,16 @@ class Group:
             if self.errors or self._lost():
                 self.failed_at = time.monotonic()
                 return Stop.FAILED
+
+    def _get_on(self) -> bool:
+        """Whether ranks that say nothing compute, read or write."""
+        known = {rank: self._workers.get(rank, pid) for rank, pid in enumerate(self.pids)}
+        return self._vitals.alive(known.values(), [known[rank] for rank in self._waiting])
+
+    def _stuck(self) -> str:
+        """Where the ranks are, those that wait for others last."""
+        order = sorted(self._places, key=lambda rank: (rank in self._waiting, rank))
+        return "".join(f"; rank {rank} in {self._places[rank]}" for rank in order[:2])
 
     def _lost(self) -> bool:
         """Whether a rank is gone that should be there."""
@@ -189,7 +209,7 @@ class Group:
         return bool(left) or any(channel.closed for channel in self._channels.values())
 
     def _hear(self, seconds: float) -> bool:
-        """Takes in what the ranks have said, waiting for it at most so long; whether there was anything."""
+        """Takes in what the ranks have said, waiting for it at most so long; whether it was a sign of life."""
         channels = {channel: rank for rank, channel in self._channels.items() if not channel.closed}
         sources: list[Any] = [*channels, *self._strangers, *([self._listener] if self._listener else [])]
         heard = False
@@ -198,8 +218,7 @@ class Group:
                 self._strangers.append(Channel(source.accept()[0]))
             elif source in channels:
                 for message in source.drain():
-                    heard = True
-                    self._take(channels[source], message)
+                    heard = self._take(channels[source], message) or heard
             else:
                 heard = self._greet(source) or heard
         return heard
@@ -217,8 +236,13 @@ class Group:
             channel.close()
         return hello is not None
 
-    def _take(self, rank: int, message: Message) -> None:
+    def _take(self, rank: int, message: Message) -> bool:
+        """Remembers what a message says; whether it is a sign of life."""
         kind = message["type"]
+        if kind == "pulse":
+            self._places[rank] = str(message["where"])
+            (self._waiting.add if message["waits"] else self._waiting.discard)(rank)
+            return bool(message["moved"])
         if kind == "error":
             self.errors.append(message)
         elif kind == "bye" and message.get("code") is not None:
@@ -227,6 +251,7 @@ class Group:
             self._phases[rank] = Phase(message["phase"])
             self._enter(min(self._phases.values(), key=list(Phase).index))
         self._on_message(rank, message)
+        return True
 
     def tell(self, kind: str, **fields: Any) -> None:
         """Sends a message to every rank."""

@@ -1,4 +1,5 @@
-"""JSON lines over a socket. Up: `phase`, `progress`, `measured`, `error`, `bye`. Down: `measure`, `certify`, `stop`.
+"""JSON lines over a socket. Up: `phase`, `progress`, `pulse`, `measured`, `error`, `bye`. Down: `measure`, `certify`,
+`stop`.
 
 No pickle: a rank may run the user's code, and nothing it says is executed here.
 """
@@ -10,6 +11,7 @@ import json
 import math
 import select
 import socket
+import threading
 import time
 from typing import Any
 
@@ -24,6 +26,7 @@ class Channel:
         self.sock = sock
         self.closed = False
         self._buffer = b""
+        self._sending = threading.Lock()  # a rank's pulse speaks beside its main thread
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
@@ -37,7 +40,7 @@ class Channel:
     def send(self, kind: str, **fields: Any) -> None:
         """Sends one message; a peer that is gone is noticed by reading, not here."""
         line = json.dumps({"type": kind, **fields}, default=str).encode() + b"\n"
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self._sending:
             self.sock.sendall(line)
 
     def receive(self, timeout_seconds: float | None = None) -> Message | None:

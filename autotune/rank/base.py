@@ -23,12 +23,12 @@ from autotune.group.protocol import Channel, Message
 from autotune.group.verdict import is_memory_error
 from autotune.problem.job import Job
 from autotune.problem.outcome import Phase
+from autotune.rank.pulse import Pulse
 
 if TYPE_CHECKING:
     from autotune.rank.devices import Device
 
 EXIT_REPORTED = 13  # the failure was reported over the channel
-_COLLECTIVE_TIMEOUT = datetime.timedelta(hours=1)  # the parent notices a rank that hangs long before
 
 
 def greet(address: str, number: int) -> tuple[Channel, Message]:
@@ -62,6 +62,7 @@ class BaseRank(ABC):
         self.phase = Phase.START
         self.steps = 0  # optimizer steps so far
         self.device: Device | None = None
+        self.pulse = Pulse(channel)
         self._last_progress = 0.0
 
     @abstractmethod
@@ -73,6 +74,7 @@ class BaseRank(ABC):
     def begin(self) -> None:
         """The job, the environment, the device with its cap, the process group."""
         self.enter(Phase.START)
+        self.pulse.start()
         self.job = Job.from_json(self.spec["job"])
         self._set_environment()
         import torch
@@ -106,11 +108,16 @@ class BaseRank(ABC):
         """The ranks meet in a file instead of at a port: two studies on a machine cannot meet each other."""
         store = self.torch.distributed.FileStore(self.spec["store"], self.world)
         self.torch.distributed.init_process_group(
-            device.backend, store=store, rank=self.number, world_size=self.world, timeout=_COLLECTIVE_TIMEOUT
+            device.backend, store=store, rank=self.number, world_size=self.world, timeout=self.collective_timeout
         )
         import deepspeed
 
         deepspeed.init_distributed(dist_backend=device.backend, verbose=False)
+
+    @property
+    def collective_timeout(self) -> datetime.timedelta | None:
+        """For how long a collective may wait for its ranks; None: as long as torch allows by default."""
+        return datetime.timedelta(hours=1)  # the parent notices a rank that hangs long before
 
     @property
     def own_device(self) -> Device:

@@ -7,6 +7,8 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune.group.protocol import Message
@@ -22,6 +24,7 @@ def measure_as(kind: type[BaseRank], address: str, number: int) -> NoReturn:
     for caught in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):  # the fork server handles them, its children do not
         signal.signal(caught, signal.SIG_DFL)
     _redirect_output(spec["log"])
+    _offer_to_the_kernel()
     rank = kind(channel, spec)
     try:
         rank.run()
@@ -43,6 +46,12 @@ def _redirect_output(log: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+
+
+def _offer_to_the_kernel() -> None:
+    """Where main memory runs out the kernel kills a trial's ranks first: the tuner lives on, and knows why."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def certify_save(rank: BaseRank, engine: Any, save: Callable[[str], Any], message: Message) -> None:

@@ -6,6 +6,7 @@ Run as `python -m autotune.rank.train ADDRESS NUMBER`, or `become` in a child of
 from __future__ import annotations
 
 import atexit
+import datetime
 import functools
 import json
 import os
@@ -49,8 +50,14 @@ class TrainRank(BaseRank):
 
     def _leave_group(self) -> None:
         """The group is ours to close: left open, its threads race the interpreter's end, and abort it now and then."""
+        self.pulse.stop()
         if self.torch.distributed.is_initialized():
             self.torch.distributed.destroy_process_group()
+
+    @property
+    def collective_timeout(self) -> datetime.timedelta | None:
+        """As under torchrun, until the script says otherwise (`hooks.process_group`)."""
+        return None
 
     # -- restarting --------------------------------------------------------------------------------------------------
 

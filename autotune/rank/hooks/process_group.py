@@ -12,13 +12,18 @@ from autotune.rank.hooks.context import Context
 
 
 def install(context: Context) -> None:
-    """A second `init_process_group` does nothing; in torch it is an error. In a measurement `destroy_process_group` does
-    nothing either: after a script's last line the ranks still compare their clocks."""
+    """A second `init_process_group` sets the timeout that it asks for and does nothing else; in torch it is an error. In a
+    measurement `destroy_process_group` does nothing either: after a script's last line the ranks still compare their
+    clocks."""
     import torch
 
     def init_process_group(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         if not torch.distributed.is_initialized():
             original(*args, **kwargs)
+            return
+        timeout = args[2] if len(args) > 2 else kwargs.get("timeout")  # (backend, init_method, timeout, …)
+        if timeout is not None and not context.quiet:  # a training's; a measurement is watched from outside
+            torch.distributed.distributed_c10d._set_pg_timeout(timeout)
 
     context.patches.wrap(torch.distributed.distributed_c10d, "init_process_group", init_process_group)
     context.patches.wrap(torch.distributed, "init_process_group", init_process_group)

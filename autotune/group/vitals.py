@@ -1,0 +1,71 @@
+"""Whether processes that say nothing are alive all the same: what they and their children compute, read and write."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+
+from autotune.group.ending import below
+from autotune.units import MIB
+
+LEAST_CPU_SHARE = 0.05  # of one core: idle ranks with their helper threads stay far below
+LEAST_IO_BYTES_PER_SECOND = 0.05 * MIB  # a slow network disk gives more
+
+
+@dataclass(frozen=True)
+class _Sample:
+    at: float  # on the monotonic clock
+    cpu_seconds: float
+    io_bytes: int
+
+
+class Vitals:
+    """Compares the ranks' counters from look to look.
+
+    Args:
+        busy: whether the ranks' devices compute, as their driver says; None: nobody can tell.
+    """
+
+    def __init__(self, busy: Callable[[], bool] | None = None) -> None:
+        self._last: _Sample | None = None
+        self._busy = busy
+
+    def forget(self) -> None:
+        """The next look only begins to compare."""
+        self._last = None
+
+    def alive(self, ranks: Iterable[int], waiting: Iterable[int] = ()) -> bool:
+        """Whether any of the processes got on since the last look; False on the first.
+
+        Args:
+            ranks: their process ids.
+            waiting: those of them that wait for the others, where a library may spin: only their children count.
+        """
+        now, before = _sample(ranks, set(waiting)), self._last
+        self._last = now
+        if before is None:
+            return False
+        seconds = max(now.at - before.at, 1e-3)
+        return (
+            now.cpu_seconds - before.cpu_seconds > LEAST_CPU_SHARE * seconds
+            or now.io_bytes - before.io_bytes > LEAST_IO_BYTES_PER_SECOND * seconds
+            or (self._busy is not None and self._busy())
+        )
+
+
+def _sample(ranks: Iterable[int], waiting: set[int]) -> _Sample:
+    cpu_seconds, io_bytes = 0.0, 0
+    for pid in ranks:
+        with suppress(psutil.Error):
+            rank = psutil.Process(pid)
+            for process in [*([] if pid in waiting else [rank]), *below(rank)]:
+                with suppress(psutil.Error, OSError):  # gone, or of another user
+                    times = process.cpu_times()
+                    cpu_seconds += times.user + times.system
+                    moved = process.io_counters()
+                    io_bytes += moved.read_chars + moved.write_chars
+    return _Sample(time.monotonic(), cpu_seconds, io_bytes)
