@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.errors import NothingFits, UserError
+from autotune.errors import MachineTrouble, NothingFits, UserError
 from autotune.version import __version__
 
 if TYPE_CHECKING:
@@ -368,7 +368,7 @@ def top(version: Annotated[bool, option("Print the version.", "--version")] = Fa
 
 
 def main() -> None:
-    """Exit codes: 0 done, 2 bad input, 3 nothing feasible, 130 interrupted."""
+    """Exit codes: 0 done, 2 bad input, 3 nothing feasible, 4 the machine fails, 130 interrupted."""
     try:
         code = app(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
@@ -376,6 +376,8 @@ def main() -> None:
         fail(str(error), 2)
     except NothingFits as error:
         fail(str(error), 3)
+    except MachineTrouble as error:
+        fail(str(error), 4)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except BrokenPipeError:

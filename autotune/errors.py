@@ -34,6 +34,10 @@ class NothingFits(Exception):
     """The search ended without a feasible candidate. The CLI exits with 3."""
 
 
+class MachineTrouble(Exception):
+    """The machine fails, whatever the candidate: a driver, a network interface, shared memory. The CLI exits with 4."""
+
+
 def near(word: str, known: Iterable[str]) -> str:
     """`; did you mean A or B?` for a misspelt word, or an empty string."""
     matches = difflib.get_close_matches(word.lower(), list(known), n=3, cutoff=0.5)

@@ -18,7 +18,8 @@ from typing import Any
 
 import psutil
 
-from autotune.executors.local import Deadlines, LocalExecutor
+from autotune.executors.deadlines import Deadlines
+from autotune.executors.local import LocalExecutor
 from autotune.executors.measurement import median_spread
 from autotune.group.environment import rank_environment, threads_per_rank
 from autotune.problem.candidate import Candidate

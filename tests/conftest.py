@@ -41,7 +41,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of every process that tests start: two wo
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 from autotune.executors.base import Effort
-from autotune.executors.local import Deadlines, LocalExecutor
+from autotune.executors.deadlines import Deadlines
+from autotune.executors.local import LocalExecutor
 from autotune.predict import trace as tracing
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware, detect

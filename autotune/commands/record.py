@@ -10,7 +10,7 @@ from autotune.errors import UserError
 from autotune.executors.replay import Row, write_landscape
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind
-from autotune.search.study import SEARCH, StudyStore
+from autotune.search.study import RESUME, SEARCH, StudyStore
 from autotune.units import GIB
 
 
@@ -42,7 +42,7 @@ def _rows(store: StudyStore) -> dict[Candidate, Row]:
     startup = statistics.median(started) if started else 1.0
     for record in records:
         outcome = record.outcome
-        if outcome is None or (record.role != SEARCH and record.candidate in rows):
+        if outcome is None or record.role == RESUME or (record.role != SEARCH and record.candidate in rows):
             continue
         if outcome.measurement is not None:
             measured = outcome.measurement

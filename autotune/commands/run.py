@@ -73,6 +73,7 @@ def run_study(
 
     Raises:
         UserError: bad input, or a job that fails by itself.
+        MachineTrouble: the machine fails, whatever the candidate.
         NothingFits: no candidate is feasible.
     """
     setup = run_setup(request)
@@ -88,7 +89,7 @@ def run_study(
             local = executor if isinstance(executor, LocalExecutor) else None
             probed = None
             if local is not None and setup.job.script is not None:
-                local.open(observer.say)
+                _open(local, observer.say)
                 probed = probe(local, setup.job.script, setup.folder, setup.budget_seconds / 2, observer.say)
                 setup = after_probe(setup, probed)
                 local.job = setup.job
@@ -100,7 +101,7 @@ def run_study(
             if local is not None:
                 local.on_phase = observer.phase
                 if probed is None:
-                    local.open(observer.say)
+                    _open(local, observer.say)
                 # All of the call counts, but for building DeepSpeed's ops: that happens once a machine.
                 spent_seconds = time.monotonic() - opening - local.build_seconds
             proposer = _proposer(setup, store, predictor)
@@ -141,6 +142,11 @@ def _executor(setup: Setup, cancelled: Callable[[], bool]) -> LocalExecutor | Re
         seed=setup.seed,
         cancelled=cancelled,
     )
+
+
+def _open(executor: LocalExecutor, say: Callable[[str], None]) -> None:
+    executor.open(say)
+    executor.check(say)
 
 
 def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver) -> StudyStore:

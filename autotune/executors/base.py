@@ -16,6 +16,7 @@ class Effort:
 
     full: bool = False  # every micro-batch of a step, none extrapolated
     certify: bool = False  # also an evaluation forward and a gathered save
+    resume: bool = False  # instead: a checkpoint is saved, and a fresh group of ranks loads it and goes on
     min_steps: int = 3
     max_steps: int = 30
     min_seconds: float = 1.0  # of measured steps
@@ -24,6 +25,7 @@ class Effort:
 
 SEARCH = Effort()
 VERIFY = Effort(full=True, certify=True, min_steps=5, max_steps=60, min_seconds=3.0, max_seconds=40.0)
+RESUME = Effort(full=True, resume=True, min_steps=1, max_steps=1, min_seconds=0.0)
 
 
 class Session(Protocol):
@@ -45,8 +47,19 @@ class Executor(Protocol):
     def open(self, say: Callable[[str], None]) -> None:
         """Everything that is done once and before the budget starts."""
 
-    def session(self, candidate: Candidate, name: str) -> Session:
-        """A new engine for the candidate's family; `name` is where its logs go."""
+    @property
+    def resumes(self) -> bool:
+        """Whether it can show that a candidate goes on from a checkpoint (`Effort.resume`)."""
+
+    def check(self, say: Callable[[str], None]) -> None:
+        """A test of the machine before anything is blamed on a candidate.
+
+        Raises:
+            MachineTrouble: no group of ranks would work here.
+        """
+
+    def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> Session:
+        """A new engine for the candidate's family; `name` is where its logs go, `patience` a factor on all limits."""
 
     def now(self) -> float:
         """Seconds on the executor's clock: the machine's, or a simulated one."""

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import Cause, Unusable
+from autotune.errors import Cause, MachineTrouble, Unusable
 from autotune.executors.base import Effort
-from autotune.executors.measurement import measurement_of
+from autotune.executors.deadlines import SCRIPT_DEADLINES, Deadlines
+from autotune.executors.measurement import inside_bytes, measurement_of
+from autotune.executors.selftest import check_group
 from autotune.group.environment import threads_per_rank
 from autotune.group.gauge import make_meter
 from autotune.group.group import Group, Policy, Stop
 from autotune.group.launchers import ForkLauncher, Launcher, SpawnLauncher
 from autotune.group.protocol import Message
 from autotune.group.verdict import judge
+from autotune.predict.startup import size_seconds
 from autotune.problem.candidate import Candidate, under
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, Script
@@ -27,24 +30,8 @@ from autotune.problem.script import heavy_imports
 from autotune.rank.config import needed_ops, trial_config
 
 MODEL_RANK, SCRIPT_RANK = "autotune.rank.model", "autotune.rank.script"
+WOKEN = "CUDA was woken before the fork"  # as a forked rank says it
 _LOADING_SECONDS = 20.0  # ops that took longer were built, not loaded
-
-
-@dataclass(frozen=True)
-class Deadlines:
-    """How long a phase may stay silent, in seconds. A big model is allowed more time to be built."""
-
-    hello: float = 90.0  # an interpreter comes up and connects; nothing of the candidate is in it yet
-    start: float = 90.0
-    init: float = 180.0
-    step: float = 120.0
-
-    def of(self, phase: Phase) -> float:
-        return {Phase.START: self.start, Phase.INIT: self.init}.get(phase, self.step)
-
-
-# a script reads and tokenizes its data before it builds an engine
-SCRIPT_DEADLINES = Deadlines(start=900.0, init=300.0, step=300.0)
 
 
 class LocalExecutor:
@@ -97,14 +84,13 @@ class LocalExecutor:
 
     def open(self, say: Callable[[str], None]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.isolation == "fork" and (server := self._fork_server(say)) is not None:
-            self._launcher = server
-            return
-        self.isolation = "spawn"
-        self._launcher = SpawnLauncher(self.hardware.device, self.folder / "spawn.log")
+        if self.isolation == "fork":
+            self._start_fork_server(say)
+        else:
+            self._launcher = SpawnLauncher(self.hardware.device, self.folder / "spawn.log")
 
-    def _fork_server(self, say: Callable[[str], None]) -> ForkLauncher | None:
-        """A fork server that is ready; None where forking is not safe on this machine."""
+    def _start_fork_server(self, say: Callable[[str], None]) -> None:
+        """A fork server, ready; cold starts instead where forking is not safe on this machine."""
         server = ForkLauncher(
             self.hardware.device,
             self.folder / "server.log",
@@ -117,11 +103,34 @@ class LocalExecutor:
         self.build_seconds += seconds if seconds > _LOADING_SECONDS else 0.0
         for op, why in server.ready.get("failed_ops", {}).items():
             say(f"DeepSpeed's {op} cannot be built ({why}); `autotune doctor` says what that costs")
-        if server.ready.get("fork_safe"):
-            return server
-        server.close()
+        self._launcher = server
+        if not server.ready.get("fork_safe"):
+            self._start_cold(say)
+
+    def check(self, say: Callable[[str], None]) -> None:
+        spec = {
+            "job": self.job.to_json(),
+            "device": self.hardware.device,
+            "cap_bytes": None,
+            "threads": threads_per_rank(self.job.ranks),
+            "env": {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")},
+            "fault": self.fault("check"),
+        }
+        where = (self.hardware, spec, self.job.ranks, self.folder / "check", self.cancelled)
+        try:
+            check_group(self.launcher, *where)
+        except MachineTrouble as trouble:
+            if self.isolation != "fork" or WOKEN not in str(trouble):
+                raise
+            self._start_cold(say)
+            check_group(self.launcher, *where)
+
+    def _start_cold(self, say: Callable[[str], None]) -> None:
+        """From now on every rank is an interpreter of its own."""
         say("something woke CUDA before the fork: falling back to cold starts (slower, same results)")
-        return None
+        self.close()
+        self.isolation = "spawn"
+        self._launcher = SpawnLauncher(self.hardware.device, self.folder / "spawn.log")
 
     def ensure_launcher(self) -> None:
         """Restarts a fork server that was killed."""
@@ -129,8 +138,12 @@ class LocalExecutor:
             self._launcher.close()
             self.open(lambda text: None)
 
-    def session(self, candidate: Candidate, name: str) -> LocalSession:
-        return LocalSession(self, candidate, name)
+    @property
+    def resumes(self) -> bool:
+        return True
+
+    def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> LocalSession:
+        return LocalSession(self, candidate, name, patience)
 
     def now(self) -> float:
         return time.monotonic()
@@ -144,14 +157,16 @@ class LocalExecutor:
 class LocalSession:
     """One engine of one family, in a group of ranks."""
 
-    def __init__(self, executor: LocalExecutor, candidate: Candidate, name: str) -> None:
-        self._executor, self._candidate = executor, candidate
+    def __init__(self, executor: LocalExecutor, candidate: Candidate, name: str, patience: float = 1.0) -> None:
+        self._executor, self._candidate, self._patience = executor, candidate, patience
         self._folder = executor.folder / "trials" / name
         self._group: Group | None = None
         self._ended = False
         self._ready: set[int] = set()
         self._answers: dict[int, Message] = {}
         self._results: list[Message] = []  # of the last measuring, by rank
+        self._checkpoint: Path | None = None  # which the next group loads
+        self._load_peak_bytes = 0  # of the worst rank, while it loaded
         self.facts: dict[str, Any] = {}  # what rank 0 of a script said of itself
 
     @property
@@ -174,7 +189,10 @@ class LocalSession:
                 stop = self._ask_measure(candidate, effort, deadline, 0.6 * deadline_seconds)
             if stop is Stop.ARRIVED and effort.certify:
                 stop = self._ask_certify(candidate, deadline)
-            outcome = self._measured(candidate) if stop is Stop.ARRIVED else self._failed(stop)
+            if stop is Stop.ARRIVED and effort.resume:
+                outcome = self._resume(candidate, effort, deadline)
+            else:
+                outcome = self._measured(candidate) if stop is Stop.ARRIVED else self._failed(stop)
         except OSError as error:  # disk full, no descriptors left: the machine, not the candidate
             phase = self._group.phase if self._group is not None else Phase.START
             why = f"exception OSError: {error}"
@@ -208,8 +226,33 @@ class LocalSession:
     def _ask_certify(self, candidate: Candidate, deadline: float) -> Stop:
         """Has the ranks do what training does besides steps."""
         self._running().enter(Phase.SAVE)
-        folder = str(self._folder.resolve())
-        return self._ask("certify", deadline, micro_batch=candidate.micro_batch, folder=folder)
+        return self._ask("certify", deadline, micro_batch=candidate.micro_batch)
+
+    def _resume(self, candidate: Candidate, effort: Effort, deadline: float) -> Outcome:
+        """Ends the group after a checkpoint and has a fresh one go on from it."""
+        group, folder = self._running(), self._folder.resolve() / "checkpoint"
+        group.enter(Phase.SAVE)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stop = self._ask("checkpoint", deadline, folder=str(folder))
+            if stop is not Stop.ARRIVED:
+                return self._failed(stop)
+            if not all(answer["checkpointed"] for answer in self._answers.values()):
+                why = f"{folder.parent} has no room for a checkpoint"
+                return Outcome(
+                    Kind.INTERRUPTED, Phase.SAVE, reason=why, evidence="disk's free bytes", source=Source.LIMIT
+                )
+            group.end()
+            self._checkpoint = folder
+            self._ready.clear()
+            stop = self._start(deadline)
+            if stop is Stop.ARRIVED:
+                self._load_peak_bytes = max(self._load_peak_bytes, self._running().peaks().worst)
+                stop = self._ask_measure(candidate, effort, deadline, deadline - time.monotonic())
+            return self._measured(candidate) if stop is Stop.ARRIVED else self._failed(stop)
+        finally:
+            self.close()
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _measured(self, candidate: Candidate) -> Outcome:
         """Of everything since `_ask_measure`: the peaks of a certification, too."""
@@ -224,6 +267,8 @@ class LocalSession:
             hardware=self._executor.hardware,
             facts=self.facts,
         )
+        if self._load_peak_bytes > measurement.peak_bytes:
+            measurement = dataclasses.replace(measurement, peak_bytes=self._load_peak_bytes)
         return Outcome(Kind.OK, Phase.STEP, measurement, peak_bytes=measurement.peak_bytes)
 
     # -- the group ---------------------------------------------------------------------------------------------------
@@ -236,7 +281,8 @@ class LocalSession:
         """Launches the ranks and waits until their engine, or the script's first batch, is ready."""
         executor = self._executor
         deadlines = executor.deadlines
-        policy = Policy(deadlines.hello, deadlines.of, settle_seconds=0.25, may_leave=False)
+        silence = deadlines.allowing(size_seconds(executor.job, self._candidate), self._patience)
+        policy = Policy(self._patience * deadlines.hello, silence, settle_seconds=0.25, may_leave=False)
         executor.ensure_launcher()
         self._folder.mkdir(parents=True, exist_ok=True)
         group = self._group = Group(
@@ -269,6 +315,7 @@ class LocalSession:
             "threads": threads_per_rank(job.ranks),
             "fault": executor.fault(self._folder.name),
             "live": executor.count_live_tensors,
+            "resume": str(self._checkpoint) if self._checkpoint else None,
         }
 
     def _take(self, rank: int, message: Message) -> None:
@@ -277,6 +324,8 @@ class LocalSession:
             self._ready.add(rank)
         elif kind == "facts" and rank == 0:
             self.facts = message
+        elif kind == "loaded":
+            self._load_peak_bytes = max(self._load_peak_bytes, inside_bytes([message]))
         elif kind == "measured":
             self._answers[rank] = message
 

@@ -39,7 +39,7 @@ def measurement_of(
     if "tokens" in results[0]:
         tokens = sum(result["tokens"] for result in results)
     tflops, mfu = _rates(job, candidate, hardware, tokens / median)
-    inside = worst(results, "data_bytes") or worst(results, "reserved_bytes") or 0
+    inside = inside_bytes(results)
     live = [result["live_bytes"] for result in results if "live_bytes" in result]
     return Measurement(
         step_seconds=median,
@@ -62,6 +62,11 @@ def measurement_of(
         mfu=mfu,
         phase_seconds={phase: round(seconds, 4) for phase, seconds in phase_seconds.items()},
     )
+
+
+def inside_bytes(results: list[Message]) -> int:
+    """The worst rank's peak as ranks themselves count it, in the quantity that capacity is compared with."""
+    return worst(results, "data_bytes") or worst(results, "reserved_bytes") or 0
 
 
 def worst(results: list[Message], key: str) -> int | None:

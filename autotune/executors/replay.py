@@ -229,7 +229,14 @@ class ReplayExecutor:
     def open(self, say: Callable[[str], None]) -> None:
         pass
 
-    def session(self, candidate: Candidate, name: str) -> ReplaySession:
+    @property
+    def resumes(self) -> bool:
+        return False
+
+    def check(self, say: Callable[[str], None]) -> None:
+        pass
+
+    def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
         return ReplaySession(self, candidate)
 
     def now(self) -> float:
@@ -276,6 +283,7 @@ class ReplaySession:
             self._ended = True
             return Outcome(
                 Kind.INTERRUPTED,
+                Phase.INIT if outside > deadline_seconds else Phase.STEP,
                 reason="its share of the budget ended",
                 evidence="deadline of the budget",
                 source=Source.BUDGET,

@@ -6,6 +6,7 @@ do not survive a fork. Run as `python -m autotune.group.fork_server FD`.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import os
@@ -22,6 +23,9 @@ from typing import Any
 from autotune.group.ending import adopt_orphans, die_with_parent
 from autotune.group.ops import load_ops
 from autotune.group.protocol import Channel, Message
+
+_FORK_TEST_SECONDS = 30
+_CUDA_ERROR_NOT_INITIALIZED = 3  # CUresult: what a fork of a process that has used CUDA is told
 
 
 def preload(model_type: str | None, ops: list[str], modules: list[str]) -> dict[str, Any]:
@@ -50,8 +54,34 @@ def preload(model_type: str | None, ops: list[str], modules: list[str]) -> dict[
         "ops_seconds": time.monotonic() - imported,
         "failed_ops": failed,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "fork_safe": not torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork(),
+        "fork_safe": os.environ.get("DS_ACCELERATOR") == "cpu" or cuda_survives_fork(),
     }
+
+
+def cuda_survives_fork() -> bool:
+    """Whether a child of this process can use CUDA: a forked child tries. What woke the driver need not have been torch,
+    so no flag of torch's in this process would tell."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        return False
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(_FORK_TEST_SECONDS)  # its default action ends a child that hangs
+        works = False
+        try:
+            works = not torch.cuda._is_in_bad_fork() and _driver_answers()
+        finally:
+            os._exit(int(not works))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def _driver_answers() -> bool:
+    """Whether the CUDA driver can be initialised, or is not there at all."""
+    try:
+        return bool(ctypes.CDLL("libcuda.so.1").cuInit(0) != _CUDA_ERROR_NOT_INITIALIZED)
+    except OSError:
+        return True
 
 
 def serve(sock: socket.socket) -> None:

@@ -36,6 +36,7 @@ class Phase(StrEnum):
 
     START = "start"
     INIT = "init"
+    LOAD = "load"  # of a checkpoint, by a fresh group
     FORWARD = "forward"
     BACKWARD = "backward"
     STEP = "step"
@@ -50,6 +51,7 @@ class Source(StrEnum):
     EXIT = "exit"  # a rank's exit status
     SILENCE = "silence"  # nothing was heard for longer than its phase may take
     BUDGET = "budget"  # its share of the budget ended
+    LIMIT = "limit"  # a limit of ours, which may have been too short
     STOP = "stop"  # the tuner was stopped, or ended
     TABLE = "table"  # a replay's row
 
@@ -63,6 +65,7 @@ class Source(StrEnum):
             "signal": cls.SIGNAL,
             "exit": cls.EXIT,
             "channel": cls.EXIT,
+            "deadline of the trial": cls.LIMIT,
             "deadline of": cls.BUDGET,
             "deadline:": cls.SILENCE,
             "stop": cls.STOP,

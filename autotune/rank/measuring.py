@@ -1,11 +1,10 @@
-"""What the two ranks that measure share: how they start and end, and the save that certifies a candidate."""
+"""What the two ranks that measure share: how they start and end, and the saves and loads that certify a candidate."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,8 @@ from autotune.group.protocol import Message
 from autotune.problem.outcome import Phase
 from autotune.rank.base import EXIT_REPORTED, BaseRank, greet, leave
 
-_SAVED_BYTES_PER_PARAMETER = 4  # of an engine that trains in fp32; of others half as much
+# Of a checkpoint, at most, for each parameter: its weight twice (of the module, and fp32 of the optimizer), two moments.
+_TRAINED_BYTES, _FROZEN_BYTES = 16, 4
 
 
 def measure_as(kind: type[BaseRank], address: str, number: int) -> NoReturn:
@@ -54,25 +54,45 @@ def _offer_to_the_kernel() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def certify_save(rank: BaseRank, engine: Any, save: Callable[[str], Any], message: Message) -> None:
-    """Answers a `certify` message by a save of the gathered weights, as training would make one, and removes it.
-
-    Nothing is saved where the engine's config does not gather its weights, or where the disk has not room for twice the
-    file. Every rank calls it.
+def certify_save(rank: BaseRank, save: Callable[[str, str], Any]) -> None:
+    """Answers a `certify` message by gathering the weights as a training's save does. Their bytes go nowhere: what a disk
+    takes says nothing of the candidate. Every rank calls it.
 
     Args:
-        save: of the engine's gathered 16-bit weights into a folder; whether it did.
+        save: the engine's gathered 16-bit weights into a folder, under a name; whether it did.
     """
     rank.phase = Phase.SAVE
-    saved = False
-    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
-    gathers = engine.zero_optimization_stage() < 3 or engine.zero_gather_16bit_weights_on_model_save()
-    free_bytes = shutil.disk_usage(message["folder"]).free
-    if gathers and free_bytes > 2 * _SAVED_BYTES_PER_PARAMETER * parameters:
-        with tempfile.TemporaryDirectory(dir=message["folder"]) as folder:
-            saved = bool(save(folder))
-            if rank.world > 1:
-                rank.torch.distributed.barrier()
+    null = Path(os.devnull)
+    saved = bool(save(str(null.parent), null.name))
+    rank.own_device.synchronize()
+    rank.channel.send("measured", certified=True, saved=saved, **rank.own_device.peaks())
+
+
+def checkpoint(rank: BaseRank, engine: Any, save: Callable[[str], Any], message: Message) -> None:
+    """Answers a `checkpoint` message by a whole checkpoint in `message["folder"]`, from which a fresh group can go on, or
+    with `checkpointed=False` where the disk has not room enough. Every rank calls it."""
+    rank.phase = Phase.SAVE
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in engine.module.parameters()]
+    most_bytes = sum(n * (_TRAINED_BYTES if trained else _FROZEN_BYTES) for n, trained in sizes)
+    free_bytes = rank.reduce([float(shutil.disk_usage(message["folder"]).free)], "MIN")[0]
+    room = free_bytes > 1.1 * most_bytes
+    if room:
+        save(message["folder"])
+    rank.channel.send("measured", checkpointed=room)
+
+
+def load(rank: BaseRank, engine: Any) -> None:
+    """Loads the checkpoint that the spec names into a fresh engine, and tells the memory that it took at most."""
+    folder = rank.spec.get("resume")
+    if not folder:
+        return
+    rank.enter(Phase.LOAD)
+    rank.fault(Phase.LOAD)
     device = rank.own_device
+    device.reset_peaks()
+    path, _ = engine.load_checkpoint(folder)
+    if path is None:
+        raise RuntimeError("DeepSpeed found nothing to load in its own checkpoint")
     device.synchronize()
-    rank.channel.send("measured", certified=True, saved=saved, **device.peaks())
+    device.note()
+    rank.channel.send("loaded", **device.peaks())

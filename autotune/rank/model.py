@@ -15,8 +15,10 @@ from autotune.group.protocol import Message
 from autotune.problem.outcome import Phase
 from autotune.rank import timing
 from autotune.rank.base import BaseRank
-from autotune.rank.measuring import certify_save, measure_as
+from autotune.rank.measuring import certify_save, checkpoint, load, measure_as
 from autotune.rank.timing import Request, StepParts
+
+_PROGRESS_SECONDS = 0.5
 
 
 class ModelRank(BaseRank):
@@ -35,12 +37,15 @@ class ModelRank(BaseRank):
         self.enter(Phase.INIT)
         self.fault(Phase.INIT)
         self._build()
+        load(self, self.engine)
         self.channel.send("phase", phase="ready")
         while (message := self.channel.receive()) is not None:
             if message["type"] == "measure":
                 self._measure(Request.of(message))
             elif message["type"] == "certify":
                 self._certify(message)
+            elif message["type"] == "checkpoint":
+                checkpoint(self, self.engine, self.engine.save_checkpoint, message)
             elif message["type"] == "stop":
                 return
 
@@ -145,6 +150,7 @@ class ModelRank(BaseRank):
         self.fault(Phase.STEP)
         self.engine.step()
         self._note_memory()
+        self.progress(_PROGRESS_SECONDS)
 
     def _note_memory(self) -> None:
         """Memory at the end of a phase."""
@@ -163,7 +169,7 @@ class ModelRank(BaseRank):
             self.loss(self.engine, next(self._batches(message["micro_batch"])))
         self.engine.train()
         self.own_device.note()
-        certify_save(self, self.engine, self.engine.save_16bit_model, message)
+        certify_save(self, self.engine.save_16bit_model)
 
 
 def become(address: str, number: int) -> NoReturn:

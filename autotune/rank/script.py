@@ -23,7 +23,7 @@ from autotune.rank.base import EXIT_REPORTED, BaseRank, leave
 from autotune.rank.execution import run_script
 from autotune.rank.hooks import Hooks
 from autotune.rank.hooks.context import Context
-from autotune.rank.measuring import certify_save, measure_as, say_goodbye
+from autotune.rank.measuring import certify_save, checkpoint, load, measure_as, say_goodbye
 from autotune.rank.timing import Request
 
 WARMUP_STEPS = 2  # batches of a script differ in length: its step times never settle as synthetic ones do
@@ -109,6 +109,7 @@ class ScriptRank(BaseRank):
     def built(self, engine: Any, facts: dict[str, Any]) -> None:
         self.engine, self.facts = engine, facts
         self.own_device.note()
+        load(self, engine)
 
     def forward(self, rows: int, tokens: int) -> None:
         self._await_request()
@@ -215,7 +216,9 @@ class ScriptRank(BaseRank):
         message: Message | None
         while (message := self.channel.receive()) is not None and message["type"] != "stop":
             if message["type"] == "certify":
-                certify_save(self, self.engine, self.hooks.save_weights, message)
+                certify_save(self, self.hooks.save_weights)
+            elif message["type"] == "checkpoint":
+                checkpoint(self, self.engine, self.hooks.save_checkpoint, message)
 
 
 _MISSING_DEEPSPEED = (

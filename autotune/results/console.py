@@ -16,7 +16,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Kind, Outcome
 from autotune.results.winner import speed, winner_lines
-from autotune.search.study import VERIFY, Record, StudyStore
+from autotune.search.study import RESUME, VERIFY, Record, StudyStore
 from autotune.units import format_bytes, format_duration
 
 _STYLE = {
@@ -63,7 +63,7 @@ class PlainObserver:
         pass
 
     def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None:
-        what = "verify" if role == VERIFY else "trial"
+        what = role if role in (VERIFY, RESUME) else "trial"
         seconds = format_duration(outcome.seconds)
         self._print(f"{what} {number:>3}  {candidate}  ->  {outcome_line(outcome)}  [{seconds}]")
 
@@ -102,7 +102,8 @@ class LiveObserver(PlainObserver):
         self._phase = name
 
     def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None:
-        self._running = f"{'verifying' if role == VERIFY else 'trial'} {number}: {candidate}"
+        what = {VERIFY: "verifying", RESUME: "resuming"}.get(role, "trial")
+        self._running = f"{what} {number}: {candidate}"
 
     def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None:
         super().trial_finished(number, candidate, role, outcome)
@@ -149,7 +150,8 @@ def trials_table(records: list[Record]) -> Table:
             continue
         measured = outcome.measurement
         peak = measured.peak_bytes if measured else outcome.peak_bytes
-        kind = f"{outcome.kind.value} (verify)" if record.role == VERIFY else outcome.kind.value
+        kind = outcome.kind.value
+        kind = f"{kind} ({record.role})" if record.role in (VERIFY, RESUME) else kind
         table.add_row(
             str(record.number),
             str(record.candidate),

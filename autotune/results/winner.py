@@ -9,9 +9,9 @@ from pathlib import Path
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
-from autotune.problem.outcome import Measurement
+from autotune.problem.outcome import Measurement, Phase
 from autotune.problem.script import carried, command, starter
-from autotune.search.study import AS_IS, SEARCH, VERIFY, Record
+from autotune.search.study import AS_IS, RESUME, SEARCH, VERIFY, Record
 from autotune.units import format_bytes, format_count, format_duration
 
 
@@ -34,6 +34,11 @@ def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hard
         f"  step {format_duration(measured.step_seconds)}; peak {format_bytes(measured.peak_bytes)} of "
         f"{format_bytes(hardware.capacity_bytes)} ({free:.0f} % free, headroom {100 * hardware.headroom:.0f} %)",
     ]
+    resumed = [r.outcome for r in records if r.role == RESUME and r.candidate == record.candidate and r.outcome]
+    if resumed and resumed[-1].measurement is not None:
+        lines.append(
+            f"  goes on from a checkpoint: peak {format_bytes(resumed[-1].measurement.peak_bytes)} as it loads"
+        )
     if measured.mfu is not None:
         lines.append(f"  {measured.model_tflops_per_gpu:.1f} model TFLOP/s a GPU, MFU {100 * measured.mfu:.1f} %")
     times = _times_others(record, records)
@@ -103,7 +108,7 @@ def closest_lines(records: list[Record], hardware: Hardware, untried: list[Candi
         reasons = Counter(f"{r.outcome.kind.value}: {r.outcome.reason[:120]}" for r in records if r.outcome)
         return [f"no candidate ran: {reason} ({count}x)" for reason, count in reasons.most_common(3)]
     # furthest in its life first, then by the bytes missing
-    order = ["start", "init", "forward", "backward", "step", "save"]
+    order = [phase.value for phase in Phase]
     missing, record, why = min(
         over,
         key=lambda item: (-order.index(item[1].outcome.phase.value), item[0]),  # type: ignore[union-attr]

@@ -16,10 +16,11 @@ import numpy as np
 from autotune.predict.knobs import Flags, Floats
 from autotune.predict.predictor import Predictor, Table
 from autotune.predict.roofline import host_limit_bytes
+from autotune.predict.startup import size_seconds
 from autotune.problem.candidate import MODEL_KNOBS, Candidate, Value
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
-from autotune.problem.outcome import Kind, Outcome, Source
+from autotune.problem.outcome import Kind, Outcome, Phase, Source
 from autotune.problem.space import SearchSpace
 from autotune.search.distances import Distances
 from autotune.search.dominance import Dominance
@@ -85,6 +86,8 @@ class Proposer:
         self._refused: dict[str, list[Candidate]] = {}
         self._worked: list[Candidate] = []
         self._startup: list[float] = []
+        self._overran: Counter[Candidate] = Counter()  # how often a limit of ours has ended it
+        self._slow_start = 0.0  # seconds that an engine had been starting when such a limit ended it
         self._engines = 0
         self._ran_out = 0
         self._last_resorts = 0
@@ -120,14 +123,35 @@ class Proposer:
         elif outcome.kind is Kind.OOM_DEVICE:
             self._ran_out += 1
             self._rule_out_larger(candidate)
+        elif outcome.source is Source.STOP:
+            self._rule_out(self._alike(candidate), f"same engine as {candidate}, which the tuner did not survive")
         elif outcome.kind is Kind.INVALID:
             self._learn_refusal(candidate, outcome.reason, "DeepSpeed refuses")
         elif outcome.kind is Kind.CRASH and outcome.source is Source.EXCEPTION:
             self._learn_refusal(candidate, outcome.reason, "crashes")
         else:  # a hang, a signal or the host's memory: the same engine would end the same way
-            at = self._index.get(candidate, -1)
-            same = self._family == self._family[at] if at >= 0 else self._none
-            self._rule_out(same, f"same engine as {candidate}: {outcome.kind.value}")
+            self._rule_out(self._alike(candidate), f"same engine as {candidate}: {outcome.kind.value}")
+
+    def allow_longer(self, candidate: Candidate, outcome: Outcome) -> None:
+        """A limit of ours has ended the candidate's trial: from now on it has twice as long, and what still was starting
+        raises what all others have to start."""
+        self._overran[candidate] += 1
+        if outcome.phase in (Phase.START, Phase.INIT):
+            self._slow_start = max(self._slow_start, outcome.seconds)
+
+    def patience(self, candidate: Candidate) -> float:
+        """The factor on limits of a candidate: 2 once one of them has ended it."""
+        return 2.0 if self._overran[candidate] else 1.0
+
+    def give_up(self, candidate: Candidate, why: str) -> None:
+        """The candidate is not tried again in this call, whatever it would have shown."""
+        self._close(candidate)
+        self.skipped[f"given up: {why[:160]}"] += 1
+
+    def _alike(self, candidate: Candidate) -> Flags:
+        """The candidates of the same engine."""
+        at = self._index.get(candidate)
+        return self._none if at is None else self._family == self._family[at]
 
     def _note_surprise(self, candidate: Candidate, outcome: Outcome) -> None:
         """Records by how many standard deviations a step's seconds differ from what was predicted before."""
@@ -275,11 +299,12 @@ class Proposer:
         return Proposal(self.candidates[best], f"same engine, predicted gain {100 * math.expm1(gain[best]):.1f} %")
 
     def trial_seconds(self, candidate: Candidate) -> float:
-        """What a trial of the candidate should take at most, by what similar ones took."""
+        """What a trial of the candidate may take at most, by its size and by what others took."""
         at = self._index.get(candidate)
         table = self._predictions()
         step = float(table.step[at] * np.exp(2 * table.step_sigma[at])) if at is not None else 10.0
-        return 4 * max(self._startup, default=STARTUP_SECONDS) + 12 * step + 30.0
+        startup = max(self._slow_start, max(self._startup, default=STARTUP_SECONDS))
+        return self.patience(candidate) * (4 * (startup + size_seconds(self.job, candidate)) + 12 * step + 30.0)
 
     def _predictions(self) -> Table:
         if self._table is None:

@@ -6,6 +6,7 @@ import datetime
 import fcntl
 import gc
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,9 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)
 warnings.filterwarnings("ignore", module=r"optuna\.|autotune\.search", category=optuna.exceptions.ExperimentalWarning)
 
 AS_IS = "the script as it is"  # the note of the trial of its own config
-SEARCH, VERIFY, TRAINING = "search", "verify", "training"  # the last: recorded by `autotune.recovery.callback`
+SEARCH, VERIFY, RESUME = "search", "verify", "resume"  # a trial's roles; the last: it goes on from a checkpoint
+TRAINING = "training"  # recorded by `autotune.recovery.callback`
+FOUND_RUNNING = "found running"  # the evidence of a trial whose tuner was gone
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Record:
     number: int
     candidate: Candidate
     outcome: Outcome | None  # None while it runs
-    role: str  # SEARCH, VERIFY or TRAINING
+    role: str  # SEARCH, VERIFY, RESUME or TRAINING
     note: str = ""  # why it was tried
 
 
@@ -211,7 +214,11 @@ class StudyStore:
 
     def measured(self) -> dict[Candidate, Measurement]:
         """The latest Measurement of every candidate that has one."""
-        return {r.candidate: r.outcome.measurement for r in self.records() if r.outcome and r.outcome.measurement}
+        return {
+            r.candidate: r.outcome.measurement
+            for r in self.records()
+            if r.outcome and r.outcome.measurement and r.role != RESUME
+        }
 
     def failed(self) -> set[Candidate]:
         """Candidates that ran out of memory, were refused or crashed, and were never measured."""
@@ -243,14 +250,23 @@ class StudyStore:
         self.study.tell(trial, speed)
 
     def close_interrupted(self) -> int:
-        """Closes what an earlier process left running or waiting, as interrupted; returns how many."""
+        """Closes what an earlier process left running or waiting, as interrupted; returns how many.
+
+        What was running when the tuner died may have killed it: a container or a Slurm step ends as a whole when its memory
+        is full. The second time it is taken for the cause, so that the study can go on.
+        """
         closed = 0
+        before = Counter(r.candidate for r in self.records() if r.outcome and r.outcome.evidence == FOUND_RUNNING)
         left = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING, TrialState.WAITING))
         for frozen in left:
+            record = _record(frozen)
+            deadly = frozen.state is TrialState.RUNNING and record is not None and before[record.candidate] > 0
             outcome = Outcome(
-                Kind.INTERRUPTED,
-                reason="the tuner's process ended meanwhile",
-                evidence="found running",
+                Kind.OOM_HOST if deadly else Kind.INTERRUPTED,
+                reason="the tuner's process ended twice while it ran: it may have taken all of main memory"
+                if deadly
+                else "the tuner's process ended meanwhile",
+                evidence=FOUND_RUNNING,
                 source=Source.STOP,
             )
             self.study._storage.set_trial_user_attr(frozen._trial_id, "outcome", outcome.to_json())

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from autotune.errors import UserError
+from autotune.errors import MachineTrouble, UserError
+from autotune.executors.base import RESUME as RESUME_EFFORT
 from autotune.executors.base import SEARCH as SEARCH_EFFORT
 from autotune.executors.base import VERIFY as VERIFY_EFFORT
 from autotune.executors.base import Effort, Executor, Session
@@ -17,13 +18,13 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Kind, Measurement, Outcome, Source
 from autotune.problem.space import SearchSpace
 from autotune.search.proposer import Proposal, Proposer
-from autotune.search.study import SEARCH, VERIFY, Record, StudyStore
+from autotune.search.standings import NOT_VERIFIED, Standings
+from autotune.search.study import RESUME, SEARCH, VERIFY, Record, StudyStore
 from autotune.units import format_duration
 
 FIRST_TRIAL_SECONDS = 5.0  # a budget below this cannot hold one trial
-RETRY_SHARE = 0.02  # a candidate with allocator retries must be faster by this to win
-THRIFT_SHARE = 0.03  # what a winner with a lower peak may be slower by, where intervals overlap
 MAX_VERIFIED = 4
+MACHINE_FAILURES = 3  # in a row, of whatever candidates: then it is the machine
 
 
 class Observer(Protocol):
@@ -86,10 +87,9 @@ class Tuner:
         self._spent_seconds = spent_seconds  # of the budget, before the loop: imports, the fork server
         self.observer: Observer = observer or NullObserver()
         self.search_effort, self.verify_effort = search_effort, verify_effort
-        self._ok: dict[Candidate, tuple[int, Measurement]] = {}
-        self._verified: dict[Candidate, tuple[int, Measurement]] = {}
-        self._failed_verification: set[Candidate] = set()
+        self.standings = Standings(hardware)
         self._retried: set[Candidate] = set()
+        self._machine_failures = 0  # in a row
         self._crashes: dict[str, set[Candidate]] = {}
         self._counts: Counter[str] = Counter()
         self._tried = 0
@@ -108,10 +108,18 @@ class Tuner:
     @property
     def _verification_seconds(self) -> float:
         """Seconds that verifying the best so far should take."""
-        best = self._best()
-        startup = max(self._outside[-8:], default=FIRST_TRIAL_SECONDS)
-        steps = 9 * self._ok[best][1].step_seconds if best else 3.0
-        return 1.2 * (startup + max(steps, self.verify_effort.min_seconds)) + 1.0
+        best = self.standings.best
+        steps = 9 * self.standings.measured[best][1].step_seconds if best else 3.0
+        return 1.2 * (self._startup_seconds + max(steps, self.verify_effort.min_seconds)) + 1.0
+
+    @property
+    def _resume_seconds(self) -> float:
+        """Seconds that a checkpoint and going on from it should take: two starts."""
+        return 1.2 * 2 * self._startup_seconds + 1.0 if self.executor.resumes else 0.0
+
+    @property
+    def _startup_seconds(self) -> float:
+        return max(self._outside[-8:], default=FIRST_TRIAL_SECONDS)
 
     @property
     def _reserve_seconds(self) -> float:
@@ -120,7 +128,8 @@ class Tuner:
         Enough for two if they are cheap, since the best may turn out slower than it was measured.
         """
         one = self._verification_seconds
-        return min(0.4 * self.budget_seconds, max(one, min(2 * one, 0.2 * self.budget_seconds)))
+        verifying = max(one, min(2 * one, 0.2 * self.budget_seconds))
+        return min(0.4 * self.budget_seconds, verifying + self._resume_seconds)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -129,6 +138,7 @@ class Tuner:
 
         Raises:
             UserError: the model or the script fails by itself, whatever the candidate.
+            MachineTrouble: nothing was measured, and the machine fails again and again.
         """
         self._began = self.executor.now() - self._spent_seconds
         for record in self.store.records():
@@ -140,6 +150,9 @@ class Tuner:
             winner, verified = self._verify()
         except UserError:
             self._save_call("stopped: the job fails by itself")
+            raise
+        except MachineTrouble:
+            self._save_call("stopped: the machine fails")
             raise
         if self.cancelled():
             ended = "interrupted"
@@ -162,7 +175,8 @@ class Tuner:
             proposal = self.proposer.next()
             if proposal is None:
                 return self.proposer.stopped_early or "every candidate is tried or ruled out"
-            session = self.executor.session(proposal.candidate, self._session_name())
+            patience = self.proposer.patience(proposal.candidate)
+            session = self.executor.session(proposal.candidate, self._session_name(), patience)
             try:
                 self._climb(session, proposal)
             finally:
@@ -181,13 +195,15 @@ class Tuner:
             return "interrupted"
         if self.max_trials is not None and self._tried >= self.max_trials:
             return f"--max-trials {self.max_trials} reached"
+        if self._machine_failures >= MACHINE_FAILURES:
+            return f"the machine failed {self._machine_failures} times in a row"
         if self.left_seconds <= self._reserve_seconds + self._least_trial_seconds:
             return "budget used"
         return None
 
     @property
     def _least_trial_seconds(self) -> float:
-        return min(self._outside, default=0.0) if self._ok else 0.0
+        return min(self._outside, default=0.0) if self.standings.measured else 0.0
 
     def _session_name(self) -> str:
         return f"{len(self.store.study.get_trials(deepcopy=False)):04d}"
@@ -196,16 +212,29 @@ class Tuner:
         candidate = proposal.candidate
         number = self.store.start(candidate, self.space, SEARCH, proposal.note)
         self.observer.trial_started(number, candidate, SEARCH, proposal.note)
-        left = max(1.0, self.left_seconds - (self._reserve_seconds if self._ok else 0.0))
+        left = max(1.0, self.left_seconds - (self._reserve_seconds if self.standings.measured else 0.0))
         limit = self.proposer.trial_seconds(candidate)
         outcome = session.measure(candidate, self.search_effort, min(left, limit))
-        if outcome.kind is Kind.INTERRUPTED and limit < left and not self.cancelled():
-            why = f"took over {format_duration(limit)}, far more than what similar trials took"
-            outcome = dataclasses.replace(
-                outcome, kind=Kind.TIMEOUT, reason=why, evidence="deadline of the trial", source=Source.BUDGET
-            )
+        outcome = self._excused(candidate, outcome, limit if limit < left else None)
         self._tried += 1
         self._record(number, candidate, outcome, SEARCH)
+        return outcome
+
+    def _excused(self, candidate: Candidate, outcome: Outcome, limit: float | None) -> Outcome:
+        """The Outcome, but where a limit of ours ended the trial that may have been too short the first time: the candidate
+        is tried again with twice as much, and only then is it a timeout.
+
+        Args:
+            limit: the trial's, in seconds; None where the budget's end came first.
+        """
+        if outcome.kind is Kind.INTERRUPTED and outcome.source is Source.BUDGET and limit and not self.cancelled():
+            why = f"took over {format_duration(limit)}, far more than what similar trials took"
+            outcome = dataclasses.replace(
+                outcome, kind=Kind.TIMEOUT, reason=why, evidence="deadline of the trial", source=Source.LIMIT
+            )
+        if outcome.kind is Kind.TIMEOUT and self.proposer.patience(candidate) == 1.0:
+            again = f"{outcome.reason}; it is tried again with twice the time"
+            outcome = dataclasses.replace(outcome, kind=Kind.INTERRUPTED, reason=again)
         return outcome
 
     def _record(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
@@ -219,27 +248,31 @@ class Tuner:
         self._apply_policy(candidate, outcome)
 
     def _learn(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
-        if role != VERIFY:
+        if outcome.kind is Kind.INTERRUPTED and outcome.source in (Source.LIMIT, Source.SILENCE):
+            self.proposer.allow_longer(candidate, outcome)
+        if role not in (VERIFY, RESUME):
             self.proposer.observe(candidate, outcome)
-        if outcome.measurement is None:
-            if role == VERIFY and outcome.kind.says_something_of_the_candidate:
-                self._failed_verification.add(candidate)
-            return
-        if role == VERIFY:
-            self._verified[candidate] = (number, outcome.measurement)
-        if role == VERIFY or candidate not in self._verified:
-            self._ok[candidate] = (number, outcome.measurement)
+        self.standings.learn(number, candidate, outcome, role)
 
     def _apply_policy(self, candidate: Candidate, outcome: Outcome) -> None:
         if outcome.kind in (Kind.INFRASTRUCTURE, Kind.FOREIGN):
             if candidate in self._retried:
-                gave_up = dataclasses.replace(outcome, kind=Kind.CRASH)
-                self.proposer.observe(candidate, gave_up)
+                self.proposer.give_up(candidate, f"{outcome.kind.value}: {outcome.reason}")
             self._retried.add(candidate)
+        self._machine_failures = self._machine_failures + 1 if outcome.kind is Kind.INFRASTRUCTURE else 0
+        if self._machine_failures >= MACHINE_FAILURES and not self.standings.measured:
+            raise MachineTrouble(
+                f"the machine failed {self._machine_failures} times in a row, before anything was measured: "
+                f"{outcome.reason} (logs: {outcome.log}); `autotune doctor` looks at the machine"
+            )
         if outcome.kind is Kind.CRASH and outcome.source is Source.EXCEPTION:
             crashed = self._crashes.setdefault(outcome.reason, set())
             crashed.add(candidate)
-            if len({one.family for one in crashed}) >= 2 and not self._ok and not self._blames_the_model(crashed):
+            if (
+                len({one.family for one in crashed}) >= 2
+                and not self.standings.measured
+                and not self._blames_the_model(crashed)
+            ):
                 where = f"{outcome.log}/rank{outcome.rank or 0}.log"
                 raise UserError(
                     f"the job fails by itself, whatever the config: {outcome.reason} (phase {outcome.phase.value}; "
@@ -255,113 +288,93 @@ class Tuner:
 
     # -- the winner --------------------------------------------------------------------------------------------------
 
-    def _feasible(self) -> list[Candidate]:
-        """Measured candidates under the ceiling, fastest first; allocator retries cost two per cent."""
-        good = [
-            candidate
-            for candidate, (_, measured) in self._ok.items()
-            if measured.peak_bytes <= self.hardware.ceiling_bytes and candidate not in self._failed_verification
-        ]
-
-        def worth(candidate: Candidate) -> float:
-            measured = self._ok[candidate][1]
-            return measured.samples_per_second * (1 - RETRY_SHARE if measured.alloc_retries else 1)
-
-        return sorted(good, key=worth, reverse=True)
-
-    def _best(self) -> Candidate | None:
-        return next(iter(self._feasible()), None)
-
     def _verify(self) -> tuple[Record | None, bool]:
         """(the winner, whether it is verified).
 
         Verifies the best in a fresh process, until no unverified candidate is faster, nor as fast with less memory. What
         verification measures replaces what the search measured: a candidate that turns out slower falls back in the
-        order, and the next one is verified.
+        order, and the next one is verified. The winner must also go on from a checkpoint.
         """
-        for _ in range(MAX_VERIFIED):
-            candidate = self._to_verify()
-            if candidate is None or self.cancelled() or self.left_seconds < 1.0:
-                break
-            outcome = self._verification(candidate)
-            if outcome.kind in (Kind.INFRASTRUCTURE, Kind.FOREIGN) and self.left_seconds > self._verification_seconds:
-                outcome = self._verification(candidate)
-            if why := self._why_not(candidate):
-                self.observer.say(f"verification of {candidate} failed: {why or outcome.reason}")
-                if outcome.kind is not Kind.INTERRUPTED:
-                    self._failed_verification.add(candidate)
-        passed = [candidate for candidate in self._verified if not self._why_not(candidate)]
-        if passed:
-            chosen = self._thriftiest(passed)
-            return self._as_record(chosen, self._verified[chosen], VERIFY), True
-        best = self._best()
-        return (self._as_record(best, self._ok[best], SEARCH) if best else None), False
-
-    def _verification(self, candidate: Candidate) -> Outcome:
-        number = self.store.start(candidate, self.space, VERIFY, "verification in a fresh process")
-        self.observer.trial_started(number, candidate, VERIFY, "verification")
-        session = self.executor.session(candidate, f"{number:04d}-verify")
-        try:
-            outcome = session.measure(candidate, self.verify_effort, max(1.0, self.left_seconds))
-        finally:
-            session.close()
-        self._record(number, candidate, outcome, VERIFY)
-        return outcome
+        standings, tried = self.standings, 0
+        while True:
+            candidate = self._to_verify() if tried < MAX_VERIFIED else None
+            if candidate is None:
+                passed = standings.passed()
+                if not passed or self._goes_on(standings.thriftiest(passed)):
+                    break
+                continue
+            tried += 1
+            outcome = self._verification(candidate, VERIFY)
+            if self._again(outcome) and self.left_seconds > self._verification_seconds:
+                outcome = self._verification(candidate, VERIFY)
+            if why := standings.why_not(candidate):
+                why = why if why != NOT_VERIFIED else f"{outcome.kind.value}: {outcome.reason}"
+                self.observer.say(f"verification of {candidate} failed: {why}")
+                if not outcome.kind.says_something_of_the_candidate:
+                    break
+                standings.reject(candidate, why)
+        if passed := standings.passed():
+            chosen = standings.thriftiest(passed)
+            return self._as_record(chosen, standings.verified[chosen], VERIFY), True
+        best = standings.best
+        return (self._as_record(best, standings.measured[best], SEARCH) if best else None), False
 
     def _to_verify(self) -> Candidate | None:
         """The next candidate to verify, or None where what passed is good enough or no time is left."""
-        ranked = self._feasible()
-        passed = [candidate for candidate in ranked if candidate in self._verified]
-        contenders = [candidate for candidate in ranked if candidate not in self._verified]
-        if not passed:
-            return next(iter(contenders), None)
-        if self.left_seconds < self._verification_seconds:
+        if self.cancelled() or self.left_seconds < 1.0:
             return None
-        measured = self._verified[passed[0]][1]
-        for candidate in contenders:
-            other = self._ok[candidate][1]
-            if other.samples_per_second > measured.samples_per_second:
-                return candidate
-            if overlap(other, measured) and as_fast(other, measured) and other.peak_bytes < 0.97 * measured.peak_bytes:
-                return candidate
-        return None
+        if self.standings.passed() and self.left_seconds < self._verification_seconds + self._resume_seconds:
+            return None
+        return self.standings.contender()
 
-    def _why_not(self, candidate: Candidate) -> str:
-        """What keeps a candidate from being a verified winner; empty where nothing does."""
-        if candidate not in self._verified:
-            failed = [r.outcome for r in self.store.records() if r.candidate == candidate and r.role == VERIFY]
-            last = next((outcome for outcome in reversed(failed) if outcome is not None), None)
-            return f"{last.kind.value}: {last.reason}" if last else "not verified"
-        measured = self._verified[candidate][1]
-        if measured.peak_bytes > self.hardware.ceiling_bytes:
-            return "its peak leaves less than the headroom"
-        if measured.alloc_retries:
-            return f"{measured.alloc_retries} allocator retries"
-        return ""
+    def _goes_on(self, candidate: Candidate) -> bool:
+        """Whether the candidate trains on from a checkpoint, or it cannot be said: there is no time, no room on the disk, or
+        its save fails by itself. Only running out of memory rejects it: such a training dies when it is resumed."""
+        known = self.standings.resumed.get(candidate)
+        if not self.executor.resumes or (known is not None and known.ok):
+            return True
+        if self.cancelled() or self.left_seconds < self._resume_seconds:
+            self.observer.say("whether it goes on from a checkpoint was not tried: the budget is used")
+            return True
+        outcome = self._verification(candidate, RESUME)
+        if why := self.standings.why_not(candidate):
+            self.observer.say(f"{candidate}: {why}")
+            return False
+        if not outcome.ok:
+            self.observer.say(f"whether it goes on from a checkpoint is not known: {outcome.reason}")
+        return True
 
-    def _thriftiest(self, passed: list[Candidate]) -> Candidate:
-        """Among those whose throughput intervals overlap the fastest's, the one with the lowest peak."""
-        fastest = max(passed, key=lambda c: self._verified[c][1].samples_per_second)
-        best = self._verified[fastest][1]
-        rivals = [c for c in passed if overlap(self._verified[c][1], best) and as_fast(self._verified[c][1], best)]
-        return min(rivals, key=lambda c: (self._verified[c][1].peak_bytes, -self._verified[c][1].samples_per_second))
+    def _again(self, outcome: Outcome) -> bool:
+        """Whether it says nothing of the candidate, and may end otherwise the next time."""
+        return outcome.kind in (Kind.INFRASTRUCTURE, Kind.FOREIGN) or (
+            outcome.kind is Kind.INTERRUPTED and outcome.source in (Source.LIMIT, Source.SILENCE)
+        )
+
+    def _verification(self, candidate: Candidate, role: str) -> Outcome:
+        """One trial in a fresh process, in the role of VERIFY or RESUME."""
+        note = "verification in a fresh process" if role == VERIFY else "goes on from a checkpoint"
+        number = self.store.start(candidate, self.space, role, note)
+        self.observer.trial_started(number, candidate, role, note)
+        session = self.executor.session(candidate, f"{number:04d}-{role}", self.proposer.patience(candidate))
+        left, limit = max(1.0, self.left_seconds), self._verification_limit(candidate)
+        effort = self.verify_effort if role == VERIFY else RESUME_EFFORT
+        try:
+            outcome = session.measure(candidate, effort, min(left, limit))
+        finally:
+            session.close()
+        outcome = self._excused(candidate, outcome, limit if limit < left else None)
+        self._record(number, candidate, outcome, role)
+        return outcome
+
+    def _verification_limit(self, candidate: Candidate) -> float:
+        """Seconds: a trial's, and whole steps of a long accumulation, and two starts."""
+        step = self.standings.measured[candidate][1].step_seconds
+        return 2 * self.proposer.trial_seconds(candidate) + 20 * step + self.verify_effort.max_seconds
 
     def _as_record(self, candidate: Candidate, measured: tuple[int, Measurement], role: str) -> Record:
         number, measurement = measured
         found = next((record for record in self.store.records() if record.number == number), None)
         return found or Record(number, candidate, Outcome(Kind.OK, measurement=measurement), role)
-
-
-def as_fast(one: Measurement, best: Measurement) -> bool:
-    """Whether `one` may win by its lower memory: overlapping intervals can be wide, and speed is what is tuned."""
-    return one.samples_per_second >= (1 - THRIFT_SHARE) * best.samples_per_second
-
-
-def overlap(one: Measurement, other: Measurement) -> bool:
-    """Whether the 95 % intervals of two throughputs meet."""
-    low = [m.samples_per_second / (1 + m.step_seconds_spread / m.step_seconds) for m in (one, other)]
-    high = [m.samples_per_second / max(1e-9, 1 - m.step_seconds_spread / m.step_seconds) for m in (one, other)]
-    return low[0] <= high[1] and low[1] <= high[0]
 
 
 def too_short(budget_seconds: float) -> str | None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from autotune.executors.base import VERIFY, Effort
-from autotune.executors.local import Deadlines, LocalExecutor
+from autotune.executors.deadlines import Deadlines
+from autotune.executors.local import LocalExecutor
 from autotune.executors.measurement import median_spread
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Kind, Phase

@@ -50,7 +50,7 @@ def main(address: str, number: int) -> None:
     spec = channel.receive()
     assert spec is not None
     assert spec["rank"] == number
-    for phase in ("start", "init", "forward", "backward", "step", "save"):
+    for phase in ("start", "init", "load", "forward", "backward", "step", "save"):
         channel.send("phase", phase=phase)
         if mine == phase:
             misbehave(channel, plan["what"])

@@ -1,9 +1,11 @@
+import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from autotune.errors import UserError
+from autotune.errors import MachineTrouble, UserError
 from autotune.executors.base import Effort
 from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, load_landscape
 from autotune.predict.predictor import Predictor
@@ -11,8 +13,9 @@ from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind, Outcome, Phase, Source
 from autotune.search.proposer import Proposer
-from autotune.search.study import SEARCH, VERIFY, StudyStore
-from autotune.search.tuner import SearchSummary, Tuner, overlap, too_short
+from autotune.search.standings import overlap
+from autotune.search.study import RESUME, SEARCH, VERIFY, StudyStore
+from autotune.search.tuner import MACHINE_FAILURES, SearchSummary, Tuner, too_short
 from tests.conftest import make_candidate
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
@@ -95,7 +98,7 @@ class Scripted(ReplayExecutor):
         super().__init__(landscape)
         self.script, self.count = script, 0
 
-    def session(self, candidate: Candidate, name: str) -> ReplaySession:
+    def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
         executor = self
 
         class Session(ReplaySession):
@@ -123,6 +126,95 @@ def test_trouble_of_the_machine_is_retried_once(landscape: Landscape) -> None:
     assert result.winner is not None
 
 
+def test_a_machine_that_always_fails_is_said_at_once(landscape: Landscape) -> None:
+    broken = Outcome(Kind.INFRASTRUCTURE, reason="DistBackendError: NCCL error", source=Source.EXCEPTION)
+    executor = Scripted(landscape, lambda count, c: broken)
+    with pytest.raises(MachineTrouble, match=r"3 times in a row.*NCCL error"):
+        search(landscape, 1800, executor=executor)
+    assert executor.count == MACHINE_FAILURES
+
+
+def test_a_machine_that_fails_later_ends_the_search_and_keeps_what_was_measured(landscape: Landscape) -> None:
+    broken = Outcome(Kind.INFRASTRUCTURE, reason="a GPU fell off the bus")
+    executor = Scripted(landscape, lambda count, c: broken if count > 3 else None)
+    result, _, store = search(landscape, 1800, executor=executor)
+    assert "the machine failed 3 times in a row" in result.ended
+    assert result.winner is not None
+    assert not result.verified
+    assert sum(r.outcome.ok for r in store.records() if r.outcome) == 3
+
+
+@pytest.mark.parametrize("startup_seconds", [120.0, 300.0, 900.0])
+def test_engines_that_start_slowly_are_no_timeouts_for_ever(landscape: Landscape, startup_seconds: float) -> None:
+    slow = {c: dataclasses.replace(row, startup_seconds=startup_seconds) for c, row in landscape.rows.items()}
+    result, _, store = search(landscape, 2 * 3600, executor=ReplayExecutor(dataclasses.replace(landscape, rows=slow)))
+    assert result.winner is not None
+    assert result.verified
+    kinds = Counter(r.outcome.kind for r in store.records() if r.outcome)
+    assert kinds[Kind.TIMEOUT] == 0
+    assert kinds[Kind.INTERRUPTED] <= 2, "each limit that was too short raises those that follow"
+
+
+def test_a_hang_is_tried_again_with_twice_the_time_and_then_ruled_out(landscape: Landscape) -> None:
+    hung: list[tuple[Candidate, float]] = []
+
+    class Hanging(ReplayExecutor):
+        def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
+            session = super().session(candidate, name)
+            if not hung or hung[0][0].family == candidate.family:
+                hung.append((candidate, patience))
+                silence = Outcome(Kind.TIMEOUT, Phase.FORWARD, reason="no sign of life", source=Source.SILENCE)
+                session.measure = lambda *_: silence  # type: ignore[method-assign]
+            return session
+
+    result, _, store = search(landscape, 1800, executor=Hanging(landscape))
+    assert [patience for _, patience in hung] == [1.0, 2.0]
+    kinds = [r.outcome.kind for r in store.records() if r.outcome and r.candidate == hung[0][0]]
+    assert kinds == [Kind.INTERRUPTED, Kind.TIMEOUT]
+    assert result.winner is not None
+
+
+class Resuming(ReplayExecutor):
+    """A replay in which going on from a checkpoint ends as told, by candidate."""
+
+    resumes = True
+
+    def __init__(self, landscape: Landscape, end: Callable[[Candidate], Outcome | None]) -> None:
+        super().__init__(landscape)
+        self.end, self.tried = end, list[Candidate]()
+
+    def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
+        session = super().session(candidate, name)
+        if name.endswith(RESUME):
+            self.tried.append(candidate)
+            if (outcome := self.end(candidate)) is not None:
+                session.measure = lambda *_: outcome  # type: ignore[method-assign]
+        return session
+
+
+def test_a_winner_must_go_on_from_a_checkpoint(landscape: Landscape) -> None:
+    out = Outcome(Kind.OOM_DEVICE, Phase.LOAD, reason="CUDA out of memory")
+    executor = Resuming(landscape, lambda candidate: out if candidate == executor.tried[0] else None)
+    result, _, store = search(landscape, 1800, executor=executor)
+    assert len(executor.tried) == 2
+    assert result.verified
+    assert result.winner is not None
+    assert result.winner.candidate == executor.tried[1]
+    assert result.winner.role == VERIFY, "what one step after loading measured is not its speed"
+    again = Resuming(landscape, lambda candidate: None)
+    search(landscape, 1800, store=store, executor=again)
+    assert executor.tried[0] not in again.tried, "what died on resume is not tried in a later call"
+
+
+def test_a_save_that_fails_by_itself_rejects_nobody(landscape: Landscape) -> None:
+    broken = Outcome(Kind.CRASH, Phase.SAVE, reason="KeyError: 'bias_correction'", source=Source.EXCEPTION)
+    executor = Resuming(landscape, lambda candidate: broken)
+    result, _, _ = search(landscape, 1800, executor=executor)
+    assert result.verified
+    assert result.winner is not None
+    assert executor.tried == [result.winner.candidate]
+
+
 def test_a_job_that_fails_by_itself_stops_the_study_with_its_reason(landscape: Landscape) -> None:
     def script(count: int, candidate: Candidate) -> Outcome | None:
         return Outcome(
@@ -145,7 +237,7 @@ def test_verification_that_fails_gives_the_next(landscape: Landscape) -> None:
     failed: list[Candidate] = []
 
     class Fussy(Scripted):
-        def session(self, candidate: Candidate, name: str) -> ReplaySession:
+        def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
             if name.endswith("-verify") and not failed:
                 failed.append(candidate)
                 self.script = lambda count, c: Outcome(Kind.OOM_DEVICE, Phase.SAVE, reason="gathered save")

@@ -53,9 +53,13 @@ class Hooks:
         """The script's arguments under the candidate."""
         return config.merged_arguments(self.context)
 
-    def save_weights(self, folder: str) -> Any:
+    def save_weights(self, folder: str, name: str) -> Any:
         """Saves the gathered 16-bit weights of the engine that trains, as the script would without `quiet`."""
-        return deepspeed.save_weights(self.context, folder)
+        return deepspeed.saved(self.context, "save_16bit_model", folder, name)
+
+    def save_checkpoint(self, folder: str) -> Any:
+        """The same for a whole checkpoint of the engine."""
+        return deepspeed.saved(self.context, "save_checkpoint", folder)
 
     def undo(self) -> None:
         """Puts back all that was replaced."""

@@ -35,11 +35,11 @@ def install(context: Context) -> None:
             patches.wrap(DeepSpeedEngine, name, lambda original, engine, *args, **kwargs: True)
 
 
-def save_weights(context: Context, folder: str) -> Any:
-    """DeepSpeed's own `save_16bit_model` of the engine that trains, which `quiet` takes from the script."""
+def saved(context: Context, method: str, *args: Any) -> Any:
+    """What DeepSpeed's own method of the engine that trains answers, which `quiet` takes from the script."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    return context.patches.original(DeepSpeedEngine, "save_16bit_model")(context.engine, folder)
+    return context.patches.original(DeepSpeedEngine, method)(context.engine, *args)
 
 
 def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

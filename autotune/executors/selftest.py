@@ -1,0 +1,91 @@
+"""A test of the machine before anything is blamed on a candidate: the ranks meet, and add numbers up."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import MachineTrouble
+from autotune.group.group import Group, Policy, Stop
+from autotune.group.launchers import Launcher
+from autotune.group.verdict import judge
+from autotune.problem.hardware import Hardware
+from autotune.problem.outcome import Phase
+
+ENTRY = "autotune.rank.check"
+_POLICY = Policy(90.0, lambda phase: 90.0, settle_seconds=1.0, may_leave=False)
+_DEADLINE_SECONDS = 240.0  # ranks that wait for each other on GPUs spin, and look alive
+_NCCL_SAID = re.compile(r"NCCL WARN\s+(.*)")
+# What people do about what is met most often; the first that matches is said.
+_REMEDIES = (
+    (r"Duplicate GPU", "every rank needs a GPU of its own; of MIG slices a process sees one: --gpus 1"),
+    (r"no kernel image|not compatible with the current PyTorch", "install a torch that is built for this GPU"),
+    (r"No CUDA GPUs|driver version is insufficient|libcuda", "`autotune doctor` says what is seen; check the driver"),
+    (
+        r"no socket interface|[Cc]onnection refused|No route to host",
+        "set NCCL_SOCKET_IFNAME to an interface that is up",
+    ),
+    (r"shm|/dev/shm|Bus error|SIGBUS|No space left", "docker run --shm-size=8g (or --ipc=host)"),
+    (r"out of memory", "other processes hold the devices' memory: end them, or hide those GPUs"),
+    (r"no sign of life|hang|deadline", "peer access may be broken: NCCL_P2P_DISABLE=1 tells; check IOMMU and ACS"),
+)
+
+
+def check_group(
+    launcher: Launcher,
+    hardware: Hardware,
+    spec: dict[str, Any],
+    ranks: int,
+    folder: Path,
+    cancelled: Callable[[], bool],
+) -> None:
+    """Starts a group of ranks that add numbers up.
+
+    Args:
+        spec: the job, and what else ranks are told.
+        folder: for their logs.
+
+    Raises:
+        MachineTrouble: they do not; in one line with NCCL's own last words and what to do.
+    """
+    answers: set[int] = set()
+    folder.mkdir(parents=True, exist_ok=True)
+    group = Group(
+        launcher,
+        hardware,
+        None,
+        _POLICY,
+        cancelled=cancelled,
+        on_message=lambda rank, message: answers.add(rank) if message["type"] == "measured" else None,
+    )
+    deadline = time.monotonic() + _DEADLINE_SECONDS
+    try:
+        stop = group.start(ENTRY, ranks, spec, deadline=deadline, logs=folder)
+        if stop is Stop.ARRIVED:
+            stop = group.watch(lambda: len(answers) == ranks, deadline)
+        if stop in (Stop.ARRIVED, Stop.CANCELLED):
+            return
+        raise MachineTrouble(_complaint(stop, group, folder))
+    except OSError as error:
+        raise MachineTrouble(f"ranks cannot be started on this machine: {error}") from None
+    finally:
+        group.end()
+
+
+def _complaint(stop: Stop, group: Group, folder: Path) -> str:
+    if stop is Stop.DEADLINE:
+        where = Phase.START if not group.greeted else group.phase
+        reason = f"no end within {_DEADLINE_SECONDS:.0f} s, in {where.value}: the ranks hang"
+        logs = ""
+    else:
+        evidence = group.evidence()
+        reason = judge(evidence).reason
+        logs = "\n".join(evidence.logs.values()) + "\n".join(str(error.get("text")) for error in evidence.errors)
+    said = _NCCL_SAID.findall(logs)
+    text = f"{reason}; NCCL: {said[-1].strip()[:200]}" if said else reason
+    remedy = next((what for pattern, what in _REMEDIES if re.search(pattern, f"{text}\n{logs}")), "")
+    hint = f"; {remedy}" if remedy else "; `autotune doctor` looks at the machine"
+    return f"the ranks do not work together on this machine, before any config is tried: {text}{hint} (logs: {folder})"

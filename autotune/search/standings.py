@@ -1,0 +1,118 @@
+"""Who may win: what was measured, verified and rejected so far, and how candidates compare."""
+
+from __future__ import annotations
+
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import Hardware
+from autotune.problem.outcome import Measurement, Outcome
+from autotune.search.study import RESUME, VERIFY
+
+RETRY_SHARE = 0.02  # a candidate with allocator retries must be faster by this to win
+THRIFT_SHARE = 0.03  # what a winner with a lower peak may be slower by, where intervals overlap
+NOT_VERIFIED = "not verified"
+
+Measured = tuple[int, Measurement]  # of the trial of this number
+
+
+class Standings:
+    """The measured candidates of a study, as one call of `run` sees them."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self.measured: dict[Candidate, Measured] = {}  # what verification measured replaces what the search did
+        self.verified: dict[Candidate, Measured] = {}
+        self.resumed: dict[Candidate, Outcome] = {}  # the latest try to go on from a checkpoint
+        self._why_not: dict[Candidate, str] = {}  # what failed in verification
+
+    def learn(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
+        """Takes in a trial's Outcome."""
+        if role == RESUME:
+            self.resumed[candidate] = outcome
+            if (
+                outcome.kind.is_oom
+            ):  # such a training dies when it is resumed; what else fails may be the save's own fault
+                self.reject(candidate, f"it does not go on from a checkpoint: {outcome.reason}")
+            return
+        if outcome.measurement is None:
+            if role == VERIFY and outcome.kind.says_something_of_the_candidate:
+                self._why_not[candidate] = f"{outcome.kind.value}: {outcome.reason}"
+            return
+        if role == VERIFY:
+            self.verified[candidate] = (number, outcome.measurement)
+        if role == VERIFY or candidate not in self.verified:
+            self.measured[candidate] = (number, outcome.measurement)
+
+    def reject(self, candidate: Candidate, why: str) -> None:
+        """The candidate cannot win."""
+        self._why_not.setdefault(candidate, why)
+
+    def why_not(self, candidate: Candidate) -> str:
+        """What keeps a candidate from being a verified winner; empty where nothing does."""
+        if candidate in self._why_not:
+            return self._why_not[candidate]
+        if candidate not in self.verified:
+            return NOT_VERIFIED
+        measured = self.verified[candidate][1]
+        if measured.peak_bytes > self._hardware.ceiling_bytes:
+            return "its peak leaves less than the headroom"
+        if measured.alloc_retries:
+            return f"{measured.alloc_retries} allocator retries"
+        return ""
+
+    def feasible(self) -> list[Candidate]:
+        """Measured candidates under the ceiling, fastest first; allocator retries cost two per cent."""
+        good = [
+            candidate
+            for candidate, (_, measured) in self.measured.items()
+            if measured.peak_bytes <= self._hardware.ceiling_bytes and candidate not in self._why_not
+        ]
+
+        def worth(candidate: Candidate) -> float:
+            measured = self.measured[candidate][1]
+            return measured.samples_per_second * (1 - RETRY_SHARE if measured.alloc_retries else 1)
+
+        return sorted(good, key=worth, reverse=True)
+
+    @property
+    def best(self) -> Candidate | None:
+        return next(iter(self.feasible()), None)
+
+    def passed(self) -> list[Candidate]:
+        """Verified candidates that nothing speaks against."""
+        return [candidate for candidate in self.verified if not self.why_not(candidate)]
+
+    def contender(self) -> Candidate | None:
+        """The candidate that should be verified next: none is, or one that looks faster than what is, or as fast with less
+        memory; None where what has passed is good enough."""
+        ranked = self.feasible()
+        passed = [candidate for candidate in ranked if candidate in self.verified]
+        contenders = [candidate for candidate in ranked if candidate not in self.verified]
+        if not passed:
+            return next(iter(contenders), None)
+        measured = self.verified[passed[0]][1]
+        for candidate in contenders:
+            other = self.measured[candidate][1]
+            if other.samples_per_second > measured.samples_per_second:
+                return candidate
+            if overlap(other, measured) and as_fast(other, measured) and other.peak_bytes < 0.97 * measured.peak_bytes:
+                return candidate
+        return None
+
+    def thriftiest(self, passed: list[Candidate]) -> Candidate:
+        """Among those whose throughput intervals overlap the fastest's, the one with the lowest peak."""
+        fastest = max(passed, key=lambda c: self.verified[c][1].samples_per_second)
+        best = self.verified[fastest][1]
+        rivals = [c for c in passed if overlap(self.verified[c][1], best) and as_fast(self.verified[c][1], best)]
+        return min(rivals, key=lambda c: (self.verified[c][1].peak_bytes, -self.verified[c][1].samples_per_second))
+
+
+def as_fast(one: Measurement, best: Measurement) -> bool:
+    """Whether `one` may win by its lower memory: overlapping intervals can be wide, and speed is what is tuned."""
+    return one.samples_per_second >= (1 - THRIFT_SHARE) * best.samples_per_second
+
+
+def overlap(one: Measurement, other: Measurement) -> bool:
+    """Whether the 95 % intervals of two throughputs meet."""
+    low = [m.samples_per_second / (1 + m.step_seconds_spread / m.step_seconds) for m in (one, other)]
+    high = [m.samples_per_second / max(1e-9, 1 - m.step_seconds_spread / m.step_seconds) for m in (one, other)]
+    return low[0] <= high[1] and low[1] <= high[0]

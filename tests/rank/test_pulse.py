@@ -1,0 +1,56 @@
+"""A rank's pulse tells whether its main thread gets on, and where it is."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from autotune.group.protocol import Channel, Message
+from autotune.rank import pulse
+from autotune.rank.pulse import Pulse, describe, waits
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "BEAT_SECONDS", 0.02)
+
+
+def beats(work: Callable[[], None]) -> list[Message]:
+    """What a pulse sends while this thread works."""
+    ours, theirs = Channel.pair()
+    beating = Pulse(Channel(theirs))
+    beating.start()
+    work()
+    beating.stop()
+    beating._thread.join()
+    return ours.drain()
+
+
+def test_a_thread_that_gets_on_moves() -> None:
+    def compute() -> None:
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            sorted(range(100), key=lambda n: -n)
+
+    assert sum(message["moved"] for message in beats(compute)) >= 3
+
+
+def test_a_thread_that_hangs_is_told_of_once_and_where() -> None:
+    never = threading.Event()
+    found = beats(lambda: never.wait(1.0) and None)
+    stuck = [message for message in found if not message["moved"]]
+    assert len(stuck) == 1
+    assert "threading.py" in stuck[0]["where"]
+    assert not stuck[0]["waits"]
+
+
+def test_collectives_are_known_by_their_files() -> None:
+    frame = sys._getframe()
+    assert not waits(frame)
+    code = compile("import sys\nframe = sys._getframe()", "/x/torch/distributed/distributed_c10d.py", "exec")
+    inside: dict[str, object] = {}
+    exec(code, inside)
+    assert waits(inside["frame"])  # type: ignore[arg-type]
+    assert describe(inside["frame"]) == "<module> (torch/distributed/distributed_c10d.py:2)"  # type: ignore[arg-type]
