@@ -89,7 +89,7 @@ LaunchWords = Annotated[
 ]
 PlannedModel = Annotated[Text, option("Instead of a study: start from the plan for this model.", "--model")]
 MaxRestarts = Annotated[int, option("Give up after this many.")]
-HangTimeout = Annotated[str, option("Without a step for so long it hangs.")]
+HangTimeout = Annotated[str, option("No rank computes, reads or writes for so long: it hangs.")]
 Convert = Annotated[bool, option("Step down to stage 3 too, converting checkpoints for it.", "--convert-checkpoints")]
 
 # what is said

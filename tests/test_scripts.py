@@ -432,6 +432,8 @@ def launch(
     says: list[str] | None = None,
     convert: bool = False,
     scripts: Scripts | None = None,
+    silent_seconds: float = 300.0,
+    max_restarts: int = 6,
 ) -> LaunchSummary:
     """A training; its ranks are forked from the server of `scripts`, or without it start cold, as users' do."""
     flags = (("train_micro_batch_size_per_gpu", "--batch_size"),) if "--deepspeed_config" in argv else ()
@@ -446,13 +448,59 @@ def launch(
         hardware,
         [rung(c) for c in ladder],
         folder,
-        max_restarts=6,
-        silent_seconds=300.0,
+        max_restarts=max_restarts,
+        silent_seconds=silent_seconds,
         convert=convert,
         say=lines.append,
         launcher=scripts.executor.launcher if scripts is not None else None,
     )
     return supervisor.run()
+
+
+PAUSES = """
+    import json, os, sys, time
+    import torch, torch.distributed, deepspeed
+
+    def pause(what, rank):
+        if what == "evaluates" and rank == 0:
+            until = time.monotonic() + 9
+            while time.monotonic() < until:
+                torch.randn(64, 64) @ torch.randn(64, 64)
+        if what == "saves" and rank == 0:
+            with open(os.devnull, "wb", 0) as slow_disk:
+                for _ in range(90):
+                    slow_disk.write(bytes(2**20))
+                    time.sleep(0.1)
+        if what == "hangs":
+            time.sleep(3600)
+
+    net = torch.nn.Linear(16, 4)
+    config = {"train_batch_size": 4, "zero_optimization": {"stage": 1},
+              "optimizer": {"type": "Adam", "params": {"torch_adam": True}}}
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+    rank = torch.distributed.get_rank()
+    for step in range(4):
+        loss = engine(torch.randn(2, 16)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        if step == 2:
+            pause(sys.argv[1], rank)
+        torch.distributed.barrier()
+"""
+
+
+@pytest.mark.parametrize("what", ["evaluates", "saves", "hangs"])
+def test_a_long_pause_of_a_healthy_training_is_no_hang(scripts: Scripts, tmp_path: Path, what: str) -> None:
+    name = write(tmp_path, "pauses.py", PAUSES)
+    top, says = make_candidate(1, 2, 1), list[str]()
+    ended = launch(tmp_path, [name, what], [top], says=says, scripts=scripts, silent_seconds=5.0, max_restarts=1)
+    if what == "hangs":
+        assert ended.code == 1
+        assert [one.ended.split(":")[0] for one in ended.attempts] == ["timeout", "timeout"], "it was started again"
+        assert any("pauses.py" in line for line in says), "where it hangs is said"
+    else:
+        assert ended.code == 0, says
+        assert len(ended.attempts) == 1
 
 
 def test_tuning_does_not_change_what_is_learnt(scripts: Scripts, tmp_path: Path) -> None:

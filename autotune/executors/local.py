@@ -108,6 +108,15 @@ class LocalExecutor:
             self._start_cold(say)
 
     def check(self, say: Callable[[str], None]) -> None:
+        try:
+            self._check()
+        except MachineTrouble as trouble:
+            if self.isolation != "fork" or WOKEN not in str(trouble):
+                raise
+            self._start_cold(say)
+            self._check()
+
+    def _check(self) -> None:
         spec = {
             "job": self.job.to_json(),
             "device": self.hardware.device,
@@ -116,14 +125,7 @@ class LocalExecutor:
             "env": {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")},
             "fault": self.fault("check"),
         }
-        where = (self.hardware, spec, self.job.ranks, self.folder / "check", self.cancelled)
-        try:
-            check_group(self.launcher, *where)
-        except MachineTrouble as trouble:
-            if self.isolation != "fork" or WOKEN not in str(trouble):
-                raise
-            self._start_cold(say)
-            check_group(self.launcher, *where)
+        check_group(self.launcher, self.hardware, spec, self.job.ranks, self.folder / "check", self.cancelled)
 
     def _start_cold(self, say: Callable[[str], None]) -> None:
         """From now on every rank is an interpreter of its own."""

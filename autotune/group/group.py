@@ -103,7 +103,7 @@ class Group:
         self._channels: dict[int, Channel] = {}  # by rank
         self._codes: dict[int, int] = {}  # the script's own exit codes, of ranks where it is over
         self._signalled: set[int] = set()
-        self._silence: str | None = None
+        self.silence: str | None = None  # what was not heard, where that ended the watching
         self._vitals = Vitals()
         self._places: dict[int, str] = {}  # where a rank's main thread was last
         self._waiting: set[int] = set()  # ranks that wait in a collective
@@ -179,7 +179,7 @@ class Group:
                 last_alive = now if self._get_on() else last_alive
             if now - last_alive > patience:
                 self.failed_at = now
-                self._silence = f"{self.phase.value}: no sign of life for {patience:.0f} s{self._stuck()}"
+                self.silence = f"{self.phase.value}: no sign of life for {patience:.0f} s{self._stuck()}"
                 return Stop.SILENT
             if self._hear(0.1) and self.greeted:  # hellos count together, however they trickle in
                 last_alive = time.monotonic()
@@ -315,7 +315,7 @@ class Group:
         """Everything that is known of a group that failed or fell silent; call it before `end`."""
         peaks = self.peaks()
         statuses: dict[int, int] = {}
-        if self._silence is None:
+        if self.silence is None:
             self._settle()
             statuses = self._wait_for_statuses()
         phase = self.phase
@@ -325,7 +325,7 @@ class Group:
             self._hardware.device,
             self.errors,
             statuses,
-            self._silence,
+            self.silence,
             phase,
             peaks,
             self._hardware.host_memory_bytes,

@@ -18,8 +18,6 @@ from autotune.rank.base import BaseRank
 from autotune.rank.measuring import certify_save, checkpoint, load, measure_as
 from autotune.rank.timing import Request, StepParts
 
-_PROGRESS_SECONDS = 0.5
-
 
 class ModelRank(BaseRank):
     """One engine for the whole life of the rank; only micro-batch and accumulation change while it lives."""
@@ -150,7 +148,6 @@ class ModelRank(BaseRank):
         self.fault(Phase.STEP)
         self.engine.step()
         self._note_memory()
-        self.progress(_PROGRESS_SECONDS)
 
     def _note_memory(self) -> None:
         """Memory at the end of a phase."""

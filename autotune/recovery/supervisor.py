@@ -106,7 +106,8 @@ class Supervisor:
 
     Args:
         max_restarts: after this many the training is left as it ended.
-        silent_seconds: without a step for so long it hangs.
+        silent_seconds: where no rank shows life for so long it hangs: no message, no step of a main thread, nothing
+            computed, read or written.
         convert: whether checkpoints are converted for a rung that cannot load them as they are.
         say: takes a line for people.
         launcher: starts the ranks, and is the caller's to close; None: each is an interpreter of its own, which ends as
@@ -232,15 +233,14 @@ class Supervisor:
         return heard.end(code, None, f"the script's own failure ({verdict.reason})")
 
     def _hang(self, group: Group, heard: _Heard) -> _End:
-        """Silence: memory's doing where a device or the host is as good as full."""
+        """No rank shows life: memory's doing where a device or the host is as good as full."""
         peaks = group.peaks()
-        text = f"no step for {format_duration(self._policy.silence_seconds(group.phase))}"
+        text = f"hang in {group.silence}"
         if peaks.worst > _NEAR_FULL * self.hardware.capacity_bytes:
             return heard.end(1, Kind.OOM_DEVICE, f"{text}, with the device's memory full")
         if peaks.host_low < 0.03 * self.hardware.host_memory_bytes:
             return heard.end(1, Kind.OOM_HOST, f"{text}, with main memory full")
-        self.say(f"{text} in {group.phase.value}, with memory to spare: not memory's doing, ending it")
-        return heard.end(1, None, "hang")
+        return heard.end(1, Kind.TIMEOUT, f"{text}, with memory to spare")
 
     def _leave(self, group: Group, heard: _Heard) -> _End:
         """After a signal: the ranks have it too, and some time to end in their own way."""

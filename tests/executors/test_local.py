@@ -4,14 +4,19 @@ import os
 import signal
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from autotune.executors.base import VERIFY, Effort
+from autotune.errors import MachineTrouble
+from autotune.executors.base import RESUME, VERIFY, Effort
 from autotune.executors.deadlines import Deadlines
-from autotune.executors.local import LocalExecutor
+from autotune.executors.local import WOKEN, LocalExecutor
 from autotune.executors.measurement import median_spread
+from autotune.group import fork_server
+from autotune.predict.startup import size_seconds
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Kind, Phase
 from autotune.units import MIB
@@ -70,7 +75,82 @@ def test_verification_is_a_certificate(bench: Bench) -> None:
     assert outcome.measurement.steps >= 5
     assert outcome.measurement.phase_seconds["save"] > 0
     folder = Path(outcome.log or "")
-    assert not [path for path in folder.rglob("*") if path.suffix in (".bin", ".safetensors")], "the save is removed"
+    assert not [path for path in folder.rglob("*") if path.suffix in (".bin", ".safetensors")], "nothing is written"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_candidate_goes_on_from_a_checkpoint(bench: Bench, stage: int) -> None:
+    candidate = make_candidate(stage, 2, offload_optimizer="cpu" if stage == 3 else "none")
+    outcome = bench.run(candidate, effort=RESUME)
+    assert outcome.ok, outcome
+    assert outcome.measurement is not None
+    assert outcome.measurement.steps == 1
+    assert outcome.measurement.phase_seconds["load"] > 0, "by a group that has loaded it"
+    folder = Path(outcome.log or "")
+    assert not (folder / "checkpoint").exists()
+
+
+def test_a_candidate_that_dies_as_it_loads(bench: Bench) -> None:
+    bench.fault = {"rank": 1, "where": "load", "what": "oom"}
+    outcome = bench.run(make_candidate(1, 2), effort=RESUME)
+    assert (outcome.kind, outcome.phase, outcome.rank) == (Kind.OOM_DEVICE, Phase.LOAD, 1)
+    assert not (Path(outcome.log or "") / "checkpoint").exists()
+
+
+def test_the_ranks_are_tested_before_any_candidate(bench: Bench) -> None:
+    bench.executor.check(pytest.fail)
+    assert bench.left_over() == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ({"what": "SIGKILL"}, "killed from outside"),
+        ({"what": "raise", "text": "NCCL error: Duplicate GPU detected : rank 0 and rank 1"}, "a GPU of its own"),
+    ],
+)
+def test_a_machine_on_which_ranks_do_not_meet_is_said_in_one_line(
+    bench: Bench, fault: dict[str, object], said: str
+) -> None:
+    bench.fault = {"rank": 1, "where": "init", **fault}
+    with pytest.raises(MachineTrouble, match=said) as caught:
+        bench.executor.check(lambda text: None)
+    assert "before any config is tried" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert bench.left_over() == []
+
+
+def test_a_rank_that_finds_cuda_woken_has_the_rest_start_cold(tmp_path: Path) -> None:
+    said: list[str] = []
+    woken = {"rank": 0, "where": "start", "what": "raise", "text": f"autotune: {WOKEN}"}
+    executor = LocalExecutor(make_job(), detect("cpu", 2), tmp_path, [make_candidate()])
+    executor.fault = lambda name: woken if executor.isolation == "fork" else None
+    with closing(executor):
+        executor.open(lambda text: None)
+        executor.check(said.append)
+        assert executor.isolation == "spawn"
+        assert "falling back to cold starts" in said[0]
+
+
+@pytest.mark.parametrize(("woken", "cu_init", "safe"), [(False, 0, True), (True, 0, False), (False, 3, False)])
+def test_fork_safety_is_what_a_forked_child_says(
+    monkeypatch: pytest.MonkeyPatch, woken: bool, cu_init: int, safe: bool
+) -> None:
+    monkeypatch.setattr("torch.cuda._is_in_bad_fork", lambda: woken)
+    driver = SimpleNamespace(cuInit=lambda flags: cu_init)
+    monkeypatch.setattr(fork_server.ctypes, "CDLL", lambda name: driver)
+    assert fork_server.cuda_survives_fork() is safe
+
+
+def test_limits_grow_with_what_an_engine_must_move() -> None:
+    job, big = make_job(), replace(make_job(), model=replace(make_job().model, parameters=7 * 10**9))
+    offloaded = make_candidate(3, offload_optimizer="cpu")
+    assert size_seconds(job, offloaded) < 5
+    assert size_seconds(big, make_candidate(3)) > 60
+    assert size_seconds(big, offloaded) > size_seconds(big, make_candidate(3)) + 100, "112 GB are pinned"
+    limits = Deadlines(init=10.0, step=7.0).allowing(100.0, patience=2.0)
+    assert (limits(Phase.INIT), limits(Phase.LOAD), limits(Phase.SAVE)) == (220.0, 214.0, 214.0)
+    assert (limits(Phase.START), limits(Phase.FORWARD)) == (180.0, 14.0)
 
 
 def test_out_of_memory_on_the_real_cap(bench: Bench) -> None:

@@ -2,7 +2,8 @@
 
 FAKE_RANK is JSON: {"rank": 1, "where": "hello" or a phase, "what": ...}; all other ranks do as they are told. `what`:
 `hang`, a signal's name, `exit N` (without a word), `bye N SIGNAL` (its script is over with exit code N, then it dies),
-`error TEXT`, `worker` (starts a process in a session of its own and goes on), `worker SIGNAL` (the same, and dies).
+`error TEXT`, `worker` (starts a process in a session of its own and goes on), `worker SIGNAL` (the same, and dies), `compute` (says nothing
+more, and computes), `beat` (says nothing, computes nothing, and its pulse goes).
 """
 
 import json
@@ -30,6 +31,14 @@ def misbehave(channel: Channel | None, what: str) -> None:
         assert channel is not None
         channel.send("error", kinds=["builtins.RuntimeError"], text=" ".join(rest), phase="forward", rank=1)
         time.sleep(3600)
+    elif word == "compute":
+        while True:
+            pass
+    elif word == "beat":
+        assert channel is not None
+        while True:
+            channel.send("pulse", moved=True, where="fake_rank.py", waits=False)
+            time.sleep(0.1)
     elif word == "worker":
         subprocess.Popen(["sleep", "3600"], start_new_session=True)
         if rest:

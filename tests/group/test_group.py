@@ -114,6 +114,23 @@ def test_silence_is_measured_by_the_patience_of_its_phase(fakes: Fakes, phase: s
     assert verdict.phase is Phase(phase), "of the rank that hangs, not of the one that went on"
 
 
+@pytest.mark.parametrize("what", ["compute", "beat"])
+@pytest.mark.parametrize("may_leave", [False, True], ids=["trial", "training"])
+def test_a_rank_that_computes_or_gets_on_is_no_hang(fakes: Fakes, what: str, may_leave: bool) -> None:
+    patience = Policy(HOUR, lambda phase: 4.0, settle_seconds=0.2, may_leave=may_leave)
+    group = fakes.make(patience, {"rank": 1, "where": "step", "what": what})
+    assert group.start(FAKE, 2, {}, logs=fakes.folder) is Stop.ARRIVED
+    assert group.watch(lambda: len(fakes.ready) == 2, time.monotonic() + 9.0) is Stop.DEADLINE
+
+
+def test_a_stopped_rank_hangs_and_where_it_was_is_said(fakes: Fakes) -> None:
+    group, stop = fakes.run(policy(silent="step"), {"rank": 1, "where": "step", "what": "SIGSTOP"})
+    assert stop is Stop.SILENT
+    group._take(1, {"type": "pulse", "moved": False, "where": "all_reduce (c10d.py:7)", "waits": True})
+    group._take(0, {"type": "pulse", "moved": False, "where": "sleep (train.py:3)", "waits": False})
+    assert group._stuck() == "; rank 0 in sleep (train.py:3); rank 1 in all_reduce (c10d.py:7)", "the cause first"
+
+
 @pytest.mark.parametrize("may_leave", [False, True], ids=["trial", "training"])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("what", DEADLY)

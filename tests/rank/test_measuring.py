@@ -1,5 +1,6 @@
-"""Which saves certify a candidate; tests/rank/test_model.py and test_script.py save real engines."""
+"""What certifies a candidate beside its steps; tests/rank/test_model.py and test_script.py save and load real engines."""
 
+import os
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,46 +16,80 @@ PARAMETERS = 1000
 
 
 class Asked:
-    """Stands for a rank without a process: what `certify_save` asks of one."""
+    """Stands for a rank without a process: what `measuring` asks of one."""
 
-    world = 1
     phase = Phase.STEP
 
-    def __init__(self) -> None:
-        self.sent: dict[str, Any] = {}
-        self.channel = SimpleNamespace(send=lambda kind, **fields: self.sent.update(fields))
-        self.own_device = SimpleNamespace(synchronize=lambda: None, peaks=lambda: {"data_bytes": 1})
+    def __init__(self, **spec: Any) -> None:
+        self.spec = spec
+        self.sent: list[dict[str, Any]] = []
+        self.channel = SimpleNamespace(send=lambda kind, **fields: self.sent.append({"type": kind, **fields}))
+        nothing = lambda: None  # noqa: E731
+        self.own_device = SimpleNamespace(
+            synchronize=nothing, note=nothing, reset_peaks=nothing, peaks=lambda: {"data_bytes": 1}
+        )
+
+    def reduce(self, values: list[float], operation: str) -> list[float]:
+        return values
+
+    def enter(self, phase: Phase) -> None:
+        self.phase = phase
+
+    def fault(self, phase: Phase) -> None:
+        pass
 
 
-@pytest.mark.parametrize(
-    ("stage", "gathers", "free_bytes", "saves"),
-    [
-        (2, False, 8 * PARAMETERS + 1, True),
-        (2, False, 8 * PARAMETERS, False),
-        (3, True, 10**9, True),
-        (3, False, 10**9, False),
-    ],
-)
-def test_a_save_needs_gathered_weights_and_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, gathers: bool, free_bytes: int, saves: bool
-) -> None:
-    usage = namedtuple("usage", "free")(free_bytes)
-    monkeypatch.setattr(measuring.shutil, "disk_usage", lambda folder: usage)
-    engine = SimpleNamespace(
-        module=torch.nn.Linear(PARAMETERS, 1, bias=False),
-        zero_optimization_stage=lambda: stage,
-        zero_gather_16bit_weights_on_model_save=lambda: gathers,
-    )
-    saved_into: list[Path] = []
+@pytest.mark.parametrize("saves", [True, False])
+def test_the_gathered_weights_go_nowhere(saves: bool) -> None:
     rank: Any = Asked()
+    into: list[str] = []
 
-    def save(folder: str) -> bool:
-        (Path(folder) / "weights").touch()
-        saved_into.append(Path(folder))
-        return True
+    def save(folder: str, name: str) -> bool:
+        into.append(f"{folder}/{name}")
+        return saves
 
-    measuring.certify_save(rank, engine, save, {"folder": str(tmp_path)})
-    assert rank.sent == {"certified": True, "saved": saves, "data_bytes": 1}
+    measuring.certify_save(rank, save)
+    assert rank.sent == [{"type": "measured", "certified": True, "saved": saves, "data_bytes": 1}]
     assert rank.phase is Phase.SAVE
-    assert [folder.parent for folder in saved_into] == [tmp_path] * saves
-    assert list(tmp_path.iterdir()) == []
+    assert into == [os.devnull]
+
+
+@pytest.mark.parametrize(("free_bytes", "room"), [(17_601 * PARAMETERS, True), (17_600 * PARAMETERS, False)])
+def test_a_checkpoint_needs_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int, room: bool) -> None:
+    usage = namedtuple("usage", "free")(free_bytes / 1000)
+    monkeypatch.setattr(measuring.shutil, "disk_usage", lambda folder: usage)
+    engine = SimpleNamespace(module=torch.nn.Linear(PARAMETERS, 1, bias=False))
+    rank: Any = Asked()
+    saved_into: list[str] = []
+    measuring.checkpoint(rank, engine, saved_into.append, {"folder": str(tmp_path)})
+    assert rank.sent == [{"type": "measured", "checkpointed": room}]
+    assert saved_into == [str(tmp_path)] * room
+
+
+def test_frozen_parameters_take_less_of_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "free")(4.5 * PARAMETERS)
+    monkeypatch.setattr(measuring.shutil, "disk_usage", lambda folder: usage)
+    module = torch.nn.Linear(PARAMETERS, 1, bias=False).requires_grad_(False)
+    rank: Any = Asked()
+    measuring.checkpoint(rank, SimpleNamespace(module=module), lambda folder: None, {"folder": str(tmp_path)})
+    assert rank.sent == [{"type": "measured", "checkpointed": True}]
+
+
+def test_loading_is_a_phase_and_what_it_took_is_told() -> None:
+    loaded: list[str] = []
+
+    def load_checkpoint(folder: str) -> tuple[str | None, dict[str, Any]]:
+        loaded.append(folder)
+        return (None if folder == "empty" else folder), {}
+
+    engine = SimpleNamespace(load_checkpoint=load_checkpoint)
+    fresh: Any = Asked()
+    measuring.load(fresh, engine)
+    assert (fresh.sent, fresh.phase) == ([], Phase.STEP), "nothing to load"
+    resumed: Any = Asked(resume="folder")
+    measuring.load(resumed, engine)
+    assert resumed.sent == [{"type": "loaded", "data_bytes": 1}]
+    assert resumed.phase is Phase.LOAD
+    with pytest.raises(RuntimeError, match="nothing to load"):
+        measuring.load(Asked(resume="empty"), engine)  # type: ignore[arg-type]
+    assert loaded == ["folder", "empty"]

@@ -35,13 +35,36 @@ def test_a_life_from_hello_to_bye(parent: Parent, tmp_path: Path) -> None:
     assert measured["live_bytes"]["backward"] > measured["live_bytes"]["rest"] > 0
     progress = [message["steps"] for message in rank.heard if message["type"] == "progress"]
     assert progress == list(range(1, measured["warmup_steps"] + 3)), "every step is told"
-    rank.channel.send("certify", micro_batch=2, folder=str(tmp_path))
     before = set(tmp_path.iterdir())
+    rank.channel.send("certify", micro_batch=2)
     assert rank.wait_for("measured", certified=True)["saved"]
-    assert set(tmp_path.iterdir()) == before, "the save is removed"
+    assert set(tmp_path.iterdir()) == before, "nothing is written"
     rank.channel.send("stop")
     rank.wait_for("bye")
     assert rank.exit_status() == 0
+
+
+def test_a_fresh_rank_goes_on_from_anothers_checkpoint(parent: Parent, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (rank,) = start(parent, tmp_path)
+    rank.channel.send("measure", **REQUEST)
+    steps = rank.wait_for("measured")["warmup_steps"] + 2
+    rank.channel.send("checkpoint", folder=str(folder))
+    assert rank.wait_for("measured", checkpointed=True)
+    assert (folder / "latest").read_text() == f"global_step{steps}"
+    rank.channel.send("stop")
+    assert rank.exit_status() == 0
+    again = tmp_path / "again"
+    again.mkdir()
+    (fresh,) = start(parent, again, resume=str(folder))
+    assert fresh.wait_for("loaded")["data_bytes"] > 0
+    fresh.wait_for("phase", phase="ready")
+    assert [m["phase"] for m in fresh.heard if m["type"] == "phase"] == ["start", "init", "load", "ready"]
+    fresh.channel.send("measure", **REQUEST)
+    assert len(fresh.wait_for("measured")["step_seconds"]) == 2
+    fresh.channel.send("stop")
+    assert fresh.exit_status() == 0
 
 
 def test_a_long_accumulation_is_extrapolated(parent: Parent, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_life_from_hello_to_bye(parent: Parent, tmp_path: Path, candidate: Can
     assert ("saved_bytes" in facts) == (candidate is None)
     if candidate is None:
         assert facts["saved_bytes"] >= 2 * 8 * 16 * 4, "the embedding's output, which the linear layer keeps"
-    rank.channel.send("certify", micro_batch=micro_batch, folder=str(tmp_path))
+    rank.channel.send("certify", micro_batch=micro_batch)
     assert rank.wait_for("measured", certified=True)["saved"], "though the script's own saves do nothing"
     rank.channel.send("stop")
     rank.wait_for("bye")
