@@ -17,8 +17,9 @@ from autotune.executors.measurement import inside_bytes, measurement_of
 from autotune.executors.selftest import check_group
 from autotune.group.environment import threads_per_rank
 from autotune.group.gauge import make_meter
-from autotune.group.group import Group, Policy, Stop
+from autotune.group.group import Group
 from autotune.group.launchers import ForkLauncher, Launcher, SpawnLauncher
+from autotune.group.policy import Policy, Stop
 from autotune.group.protocol import Message
 from autotune.group.verdict import judge
 from autotune.predict.startup import size_seconds

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import MachineTrouble
-from autotune.group.group import Group, Policy, Stop
+from autotune.group.group import Group
 from autotune.group.launchers import Launcher
+from autotune.group.policy import Policy, Stop
 from autotune.group.verdict import judge
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Phase

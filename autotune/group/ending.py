@@ -75,10 +75,19 @@ def _kill_groups(pids: list[int], status: Callable[[int], int | None]) -> None:
         until = time.monotonic() + patience
         while time.monotonic() < until:
             for pid in pids:
-                status(pid)  # reaps what a cold start left
+                if status(pid) is not None:  # which reaps what a cold start left
+                    _reap_group(pid)
             if not any(_group_lives(pid) for pid in pids):
                 return
             time.sleep(0.01)
+
+
+def _reap_group(pid: int) -> None:
+    """Reaps what an ended rank has left in its process group to this process: PID 1 of a container adopts orphans, and
+    zombies would keep the group alive."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-pid, os.WNOHANG)[0]:
+            pass
 
 
 def _group_lives(pid: int) -> bool:

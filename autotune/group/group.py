@@ -15,8 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ import psutil
 from autotune.group.ending import end_ranks
 from autotune.group.gauge import Gauge, Meter, Peaks, kernel_oom_kills, make_meter
 from autotune.group.launchers import Launcher
+from autotune.group.policy import Policy, Stop
 from autotune.group.protocol import Channel, Message
 from autotune.group.verdict import Evidence, is_secondary, log_tail
 from autotune.group.vitals import Vitals
@@ -34,34 +33,6 @@ from autotune.problem.outcome import Phase
 _STATUS_SECONDS = 1.0  # for the exit status of a rank that said nothing of why it is gone
 _LOOK_SECONDS = 5.0  # between looks at ranks that say nothing, at most
 _IDLE_SECONDS = 10.0  # for a device's memory to come back after the last rank
-
-
-class Stop(StrEnum):
-    """Why watching a group ended."""
-
-    ARRIVED = "arrived"  # what was waited for is here
-    FAILED = "failed"  # a rank reported an error, or is gone
-    SILENT = "silent"  # no rank showed life for longer than the policy allows
-    CANCELLED = "cancelled"
-    DEADLINE = "deadline"
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What differs between the ranks of a trial and those of a training.
-
-    Args:
-        hello_seconds: for all ranks to come up and connect.
-        silence_seconds: how long no rank may show life in a phase, once they have: no message, no step of its main thread,
-            nothing computed, read or written.
-        settle_seconds: what is waited after the first failure, so that a peer's complaint does not outrun its cause.
-        may_leave: whether a rank may end by itself with exit code 0. A trial's ranks may not: they wait to be told.
-    """
-
-    hello_seconds: float
-    silence_seconds: Callable[[Phase], float]
-    settle_seconds: float
-    may_leave: bool
 
 
 class Group:
@@ -139,7 +110,7 @@ class Group:
         if stop is not Stop.ARRIVED:  # the socket stays: a rank that is refused would die of it, and hide the cause
             return stop
         self._close_listener()
-        common = {**spec, "world": world, "store": str(self.home / "store")}
+        common = {**spec, "world": world, "store": str(self.home / "store"), "port": _free_port()}
         for rank, channel in self._channels.items():
             log = str(logs.resolve() / f"rank{rank}.log") if logs is not None else None
             channel.send("spec", **common, rank=rank, log=log)
@@ -394,3 +365,10 @@ class Group:
         until = time.monotonic() + _IDLE_SECONDS
         while self._meter is not None and not self._meter.is_idle() and time.monotonic() < until:
             time.sleep(0.05)
+
+
+def _free_port() -> int:
+    """A port for whatever a script opens at MASTER_PORT itself: two groups on a machine do not meet there."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

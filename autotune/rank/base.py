@@ -97,7 +97,7 @@ class BaseRank(ABC):
             WORLD_SIZE=world,
             LOCAL_WORLD_SIZE=world,
             MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(self.spec.get("port", 29500)),
+            MASTER_PORT=str(self.spec["port"]),
             DS_ACCELERATOR=self.spec["device"],
             OMP_NUM_THREADS=str(self.spec["threads"]),
             TOKENIZERS_PARALLELISM="false",

@@ -16,8 +16,9 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.files import write_atomically
 from autotune.group.environment import threads_per_rank
-from autotune.group.group import Group, Policy, Stop
+from autotune.group.group import Group
 from autotune.group.launchers import Launcher, SpawnLauncher
+from autotune.group.policy import Policy, Stop
 from autotune.group.protocol import Message
 from autotune.group.verdict import judge
 from autotune.problem.hardware import Hardware

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Measurement, Outcome
 from autotune.search.study import RESUME, VERIFY
 
+RIVAL_SHARE = 0.05  # verified candidates nearer than this are measured in turn: clocks drift by as much within minutes
 RETRY_SHARE = 0.02  # a candidate with allocator retries must be faster by this to win
 THRIFT_SHARE = 0.03  # what a winner with a lower peak may be slower by, where intervals overlap
 NOT_VERIFIED = "not verified"
@@ -23,6 +26,7 @@ class Standings:
         self.verified: dict[Candidate, Measured] = {}
         self.resumed: dict[Candidate, Outcome] = {}  # the latest try to go on from a checkpoint
         self._why_not: dict[Candidate, str] = {}  # what failed in verification
+        self._turns: dict[Candidate, list[Measurement]] = {}  # verifications of this call
 
     def learn(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
         """Takes in a trial's Outcome."""
@@ -38,9 +42,15 @@ class Standings:
                 self._why_not[candidate] = f"{outcome.kind.value}: {outcome.reason}"
             return
         if role == VERIFY:
-            self.verified[candidate] = (number, outcome.measurement)
+            turns = self._turns.setdefault(candidate, [])
+            turns.append(outcome.measurement)
+            self.verified[candidate] = (number, averaged(turns))
         if role == VERIFY or candidate not in self.verified:
-            self.measured[candidate] = (number, outcome.measurement)
+            self.measured[candidate] = self.verified.get(candidate, (number, outcome.measurement))
+
+    def begin_call(self) -> None:
+        """What was learnt so far was measured in earlier calls: nothing of it was measured in turn with what follows."""
+        self._turns.clear()
 
     def reject(self, candidate: Candidate, why: str) -> None:
         """The candidate cannot win."""
@@ -98,12 +108,38 @@ class Standings:
                 return candidate
         return None
 
+    def next_turn(self) -> Candidate | None:
+        """Of the two fastest that have passed, where they are rivals, the one to measure once more so that both have had an
+        equal share of a drifting machine: A, B, A. None where that is done, or one is clearly faster."""
+        ranked = sorted(self.passed(), key=lambda c: self.verified[c][1].samples_per_second, reverse=True)[:2]
+        if len(ranked) < 2 or any(candidate not in self._turns for candidate in ranked):
+            return None
+        first, second = (self.verified[candidate][1].samples_per_second for candidate in ranked)
+        if second < (1 - RIVAL_SHARE) * first or sum(len(self._turns[candidate]) for candidate in ranked) > 2:
+            return None
+        return min(ranked, key=list(self._turns).index)
+
     def thriftiest(self, passed: list[Candidate]) -> Candidate:
         """Among those whose throughput intervals overlap the fastest's, the one with the lowest peak."""
         fastest = max(passed, key=lambda c: self.verified[c][1].samples_per_second)
         best = self.verified[fastest][1]
         rivals = [c for c in passed if overlap(self.verified[c][1], best) and as_fast(self.verified[c][1], best)]
         return min(rivals, key=lambda c: (self.verified[c][1].peak_bytes, -self.verified[c][1].samples_per_second))
+
+
+def averaged(turns: list[Measurement]) -> Measurement:
+    """The latest of several measurements of one candidate, at the mean speed of all and the highest peak of any."""
+    step_seconds = sum(one.step_seconds for one in turns) / len(turns)
+    latest = turns[-1]
+    scale = latest.step_seconds / step_seconds
+    return dataclasses.replace(
+        latest,
+        step_seconds=step_seconds,
+        samples_per_second=latest.samples_per_second * scale,
+        tokens_per_second=latest.tokens_per_second * scale,
+        peak_bytes=max(one.peak_bytes for one in turns),
+        alloc_retries=max(one.alloc_retries for one in turns),
+    )
 
 
 def as_fast(one: Measurement, best: Measurement) -> bool:

@@ -144,6 +144,7 @@ class Tuner:
         for record in self.store.records():
             if record.outcome is not None:
                 self._learn(record.number, record.candidate, record.outcome, record.role)
+        self.standings.begin_call()
         self.store.begin_call(self.budget_seconds)
         try:
             ended = self._search()
@@ -295,10 +296,14 @@ class Tuner:
         verification measures replaces what the search measured: a candidate that turns out slower falls back in the
         order, and the next one is verified. The winner must also go on from a checkpoint.
         """
-        standings, tried = self.standings, 0
+        standings, tried, in_turn = self.standings, 0, False
         while True:
             candidate = self._to_verify() if tried < MAX_VERIFIED else None
             if candidate is None:
+                if not in_turn and (rival := self._rival()) is not None:
+                    in_turn = True
+                    self._verification(rival, VERIFY)
+                    continue
                 passed = standings.passed()
                 if not passed or self._goes_on(standings.thriftiest(passed)):
                     break
@@ -326,6 +331,13 @@ class Tuner:
         if self.standings.passed() and self.left_seconds < self._verification_seconds + self._resume_seconds:
             return None
         return self.standings.contender()
+
+    def _rival(self) -> Candidate | None:
+        """The candidate to measure once more, where two are so near that the machine's drift may decide; None where no time
+        is left for it."""
+        if self.cancelled() or self.left_seconds < self._verification_seconds + self._resume_seconds:
+            return None
+        return self.standings.next_turn()
 
     def _goes_on(self, candidate: Candidate) -> bool:
         """Whether the candidate trains on from a checkpoint, or it cannot be said: there is no time, no room on the disk, or

@@ -15,8 +15,9 @@ from autotune.executors.local import LocalExecutor
 from autotune.group import launchers
 from autotune.group.ending import end_ranks, marked
 from autotune.group.gauge import make_meter
-from autotune.group.group import Group, Policy, Stop
+from autotune.group.group import Group
 from autotune.group.launchers import ForkLauncher, SpawnLauncher
+from autotune.group.policy import Policy, Stop
 from autotune.group.protocol import Channel
 from autotune.group.verdict import judge
 from autotune.problem.hardware import detect

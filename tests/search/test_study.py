@@ -5,10 +5,13 @@ import optuna
 import pytest
 
 from autotune.errors import UserError
+from autotune.predict.predictor import Predictor
+from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.space_file import load_space
 from autotune.search.distributions import constraints
+from autotune.search.proposer import Proposer
 from autotune.search.storage import default_storage
 from autotune.search.study import VERIFY, StudyStore
 from autotune.units import GIB, MIB
@@ -45,6 +48,34 @@ def test_nothing_finished_is_lost_and_the_trial_in_flight_is_closed(tmp_path: Pa
     assert records[1].outcome.kind is Kind.INTERRUPTED
     assert [call.used_seconds for call in again.calls()] == [12.0]
     assert again.close_interrupted() == 0
+
+
+def test_what_killed_the_tuner_twice_is_not_tried_again(tmp_path: Path) -> None:
+    """Kubernetes and Slurm end the tuner with its ranks when their memory is full."""
+    proposed: list[Candidate] = []
+    for _ in range(4):  # calls, each killed in its first trial
+        store, _ = make_store(tmp_path)
+        store.close_interrupted()
+        proposer = Proposer(
+            [make_candidate(stage, micro) for stage in (0, 3) for micro in (1, 2)],
+            SPACE,
+            store.job,
+            store.hardware,
+            store,
+            0,
+            Predictor(store.job, store.hardware),
+        )
+        for record in store.records():
+            assert record.outcome is not None
+            proposer.observe(record.candidate, record.outcome)
+        proposal = proposer.next()
+        assert proposal is not None
+        proposed.append(proposal.candidate)
+        store.start(proposal.candidate, SPACE)
+    assert proposed[0] == proposed[1], "once may have been anything"
+    assert {one.family for one in proposed[2:]}.isdisjoint({proposed[0].family})
+    kinds = [record.outcome.kind for record in make_store(tmp_path)[0].records() if record.outcome]
+    assert kinds == [Kind.INTERRUPTED, Kind.OOM_HOST, Kind.INTERRUPTED]
 
 
 def test_memory_is_a_graded_constraint_and_never_a_fail(tmp_path: Path) -> None:

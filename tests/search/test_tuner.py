@@ -11,9 +11,9 @@ from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, 
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
-from autotune.problem.outcome import Kind, Outcome, Phase, Source
+from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
 from autotune.search.proposer import Proposer
-from autotune.search.standings import overlap
+from autotune.search.standings import Standings, overlap
 from autotune.search.study import RESUME, SEARCH, VERIFY, StudyStore
 from autotune.search.tuner import MACHINE_FAILURES, SearchSummary, Tuner, too_short
 from tests.conftest import make_candidate
@@ -271,3 +271,33 @@ def test_intervals_overlap() -> None:
     assert too_short(2.0) is not None
     assert too_short(60.0) is None
     assert make_candidate() == make_candidate()
+
+
+def test_rivals_are_measured_in_turn(landscape: Landscape) -> None:
+    """The machine slows down by 4 % after the first verification: who came first must not win by it."""
+    rows = {c: row for c, row in landscape.rows.items() if row.kind is Kind.OK and row.step_seconds}
+    fastest = min(rows, key=landscape.seconds_per_sample)
+    rival = next(c for c in rows if c.family != fastest.family)
+    pace = rows[fastest].step_seconds
+    assert pace is not None
+    standings = Standings(landscape.hardware())
+
+    def verified(candidate: Candidate, seconds: float) -> None:
+        measurement = Measurement(seconds, 0.01 * seconds, 9, 1 / seconds, 512 / seconds, 10**9)
+        standings.learn(0, candidate, Outcome(Kind.OK, measurement=measurement), VERIFY)
+
+    verified(fastest, pace)
+    standings.begin_call()
+    verified(rival, 1.0)
+    assert standings.next_turn() is None, "what an earlier call verified was not measured in turn"
+    verified(fastest, 1.03)
+    assert standings.next_turn() == rival, "the first of the two, once more"
+    verified(rival, 1.08)
+    assert standings.next_turn() is None
+    assert standings.verified[rival][1].step_seconds == pytest.approx(1.04)
+    assert standings.thriftiest([rival, fastest]) in (rival, fastest)
+    slow = Standings(landscape.hardware())
+    standings = slow
+    verified(fastest, 1.0)
+    verified(rival, 1.2)
+    assert slow.next_turn() is None, "one is clearly faster"
