@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -13,13 +14,14 @@ from typing import Any
 from autotune.errors import Cause, Unusable
 from autotune.executors.base import Effort
 from autotune.executors.measurement import measurement_of
-from autotune.group.environment import threads_per_rank
+from autotune.group.environment import trial_environment
 from autotune.group.gauge import make_meter
 from autotune.group.group import Group, Policy, Stop
 from autotune.group.launchers import ForkLauncher, Launcher, SpawnLauncher
 from autotune.group.protocol import Message
 from autotune.group.verdict import judge
 from autotune.problem.candidate import Candidate, under
+from autotune.problem.cpus import threads_per_rank
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, Script
 from autotune.problem.outcome import Kind, Outcome, Phase, Source
@@ -101,12 +103,15 @@ class LocalExecutor:
             self._launcher = server
             return
         self.isolation = "spawn"
-        self._launcher = SpawnLauncher(self.hardware.device, self.folder / "spawn.log")
+        self._launcher = SpawnLauncher(self._environment(), self.folder / "spawn.log")
+
+    def _environment(self) -> dict[str, str]:
+        return trial_environment(self.hardware.device, threads_per_rank(self.job.ranks))
 
     def _fork_server(self, say: Callable[[str], None]) -> ForkLauncher | None:
         """A fork server that is ready; None where forking is not safe on this machine."""
         server = ForkLauncher(
-            self.hardware.device,
+            self._environment(),
             self.folder / "server.log",
             model_type=self.job.model.config.get("model_type"),
             ops=self._ops,
@@ -267,6 +272,7 @@ class LocalSession:
             "cap_bytes": executor.hardware.memory_cap_bytes,
             "seed": executor.seed,
             "threads": threads_per_rank(job.ranks),
+            "env": candidate.environment(os.environ),
             "fault": executor.fault(self._folder.name),
             "live": executor.count_live_tensors,
         }

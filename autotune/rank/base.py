@@ -98,7 +98,6 @@ class BaseRank(ABC):
             MASTER_PORT=str(self.spec.get("port", 29500)),
             DS_ACCELERATOR=self.spec["device"],
             OMP_NUM_THREADS=str(self.spec["threads"]),
-            TOKENIZERS_PARALLELISM="false",
         )
         os.environ.update(self.spec.get("env", {}))
 
