@@ -110,10 +110,11 @@ def candidates() -> list[Candidate]:
 def of_study(store: StudyStore, count: int) -> list[Candidate]:
     """The winner and others that were measured, evenly from the fastest to the slowest."""
     measured = store.measured()
-    if store.winner is None:
-        raise SystemExit("the study has no winner")
+    if store.winner is None or store.job.script or store.job.workload:
+        raise SystemExit("expected a study of a named model with a winner")
     order = sorted(measured, key=lambda one: -measured[one].samples_per_second)
-    kept = [order[at * len(order) // count] for at in range(min(count, len(order)))]
+    several = min(count, len(order))
+    kept = [order[at * len(order) // several] for at in range(several)]
     return list(dict.fromkeys([store.winner.candidate, *kept]))[:count]
 
 
@@ -172,7 +173,7 @@ def summary(rows: list[Row]) -> list[dict[str, Any]]:
     found = []
     for ranks in sorted({row.job.ranks for row in rows}):
         some = [row for row in rows if row.job.ranks == ranks]
-        for who in some[0].speeds.keys() - {"torchrun"}:
+        for who in [name for name in some[0].speeds if name != "torchrun"]:
             ratios = [row.ratio(who) for row in some]
             order = spearman(relative(some, who), relative(some, "torchrun")) if len(some) > 1 else None
             found.append(
@@ -210,11 +211,13 @@ def main() -> None:
     arguments = parse(parser, rounds=1, steps=3, models=1, ranks="1", candidates=2)
     how = How(arguments.rounds, arguments.steps, SMALL_EFFORT if arguments.small else EFFORT)
     rows: list[Row] = []
+    hardware = detect("cpu", 1)
     with tempfile.TemporaryDirectory() as name:
         if arguments.study:
             store = StudyStore.load(arguments.study)
+            hardware = store.hardware
             tried = of_study(store, arguments.candidates or 12)
-            rows = compare(store.job, store.hardware, tried, Path(name), how, with_script=False)
+            rows = compare(store.job, hardware, tried, Path(name), how, with_script=False)
         for (model, precision), ranks in itertools.product(
             () if arguments.study else MODELS[: arguments.models], arguments.ranks.split(",")
         ):
@@ -223,7 +226,7 @@ def main() -> None:
             folder = Path(name) / f"{model.name}-{ranks}"
             folder.mkdir()
             rows += compare(job, hardware, candidates()[: arguments.candidates], folder, how, with_script=True)
-    found = {"candidates": [row.to_json() for row in rows], "summary": summary(rows)}
+    found = {"hardware": hardware.name, "candidates": [row.to_json() for row in rows], "summary": summary(rows)}
     shown = [{key: value for key, value in row.items() if key != "speeds"} for row in found["candidates"]]
     print_table(f"{how.steps} steps by torchrun against trials, {how.rounds} rounds in turn", shown, keys=3)
     print_table("of all", found["summary"], keys=2)

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import re
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def package_versions() -> dict[str, str]:
 def driver_versions() -> dict[str, str]:
     """Versions of the driver, of the CUDA that torch was built for and of its NCCL; what is not known is left out."""
     found: dict[str, str | None] = {}
-    with nvml() as lib:
+    with suppress(Exception), nvml() as lib:  # a driver that does not answer is another's to complain of
         if lib is not None:
             driver = lib.nvmlSystemGetDriverVersion()
             found["driver"] = driver.decode() if isinstance(driver, bytes) else str(driver)
