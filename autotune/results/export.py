@@ -45,10 +45,8 @@ def hf_deepspeed_config(candidate: Candidate, job: Job) -> dict[str, Any]:
             section = section.get(part) if isinstance(section, dict) else None
         if isinstance(section, dict):
             section.update(dict.fromkeys(section.keys() & set(keys), "auto"))
-    if not job.base_config:
-        config["gradient_clipping"] = (
-            "auto"  # Trainer's max_grad_norm; a config of the user's own says whether it clips
-        )
+    if not job.base_config:  # one of the user's own says whether it clips; else Trainer's max_grad_norm does
+        config["gradient_clipping"] = "auto"
     return config
 
 
