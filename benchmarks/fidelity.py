@@ -1,82 +1,235 @@
-"""Does training run at the speed that was exported? `python benchmarks/fidelity.py [STUDY] [--steps 35] [--rounds 3]`.
+"""Is what a trial measures what training does? `python benchmarks/fidelity.py [STUDY] [--rounds 3] [--steps 25]`.
 
-Takes a study's winner, measures it again as verification does and trains with the exported config under plain
-DeepSpeed, in turn, and prints both beside what `meta.json` says. On CPU ranks both run with the same allocator
-settings and threads. Without STUDY a small model is tuned on two CPU ranks first; under `--small` a recorded table takes
-the place of that search.
+Each candidate is measured by a trial of the model, by a trial of a script that trains the same, and trained by the command
+that `autotune` prints (`OMP_NUM_THREADS=… torchrun …`) in the environment of whoever started this, one after another, round
+after round; which comes first moves on with every round, since a machine's pace drifts. A candidate's ratio is the median
+over rounds of trial / torchrun of the same round. The order is Spearman's, of speeds divided by their own job's median:
+between models it would say nothing.
+
+Without STUDY: 4 candidates each of 3 models on 1 and on 2 CPU ranks. With it: the study's winner and others of its trials,
+on what it was tuned on, without the script.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
+import sys
 import tempfile
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import HERE, command_line, parse, print_table, write_json
-from ranks import autotune_run, opened, train_plainly
+from common import command_line, parse, print_table, write_json
+from predictor import spearman
+from ranks import LocalExecutor, opened, plain_words, train_plainly
 
-from autotune.executors.base import VERIFY, Effort
+from autotune.commands.probe import probe
+from autotune.executors.base import Effort
+from autotune.group.environment import variables_of
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.problem.cpus import threads_per_rank
+from autotune.problem.hardware import Hardware, detect
+from autotune.problem.job import Job, Script
+from autotune.problem.models import ModelSpec, resolve_model
+from autotune.problem.script_job import job_of, unknown_job
 from autotune.results.export import deepspeed_config
 from autotune.search.study import StudyStore
 
 WARMUP_STEPS = 5  # of train_plain.py
-TABLE = HERE / "data" / "landscapes_own" / "tiny-llama_2xcpu.csv.gz"
-TUNED_HERE = ("--model", "tiny-gemma-2", "--device", "cpu", "--gpus", "2", "--budget", "90s")
-REPLAYED = ("--executor", f"replay:{TABLE}")
+SEQ_LEN, ROWS_PER_RANK = 64, 8  # micro-batch x accumulation
+RATIO_TARGET, ORDER_TARGET = 0.03, 0.95
+EFFORT = Effort(full=True, min_steps=8, max_steps=60, min_seconds=4.0)
+SMALL_EFFORT = Effort(full=True, min_steps=2, max_steps=3, min_seconds=0.0)
+DEADLINE_SECONDS = 600.0
+ENDLESS = 10**6  # steps of a script that is measured: it is ended before
+
+# Large enough that most of its tensors have sizes at which malloc's thresholds decide (28 million parameters, bf16).
+GEMMA_28M = ModelSpec(
+    "gemma-28m",
+    {
+        "model_type": "gemma2",
+        "vocab_size": 32_000,
+        "hidden_size": 384,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+        "sliding_window": 256,
+    },
+    "made here",
+)
+MODELS = ((resolve_model("tiny-llama"), "fp32"), (resolve_model("tiny-gemma-2"), "fp32"), (GEMMA_28M, "bf16"))
+FAMILIES: tuple[tuple[dict[str, Any], int], ...] = (  # and their micro-batch
+    ({"zero_stage": 0}, 8),
+    ({"zero_stage": 0}, 1),
+    ({"zero_stage": 1, "offload_optimizer": "cpu", "reduce_bucket_size": 5_000_000}, 2),
+    ({"zero_stage": 3, "reduce_bucket_size": 5_000_000, "sub_group_size": 10_000_000}, 4),
+)
 
 
-def tuned(folder: Path, options: tuple[str, ...]) -> str:
-    """A study made for this comparison; the path that loads it."""
-    done = autotune_run(*options, "--study", "fidelity", cwd=folder)
-    if done.code:
-        raise SystemExit(done.stderr[-3000:])
-    return str(folder / "runs" / "fidelity")
+Way = Callable[[Candidate], float]  # samples a second of a candidate
 
 
-def compare(store: StudyStore, folder: Path, rounds: int, steps: int, effort: Effort) -> dict[str, Any]:
-    winner, job, hardware = store.winner, store.job, store.hardware
-    if winner is None or winner.outcome is None or winner.outcome.measurement is None:
-        raise SystemExit("the study has no winner")
-    config = deepspeed_config(winner.candidate, job)
-    again: list[float] = []
-    trained: list[float] = []
-    with opened(job, hardware, folder, [winner.candidate]) as executor:
-        for at in range(rounds):
-            session = executor.session(winner.candidate, str(at))
-            measured = session.measure(winner.candidate, effort, 300.0).measurement
-            session.close()
-            assert measured is not None
-            again.append(measured.samples_per_second)
-            found = train_plainly(job, config, winner.candidate.checkpointing, steps, hardware.device)
-            trained.append(found["samples_per_second"])
-    meta = winner.outcome.measurement.samples_per_second
-    return {
-        "hardware": str(hardware),
-        "winner": str(winner.candidate),
-        "meta.json samples/s": meta,
-        "verified again": statistics.median(again),
-        "trained": statistics.median(trained),
-        "trained / meta": statistics.median(trained) / meta,
-        "trained / verified again": statistics.median(trained) / statistics.median(again),
-        "median of paired ratios": statistics.median(t / a for t, a in zip(trained, again, strict=True)),
-        "trained_all": trained,
-        "again_all": again,
-    }
+@dataclass(frozen=True)
+class How:
+    """How carefully to compare."""
+
+    rounds: int
+    steps: int  # of torchrun's trainings, after their warm-up
+    effort: Effort
+
+
+@dataclass
+class Row:
+    """One candidate of one job, and its speeds round by round in samples a second, by who measured or trained it."""
+
+    job: Job
+    candidate: Candidate
+    speeds: dict[str, list[float]] = field(default_factory=dict)
+
+    def ratio(self, who: str) -> float:
+        return statistics.median(t / p for t, p in zip(self.speeds[who], self.speeds["torchrun"], strict=True))
+
+    def to_json(self) -> dict[str, Any]:
+        trials = {f"{who} / torchrun": self.ratio(who) for who in self.speeds if who != "torchrun"}
+        speed = statistics.median(self.speeds["torchrun"])
+        named = {"model": self.job.model.name, "ranks": self.job.ranks, "candidate": str(self.candidate)}
+        return {**named, "torchrun samples/s": speed, **trials, "speeds": self.speeds}
+
+
+def candidates() -> list[Candidate]:
+    return [Candidate.of({**knobs, MICRO_BATCH: size, ACCUMULATION: ROWS_PER_RANK // size}) for knobs, size in FAMILIES]
+
+
+def of_study(store: StudyStore, count: int) -> list[Candidate]:
+    """The winner and others that were measured, evenly from the fastest to the slowest."""
+    measured = store.measured()
+    if store.winner is None or store.job.script or store.job.workload:
+        raise SystemExit("expected a study of a named model with a winner")
+    order = sorted(measured, key=lambda one: -measured[one].samples_per_second)
+    several = min(count, len(order))
+    kept = [order[at * len(order) // several] for at in range(several)]
+    return list(dict.fromkeys([store.winner.candidate, *kept]))[:count]
+
+
+def compare(
+    job: Job, hardware: Hardware, tried: list[Candidate], folder: Path, how: How, *, with_script: bool
+) -> list[Row]:
+    """Every candidate of a job, round after round in each of the ways."""
+    rows = [Row(job, one) for one in tried]
+    with ExitStack() as stack:
+        of_model = stack.enter_context(opened(job, hardware, folder / "model", tried))
+        ways: dict[str, Way] = {
+            "torchrun": lambda one: trained(job, one, how.steps, hardware.device),
+            "--model": lambda one: measured(of_model, one, how.effort),
+        }
+        if with_script:
+            config = deepspeed_config(tried[0], job)
+            script = Script(tuple(plain_words(job, config, ENDLESS, folder)), str(folder))
+            of_script = opened(unknown_job(script, hardware), hardware, folder / "script", tried)
+            of_script = stack.enter_context(of_script)
+            seen = probe(of_script, script, folder, DEADLINE_SECONDS, lambda text: print(text, file=sys.stderr))
+            of_script.job = job_of(seen.script, hardware, job.global_batch_size)
+            ways["script"] = lambda one: measured(of_script, one, how.effort)
+        in_turn(rows, ways, how.rounds)
+    return rows
+
+
+def in_turn(rows: list[Row], ways: dict[str, Way], rounds: int) -> None:
+    names = list(ways)
+    for at, row in itertools.product(range(rounds), rows):
+        first = at % len(names)
+        for who in names[first:] + names[:first]:
+            row.speeds.setdefault(who, []).append(ways[who](row.candidate))
+        said = {who: round(values[-1], 3) for who, values in row.speeds.items()}
+        print(row.job.model.name, row.job.ranks, row.candidate, said, file=sys.stderr, flush=True)
+
+
+def trained(job: Job, candidate: Candidate, steps: int, device: str) -> float:
+    """Samples a second of a training without autotune."""
+    variables = variables_of(candidate, threads_per_rank(job.ranks))
+    config = deepspeed_config(candidate, job)
+    found = train_plainly(job, config, candidate.checkpointing, steps + WARMUP_STEPS, device, variables)
+    return found["samples_per_second"]
+
+
+def measured(executor: LocalExecutor, candidate: Candidate, effort: Effort) -> float:
+    """Samples a second of a trial in fresh ranks."""
+    with closing(executor.session(candidate, uuid.uuid4().hex[:8])) as session:
+        outcome = session.measure(candidate, effort, DEADLINE_SECONDS)
+    if outcome.measurement is None:
+        raise SystemExit(f"{candidate}: {outcome.kind}: {outcome.reason}")
+    return outcome.measurement.samples_per_second
+
+
+def summary(rows: list[Row]) -> list[dict[str, Any]]:
+    """For each way and number of ranks: the ratios' range, how many are within the target, and the order."""
+    found = []
+    for ranks in sorted({row.job.ranks for row in rows}):
+        some = [row for row in rows if row.job.ranks == ranks]
+        for who in [name for name in some[0].speeds if name != "torchrun"]:
+            ratios = [row.ratio(who) for row in some]
+            order = spearman(relative(some, who), relative(some, "torchrun")) if len(some) > 1 else None
+            found.append(
+                {
+                    "trial of": who,
+                    "ranks": ranks,
+                    "candidates": len(some),
+                    "trial / torchrun, least": min(ratios),
+                    "median": statistics.median(ratios),
+                    "most": max(ratios),
+                    f"within {100 * RATIO_TARGET:.0f} %": sum(abs(ratio - 1) <= RATIO_TARGET for ratio in ratios),
+                    f"Spearman (target {ORDER_TARGET})": order,
+                }
+            )
+    return found
+
+
+def relative(rows: list[Row], who: str) -> list[float]:
+    """Each row's speed over the median of its job's."""
+    speeds = [statistics.median(row.speeds[who]) for row in rows]
+    of_job: dict[str, list[float]] = {}
+    for row, speed in zip(rows, speeds, strict=True):
+        of_job.setdefault(row.job.key, []).append(speed)
+    return [speed / statistics.median(of_job[row.job.key]) for row, speed in zip(rows, speeds, strict=True)]
 
 
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("study", nargs="?")
-    parser.add_argument("--steps", type=int, default=35)
     parser.add_argument("--rounds", type=int, default=3)
-    arguments = parse(parser, steps=WARMUP_STEPS + 3, rounds=1)
-    effort = Effort(min_steps=2, max_steps=3, min_seconds=0.0) if arguments.small else VERIFY
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--models", type=int, default=len(MODELS), help="the first so many")
+    parser.add_argument("--ranks", default="1,2")
+    parser.add_argument("--candidates", type=int, help="of each job; default: 12 of a study, all 4 else")
+    arguments = parse(parser, rounds=1, steps=3, models=1, ranks="1", candidates=2)
+    how = How(arguments.rounds, arguments.steps, SMALL_EFFORT if arguments.small else EFFORT)
+    rows: list[Row] = []
+    hardware = detect("cpu", 1)
     with tempfile.TemporaryDirectory() as name:
-        study = arguments.study or tuned(Path(name), REPLAYED if arguments.small else TUNED_HERE)
-        found = compare(StudyStore.load(study), Path(name), arguments.rounds, arguments.steps, effort)
-    title = f"{arguments.steps - WARMUP_STEPS} steps under plain DeepSpeed, {arguments.rounds} rounds in turn"
-    print_table(title, [{key: value for key, value in found.items() if not isinstance(value, list)}])
+        if arguments.study:
+            store = StudyStore.load(arguments.study)
+            hardware = store.hardware
+            tried = of_study(store, arguments.candidates or 12)
+            rows = compare(store.job, hardware, tried, Path(name), how, with_script=False)
+        for (model, precision), ranks in itertools.product(
+            () if arguments.study else MODELS[: arguments.models], arguments.ranks.split(",")
+        ):
+            hardware = detect("cpu", int(ranks))
+            job = Job(model, int(ranks), SEQ_LEN, precision, global_batch_size=ROWS_PER_RANK * int(ranks))
+            folder = Path(name) / f"{model.name}-{ranks}"
+            folder.mkdir()
+            rows += compare(job, hardware, candidates()[: arguments.candidates], folder, how, with_script=True)
+    found = {"hardware": hardware.name, "candidates": [row.to_json() for row in rows], "summary": summary(rows)}
+    shown = [{key: value for key, value in row.items() if key != "speeds"} for row in found["candidates"]]
+    print_table(f"{how.steps} steps by torchrun against trials, {how.rounds} rounds in turn", shown, keys=3)
+    print_table("of all", found["summary"], keys=2)
     write_json(arguments.json, found)
 
 

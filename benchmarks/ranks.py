@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +21,15 @@ import psutil
 from autotune.executors.deadlines import Deadlines
 from autotune.executors.local import LocalExecutor
 from autotune.executors.measurement import median_spread
-from autotune.group.environment import rank_environment, threads_per_rank
+from autotune.group.environment import training_environment
 from autotune.problem.candidate import Candidate
+from autotune.problem.cpus import threads_per_rank
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.recovery.ladder import Rung
 from autotune.recovery.supervisor import LaunchSummary, Supervisor
 
-__all__ = ["Deadlines", "LaunchSummary", "LocalExecutor", "median_spread", "rank_environment"]
+__all__ = ["Deadlines", "LaunchSummary", "LocalExecutor", "median_spread", "threads_per_rank", "training_environment"]
 
 HERE = Path(__file__).parent
 TRAINING_RANK = "autotune.rank.train"  # in the command line of a rank of `autotune launch`
@@ -87,22 +88,36 @@ def autotune_run(*options: str, script: Sequence[str] = (), cwd: Path | None = N
     return Tuned(done.returncode, json.loads(done.stdout) if done.returncode == 0 else {}, done.stderr)
 
 
-def train_plainly(job: Job, config: dict[str, Any], checkpointing: bool, steps: int, device: str) -> dict[str, float]:
-    """Trains with `config` under torchrun, by a script that knows nothing of autotune.
+def plain_words(job: Job, config: dict[str, Any], steps: int, folder: Path) -> list[str]:
+    """`train_plain.py` and its arguments, a training that knows nothing of autotune; its files are written to the folder."""
+    (folder / "ds.json").write_text(json.dumps(config))
+    (folder / "model.json").write_text(json.dumps(job.model.config))
+    options = [str(job.seq_len), str(steps), "--precision", job.precision]
+    return [str(HERE / "train_plain.py"), f"{folder}/ds.json", f"{folder}/model.json", *options]
+
+
+def train_plainly(
+    job: Job,
+    config: dict[str, Any],
+    checkpointing: bool,
+    steps: int,
+    device: str,
+    variables: Mapping[str, str] | None = None,
+) -> dict[str, float]:
+    """Trains with `config` under torchrun, in this process's own environment and with what autotune prints before the
+    command.
+
+    Args:
+        variables: what is printed; None: the CPU threads alone.
 
     Raises:
         RuntimeError: the training failed; with the end of its standard error.
     """
+    threads = threads_per_rank(job.ranks)
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "ds.json").write_text(json.dumps(config))
-        (Path(folder) / "model.json").write_text(json.dumps(job.model.config))
-        options = [str(job.seq_len), str(steps), "--precision", job.precision]
-        command = [
-            *torchrun_words(job.ranks),
-            *[str(HERE / "train_plain.py"), f"{folder}/ds.json", f"{folder}/model.json", *options],
-            *(["--checkpointing"] if checkpointing else []),
-        ]
-        env = {**rank_environment(device), "OMP_NUM_THREADS": str(threads_per_rank(job.ranks))}
+        words = plain_words(job, config, steps, Path(folder))
+        command = [*torchrun_words(job.ranks), *words, *(["--checkpointing"] if checkpointing else [])]
+        env = {**training_environment(device, threads), **(variables or {})}
         done = subprocess.run(command, capture_output=True, text=True, env=env)
     line = next((line for line in done.stdout.splitlines() if line.startswith("TRAINED ")), None)
     if line is None:

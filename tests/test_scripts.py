@@ -15,7 +15,7 @@ from autotune.commands.probe import Probe, probe
 from autotune.errors import UserError
 from autotune.executors.base import Effort
 from autotune.executors.local import LocalExecutor
-from autotune.problem.candidate import Candidate
+from autotune.problem.candidate import ALLOCATOR_VARIABLES, Candidate
 from autotune.problem.fitting import for_job
 from autotune.problem.hardware import detect
 from autotune.problem.job import Script
@@ -642,6 +642,33 @@ def test_a_crash_on_the_way_out_is_no_failure_of_the_training(tmp_path: Path) ->
     assert any("rank 1 died by SIGABRT" in line for line in says)
 
 
+def test_a_training_has_the_users_environment_and_its_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet = ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS", "TOKENIZERS_PARALLELISM")
+    for name in (*quiet, *ALLOCATOR_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "9")
+    script = write(
+        tmp_path,
+        "tells.py",
+        """
+        import json, os, torch
+        told = {**os.environ, "threads": torch.get_num_threads()}
+        with open(f"told{os.environ['RANK']}.json", "w") as file:
+            json.dump(told, file)
+        """,
+    )
+    assert launch(tmp_path, [script], [make_candidate(expandable_segments=True)]).code == 0
+    for rank in "01":
+        told = json.loads((tmp_path / f"told{rank}.json").read_text())
+        assert told["threads"] == 3
+        assert told["OMP_NUM_THREADS"] == "3"
+        assert told["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64,expandable_segments:True"
+        assert {name for name in told if name.startswith("MALLOC_")} == {"MALLOC_ARENA_MAX"}
+        assert not {*quiet} & told.keys()
+
+
 def test_the_command_line_end_to_end(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(AUTO))
     (tmp_path / "space.yaml").write_text(
@@ -655,9 +682,11 @@ def test_the_command_line_end_to_end(tmp_path: Path) -> None:
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
 
     run = ["run", "--device", "cpu", "--gpus", "2", "--budget", "5m", "--space", "space.yaml", "--study", "mine"]
-    done = autotune(*run, "--max-trials", "2", "--yes", "--", *script)
+    done = autotune(*run, "--max-trials", "2", "--out", "best.json", "--yes", "--", *script)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "train with" in done.stdout
+    assert "train with: OMP_NUM_THREADS=1 torchrun" in done.stdout
+    assert (tmp_path / "best.json").exists()
+    # in the study's folder wherever the winner goes: `launch` reads it there
     ladder = json.loads((tmp_path / "runs/mine/mine.ladder.json").read_text())
     assert all(one["config"]["train_batch_size"] == 8 for one in ladder)
     began = time.monotonic()

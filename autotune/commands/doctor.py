@@ -14,7 +14,8 @@ from typing import Any
 
 import psutil
 
-from autotune.group.environment import rank_environment
+from autotune.group.environment import trial_environment
+from autotune.problem.cpus import usable_cpus
 from autotune.problem.hardware import facts_for, host_memory_bytes, nvml, nvml_handle, visible_gpus
 from autotune.units import GIB, MIB, format_bytes
 
@@ -173,7 +174,7 @@ def _libraries() -> Iterator[Finding]:
     try:
         done = subprocess.run(
             [sys.executable, "-c", _EXAMINATION, *_OPS],
-            env=rank_environment(device),
+            env=trial_environment(device, usable_cpus()),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -12,11 +12,11 @@ from autotune.commands.setup import LaunchSetup, PlanSetup
 from autotune.errors import NothingFits, UserError
 from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import Candidate
-from autotune.problem.fitting import for_job
+from autotune.problem.fitting import for_device, for_job
 from autotune.problem.hardware import Hardware, detect
 from autotune.problem.job import Job
 from autotune.problem.space_file import parse_space
-from autotune.recovery.ladder import Rung, recovery_ladder, write_ladder
+from autotune.recovery.ladder import Rung, ladder_path, recovery_ladder, write_ladder
 from autotune.recovery.supervisor import LaunchSummary, Supervisor, check_script
 from autotune.search.storage import make_study_folder
 from autotune.search.study import StudyStore
@@ -30,6 +30,7 @@ class _Training:
     hardware: Hardware
     ladder: list[Rung]
     folder: Path
+    threads: int | None = None  # a rank was measured with; None where nothing was measured
 
 
 def launch_training(request: Request, say: Callable[[str], None] = print) -> LaunchSummary:
@@ -60,6 +61,7 @@ def launch_training(request: Request, say: Callable[[str], None] = print) -> Lau
         silent_seconds=setup.silent_seconds,
         convert=setup.convert,
         say=say,
+        threads=training.threads,
     )
     return supervisor.run()
 
@@ -79,13 +81,17 @@ def _from_study(setup: LaunchSetup, store: StudyStore, say: Callable[[str], None
     )
     ladder = ladder_of(store, winner.candidate, setup.convert)
     return _Training(
-        dataclasses.replace(job, script=script), store.hardware, ladder, store.folder or Path("runs") / store.name
+        dataclasses.replace(job, script=script),
+        store.hardware,
+        ladder,
+        store.folder or Path("runs") / store.name,
+        store.threads,
     )
 
 
 def ladder_of(store: StudyStore, top: Candidate, convert: bool) -> list[Rung]:
     """The recovery ladder of a study's winner: as `run` wrote it, or made anew where it wrote none for this winner."""
-    path = store.folder / f"{store.name}.ladder.json" if store.folder else None
+    path = ladder_path(store.folder, store.name) if store.folder else None
     if not convert and path is not None and path.exists():
         known = [Rung.from_json(one) for one in json.loads(path.read_text())]
         if known and known[0].candidate == top:
@@ -102,7 +108,7 @@ def make_ladder(store: StudyStore, top: Candidate, convert: bool = False) -> lis
     for record in store.records():
         if record.outcome is not None:
             predictor.observe(record.candidate, record.outcome)
-    space = for_job(parse_space(store.space_text), store.job)
+    space = for_job(for_device(parse_space(store.space_text), store.hardware.device), store.job)
     return recovery_ladder(top, space, store.job, predictor, store.measured(), store.failed(), convert=convert)
 
 

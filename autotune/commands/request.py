@@ -14,7 +14,7 @@ from autotune.commands.setup import LaunchSetup, PlanSetup, Setup
 from autotune.errors import UserError
 from autotune.executors.replay import Landscape, load_landscape
 from autotune.problem.candidate import Candidate
-from autotune.problem.fitting import for_job, installed, missing_package
+from autotune.problem.fitting import for_device, for_job, installed, missing_package
 from autotune.problem.hardware import Hardware, detect, named_hardware
 from autotune.problem.job import Job, load_ds_config, load_lengths, longest_sequence, parse_lora
 from autotune.problem.models import ModelSpec, resolve_model, workload_spec
@@ -22,7 +22,7 @@ from autotune.problem.script import make_script
 from autotune.problem.script_job import unknown_job
 from autotune.problem.space import SearchSpace
 from autotune.problem.space_file import load_space
-from autotune.search.fingerprint import fingerprint
+from autotune.search.fingerprint import identity
 from autotune.units import parse_bytes, parse_duration, parse_share
 
 DEFAULT_HEADROOM = "5%"
@@ -128,7 +128,7 @@ def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]
         else:
             hardware = named_hardware(name.strip(), count, headroom=headroom)
         job = _named_job(request, hardware)
-        space, _ = installed(for_job(load_space(request.space or "default"), job))
+        space, _ = installed(for_job(for_device(load_space(request.space or "default"), hardware.device), job))
         setups.append(PlanSetup(job=job, hardware=hardware, space=space))
     return setups
 
@@ -170,7 +170,7 @@ def launch_setup(request: Request) -> LaunchSetup:
 
 def study_name(job: Job, hardware: Hardware) -> str:
     """The same for the same job on the same machine, so that the same command resumes."""
-    key = hashlib.sha256(json.dumps(fingerprint(job, hardware), sort_keys=True).encode()).hexdigest()[:6]
+    key = hashlib.sha256(json.dumps(identity(job, hardware), sort_keys=True).encode()).hexdigest()[:6]
     if job.script:
         key = job.script.key[:6]
     return f"{job.model.name}-{hardware.count}x{hardware.facts or hardware.device}-{key}"
@@ -229,7 +229,8 @@ def _this_machine(request: Request) -> Hardware:
 
 
 def _space(request: Request, hardware: Hardware) -> SearchSpace:
-    return load_space(request.space or ("default" if hardware.device == "cuda" else "cpu_demo"))
+    space = load_space(request.space or ("default" if hardware.device == "cuda" else "cpu_demo"))
+    return for_device(space, hardware.device)
 
 
 def _refuse(options: Mapping[str, object], why: str) -> None:

@@ -24,7 +24,7 @@ from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind
 from autotune.problem.script_job import own_candidate
-from autotune.recovery.ladder import recovery_ladder, write_ladder
+from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
 from autotune.results.console import PlainObserver, make_observer, record_json
 from autotune.results.export import export_record
 from autotune.results.winner import closest_lines, train_with_lines, winner_lines
@@ -240,13 +240,12 @@ def _summary(
         out = setup.out or setup.folder / f"{setup.name}.json"
         files = export_record(store, found.winner, out, "deepspeed", found.verified)
         if setup.landscape is None:
-            files.append(
-                _write_ladder(setup, store, predictor, found.winner.candidate, out.with_suffix(".ladder.json"))
-            )
+            ladder = ladder_path(setup.folder, setup.name)
+            files.append(_write_ladder(setup, store, predictor, found.winner.candidate, ladder))
         lines = winner_lines(found.winner, store.records(), store.job, store.hardware)
         if not found.verified:
             lines.append("  not verified: the budget or the call ended first; run again to verify it")
-        lines += train_with_lines(found.winner.candidate, store.job, store.name, files[0])
+        lines += train_with_lines(found.winner.candidate, store.job, store.name, files[0], store.threads)
         counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())
         trials, used = sum(found.by_kind.values()), format_duration(found.used_seconds)
         lines.append(f"  {trials} trials ({counts}) in {used}; {found.ended}")

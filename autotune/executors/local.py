@@ -15,7 +15,7 @@ from autotune.executors.base import Effort
 from autotune.executors.deadlines import SCRIPT_DEADLINES, Deadlines
 from autotune.executors.measurement import inside_bytes, measurement_of
 from autotune.executors.selftest import check_group
-from autotune.group.environment import threads_per_rank
+from autotune.group.environment import trial_environment
 from autotune.group.gauge import make_meter
 from autotune.group.group import Group
 from autotune.group.launchers import ForkLauncher, Launcher, SpawnLauncher
@@ -24,6 +24,7 @@ from autotune.group.protocol import Message
 from autotune.group.verdict import judge
 from autotune.predict.startup import size_seconds
 from autotune.problem.candidate import Candidate, under
+from autotune.problem.cpus import threads_per_rank
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, Script
 from autotune.problem.outcome import Kind, Outcome, Phase, Source
@@ -88,12 +89,15 @@ class LocalExecutor:
         if self.isolation == "fork":
             self._start_fork_server(say)
         else:
-            self._launcher = SpawnLauncher(self.hardware.device, self.folder / "spawn.log")
+            self._launcher = SpawnLauncher(self._environment(), self.folder / "spawn.log")
+
+    def _environment(self) -> dict[str, str]:
+        return trial_environment(self.hardware.device, threads_per_rank(self.job.ranks))
 
     def _start_fork_server(self, say: Callable[[str], None]) -> None:
         """A fork server, ready; cold starts instead where forking is not safe on this machine."""
         server = ForkLauncher(
-            self.hardware.device,
+            self._environment(),
             self.folder / "server.log",
             model_type=self.job.model.config.get("model_type"),
             ops=self._ops,
@@ -133,7 +137,7 @@ class LocalExecutor:
         say("something woke CUDA before the fork: falling back to cold starts (slower, same results)")
         self.close()
         self.isolation = "spawn"
-        self._launcher = SpawnLauncher(self.hardware.device, self.folder / "spawn.log")
+        self._launcher = SpawnLauncher(self._environment(), self.folder / "spawn.log")
 
     def ensure_launcher(self) -> None:
         """Restarts a fork server that was killed."""
@@ -316,6 +320,7 @@ class LocalSession:
             "cap_bytes": executor.hardware.memory_cap_bytes,
             "seed": executor.seed,
             "threads": threads_per_rank(job.ranks),
+            "env": candidate.environment(os.environ),
             "fault": executor.fault(self._folder.name),
             "live": executor.count_live_tensors,
             "resume": str(self._checkpoint) if self._checkpoint else None,

@@ -1,18 +1,28 @@
-"""What a rank's process needs in its environment before its first instruction."""
+"""What a process of ours needs in its environment before its first instruction.
+
+A training has the user's own environment and the little without which it would not be the one that was tuned. A trial is
+quiet besides. Nothing here sets an allocator's variables: a trial must be as fast, and as large, as training will be.
+"""
 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+from collections.abc import Mapping
 
+from autotune.problem.candidate import Candidate
 from autotune.processes import package_environment
 
+THREADS = "OMP_NUM_THREADS"
 
-def rank_environment(device: str) -> dict[str, str]:
-    """The environment of a rank, or of a process that builds what ranks load.
+
+def training_environment(device: str, threads: int) -> dict[str, str]:
+    """The environment of a rank that trains, or of a process that builds what ranks load.
 
     Args:
         device: `cuda` or `cpu`.
+        threads: that it computes with on the CPU.
     """
     beside = os.path.dirname(sys.executable)
     env = {
@@ -21,22 +31,30 @@ def rank_environment(device: str) -> dict[str, str]:
         # Always the same one: another version's log would make it build every op again.
         "PATH": os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]),
         "DS_ACCELERATOR": device,
+        # before any OpenMP library is loaded: a second one beside torch's hears of it in no other way
+        THREADS: str(threads),
+    }
+    return env | {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else env
+
+
+def trial_environment(device: str, threads: int) -> dict[str, str]:
+    """The environment of a rank that is measured: a training's, but quiet, and safe to fork."""
+    return {
+        **training_environment(device, threads),
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() must not wake the driver
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
-    if device == "cpu":
-        env |= {
-            # Large blocks straight from mmap and back: peak memory then repeats whatever ran before.
-            "MALLOC_MMAP_THRESHOLD_": "1048576",
-            "MALLOC_TRIM_THRESHOLD_": "0",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-    return env
 
 
-def threads_per_rank(ranks: int) -> int:
-    """CPU threads that each of `ranks` ranks of this machine computes with."""
-    return max(1, min(8, (os.cpu_count() or 1) // ranks))
+def variables_of(candidate: Candidate, threads: int) -> dict[str, str]:
+    """What stands before the command that trains with a candidate: the variables that its ranks were measured under and
+    that no launcher sets by itself."""
+    return {THREADS: str(threads), **candidate.environment(os.environ)}
+
+
+def assignments(variables: Mapping[str, str]) -> str:
+    """`NAME=value NAME=value`, as a shell takes them before a command."""
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())

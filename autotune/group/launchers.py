@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +19,6 @@ import psutil
 
 from autotune.errors import UserError
 from autotune.group.ending import below, marked
-from autotune.group.environment import rank_environment
 from autotune.group.protocol import Channel, Message
 from autotune.group.verdict import log_tail
 
@@ -56,12 +55,13 @@ class SpawnLauncher:
     """A cold start: a new interpreter a rank, seconds of imports.
 
     Args:
+        env: a rank's environment, see `autotune.group.environment`.
         log: takes what ranks write; None leaves them this process's output.
         cwd: the folder they start in; None: this process's.
     """
 
-    def __init__(self, device: str, log: Path | None = None, cwd: str | None = None) -> None:
-        self.device, self.log, self._cwd = device, log, cwd
+    def __init__(self, env: Mapping[str, str], log: Path | None = None, cwd: str | None = None) -> None:
+        self.log, self._env, self._cwd = log, env, cwd
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._mark = uuid.uuid4().hex  # inherited by whatever a rank starts
 
@@ -70,7 +70,7 @@ class SpawnLauncher:
         try:
             process = subprocess.Popen(
                 [sys.executable, "-m", entry, address, str(rank)],
-                env={**rank_environment(self.device), MARK: self._mark},
+                env={**self._env, MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -101,12 +101,13 @@ class ForkLauncher:
     """The fork server: imports are paid once a study, a rank starts in 10 ms.
 
     Args:
+        env: the server's environment, which its ranks inherit.
         log: takes what the server writes, and its ranks until they are told their own.
         preload: what the server imports and builds, see `autotune.group.fork_server.preload`.
     """
 
-    def __init__(self, device: str, log: Path, **preload: Any) -> None:
-        self.device, self.log, self._preload = device, log, preload
+    def __init__(self, env: Mapping[str, str], log: Path, **preload: Any) -> None:
+        self.log, self._env, self._preload = log, env, preload
         self._pids: dict[str, int] = {}  # by ticket: what was asked for, and is running now
         self._refusals: dict[str, OSError] = {}  # by ticket
         self._statuses: dict[int, int] = {}
@@ -123,7 +124,7 @@ class ForkLauncher:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "autotune.group.fork_server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env=rank_environment(self.device),
+                env=self._env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

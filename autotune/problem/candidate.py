@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ LORA = "lora"
 PACKING = "packing"
 MODEL_KNOBS = (ATTENTION, COMPILED, LORA, PACKING)  # how the model and its batches are made; a script makes its own
 TRACED_KNOBS = (ATTENTION, LORA)  # those that change what a forward allocates for a row
+EXPANDABLE = "expandable_segments"
+CUDA_KNOBS = (EXPANDABLE,)  # of CUDA's environment: CPU ranks have no such thing
 RUNG_KNOBS = (MICRO_BATCH, ACCUMULATION)  # what may change while an engine lives
 
 
@@ -45,7 +48,7 @@ def _at(*stages: int) -> Callable[[Knobs], bool]:
 class Knob:
     """A knob with a short name: its place in the DeepSpeed config, the values it takes, and when it is read."""
 
-    path: str | None  # dotted path in the DeepSpeed config; None: it belongs to the model, not to DeepSpeed
+    path: str | None  # dotted path in the DeepSpeed config; None: it belongs to the model or the environment
     kind: type | tuple[str, ...]
     read: Callable[[Knobs], bool] = lambda knobs: True
     low: float = 0
@@ -62,6 +65,7 @@ KNOBS: dict[str, Knob] = {
     COMPILED: Knob(None, bool),
     LORA: Knob(None, Lora),
     PACKING: Knob(None, bool),
+    EXPANDABLE: Knob(None, bool),
     "offload_optimizer": Knob(_ZERO + "offload_optimizer.device", _DEVICES, _at(1, 2, 3)),
     "offload_param": Knob(_ZERO + "offload_param.device", _DEVICES, _at(3)),
     "reduce_bucket_size": Knob(_ZERO + "reduce_bucket_size", int, _at(1, 2, 3), low=1),
@@ -75,6 +79,7 @@ KNOBS: dict[str, Knob] = {
     ),
     "overlap_comm": Knob(_ZERO + "overlap_comm", bool, _at(1, 2, 3)),
 }
+GATHER_ON_SAVE = "stage3_gather_16bit_weights_on_model_save"
 _BY_PATH = {knob.path: name for name, knob in KNOBS.items() if knob.path}
 
 # What DeepSpeed takes where a config is silent (deepspeed 0.19.8, runtime/zero/config.py).
@@ -126,6 +131,16 @@ def is_read(name: str, knobs: Knobs) -> bool:
     if head in ("offload_optimizer", "offload_param") and "." in leaf:
         return stage_reads and _offloads(knobs, head)
     return stage_reads
+
+
+# Settings of torch's caching allocator, `key:value,…`. The first of these that is set is read and no other, when CUDA
+# memory is first asked for (torch 2.13, c10/core/AllocatorConfig.cpp: tried with two that contradict each other).
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def _settings(text: str) -> list[str]:
+    """The settings in such a variable: commas part them, but not those in brackets (`roundup_power2_divisions:[256:1,>:4]`)."""
+    return [one.strip() for one in re.split(r",(?![^\[]*\])", text) if one.strip()]
 
 
 @dataclass(frozen=True)
@@ -191,6 +206,8 @@ class Candidate:
             if path is not None:
                 _put(config, path, value)
         _tidy_zero(config, self)
+        if self.stage == 3:  # else Trainer saves no model, and accelerate raises, when the training is over
+            config["zero_optimization"].setdefault(GATHER_ON_SAVE, True)
         config["train_batch_size"] = self.micro_batch * self.accumulation * job.ranks
         for precision in ("bf16", "fp16"):
             section = config.get(precision)
@@ -199,6 +216,17 @@ class Candidate:
             elif section is not None:
                 config[precision] = {**(section if isinstance(section, dict) else {}), "enabled": False}
         return config
+
+    def environment(self, own: Mapping[str, str]) -> dict[str, str]:
+        """Variables that a process must have before torch first asks its allocator for CUDA memory, given its `own`."""
+        if EXPANDABLE not in self.as_dict:
+            return {}
+        settings = _settings(next((own[name] for name in ALLOCATOR_VARIABLES if own.get(name)), ""))
+        others = [one for one in settings if one.partition(":")[0].rstrip() != EXPANDABLE]
+        on = bool(self.get(EXPANDABLE))
+        if not on and others == settings:
+            return {}  # off is torch's own default
+        return {ALLOCATOR_VARIABLES[0]: ",".join([*others, f"{EXPANDABLE}:{on}"])}
 
 
 def under(job: Job, candidate: Candidate) -> Job:
@@ -270,6 +298,7 @@ _SHORT = {
     "sub_group_size": "sgs",
     "contiguous_gradients": "contig",
     "overlap_comm": "overlap",
+    EXPANDABLE: "expandable",
 }
 _FIRST = ["zero_stage", MICRO_BATCH, ACCUMULATION, CHECKPOINTING, "offload_optimizer", "offload_param"]
 

@@ -10,6 +10,7 @@ from autotune.errors import UserError
 from autotune.problem.candidate import (
     ACCUMULATION,
     CHECKPOINTING,
+    CUDA_KNOBS,
     MICRO_BATCH,
     MODEL_KNOBS,
     PACKING,
@@ -41,6 +42,13 @@ def for_job(space: SearchSpace, job: Job) -> SearchSpace:
     if seen["batch_note"]:
         knobs |= {MICRO_BATCH: Domain((seen["micro_batch"],)), ACCUMULATION: Domain((seen["accumulation"],))}
     return dataclasses.replace(space, knobs=knobs)
+
+
+def for_device(space: SearchSpace, device: str) -> SearchSpace:
+    """The space for `cuda` or `cpu`: what is CUDA's alone would only be measured twice on CPU ranks."""
+    if device == "cuda":
+        return space
+    return dataclasses.replace(space, knobs={k: d for k, d in space.knobs.items() if k not in CUDA_KNOBS})
 
 
 def _with_base(space: SearchSpace, base: dict[str, Any]) -> SearchSpace:

@@ -100,7 +100,6 @@ class BaseRank(ABC):
             MASTER_PORT=str(self.spec["port"]),
             DS_ACCELERATOR=self.spec["device"],
             OMP_NUM_THREADS=str(self.spec["threads"]),
-            TOKENIZERS_PARALLELISM="false",
         )
         os.environ.update(self.spec.get("env", {}))
 

@@ -35,9 +35,7 @@ def trial_config(candidate: Candidate, job: Job) -> dict[str, Any]:
         config.setdefault("zero_allow_untested_optimizer", True)
     config["steps_per_print"] = 10**9
     config["wall_clock_breakdown"] = False
-    zero = config.setdefault("zero_optimization", {})
-    if zero.get("stage") == 3:
-        zero["stage3_gather_16bit_weights_on_model_save"] = True  # verification saves the gathered weights
+    config.setdefault("zero_optimization", {})
     return config
 
 

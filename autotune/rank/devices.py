@@ -89,7 +89,12 @@ class CudaDevice:
 
 
 class CpuDevice:
-    """A CPU rank. RLIMIT_DATA caps its private writable memory, and the peak is of the same quantity."""
+    """A CPU rank. RLIMIT_DATA caps its private writable memory, and the peak is of the same quantity.
+
+    It allocates as the user's own process does. What malloc keeps of freed blocks is therefore in the peak, as it is in
+    training's: a fresh process repeats within 2 %, and a batch that is measured after smaller ones in one engine shows up
+    to 5 % more than alone (28M Gemma, bf16; docs/architecture.md).
+    """
 
     name, backend = "cpu", "gloo"
 

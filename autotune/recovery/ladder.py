@@ -10,7 +10,7 @@ from typing import Any
 
 from autotune.files import write_atomically
 from autotune.predict.predictor import Predictor
-from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, EXPANDABLE, MICRO_BATCH, Candidate, Value
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement
 from autotune.problem.space import SearchSpace
@@ -30,6 +30,7 @@ CROSSED = (
     "sub_group_size",
     "contiguous_gradients",
     "overlap_comm",
+    EXPANDABLE,
 )
 LESS = 0.95  # of the peak above: a rung that frees less is no step
 MOST_RUNGS = 8
@@ -115,6 +116,11 @@ def _compatible(top: Candidate, space: SearchSpace, job: Job, convert: bool) -> 
 
 def _others(family: dict[str, Value]) -> dict[str, Value]:
     return {name: value for name, value in family.items() if name not in CROSSED and not name.startswith(_STAGE3)}
+
+
+def ladder_path(folder: Path, study: str) -> Path:
+    """Where a study's ladder stands, wherever its winner was exported to: what `launch` reads is what `run` wrote."""
+    return folder / f"{study}.ladder.json"
 
 
 def write_ladder(path: Path, ladder: list[Rung], job: Job) -> None:

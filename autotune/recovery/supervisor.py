@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import time
 from collections import Counter
@@ -15,12 +16,13 @@ from typing import Any
 
 from autotune.errors import UserError
 from autotune.files import write_atomically
-from autotune.group.environment import threads_per_rank
+from autotune.group.environment import training_environment
 from autotune.group.group import Group
 from autotune.group.launchers import Launcher, SpawnLauncher
 from autotune.group.policy import Policy, Stop
 from autotune.group.protocol import Message
 from autotune.group.verdict import judge
+from autotune.problem.cpus import threads_per_rank
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind
@@ -113,6 +115,7 @@ class Supervisor:
         say: takes a line for people.
         launcher: starts the ranks, and is the caller's to close; None: each is an interpreter of its own, which ends as
             the script alone would.
+        threads: CPU threads a rank, as the study was measured with; None: a share of this machine's.
     """
 
     def __init__(
@@ -127,12 +130,15 @@ class Supervisor:
         say: Callable[[str], None],
         convert: bool = False,
         launcher: Launcher | None = None,
+        threads: int | None = None,
     ) -> None:
         assert job.script is not None
         self.job, self.hardware, self.ladder, self.folder = job, hardware, ladder, folder
         self.max_restarts, self.convert, self._say = max_restarts, convert, say
         self._policy = Policy(HELLO_SECONDS, lambda phase: silent_seconds, SETTLE_SECONDS, may_leave=True)
-        self._own_launcher = SpawnLauncher(hardware.device, cwd=job.script.cwd)
+        self.threads = threads or threads_per_rank(job.ranks)
+        env = training_environment(hardware.device, self.threads)
+        self._own_launcher = SpawnLauncher(env, cwd=job.script.cwd)
         self._launcher = launcher or self._own_launcher
         self._signal: signal.Signals | None = None
         self._group: Group | None = None
@@ -199,7 +205,8 @@ class Supervisor:
             "device": self.hardware.device,
             "cap_bytes": self.hardware.memory_cap_bytes,
             "candidate": rung.candidate.as_dict,
-            "threads": threads_per_rank(self.job.ranks),
+            "threads": self.threads,
+            "env": rung.candidate.environment(os.environ),
             "folder": str(group.home),
             "resume_since": resume_since,
             "convert": self.convert,

@@ -10,6 +10,7 @@ import yaml
 
 from autotune.errors import UserError
 from autotune.files import write_atomically
+from autotune.group.environment import assignments, variables_of
 from autotune.problem.candidate import Candidate, under
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement
@@ -24,23 +25,28 @@ def deepspeed_config(candidate: Candidate, job: Job) -> dict[str, Any]:
     return candidate.ds_config(job)
 
 
+# Where Trainer has a value of its own and refuses a config that says another (transformers 5.23,
+# integrations/deepspeed.py, each `fill_match`). It fills nothing else: `"auto"` anywhere else reaches DeepSpeed as a word.
+_TRAINERS_OWN = {
+    "": ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    "bf16": ("enabled",),
+    "fp16": ("enabled",),
+    "optimizer.params": ("lr", "betas", "eps", "weight_decay"),
+    "scheduler.params": ("warmup_max_lr", "warmup_num_steps", "total_num_steps"),
+}
+
+
 def hf_deepspeed_config(candidate: Candidate, job: Job) -> dict[str, Any]:
-    """The DeepSpeed config for Trainer and accelerate: `"auto"` where they insist on their own arguments' values."""
+    """The DeepSpeed config for Trainer: `"auto"` where Trainer insists on its own arguments' values."""
     config = candidate.ds_config(job)
-    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        config[key] = "auto"
-    config.setdefault("gradient_clipping", "auto")
-    for section in ("bf16", "fp16"):
-        if isinstance(config.get(section), dict):
-            config[section]["enabled"] = "auto"
-    optimizer = config.get("optimizer")
-    if isinstance(optimizer, dict) and isinstance(optimizer.get("params"), dict):
-        for key in ("lr", "betas", "eps", "weight_decay"):
-            if key in optimizer["params"]:
-                optimizer["params"][key] = "auto"
-    scheduler = config.get("scheduler")
-    if isinstance(scheduler, dict) and isinstance(scheduler.get("params"), dict):
-        scheduler["params"] = dict.fromkeys(scheduler["params"], "auto")
+    for path, keys in _TRAINERS_OWN.items():
+        section: Any = config
+        for part in filter(None, path.split(".")):
+            section = section.get(part) if isinstance(section, dict) else None
+        if isinstance(section, dict):
+            section.update(dict.fromkeys(section.keys() & set(keys), "auto"))
+    if not job.base_config:  # one of the user's own says whether it clips; else Trainer's max_grad_norm does
+        config["gradient_clipping"] = "auto"
     return config
 
 
@@ -64,7 +70,12 @@ def training_arguments(candidate: Candidate, job: Job, device: str = "cuda") -> 
 
 
 def accelerate_config(candidate: Candidate, job: Job, ds_config_file: str, device: str = "cuda") -> dict[str, Any]:
-    """What `accelerate launch --config_file` reads; the DeepSpeed keys stay in the file it points at."""
+    """What `accelerate launch --config_file` reads; the DeepSpeed keys stay in the file it points at.
+
+    Args:
+        ds_config_file: accelerate opens it from the folder in which the training is started, not from the YAML's own
+            (accelerate 1.15, utils/deepspeed.py, `HfDeepSpeedConfig`).
+    """
     return {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED",
@@ -79,9 +90,13 @@ def accelerate_config(candidate: Candidate, job: Job, ds_config_file: str, devic
     }
 
 
-def needs(candidate: Candidate, job: Job) -> list[str]:
-    """What the training must do beside taking the config, since a DeepSpeed config cannot say it; one line each."""
-    lines = []
+def needs(candidate: Candidate, job: Job, threads: int) -> list[str]:
+    """What the training must do beside taking the config, since a DeepSpeed config cannot say it; one line each.
+
+    Args:
+        threads: CPU threads a rank that it was measured with.
+    """
+    lines = [f"start it with {assignments(variables_of(candidate, threads))}: it was measured so"]
     if candidate.checkpointing:
         lines.append(
             "call model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False}) "
@@ -118,6 +133,7 @@ def meta(
     verified: bool,
     fingerprint: dict[str, Any],
     headroom: float,
+    threads: int,
 ) -> dict[str, Any]:
     """What stands beside the config: what it was measured at, on what, by which study and trial."""
     samples, tokens = measurement.per_gpu(job.ranks)
@@ -136,7 +152,9 @@ def meta(
             measurement.samples_per_second / max(1e-9, 1 - measurement.step_seconds_spread / measurement.step_seconds),
         ],
         "headroom": headroom,
-        "your_training_must": needs(candidate, job),
+        "threads_per_rank": threads,
+        "environment": variables_of(candidate, threads),
+        "your_training_must": needs(candidate, job, threads),
         "measured_with_optimizer": job.base_config.get("optimizer", {}).get("type", job.optimizer),
         "fingerprint": fingerprint,
     }
@@ -160,15 +178,18 @@ def write_export(
         write_atomically(out, _json(training_arguments(candidate, job, device)))
     else:
         config = stem.with_name(f"{stem.name}.deepspeed.json")
-        plain = deepspeed_config(candidate, job)
-        write_atomically(config, _json(plain))
-        write_atomically(
-            out, yaml.safe_dump(accelerate_config(candidate, job, str(config.resolve()), device), sort_keys=False)
-        )
+        # a loop of accelerate's own has its batch sizes from the config, Trainer from its arguments
+        made = hf_deepspeed_config if job.script and job.script.profile.get("through_arguments") else deepspeed_config
+        write_atomically(config, _json(made(candidate, job)))
+        launched = yaml.safe_dump(accelerate_config(candidate, job, str(config), device), sort_keys=False)
+        write_atomically(out, _WHERE_FROM + launched)
         written.append(config)
     meta_path = stem.with_name(f"{stem.name}.meta.json")
     write_atomically(meta_path, _json(meta_data))
     return [*written, meta_path]
+
+
+_WHERE_FROM = "# deepspeed_config_file is looked for from the folder in which `accelerate launch` is started\n"
 
 
 def _json(data: dict[str, Any]) -> str:
@@ -217,6 +238,7 @@ def export_record(store: StudyStore, record: Record, out: Path, style: str, veri
         verified=verified,
         fingerprint=store.study.user_attrs["fingerprint"],
         headroom=store.hardware.headroom,
+        threads=store.threads,
     )
     try:
         return write_export(record.candidate, store.job, out, data, style=style, device=store.hardware.device)

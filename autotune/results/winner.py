@@ -6,6 +6,7 @@ import shlex
 from collections import Counter
 from pathlib import Path
 
+from autotune.group.environment import assignments, variables_of
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
@@ -76,12 +77,18 @@ def _times_others(winner: Record, records: list[Record]) -> dict[Candidate, floa
     return times
 
 
-def train_with_lines(winner: Candidate, job: Job, study: str, config: Path) -> list[str]:
-    """How to train the study's script with its winner, whose DeepSpeed config is in the file; nothing without a script."""
+def train_with_lines(winner: Candidate, job: Job, study: str, config: Path, threads: int) -> list[str]:
+    """How to train the study's script with its winner, whose DeepSpeed config is in the file; nothing without a script.
+
+    Args:
+        threads: CPU threads a rank that it was measured with. The launchers hand on what the command's environment says,
+            and give several ranks one each where it says nothing.
+    """
     if job.script is None:
         return []
     path = str(config.resolve())
-    plain = shlex.join([*starter(job.script, job.ranks, path), *command(job.script, winner, path)])
+    words = [*starter(job.script, job.ranks, path), *command(job.script, winner, path)]
+    plain = f"{assignments(variables_of(winner, threads))} {shlex.join(words)}"
     watched = f"autotune launch {study} -- {shlex.join(job.script.argv)}"
     if carried(job.script):
         lines = [f"  train with: {plain}", f"  or watched: {watched}"]

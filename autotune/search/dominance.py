@@ -7,11 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from autotune.predict.knobs import Flags
-from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, EXPANDABLE, MICRO_BATCH, Candidate
 
 MORE_IS_MORE = (MICRO_BATCH, "reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
-# settings that spare memory
-_SPARES = {CHECKPOINTING: (True,), "offload_optimizer": ("cpu", "nvme"), "offload_param": ("cpu", "nvme")}
+# settings that spare memory; segments that grow have fewer holes than those that were cut once
+_SPARES = {
+    CHECKPOINTING: (True,),
+    "offload_optimizer": ("cpu", "nvme"),
+    "offload_param": ("cpu", "nvme"),
+    EXPANDABLE: (True,),
+}
 _HANDLED = {*MORE_IS_MORE, *_SPARES, ACCUMULATION, "overlap_comm", "zero_stage"}
 
 

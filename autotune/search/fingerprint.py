@@ -1,32 +1,109 @@
-"""What a study is of. Two calls may share a study only if their fingerprints are equal."""
+"""What a study is of, and what it was measured under. Two calls may share a study only if they agree on what both know.
+
+Version 0.1 wrote down the job, the machine and the packages alone. What it did not write down is unknown, not different.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import re
+from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-from autotune.problem.hardware import Hardware
+from autotune.problem.candidate import ALLOCATOR_VARIABLES
+from autotune.problem.cpus import threads_per_rank
+from autotune.problem.hardware import Hardware, nvml
 from autotune.problem.job import Job
+
+THREADS, ENVIRONMENT, VERSIONS = "threads_per_rank", "environment", "versions"
+# Variables that change how fast or how large a training is, whatever its config: of libraries that compute, communicate
+# and allocate. Which GPUs are meant is not among them: the hardware says it.
+_WATCHED = (*ALLOCATOR_VARIABLES, "LD_PRELOAD", "GLIBC_TUNABLES", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
+_WATCHED_PREFIXES = (
+    *("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_"),
+    *("CUDA_DEVICE_MAX_", "CUDA_LAUNCH_", "CUDA_MODULE_"),
+    *("OMP_PROC_", "OMP_PLACES", "OMP_WAIT_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "MALLOC_"),
+)
+
+
+def identity(job: Job, hardware: Hardware) -> dict[str, Any]:
+    """The job, the machine and the packages, as JSON: what names a study, so that the same command finds it again."""
+    machine = {key: hardware.to_json()[key] for key in ("device", "name", "count", "memory_bytes", "memory_cap_bytes")}
+    if hardware.device == "cpu":
+        del machine["memory_bytes"]  # a share of main memory, which differs a little from boot to boot
+    return {"job": job.to_json(), "hardware": machine, VERSIONS: package_versions()}
+
+
+def fingerprint(job: Job, hardware: Hardware) -> dict[str, Any]:
+    """Its identity, and the driver, the CPU threads a rank and the variables that it is measured under."""
+    found = identity(job, hardware)
+    if hardware.device == "cuda":
+        found[VERSIONS] |= driver_versions()
+    return {**found, THREADS: threads_per_rank(hardware.count), ENVIRONMENT: watched_variables()}
 
 
 def package_versions() -> dict[str, str]:
     """Versions of the packages on which measurements depend."""
-    found = {}
-    for package in ("torch", "deepspeed", "transformers", "optuna"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "missing"
-    return found
+    return {package: _version(package) or "missing" for package in ("torch", "deepspeed", "transformers", "optuna")}
 
 
-def fingerprint(job: Job, hardware: Hardware) -> dict[str, Any]:
-    """The job, the machine and the packages, as JSON."""
-    machine = {key: hardware.to_json()[key] for key in ("device", "name", "count", "memory_bytes", "memory_cap_bytes")}
-    if hardware.device == "cpu":
-        del machine["memory_bytes"]  # a share of main memory, which differs a little from boot to boot
-    return {"job": job.to_json(), "hardware": machine, "versions": package_versions()}
+def driver_versions() -> dict[str, str]:
+    """Versions of the driver, of the CUDA that torch was built for and of its NCCL; what is not known is left out."""
+    found: dict[str, str | None] = {}
+    with suppress(Exception), nvml() as lib:  # a driver that does not answer is another's to complain of
+        if lib is not None:
+            driver = lib.nvmlSystemGetDriverVersion()
+            found["driver"] = driver.decode() if isinstance(driver, bytes) else str(driver)
+    cuda = _torch_cuda()
+    if cuda is not None:
+        found |= {"cuda": cuda, "nccl": _version(f"nvidia-nccl-cu{cuda.partition('.')[0]}")}
+    return {name: version for name, version in found.items() if version}
+
+
+def watched_variables() -> dict[str, str]:
+    """What this process's environment says of speed and memory."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if value and (name in _WATCHED or name.startswith(_WATCHED_PREFIXES))
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _torch_cuda() -> str | None:
+    """`12.8`, as torch's `version.py` says it, without importing torch; None where it is built without CUDA."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text()
+    except OSError:
+        return None
+    said = re.search(r"^cuda\b.*=\s*['\"](.+)['\"]", text, re.MULTILINE)
+    return said[1] if said else None
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Differences in what both know."""
+    both = [{key: mark[key] for key in before.keys() & now.keys()} for mark in (before, now)]
+    known = before.get(VERSIONS, {}).keys() & now.get(VERSIONS, {}).keys()
+    old, new = ({**mark, VERSIONS: {key: mark[VERSIONS][key] for key in known}} for mark in both)
+    return differences(old, new)
+
+
+def knowing_more(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The fingerprint from now on: of the present call, and what only an earlier one knew."""
+    return {**before, **now, VERSIONS: {**before.get(VERSIONS, {}), **now.get(VERSIONS, {})}}
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:

@@ -18,12 +18,13 @@ from optuna.trial import TrialState
 
 from autotune.errors import UserError, near
 from autotune.problem.candidate import Candidate
+from autotune.problem.cpus import threads_of_0_1
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Measurement, Outcome, Source
 from autotune.problem.space import SearchSpace
 from autotune.search.distributions import constraints, distributions
-from autotune.search.fingerprint import differences, fingerprint
+from autotune.search.fingerprint import THREADS, changes, fingerprint, knowing_more
 from autotune.search.storage import default_storage, hide_password, open_storage
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -126,14 +127,16 @@ class StudyStore:
             raise UserError(
                 f"study {name!r} in {hide_password(storage)} was not made by autotune: choose another --study"
             )
-        if changed := differences(before, now):
+        changed = changes(before, now)
+        if changed:
             if not force:
                 raise UserError(
                     f"study {name!r} is of another job or machine ({'; '.join(changed[:6])}): "
                     "choose another --study, or --force to go on with it"
                 )
             store._append("forced", {"at": _now(), "differences": changed})
-            store._set("fingerprint", now)
+        if before != (known := knowing_more(before, now)):
+            store._set("fingerprint", known)
         if study.user_attrs.get("space") != space.text:
             store._set("space", space.text)
         store._set("hardware", hardware.to_json())
@@ -178,6 +181,11 @@ class StudyStore:
     @property
     def versions(self) -> dict[str, str]:
         return dict(self.study.user_attrs["fingerprint"]["versions"])
+
+    @property
+    def threads(self) -> int:
+        """CPU threads that a rank was measured with."""
+        return int(self.study.user_attrs["fingerprint"].get(THREADS) or threads_of_0_1(self.job.ranks))
 
     @property
     def space_text(self) -> str:

@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,11 @@ from autotune.executors.deadlines import Deadlines
 from autotune.executors.local import WOKEN, LocalExecutor
 from autotune.executors.measurement import median_spread
 from autotune.group import fork_server
+from autotune.group.group import Group
+from autotune.group.policy import Stop
 from autotune.predict.startup import size_seconds
+from autotune.problem.candidate import ALLOCATOR_VARIABLES
+from autotune.problem.cpus import threads_per_rank
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Kind, Phase
 from autotune.units import MIB
@@ -252,3 +257,19 @@ def test_the_medians_interval() -> None:
     assert median_spread([1.0, 1.0, 1.0, 1.0]) == 0
     assert median_spread([1.0, 2.0]) == 1.0
     assert 0 < median_spread([1.0, 1.1, 1.2, 1.1, 1.0, 1.1, 9.0]) < 0.2
+
+
+def test_a_rank_is_told_the_environment_of_its_candidate(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    asked: list[dict[str, Any]] = []
+    start = Group.start
+
+    def told(group: Group, entry: str, ranks: int, spec: dict[str, Any], **options: Any) -> Stop:
+        asked.append(spec)
+        return start(group, entry, ranks, spec, **options)
+
+    monkeypatch.setattr(Group, "start", told)
+    assert bench.run(make_candidate(expandable_segments=True)).ok
+    assert asked[0]["env"] == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert asked[0]["threads"] == threads_per_rank(2)

@@ -14,6 +14,7 @@ from autotune.executors.base import SEARCH
 from autotune.executors.local import LocalExecutor
 from autotune.group import launchers
 from autotune.group.ending import end_ranks, marked
+from autotune.group.environment import trial_environment
 from autotune.group.gauge import make_meter
 from autotune.group.group import Group
 from autotune.group.launchers import ForkLauncher, SpawnLauncher
@@ -43,7 +44,7 @@ class Fakes:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self._monkeypatch = folder, monkeypatch
         self.hardware = detect("cpu", 2)
-        self.launcher = SpawnLauncher("cpu", folder / "spawn.log")
+        self.launcher = SpawnLauncher(trial_environment("cpu", 1), folder / "spawn.log")
         self.group: Group | None = None
         self.ready: set[int] = set()
 

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from autotune.problem.candidate import (
     ACCUMULATION,
+    GATHER_ON_SAVE,
     MICRO_BATCH,
     Candidate,
     describe,
@@ -126,7 +127,7 @@ def test_the_precisions_own_settings_are_kept() -> None:
         (
             {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
             {"zero_stage": 3, "offload_optimizer": "none"},
-            {"stage": 3, "offload_param": {"device": "cpu"}},
+            {"stage": 3, "offload_param": {"device": "cpu"}, GATHER_ON_SAVE: True},
         ),
         # not tuned: as the user wrote it
         (
@@ -287,3 +288,52 @@ def test_what_a_candidate_leaves_open_is_deepspeeds_default() -> None:
 def test_families(change: dict, same_family: bool) -> None:
     one = Candidate.of({"zero_stage": 0, MICRO_BATCH: 1, ACCUMULATION: 1})
     assert (one.but(**change).family == one.family) is same_family
+
+
+# -- what a DeepSpeed config cannot say ------------------------------------------------------------------------------------
+
+OWN = "PYTORCH_CUDA_ALLOC_CONF"
+
+
+@pytest.mark.parametrize(
+    ("on", "own", "expected"),
+    [
+        (None, {OWN: "expandable_segments:True"}, {}),
+        (True, {}, {OWN: "expandable_segments:True"}),
+        (False, {}, {}),
+        (False, {OWN: "expandable_segments:True"}, {OWN: "expandable_segments:False"}),
+        (False, {OWN: "max_split_size_mb:64"}, {}),
+        (True, {OWN: "expandable_segments:True"}, {OWN: "expandable_segments:True"}),
+        (True, {OWN: "max_split_size_mb:64"}, {OWN: "max_split_size_mb:64,expandable_segments:True"}),
+        (
+            True,
+            {"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:[256:1,>:4], expandable_segments:False"},
+            {OWN: "roundup_power2_divisions:[256:1,>:4],expandable_segments:True"},
+        ),
+        (
+            True,
+            {OWN: "max_split_size_mb:64", "PYTORCH_ALLOC_CONF": "backend:native"},
+            {OWN: "max_split_size_mb:64,expandable_segments:True"},
+        ),
+        (True, {OWN: "", "PYTORCH_ALLOC_CONF": "backend:native"}, {OWN: "backend:native,expandable_segments:True"}),
+    ],
+)
+def test_expandable_segments_join_the_users_own_settings(on: bool | None, own: dict, expected: dict) -> None:
+    knobs = {} if on is None else {"expandable_segments": on}
+    candidate = make_candidate(2, **knobs)
+    assert candidate.environment(own) == expected
+    assert "expandable" not in str(candidate.ds_config(make_job())), "it is no key of DeepSpeed's"
+
+
+@pytest.mark.parametrize(
+    ("stage", "own", "expected"),
+    [
+        (2, {}, None),
+        (3, {}, True),
+        (3, {"zero_optimization": {GATHER_ON_SAVE: False}}, False),
+        (3, {"zero_optimization": {"stage": 2}}, True),
+    ],
+)
+def test_stage_3_gathers_what_it_saves_unless_the_user_says_otherwise(stage: int, own: dict, expected: object) -> None:
+    config = make_candidate(stage).ds_config(make_job(base_config=own))
+    assert config["zero_optimization"].get(GATHER_ON_SAVE) is expected

@@ -6,7 +6,7 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.problem import fitting
-from autotune.problem.fitting import for_job, installed, missing_package
+from autotune.problem.fitting import for_device, for_job, installed, missing_package
 from autotune.problem.job import Job, Script
 from autotune.problem.space import SearchSpace
 from autotune.problem.space_file import parse_space
@@ -22,8 +22,10 @@ knobs:
   compile: [true, false]
   lora: [none, 8]
   packing: [true, false]
+  expandable_segments: [true, false]
 """
-BATCH, MODEL = {"zero_stage", "train_micro_batch_size_per_gpu"}, {"attention", "compile", "lora", "packing"}
+BATCH = {"zero_stage", "train_micro_batch_size_per_gpu", "expandable_segments"}
+MODEL = {"attention", "compile", "lora", "packing"}
 PROFILE = {"checkpointing": True, "batch_note": "", "micro_batch": 3, "accumulation": 5}
 LENGTHS = {"lengths": ((16, 1), (32, 1))}
 
@@ -127,3 +129,9 @@ def test_a_knob_that_has_no_value_left(bare: SearchSpace) -> None:
 )
 def test_the_package_that_a_choice_needs(bare: SearchSpace, choice: object, package: str | None) -> None:
     assert missing_package(choice) == package
+
+
+def test_what_is_cudas_is_not_tried_on_cpu_ranks() -> None:
+    space = parse_space(SPACE)
+    assert for_device(space, "cuda") is space
+    assert set(for_device(space, "cpu").knobs) == set(space.knobs) - {"expandable_segments"}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from autotune.group.environment import rank_environment
+from autotune.group.environment import trial_environment
 from autotune.group.protocol import Channel, Message
 from autotune.problem.job import Job
 from autotune.rank.config import needed_ops
@@ -24,7 +24,7 @@ PATIENCE_SECONDS = 120.0  # a rank that says nothing for so long hangs
 
 
 def environment() -> dict[str, str]:
-    return rank_environment("cpu")
+    return trial_environment("cpu", 1)
 
 
 class Rank:

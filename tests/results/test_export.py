@@ -8,8 +8,8 @@ import yaml
 
 from autotune import __version__
 from autotune.files import write_atomically
-from autotune.problem.candidate import Candidate
-from autotune.problem.job import Lora
+from autotune.problem.candidate import ALLOCATOR_VARIABLES, Candidate
+from autotune.problem.job import Lora, Script
 from autotune.problem.outcome import Measurement
 from autotune.results.export import (
     accelerate_config,
@@ -41,7 +41,8 @@ def test_the_users_own_config_is_kept_and_nothing_is_invented() -> None:
     batch = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3, "train_batch_size": 24}
     assert deepspeed_config(winner(), make_job()) == {**batch, "zero_optimization": {"stage": 2}}
     config = deepspeed_config(winner(3), make_job(base_config=OWN))
-    assert config == {**OWN, **batch, "zero_optimization": {"stage3_prefetch_bucket_size": 123, "stage": 3}}
+    zero = {"stage3_prefetch_bucket_size": 123, "stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    assert config == {**OWN, **batch, "zero_optimization": zero}
 
 
 def test_hugging_face_gets_auto_where_it_insists() -> None:
@@ -53,7 +54,7 @@ def test_hugging_face_gets_auto_where_it_insists() -> None:
         "gradient_clipping": 1.0,
         "bf16": {"enabled": "auto"},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "fused": True}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_type": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_type": "linear"}},
         "zero_optimization": {"stage3_prefetch_bucket_size": 123, "stage": 2},
     }
     assert OWN["optimizer"]["params"]["lr"] == 3e-4, "the user's own config is not touched"  # type: ignore[index]
@@ -69,12 +70,29 @@ def test_hugging_face_gets_auto_where_it_insists() -> None:
         ({"scheduler": "auto"}, "scheduler", "auto"),
         ({"gradient_clipping": 0.5}, "gradient_clipping", 0.5),
         ({}, "gradient_clipping", "auto"),
+        ({"gradient_clipping": "auto"}, "gradient_clipping", "auto"),
+        (
+            {"scheduler": {"type": "WarmupCosineLR", "params": {"cos_min_ratio": 0.1, "total_num_steps": 9}}},
+            "scheduler",
+            {"type": "WarmupCosineLR", "params": {"cos_min_ratio": 0.1, "total_num_steps": "auto"}},
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-6, "warmup_max_lr": 1e-4}}},
+            "scheduler",
+            {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-6, "warmup_max_lr": "auto"}},
+        ),
         ({"fp16": {"loss_scale": 0}}, "fp16", {"loss_scale": 0, "enabled": "auto"}),
     ],
 )
 def test_hugging_face_of_configs_that_lack_a_section(base: dict, section: str, expected: object) -> None:
     expected = expected or {"type": "Adam", "params": {"eps": "auto", "weight_decay": "auto"}}
     assert hf_deepspeed_config(winner(), make_job(base_config=base))[section] == expected
+
+
+def test_a_config_of_the_users_own_that_does_not_clip_still_does_not() -> None:
+    assert "gradient_clipping" not in hf_deepspeed_config(
+        winner(), make_job(base_config={"optimizer": {"type": "Adam"}})
+    )
 
 
 def test_arguments_of_a_trainer() -> None:
@@ -159,7 +177,18 @@ def test_accelerate_points_at_the_config() -> None:
     ],
 )
 def test_what_a_config_cannot_carry_is_said(knobs: dict, job: dict, lines: list[str]) -> None:
-    assert needs(winner(**knobs), make_job(**job)) == lines
+    assert needs(winner(**knobs), make_job(**job), 3) == ["start it with OMP_NUM_THREADS=3: it was measured so", *lines]
+
+
+def test_the_environment_that_it_was_measured_in_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    grown = winner(expandable_segments=True)
+    first, *_ = needs(grown, make_job(), 3)
+    assert first == (
+        "start it with OMP_NUM_THREADS=3 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: it was measured so"
+    )
+    assert "expandable" not in json.dumps(deepspeed_config(grown, make_job()))
 
 
 def test_what_stands_beside_the_config() -> None:
@@ -173,6 +202,7 @@ def test_what_stands_beside_the_config() -> None:
         verified=True,
         fingerprint={"torch": "2"},
         headroom=0.05,
+        threads=6,
     )
     assert told == {
         "autotune": __version__,
@@ -185,7 +215,9 @@ def test_what_stands_beside_the_config() -> None:
         "tokens_per_second_per_gpu": 384.0,
         "throughput_interval_95": [pytest.approx(24 / 1.05), pytest.approx(24 / 0.95)],
         "headroom": 0.05,
-        "your_training_must": needs(winner(), make_job(optimizer="lion")),
+        "threads_per_rank": 6,
+        "environment": {"OMP_NUM_THREADS": "6"},
+        "your_training_must": needs(winner(), make_job(optimizer="lion"), 6),
         "measured_with_optimizer": "lion",
         "fingerprint": {"torch": "2"},
     }
@@ -197,13 +229,15 @@ def test_what_stands_beside_the_config() -> None:
 def test_a_spread_of_more_than_a_step_and_an_optimizer_of_the_users_own() -> None:
     measured = Measurement(1.0, 2.0, 2, 24.0, 768.0, 1)
     job = make_job(base_config={"optimizer": {"type": "Lamb"}}, optimizer="sgd")
-    told = meta(winner(), job, measured, study="s", trial=1, verified=False, fingerprint={}, headroom=0.0)
+    told = meta(winner(), job, measured, study="s", trial=1, verified=False, fingerprint={}, headroom=0.0, threads=1)
     assert told["measured_with_optimizer"] == "Lamb"
     low, high = told["throughput_interval_95"]
     assert low == pytest.approx(8)
     assert high == pytest.approx(24e9), "no bound above"
     unnamed = make_job(base_config={"optimizer": {"params": {}}}, optimizer="sgd")
-    told = meta(winner(), unnamed, measured, study="s", trial=1, verified=False, fingerprint={}, headroom=0.0)
+    told = meta(
+        winner(), unnamed, measured, study="s", trial=1, verified=False, fingerprint={}, headroom=0.0, threads=1
+    )
     assert told["measured_with_optimizer"] == "sgd"
 
 
@@ -231,11 +265,31 @@ def test_accelerate_has_its_config_in_a_file_of_its_own(tmp_path: Path, device: 
     out, config = tmp_path / "w.yaml", tmp_path / "w.deepspeed.json"
     written = write_export(winner(3), make_job(), out, {}, style="accelerate", device=device)
     assert written == [out, config, tmp_path / "w.meta.json"]
-    assert yaml.safe_load(out.read_text()) == accelerate_config(winner(3), make_job(), str(config.resolve()), device)
+    assert yaml.safe_load(out.read_text()) == accelerate_config(winner(3), make_job(), str(config), device)
     assert list(yaml.safe_load(out.read_text())) == list(accelerate_config(winner(3), make_job(), "", device)), (
         "in order"
     )
     assert json.loads(config.read_text()) == deepspeed_config(winner(3), make_job())
+
+
+def test_accelerates_path_is_as_the_file_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    write_export(winner(), make_job(), Path("runs/w.yaml"), {}, style="accelerate")
+    text = (tmp_path / "runs/w.yaml").read_text()
+    assert text.startswith(
+        "# deepspeed_config_file is looked for from the folder in which `accelerate launch` is started"
+    )
+    assert yaml.safe_load(text)["deepspeed_config"]["deepspeed_config_file"] == "runs/w.deepspeed.json"
+
+
+@pytest.mark.parametrize("through_arguments", [True, False])
+def test_accelerates_config_of_a_trainers_script_is_trainers(tmp_path: Path, through_arguments: bool) -> None:
+    script = Script(("train.py",), ".", profile={"through_arguments": through_arguments})
+    job = make_job(script=script, base_config=OWN)
+    write_export(winner(), job, tmp_path / "w.yaml", {}, style="accelerate")
+    written = json.loads((tmp_path / "w.deepspeed.json").read_text())
+    assert written == (hf_deepspeed_config if through_arguments else deepspeed_config)(winner(), job)
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,4 +312,5 @@ def test_every_knob_of_a_real_winner_reaches_the_file(tmp_path: Path) -> None:
         "overlap_comm": True,
         "reduce_bucket_size": 500_000,
         "sub_group_size": 1_000_000,
+        "stage3_gather_16bit_weights_on_model_save": True,
     }

@@ -1,8 +1,12 @@
 from pathlib import Path
 
+import pytest
+
+from autotune.problem.candidate import ALLOCATOR_VARIABLES
 from autotune.problem.hardware import detect
+from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Measurement, Outcome
-from autotune.results.winner import closest_lines, winner_lines
+from autotune.results.winner import closest_lines, train_with_lines, winner_lines
 from autotune.search.study import AS_IS, SEARCH, VERIFY, Record
 from autotune.units import MIB
 from tests.conftest import make_candidate, make_job
@@ -37,3 +41,21 @@ def test_what_came_closest(tmp_path: Path) -> None:
     assert "cheapest changes" in lines[1]
     crashed = [record for record in study.records() if record.outcome and record.outcome.kind is Kind.CRASH]
     assert closest_lines(crashed, detect("cpu", 2), [])[0].startswith("no candidate ran: crash")
+
+
+def test_the_printed_command_has_the_environment_that_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    profile = {"loader_prepared": False, "through_arguments": False, "flags": []}
+    script = Script(("train.py", "ds.json"), str(tmp_path), profile=profile)
+    job, config = make_job(script=script), tmp_path / "won.json"
+    first, watched = train_with_lines(make_candidate(2, 4), job, "s", config, 5)
+    assert first == f"  train with: OMP_NUM_THREADS=5 torchrun --nproc-per-node 2 train.py {config}"
+    assert watched == "  or watched: autotune launch s -- train.py ds.json"
+    grown = make_candidate(2, 4, expandable_segments=True)
+    first, _ = train_with_lines(grown, job, "s", config, 5)
+    assert "OMP_NUM_THREADS=5 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True torchrun" in first
+    assert train_with_lines(grown, make_job(), "s", config, 5) == []

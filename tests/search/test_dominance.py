@@ -48,6 +48,8 @@ def dominates(one: Candidate, other: Candidate) -> bool:
         (make_candidate(2, activation_checkpointing=True), {"activation_checkpointing": False}, True),
         (make_candidate(2, activation_checkpointing=False), {"activation_checkpointing": True}, False),
         (make_candidate(2, activation_checkpointing=True), {"activation_checkpointing": True}, True),
+        (make_candidate(2, expandable_segments=True), {"expandable_segments": False}, True),
+        (make_candidate(2, expandable_segments=False), {"expandable_segments": True}, False),
         (make_candidate(3, offload_optimizer="cpu"), {"offload_optimizer": "none"}, True),
         (make_candidate(3, offload_optimizer="cpu"), {"offload_optimizer": "nvme"}, False),
         (make_candidate(3, offload_optimizer="nvme"), {"offload_optimizer": "cpu"}, False),

@@ -1,10 +1,14 @@
 import dataclasses
-from importlib import metadata
+from contextlib import contextmanager
+from importlib import metadata, util
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from autotune.problem.hardware import detect
-from autotune.search.fingerprint import differences, fingerprint, package_versions
+from autotune.problem.hardware import detect, named_hardware
+from autotune.search import fingerprint as module
+from autotune.search.fingerprint import changes, differences, fingerprint, identity, knowing_more, package_versions
 from tests.conftest import make_job
 
 
@@ -33,3 +37,79 @@ def test_a_package_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(metadata, "version", version)
     assert package_versions() == {"torch": "1.0", "deepspeed": "missing", "transformers": "1.0", "optuna": "1.0"}
+
+
+# -- what it was measured under ------------------------------------------------------------------------------------------
+
+
+def test_threads_and_the_variables_that_count_are_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    for name, value in (
+        ("NCCL_ALGO", "Ring"),
+        ("PYTORCH_ALLOC_CONF", "a:b"),
+        ("HOME", "/h"),
+        ("CUDA_VISIBLE_DEVICES", "1"),
+    ):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NCCL_PROTO", "")
+    mark = fingerprint(make_job(), detect("cpu", 2))
+    assert mark["threads_per_rank"] == 3
+    ours = {"NCCL_ALGO": "Ring", "PYTORCH_ALLOC_CONF": "a:b"}
+    assert ours.items() <= mark["environment"].items()
+    assert not {"HOME", "CUDA_VISIBLE_DEVICES", "NCCL_PROTO", "OMP_NUM_THREADS"} & mark["environment"].keys()
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert changes(mark, fingerprint(make_job(), detect("cpu", 2))) == [
+        'environment.NCCL_ALGO: "Ring" -> "Tree"',
+        'environment.PYTORCH_ALLOC_CONF: "a:b" -> null',
+        "threads_per_rank: 3 -> 4",
+    ]
+
+
+def test_what_an_older_version_did_not_write_down_is_not_different() -> None:
+    job, hardware = make_job(), detect("cpu", 2)
+    old, now = identity(job, hardware), fingerprint(job, hardware)
+    assert old.keys() == {"job", "hardware", "versions"}, "as version 0.1 wrote it"
+    assert changes(old, now) == []
+    assert changes(now, old) == []
+    assert changes({**old, "versions": {**old["versions"], "torch": "1"}}, now)[0].startswith('versions.torch: "1" -> ')
+    assert changes(old, fingerprint(make_job(seq_len=64), hardware)) == ["job.seq_len: 32 -> 64"]
+    assert knowing_more(old, now) == now
+    driven = {**now, "versions": {**now["versions"], "driver": "550.1"}}
+    assert changes(driven, now) == [], "a driver that does not answer today is unknown"
+    assert knowing_more(driven, now) == driven
+
+
+def test_what_is_measured_under_does_not_name_another_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = identity(make_job(), detect("cpu", 2))
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert identity(make_job(), detect("cpu", 2)) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("cuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n", {"cuda": "12.8", "nccl": "of cu12"}),
+        ("cuda = '13.0'\n", {"cuda": "13.0", "nccl": "of cu13"}),
+        ("cuda: Optional[str] = None\n", {}),
+        ("", {}),
+    ],
+)
+def test_the_driver_and_what_torch_is_built_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, found: dict
+) -> None:
+    (tmp_path / "version.py").write_text(text)
+    monkeypatch.setattr(util, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    monkeypatch.setattr(module, "_version", lambda package: f"of {package.rpartition('-')[2]}")
+
+    @contextmanager
+    def nvml():  # type: ignore[no-untyped-def]
+        yield SimpleNamespace(nvmlSystemGetDriverVersion=lambda: b"550.54.15")
+
+    monkeypatch.setattr(module, "nvml", nvml)
+    assert module.driver_versions() == {"driver": "550.54.15", **found}
+    mark = fingerprint(make_job(), named_hardware("a100-80gb", 2))
+    assert mark["versions"].items() >= {"driver": "550.54.15", **found}.items()
+    assert "driver" not in fingerprint(make_job(), detect("cpu", 2))["versions"], "CPU ranks do not ask it"

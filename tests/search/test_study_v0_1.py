@@ -61,7 +61,10 @@ def test_its_records_say_what_decided_them(old_study: StudyStore) -> None:
 def test_the_same_job_goes_on_with_it(old_study: StudyStore, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = old_study.versions
     monkeypatch.setattr(fingerprint, "package_versions", lambda: versions)
+    assert old_study.threads >= 1, "what 0.1 measured with"
     store = resumed(old_study, monkeypatch)
+    assert "forced" not in store.study.user_attrs
+    assert store.study.user_attrs["fingerprint"]["threads_per_rank"] == store.threads, "known from now on"
     assert store.close_interrupted() == 1
     assert [r.outcome.kind for r in store.records() if r.outcome][-1] is Kind.INTERRUPTED
     assert {c.as_dict["train_micro_batch_size_per_gpu"] for c in store.failed()} == {4, 256}
