@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 
 from autotune.group.environment import rank_environment
-from autotune.problem.hardware import facts_for, host_memory_bytes, nvml, nvml_handle, visible_gpus
+from autotune.problem.hardware import facts_for, nvml, nvml_handle, visible_gpus
+from autotune.problem.host import host_available_bytes, host_total_bytes
 from autotune.units import GIB, MIB, format_bytes
 
 _LEAST_SHM_BYTES = 64 * MIB  # NCCL's and gloo's shared segments, a data loader's batches
@@ -75,7 +76,7 @@ def _gpu(lib: Any, device: str) -> Finding:
 
 
 def _memory() -> Iterator[Finding]:
-    total, available = host_memory_bytes(), psutil.virtual_memory().available
+    total, available = host_total_bytes(), host_available_bytes()
     found = f"{format_bytes(available)} free of {format_bytes(total)}"
     if available < 0.25 * total or available < 4 * GIB:
         yield Finding("warn", "main memory", found, "offload to the CPU runs out early", "end what else is running")
