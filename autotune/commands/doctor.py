@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from autotune.group.environment import rank_environment
+from autotune.predict.unread import newer_version
 from autotune.problem.hardware import facts_for, nvml, nvml_handle, visible_gpus
 from autotune.problem.host import host_available_bytes, host_total_bytes
 from autotune.units import GIB, MIB, format_bytes
@@ -222,7 +223,10 @@ def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
         else:
             yield Finding("bad", "NCCL", "missing", "no training on GPUs", "install torch's CUDA build")
     if "versions" in facts:
-        yield Finding("good", "libraries", ", ".join(f"{k} {v}" for k, v in facts["versions"].items()))
+        versions = facts["versions"]
+        newer = newer_version(versions.get("deepspeed", ""))
+        level, cost, fix = ("warn", newer, "look for a newer autotune") if newer else ("good", "", "")
+        yield Finding(level, "libraries", ", ".join(f"{k} {v}" for k, v in versions.items()), cost, fix)
     else:
         yield Finding(
             "bad", "libraries", errors["versions"], "nothing can be measured", "pip install -U deepspeed-autotune"

@@ -5,13 +5,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from autotune.errors import UserError
 from autotune.executors.replay import Landscape, load_landscape
+from autotune.predict import predictor as predictor_module
+from autotune.predict.closed_form import closed_form_trace
 from autotune.predict.fit import Neighbours, Prior, fit
 from autotune.predict.knobs import padded_tokens
+from autotune.predict.passes import Trace
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate, under
 from autotune.problem.hardware import named_hardware
+from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.search.proposer import HOPELESS_SIGMAS
 from autotune.units import GIB
@@ -202,3 +207,42 @@ def test_each_attention_is_predicted_by_its_own_trace() -> None:
     )
     predictor.observe(candidates[0], Outcome(Kind.OOM_DEVICE, missing_bytes=GIB))
     assert np.isfinite(predictor.table(candidates).peak).all()
+
+
+def test_a_way_of_making_the_model_that_cannot_be_is_left_out_and_said() -> None:
+    job, hardware = make_job(precision="fp32"), named_hardware("rtx4090", 2)
+    ways = [
+        {},
+        {"attention": "sdpa"},
+        {"attention": "flash_attention_2"},
+        {"lora": "r=4"},
+        {"lora": "r=4,targets=nosuch"},
+    ]
+    candidates = [make_candidate(2, 2, **way) for way in ways]
+    predictor = Predictor(job, hardware)
+    left, lines = predictor.buildable(candidates)
+    assert left == [candidates[i] for i in (0, 1, 3)]
+    assert lines[0].startswith("--attn flash_attention_2 computes in 16 bits")
+    assert "nosuch" in lines[1]
+    assert all(line.endswith(": left out") for line in lines)
+    assert np.isfinite(predictor.table(candidates).peak).all(), "who does not ask is not stopped"
+    with pytest.raises(UserError, match="16 bits"):
+        Predictor(job, hardware).buildable(candidates[2:3])
+
+
+def test_a_way_that_can_only_be_estimated_is_predicted_wider(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, hardware = make_job(precision="bf16"), named_hardware("rtx4090", 2)
+    candidates = [make_candidate(2, 64, attention=kind) for kind in ("sdpa", "eager")]
+
+    def only_sdpa(job: Job) -> Trace:
+        return closed_form_trace(job, "a test") if job.attention == "eager" else trace_job(job)
+
+    sure = Predictor(job, hardware).table(candidates)
+    monkeypatch.setattr(predictor_module, "trace_job", only_sdpa)
+    predictor = Predictor(job, hardware)
+    table = predictor.table(candidates)
+    assert predictor.notes() == ["not traced (a test): closed form"]
+    assert [one.exact for one in predictor.predict_many(candidates)] == [True, False]
+    assert table.peak_sigma[0] == pytest.approx(sure.peak_sigma[0])
+    assert table.peak_sigma[1] / table.peak[1] > 1.5 * sure.peak_sigma[1] / sure.peak[1]
+    assert predictor.buildable(candidates) == (candidates, [])
