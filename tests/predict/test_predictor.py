@@ -299,3 +299,21 @@ def test_blocks_that_wait_for_another_stream_are_within_the_intervals(stage: int
     for i in at:
         allowed = MEMORY["buckets"].sigma * b.buckets[i, 0] + MEMORY["gathered"].sigma * b.gathered[i, 0]
         assert waiting <= HOPELESS_SIGMAS * allowed
+
+
+def test_host_memory_of_published_runs() -> None:
+    """Qwen2.5 on 4 x RTX 4090 and 500 GB, stage 3, all offloaded and pinned (IST-DASLab/llmq, benchmarks/4090x4.md, rows 900
+    and 918 of the published figures): 14B ran, with 256.66 GiB in use before the first step made Adam's states; 32B was
+    killed."""
+    candidate = make_candidate(3, 1, offload_optimizer="cpu", offload_param="cpu", sub_group_size=10**9)
+    found = {}
+    for model in ("qwen2.5-14b", "qwen2.5-32b"):
+        job = make_job(4, model=model, precision="bf16", seq_len=1024)
+        trace = closed_form_trace(job, "sizes are enough")
+        predictor = Predictor(job, named_hardware("rtx4090", 4, host_memory_bytes=500 * 10**9), trace)
+        table = predictor.table([candidate])
+        found[model] = (4 * table.host[0], 8 * sum(trace.parameters), bool(predictor.fits(table)[0]))
+    host, states, fits = found["qwen2.5-14b"]
+    assert 0.85 < (host - states) / (256.66 * GIB) < 1, "the rest is the system's and that of four processes"
+    assert fits
+    assert not found["qwen2.5-32b"][2]
