@@ -15,8 +15,10 @@ from typing import Any
 import psutil
 
 from autotune.group.environment import trial_environment
+from autotune.predict.unread import newer_version
 from autotune.problem.cpus import usable_cpus
-from autotune.problem.hardware import facts_for, host_memory_bytes, nvml, nvml_handle, visible_gpus
+from autotune.problem.hardware import facts_for, nvml, nvml_handle, visible_gpus
+from autotune.problem.host import host_available_bytes, host_total_bytes
 from autotune.units import GIB, MIB, format_bytes
 
 _LEAST_SHM_BYTES = 64 * MIB  # NCCL's and gloo's shared segments, a data loader's batches
@@ -76,7 +78,7 @@ def _gpu(lib: Any, device: str) -> Finding:
 
 
 def _memory() -> Iterator[Finding]:
-    total, available = host_memory_bytes(), psutil.virtual_memory().available
+    total, available = host_total_bytes(), host_available_bytes()
     found = f"{format_bytes(available)} free of {format_bytes(total)}"
     if available < 0.25 * total or available < 4 * GIB:
         yield Finding("warn", "main memory", found, "offload to the CPU runs out early", "end what else is running")
@@ -222,7 +224,10 @@ def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
         else:
             yield Finding("bad", "NCCL", "missing", "no training on GPUs", "install torch's CUDA build")
     if "versions" in facts:
-        yield Finding("good", "libraries", ", ".join(f"{k} {v}" for k, v in facts["versions"].items()))
+        versions = facts["versions"]
+        newer = newer_version(versions.get("deepspeed", ""))
+        level, cost, fix = ("warn", newer, "look for a newer autotune") if newer else ("good", "", "")
+        yield Finding(level, "libraries", ", ".join(f"{k} {v}" for k, v in versions.items()), cost, fix)
     else:
         yield Finding(
             "bad", "libraries", errors["versions"], "nothing can be measured", "pip install -U deepspeed-autotune"

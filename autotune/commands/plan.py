@@ -37,7 +37,7 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5) -> Plan:
     Raises:
         UserError: the space has no candidate for the job.
     """
-    candidates = setup.space.candidates(setup.job)
+    candidates, left_out = predictor.buildable(setup.space.candidates(setup.job))
     table = predictor.table(candidates)
     fits = predictor.fits(table)
     order = sorted((i for i in range(len(candidates)) if fits[i]), key=lambda i: -table.samples[i])
@@ -52,7 +52,7 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5) -> Plan:
         _stage_plan(stage, [c for c in candidates if c.stage == stage], setup, predictor)
         for stage in sorted({c.stage for c in candidates})
     ]
-    return Plan(setup.job, setup.hardware, best, stages, "" if predictor.trace.exact else predictor.trace.note)
+    return Plan(setup.job, setup.hardware, best, stages, "; ".join([*left_out, *predictor.notes()]))
 
 
 def _stage_plan(stage: int, mine: list[Candidate], setup: PlanSetup, predictor: Predictor) -> StagePlan:

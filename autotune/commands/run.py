@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import threading
 import time
@@ -21,6 +22,7 @@ from autotune.executors.base import Executor
 from autotune.executors.local import LocalExecutor
 from autotune.executors.replay import ReplayExecutor
 from autotune.predict.predictor import Predictor
+from autotune.predict.unread import newer_version
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind
 from autotune.problem.script_job import own_candidate
@@ -28,6 +30,7 @@ from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
 from autotune.results.console import PlainObserver, make_observer, record_json
 from autotune.results.export import export_record
 from autotune.results.winner import closest_lines, train_with_lines, winner_lines
+from autotune.search.fingerprint import package_versions
 from autotune.search.proposer import Proposer
 from autotune.search.storage import default_storage, failures_in_one_line, make_study_folder
 from autotune.search.study import AS_IS, SEARCH, Record, StudyStore
@@ -95,8 +98,11 @@ def run_study(
                 local.job = setup.job
             store = _open_study(setup, probed, observer)
             predictor = Predictor(setup.job, setup.hardware)
-            if not predictor.trace.exact:
-                observer.say(f"{predictor.trace.note}; predictions are wider for it")
+            candidates, left_out = predictor.buildable(setup.candidates)
+            setup = dataclasses.replace(setup, candidates=tuple(candidates))
+            wider = [f"{note}; predictions are wider for it" for note in predictor.notes()]
+            for line in filter(None, [*left_out, *wider, newer_version(package_versions()["deepspeed"])]):
+                observer.say(line)
             spent_seconds = 0.0
             if local is not None:
                 local.on_phase = observer.phase

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-import psutil
-
 from autotune.problem.hardware import Hardware, nvml, nvml_handle, visible_gpus
+from autotune.problem.host import host_available_bytes
 from autotune.units import MIB
 
 FOREIGN_BYTES = 256 * MIB  # another process must have grown by this much to be blamed
@@ -23,7 +22,7 @@ class Peaks:
 
     used: list[int] = field(default_factory=list)
     foreign: int = 0  # how much other processes' share of a device grew meanwhile
-    host_low: int = 2**62  # least main memory available
+    host_low: int = 2**62  # least main memory that was left to this process and its ranks
     oom_kills: int = 0  # the kernel's kills since the group started
 
     @property
@@ -115,7 +114,7 @@ class Gauge:
                 with suppress(Exception):  # a GPU may answer late while a process dies
                     self._meter.sample(self._pids, self._peaks)
                 if time.monotonic() > next_host:
-                    self._peaks.host_low = min(self._peaks.host_low, psutil.virtual_memory().available)
+                    self._peaks.host_low = min(self._peaks.host_low, host_available_bytes())
                     next_host = time.monotonic() + 0.1
             self._stopped.wait(self._meter.interval_seconds)
 
@@ -131,13 +130,3 @@ class Gauge:
     def stop(self) -> None:
         self._stopped.set()
         self._thread.join(timeout=2)
-
-
-def kernel_oom_kills() -> int:
-    """How many processes the kernel has killed for want of memory: of this cgroup, else of the machine."""
-    for file in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
-        with suppress(OSError, ValueError):
-            for line in Path(file).read_text().splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
-    return 0

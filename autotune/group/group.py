@@ -18,16 +18,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from autotune.group.ending import end_ranks
-from autotune.group.gauge import Gauge, Meter, Peaks, kernel_oom_kills, make_meter
+from autotune.group.gauge import Gauge, Meter, Peaks, make_meter
 from autotune.group.launchers import Launcher
 from autotune.group.policy import Policy, Stop
 from autotune.group.protocol import Channel, Message
 from autotune.group.verdict import Evidence, is_secondary, log_tail
 from autotune.group.vitals import Vitals
 from autotune.problem.hardware import Hardware
+from autotune.problem.host import host_available_bytes, kernel_oom_kills
 from autotune.problem.outcome import Phase
 
 _STATUS_SECONDS = 1.0  # for the exit status of a rank that said nothing of why it is gone
@@ -273,7 +272,7 @@ class Group:
         return peaks
 
     def _memory_now(self) -> Peaks:
-        peaks = Peaks(used=[0] * len(self.pids), host_low=psutil.virtual_memory().available)
+        peaks = Peaks(used=[0] * len(self.pids), host_low=host_available_bytes())
         with suppress(Exception):  # a GPU may answer late while a process dies
             make_meter(self._hardware).sample([self._workers.get(i, pid) for i, pid in enumerate(self.pids)], peaks)
         return peaks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from autotune.errors import UserError
@@ -12,34 +13,43 @@ from autotune.problem.job import Job
 _KEPT_BY_CHECKPOINTS = 0.15  # of what a forward saves: inputs of layers and the head, by the shipped models' traces
 
 
-def closed_form_trace(job: Job, why: str) -> Trace:
-    """A Trace of a dense decoder by counting what its layers keep (Korthikanti et al. 2022, section 4.1, generalised to
-    grouped heads and gated MLPs, attention by a kernel that keeps no score matrix). `exact` is False: the predictor
-    widens its intervals.
+Sizes = tuple[list[int], int]  # elements of each trainable parameter, and of all frozen ones
+
+
+def closed_form_trace(job: Job, why: str, sizes: Sizes | None = None) -> Trace:
+    """A Trace without running the model, and `why`. `exact` is False: the predictor widens its intervals.
+
+    Of a dense decoder it counts what its layers keep (Korthikanti et al. 2022, section 4.1, generalised to grouped heads
+    and gated MLPs, attention by a kernel that keeps no score matrix); of any other it goes by the parameters' `sizes`.
 
     Raises:
-        UserError: the configuration names no shape.
+        UserError: neither the configuration's shape nor the sizes are known.
     """
+    note = f"not traced ({why}): closed form"
     text: dict[str, Any] = job.model.config.get("text_config") or job.model.config
     shape, products = dense_shape(job.model.config), matmul_parameters(job.model.config)
     hidden = text.get("hidden_size", text.get("n_embd"))
     if shape is None or products is None or not isinstance(hidden, int):
-        raise UserError(
-            f"model {job.model.name} can be neither traced ({why}) nor read: its configuration has no shape"
-        )
+        if sizes is None or not sizes[0]:
+            raise UserError(
+                f"model {job.model.name} cannot be built here ({why}), and its configuration names no shape to "
+                "estimate it by"
+            )
+        length = float(job.seq_len)
+        return _of_sizes(job, *sizes, length, _saved_by(sum(*sizes), length), note)
     layers, attention, vocabulary = shape
     heads: int = text.get("num_attention_heads", text.get("n_head")) or 1
     key_value = attention // heads * (text.get("num_key_value_heads") or heads)
     inner = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
-    width = job.element_bytes
-    tokens = job.seq_len
+    width, tokens = job.element_bytes, job.seq_len
     # a layer: two norms (input kept in 32 bits by most), q k v, attention's output, two residuals, MLP's inner values
     layer = tokens * (width * (4 * hidden + 3 * attention + 2 * key_value + 4 * inner) + 4 * 2 * hidden)
     head = tokens * vocabulary * (width + 4 + 4)  # logits, their 32-bit copy and log-softmax
     block = tokens * hidden * width  # what a checkpointed layer keeps: its input
     flops, scores = 2.0 * products * tokens, 4.0 * layers * attention * tokens * tokens
     tied = bool(text.get("tie_word_embeddings", True))
-    parameters = [products // layers] * layers + ([] if tied else [hidden * vocabulary])
+    # of adapters only the sizes tell how little is trained
+    parameters, frozen = sizes or ([products // layers] * layers + ([] if tied else [hidden * vocabulary]), 0)
     gradients = float(width * sum(parameters))
 
     def one(kept: float, recompute: float, in_layer: float) -> Pass:
@@ -59,11 +69,11 @@ def closed_form_trace(job: Job, why: str) -> Trace:
 
     return Trace(
         parameters,
-        0,
+        frozen,
         one(layer * layers, 0.0, 0.0),
         one(block * layers, flops, layer),
         exact=False,
-        note=f"not traced ({why}): closed form",
+        note=note,
         largest=max(parameters),
     )
 
@@ -79,9 +89,22 @@ def profile_trace(job: Job) -> Trace:
     if not seen.get("trained"):
         raise UserError("the script showed no parameters that are trained")
     trained: list[int] = seen["trained"]
-    total = sum(trained) + seen["frozen"]
     tokens = float(seen["tokens_per_sample"])
-    saved = float(seen.get("saved_bytes_per_sample") or 34 * tokens * (total / 12) ** 0.5)
+    saved = float(seen.get("saved_bytes_per_sample") or _saved_by(sum(trained, seen["frozen"]), tokens))
+    note = "the script's model is not traced: predicted from what its first steps showed"
+    made = _of_sizes(job, trained, seen["frozen"], tokens, saved, note)
+    return dataclasses.replace(made, plain=made.of(True)) if seen.get("checkpointed") else made
+
+
+def _saved_by(elements: int, tokens: float) -> float:
+    """Bytes that a forward saves, of a model of which no more is known: 34 a token and unit of width (Korthikanti et al.
+    2022, equation 2), in one layer of 12 x width^2 elements."""
+    return 34 * tokens * (elements / 12) ** 0.5
+
+
+def _of_sizes(job: Job, trained: list[int], frozen: int, tokens: float, saved: float, note: str) -> Trace:
+    """A Trace of a model of which only the parameters are known, the `tokens` of a sample and the bytes it `saved`."""
+    total = sum(trained, frozen)
     kept = _KEPT_BY_CHECKPOINTS * saved
     flops = 2.0 * total * tokens
     backward = flops * (1 + sum(trained) / total)  # of frozen weights no gradient is made
@@ -102,14 +125,4 @@ def profile_trace(job: Job) -> Trace:
         )
 
     plain, checkpointed = one(saved, 0.0, 0.0), one(kept, flops, kept)
-    if seen.get("checkpointed"):
-        plain = checkpointed
-    return Trace(
-        trained,
-        seen["frozen"],
-        plain,
-        checkpointed,
-        exact=False,
-        largest=max(trained),
-        note="the script's model is not traced: predicted from what its first steps showed",
-    )
+    return Trace(trained, frozen, plain, checkpointed, exact=False, largest=max(trained), note=note)

@@ -12,6 +12,7 @@ MEMORY_NOISE = 0.025  # of a peak, before calibration
 TIME_NOISE = 0.08  # of the logarithm of a step's seconds
 REPEAT_MEMORY, REPEAT_TIME = 0.004, 0.02  # the same candidate measured twice
 UNTRACED = 3.0  # times as wide are intervals for a model that could not be traced
+UNREAD_STATES = 0.15  # of parameters, gradients and states, where a key is set that no formula reads
 
 # Factors on the lines of ZeRO's bill. What the caching allocator adds to activations is 7 to 20 % with memory to spare
 # (benchmarks/allocator.py replays traces through its rules); at the limit, where it counts, it gives cached blocks back
@@ -25,9 +26,15 @@ MEMORY = {
     "recomputed": Prior(1.0, 0.15),
 }
 MEMORY_CONSTANTS = ("overhead", *MEMORY)  # in the order of a fit
-# Context of one CUDA process 0.4 to 0.5 GiB; NCCL's buffers and cuBLAS's workspaces come on top.
-_OVERHEAD_GIB = {"cuda": Prior(0.55, 0.25), "cpu": Prior(0.40, 0.1)}
-_NCCL_GIB = 0.25
+# The context of one process. With CUDA's lazy loading 0.4 to 0.6 GiB; of cuBLAS's workspaces, 8 MiB a handle and stream
+# and 32 from Hopper on, a few come on top.
+_CONTEXT_GIB = {"cuda": Prior(0.55, 0.2), "cpu": Prior(0.40, 0.1)}
+_HOPPER_ON, _HOPPER_GIB = ("h100", "h200", "b200"), 0.1
+# NCCL's buffers grow with its channels, and those with the link, but hardly with the ranks of a node beyond two (its
+# maintainer in NVIDIA/nccl issue 986). Measured: 0.53 GiB between two and 0.67 among four A100 on NVLink (issue 964); 0.99
+# with the context on 8 H100 before an all-to-all, which ZeRO does not use (issue 1685). Over PCIe a few channels do.
+_NCCL_GIB = {"nvlink": (Prior(0.45, 0.15), Prior(0.55, 0.2)), "pcie": (Prior(0.25, 0.15), Prior(0.25, 0.15))}
+MEASURED_OVERHEAD_GIB = 0.03  # standard deviation of an overhead that ranks have measured from inside
 
 # Logarithms of factors on full rates; a matrix product reaches 60 to 70 % of a GPU's peak, a stream of memory or of a
 # link 75 to 85 %. The tail is in tokens, and the hidden share is a logit.
@@ -65,13 +72,30 @@ QUIRKS = {
 }
 
 
-def memory_priors(job: Job, hardware: Hardware, widen: float) -> list[Prior]:
-    """In the order of MEMORY_CONSTANTS; the overhead is in GiB. `widen` multiplies the activations' sigma."""
-    overhead = _OVERHEAD_GIB[hardware.device]
-    extra = _NCCL_GIB if hardware.device == "cuda" and job.ranks > 1 else 0.0
-    activations = Prior(MEMORY["activations"].mean, MEMORY["activations"].sigma * widen)
-    factors = {**MEMORY, "activations": activations}
-    return [Prior(overhead.mean + extra, overhead.sigma), *factors.values()]
+def overhead_prior(hardware: Hardware, ranks: int) -> Prior:
+    """What a rank holds of its device beside torch's tensors, in GiB: its context and NCCL's buffers."""
+    context = _CONTEXT_GIB[hardware.device]
+    if hardware.device != "cuda":
+        return context
+    facts = hardware.gpu_facts
+    newer = _HOPPER_GIB if facts is not None and facts.name.startswith(_HOPPER_ON) else 0.0
+    if ranks == 1:
+        return Prior(context.mean + newer, context.sigma)
+    link = _NCCL_GIB.get(facts.link if facts is not None else "pcie", _NCCL_GIB["pcie"])
+    nccl = link[0 if ranks == 2 else 1]
+    return Prior(context.mean + newer + nccl.mean, float(np.hypot(context.sigma, nccl.sigma)))
+
+
+def memory_priors(job: Job, hardware: Hardware, widen: float, unread: bool = False) -> list[Prior]:
+    """In the order of MEMORY_CONSTANTS; the overhead is in GiB. `widen` multiplies the activations' sigma; with `unread`
+    keys in the user's own config the states are uncertain, too."""
+    wider = UNTRACED if unread else 1.0
+    factors = {
+        **MEMORY,
+        "activations": Prior(MEMORY["activations"].mean, MEMORY["activations"].sigma * max(widen, wider)),
+        "states": Prior(MEMORY["states"].mean, UNREAD_STATES if unread else MEMORY["states"].sigma),
+    }
+    return [overhead_prior(hardware, job.ranks), *factors.values()]
 
 
 def time_priors(hardware: Hardware, widen: float) -> list[Prior]:

@@ -14,6 +14,9 @@ from autotune.problem.job import ATTENTIONS, Job, parse_lora
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+_WIDTHS = {"fp32": 4.0, "float32": 4.0, "float": 4.0, "fp16": 2.0, "float16": 2.0, "half": 2.0} | dict.fromkeys(
+    ("bf16", "bfloat16"), 2.0
+)  # bytes of DeepSpeed's names of dtypes (runtime/config.py, DtypeEnum)
 PLACES = {"none": 0.0, "cpu": 1.0, "nvme": 2.0}
 
 
@@ -39,6 +42,18 @@ class Columns:
     lora: Floats  # the adapters' rank; 0 for full training
     packed: Floats
     tokens: Floats  # of a row, padding included, on average
+    accumulated: (
+        Floats  # bytes an element of gradients that are kept, as are the next two of what is sent and of masters
+    )
+    communicated: Floats
+    master: Floats
+    state_share: Floats  # of an optimizer's states in 32 bits
+    secondary: Floats  # ranks over which hpZ keeps a second set of parameters; 1 for none
+    offload_ratio: Floats  # of the sub-groups whose states are on the host where the optimizer is offloaded
+    pinned_optimizer: Floats
+    pinned_param: Floats
+    round_robin: Floats
+    immediate: Floats  # BF16_Optimizer adds each gradient to its 32-bit sum as soon as it is made
 
     def __len__(self) -> int:
         return len(self.stage)
@@ -97,7 +112,55 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
             float(job.seq_len),
             padded_tokens(job.lengths, micro_batch) if job.lengths else float(job.seq_len),
         ),
+        **_precisions(raws, job),
+        **_placement(raws, job),
     )
+
+
+def _precisions(raws: list[dict[str, Any]], job: Job) -> dict[str, Floats]:
+    """Columns of the dtypes that DeepSpeed keeps things in (deepspeed 0.19.8, engine.get_data_types, base_optimizer.py)."""
+    width = job.element_bytes
+
+    def of(path: str) -> Floats:
+        return np.array([_WIDTHS.get(str(one).removeprefix("torch."), width) for one in _set(raws, job, path)])
+
+    low = f"{job.precision}.{job.precision}_master_weights_and_grads"
+    return {
+        "accumulated": of("data_types.grad_accum_dtype"),
+        "communicated": of("communication_data_type"),
+        "master": np.where(_flags(raws, job, low), 2.0, 4.0),
+        "state_share": np.where(_flags(raws, job, "bf16.bf16_optimizer_states"), 0.5, 1.0),
+        "immediate": _flags(raws, job, "bf16.immediate_grad_update"),
+    }
+
+
+def _placement(raws: list[dict[str, Any]], job: Job) -> dict[str, Floats]:
+    """Columns of where things lie: hpZ's second partition, Twin-Flow's ratio, what is pinned (runtime/zero/config.py)."""
+    zero = "zero_optimization."
+
+    def numbers(path: str, default: float) -> Floats:
+        values = _set(raws, job, zero + path)
+        return np.array([float(one) if isinstance(one, int | float) else default for one in values])
+
+    return {
+        "secondary": np.maximum(1.0, numbers("zero_hpz_partition_size", 1.0)),
+        "round_robin": _flags(raws, job, zero + "round_robin_gradients"),
+        "offload_ratio": numbers("offload_optimizer.ratio", 1.0),
+        "pinned_optimizer": _flags(raws, job, zero + "offload_optimizer.pin_memory", True),
+        "pinned_param": _flags(raws, job, zero + "offload_param.pin_memory", True),
+    }
+
+
+def _set(raws: list[dict[str, Any]], job: Job, path: str) -> list[Any]:
+    """What each candidate, or else the user's own config, sets a key to; None where neither does."""
+    own: Any = job.base_config
+    for part in path.split("."):
+        own = own.get(part) if isinstance(own, dict) else None
+    return [raw.get(path, own) for raw in raws]
+
+
+def _flags(raws: list[dict[str, Any]], job: Job, path: str, default: bool = False) -> Floats:
+    return np.array([float(one if isinstance(one, bool) else default) for one in _set(raws, job, path)])
 
 
 def padded_tokens(lengths: Sequence[tuple[int, int]], micro_batch: Floats) -> Floats:

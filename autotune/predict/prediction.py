@@ -60,7 +60,7 @@ class Breakdowns:
     memory_constants: dict[str, float]
     spent: Spent
     slower: Floats  # the table's step over that of `spent`
-    exact: bool  # whether the model was traced
+    exact: list[bool]  # whether each candidate's model was traced
 
     def of(self, candidate: Candidate, i: int) -> Prediction:
         """The prediction of the candidate at place `i`."""
@@ -82,7 +82,7 @@ class Breakdowns:
             samples_per_second=float(table.samples[i]),
             binding=self._binding(peak, host * self.ranks, time, i),
             fits=bool(self.fits[i]),
-            exact=self.exact,
+            exact=self.exact[i],
         )
 
     def _memory(self, candidate: Candidate, i: int, at: int) -> dict[str, float]:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autotune.errors import UserError
 from autotune.predict.constants import (
+    MEASURED_OVERHEAD_GIB,
     MEMORY_CONSTANTS,
     MEMORY_NOISE,
     QUIRKS,
@@ -18,18 +20,21 @@ from autotune.predict.constants import (
     memory_priors,
     time_priors,
 )
-from autotune.predict.fit import Neighbours, Posterior, fit, jacobian_of
+from autotune.predict.fit import Neighbours, Posterior, Prior, fit, jacobian_of
 from autotune.predict.knobs import Flags, Floats
 from autotune.predict.memory import moments, peaks, peaks_and_slopes
+from autotune.predict.optimizers import stepper
 from autotune.predict.passes import Trace
 from autotune.predict.prediction import Breakdowns, Prediction, Table
 from autotune.predict.prepared import Prepared
 from autotune.predict.roofline import Spent, host_limit_bytes, spend
 from autotune.predict.trace import trace_job
+from autotune.predict.unread import unread_keys
 from autotune.problem.candidate import TRACED_KNOBS, Candidate, under
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.units import GIB
 
 __all__ = ["Prediction", "Predictor", "Table"]
 
@@ -45,8 +50,12 @@ class Predictor:
         self.job, self.hardware = job, hardware
         self.trace = trace if trace is not None else trace_job(job)
         self._traces: dict[tuple[object, ...], Trace] = {(None,) * len(TRACED_KNOBS): self.trace}
+        self._refused: dict[tuple[object, ...], str] = {}  # ways of making the model that cannot be, and why
         widen = 1.0 if self.trace.exact else UNTRACED
-        self._memory_priors = memory_priors(job, hardware, widen)
+        self._unread = unread_keys(job.base_config)
+        if not stepper(job).known:
+            self._unread.append(f"optimizer {job.optimizer_kind}")
+        self._memory_priors = memory_priors(job, hardware, widen, bool(self._unread))
         self._time_priors = time_priors(hardware, widen)
         self._packed_rows = job.seq_len / job.tokens_per_sample
         self._memory_noise, self._time_noise = MEMORY_NOISE * widen, TIME_NOISE * widen
@@ -89,12 +98,20 @@ class Predictor:
             # ran out: the true peak is above; agreeing is no evidence, so only a prediction below it pulls
             return np.asarray(np.where(measured, off, np.minimum(off, 0.0)))
 
-        self._memory = fit(self._memory_priors, residuals, noise=self._memory_noise)
+        self._memory = fit(self._with_measured_overhead(outcomes), residuals, noise=self._memory_noise)
         off = -residuals(self._memory.mean)
         told = measured | (off > 0)  # an out-of-memory where enough was predicted says something too
         self._memory_near = Neighbours.of(
             prepared.features[told][_LATEST], off[told][_LATEST], self._memory.noise, REPEAT_MEMORY
         )
+
+    def _with_measured_overhead(self, outcomes: Sequence[Outcome]) -> list[Prior]:
+        """The priors, that of the overhead replaced by what ranks measured from inside, where they did."""
+        measured = [getattr(o.measurement, "overhead_bytes", None) for o in outcomes]
+        gib = np.array([one for one in measured if one]) / GIB
+        if not len(gib):
+            return self._memory_priors
+        return [Prior(float(np.median(gib)), max(MEASURED_OVERHEAD_GIB, float(gib.std()))), *self._memory_priors[1:]]
 
     def _fit_time(self, prepared: Prepared, measured: Sequence[Measurement]) -> None:
         seconds = np.log([one.step_seconds for one in measured])
@@ -134,24 +151,53 @@ class Predictor:
         """What of predictions does not depend on the calibration. Knobs that change the model cost a trace each."""
         ways: dict[tuple[object, ...], list[int]] = {}
         for i, candidate in enumerate(candidates):
-            ways.setdefault(tuple(candidate.get(knob) for knob in TRACED_KNOBS), []).append(i)
+            ways.setdefault(_way(candidate), []).append(i)
         for way, at in ways.items():
-            if way not in self._traces:
-                self._traces[way] = trace_job(under(self.job, candidates[at[0]]))
+            self._trace(way, candidates[at[0]])
         if len(ways) <= 1:
             trace = self._traces[next(iter(ways))] if ways else self.trace
-            return Prepared.of(self.job, self.hardware, trace, candidates)
-        parts = [
-            Prepared.of(self.job, self.hardware, self._traces[way], [candidates[i] for i in at])
-            for way, at in ways.items()
-        ]
+            return self._prepare(trace, candidates)
+        parts = [self._prepare(self._traces[way], [candidates[i] for i in at]) for way, at in ways.items()]
         return Prepared.joined(parts, list(ways.values()))
+
+    def _prepare(self, trace: Trace, candidates: Sequence[Candidate]) -> Prepared:
+        guessed = self.trace.exact and not trace.exact
+        return Prepared.of(self.job, self.hardware, trace, candidates, guessed=guessed)
+
+    def buildable(self, candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[str]]:
+        """The candidates whose model can be made, and a line for each way of making it that is left out.
+
+        Raises:
+            UserError: none is left.
+        """
+        for candidate in candidates:
+            self._trace(_way(candidate), candidate)
+        left = [candidate for candidate in candidates if _way(candidate) not in self._refused]
+        if candidates and not left:
+            raise UserError(next(iter(self._refused.values())))
+        return left, [f"{why}: left out" for why in self._refused.values()]
+
+    def notes(self) -> list[str]:
+        """A line for each thing that is not known, and for which predictions are wider."""
+        unread = [f"{key} is not part of the memory model" for key in self._unread]
+        return [*unread, *dict.fromkeys(trace.note for trace in self._traces.values() if trace.note)]
+
+    def _trace(self, way: tuple[object, ...], candidate: Candidate) -> Trace:
+        """The trace of a way of making the model, of which the candidate is one; the job's own where it cannot be made."""
+        if way not in self._traces:
+            try:
+                self._traces[way] = trace_job(under(self.job, candidate))
+            except UserError as error:
+                self._refused[way] = str(error)
+                self._traces[way] = self.trace
+        return self._traces[way]
 
     def prepared_table(self, prepared: Prepared) -> Table:
         """Predictions of prepared candidates, by all that was observed so far."""
         self.calibrate()
         peak, by_constants = peaks_and_slopes(prepared, self.hardware, self._memory.mean)
-        shift, sigma = _corrected(self._memory, by_constants / peak[:, None], self._memory_near, prepared.features)
+        doubt, by_constants = prepared.doubt / peak, by_constants / peak[:, None]
+        shift, sigma = _corrected(self._memory, by_constants, self._memory_near, prepared.features, doubt)
         peak = peak * (1 + shift)
         log_step = self._log_step(prepared, self._time.mean)
         # one setting of the constants at a time: the arrays of ten thousand candidates stay in the cache
@@ -190,7 +236,7 @@ class Predictor:
             memory_constants=dict(zip(MEMORY_CONSTANTS, self._memory.mean, strict=True)),
             spent=spent,
             slower=table.step / spent.step,
-            exact=self.trace.exact,
+            exact=[self._traces[_way(candidate)].exact for candidate in candidates],
         )
         return [breakdowns.of(candidate, i) for i, candidate in enumerate(candidates)]
 
@@ -208,11 +254,17 @@ class Predictor:
         return np.asarray(np.log(self._spent(p, constants).step) + constants[..., len(TIME) :] @ p.quirks.T)
 
 
+def _way(candidate: Candidate) -> tuple[object, ...]:
+    """How the candidate's model is made, as far as a trace can see it."""
+    return tuple(candidate.get(knob) for knob in TRACED_KNOBS)
+
+
 def _corrected(
-    posterior: Posterior, jacobian: Floats, near: Neighbours | None, features: Floats
+    posterior: Posterior, jacobian: Floats, near: Neighbours | None, features: Floats, doubt: Floats | float = 0.0
 ) -> tuple[Floats, Floats]:
-    """(shift, standard deviation) of predictions, by the constants and by measured neighbours."""
-    by_constants = posterior.spread(jacobian)
+    """(shift, standard deviation) of predictions, by the constants, what none of them stands for (`doubt`) and measured
+    neighbours."""
+    by_constants = np.hypot(posterior.spread(jacobian), doubt)
     if near is None:
         return np.zeros(len(features)), np.hypot(by_constants, posterior.noise)
     shift, unexplained = near.shift(features)

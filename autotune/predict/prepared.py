@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from autotune.predict.constants import QUIRKS
+from autotune.predict.constants import MEMORY, QUIRKS, UNREAD_STATES, UNTRACED
 from autotune.predict.knobs import Columns, Floats, columns_of
 from autotune.predict.passes import Trace
 from autotune.predict.roofline import Work, work
+from autotune.predict.unread import unread_knobs
 from autotune.predict.zero import SUMS, TABLES, Bill, bill
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
@@ -28,12 +29,17 @@ class Prepared:
     work: Work
     quirks: Floats  # (n, quirks)
     features: Floats  # (n, features)
+    doubt: Floats  # (n,) bytes: standard deviation of peaks by what no constant stands for
 
     @classmethod
-    def of(cls, job: Job, hardware: Hardware, trace: Trace, candidates: Sequence[Candidate]) -> Prepared:
-        """Candidates that all have this trace."""
+    def of(
+        cls, job: Job, hardware: Hardware, trace: Trace, candidates: Sequence[Candidate], *, guessed: bool = False
+    ) -> Prepared:
+        """Candidates that all have this trace; `guessed`: unlike that of the others it is an estimate."""
         c = columns_of(candidates, job)
-        return cls(c, bill(job, trace, c), work(job, hardware, trace, c), quirks_of(c), features_of(c))
+        b = bill(job, trace, c, hardware.device)
+        doubt = doubt_of(b, candidates, guessed)
+        return cls(c, b, work(job, hardware, trace, c), quirks_of(c), features_of(c), doubt)
 
     @classmethod
     def joined(cls, parts: list[Prepared], at: list[list[int]]) -> Prepared:
@@ -54,14 +60,14 @@ class Prepared:
             joined([part.columns for part in parts]),
             Bill(moments=moments, **beside(bills, SUMS), **tables),
             joined([part.work for part in parts]),
-            **beside(parts, ("quirks", "features")),
+            **beside(parts, ("quirks", "features", "doubt")),
         )
 
     def rows(self, mask: Floats) -> Prepared:
         """Only the candidates where `mask` is true. The bill stays that of all: only step times are asked of these."""
         columns = Columns(**{name: value[mask] for name, value in vars(self.columns).items()})
         w = Work(**{name: value[mask] for name, value in vars(self.work).items()})
-        return Prepared(columns, self.bill, w, self.quirks[mask], self.features[mask])
+        return Prepared(columns, self.bill, w, self.quirks[mask], self.features[mask], self.doubt[mask])
 
 
 def _diagonal(tables: list[Floats]) -> Floats:
@@ -72,6 +78,14 @@ def _diagonal(tables: list[Floats]) -> Floats:
         found[row : row + len(one), column : column + one.shape[1]] = one
         row, column = row + len(one), column + one.shape[1]
     return found
+
+
+def doubt_of(b: Bill, candidates: Sequence[Candidate], guessed: bool) -> Floats:
+    """(n,) bytes by which peaks are uncertain: of candidates that set keys which no formula reads, and of guessed traces."""
+    unread = np.array([bool(unread_knobs(candidate)) for candidate in candidates])
+    of_states = np.where(unread, UNREAD_STATES * (b.parameters + b.gradients + b.optimizer), 0.0)
+    of_activations = UNTRACED * MEMORY["activations"].sigma * b.activations.max(axis=0) if guessed else 0.0
+    return np.asarray(np.hypot(of_states, of_activations))
 
 
 def quirks_of(c: Columns) -> Floats:

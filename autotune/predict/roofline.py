@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.predict.knobs import Columns, Floats
+from autotune.predict.optimizers import stepper
 from autotune.predict.passes import Trace
-from autotune.predict.zero import STATE_BYTES
 from autotune.problem.hardware import GpuFacts, Hardware
 from autotune.problem.job import Job
 from autotune.units import GIB
@@ -84,7 +84,7 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
     ranks = float(job.ranks)
     share = (ranks - 1) / ranks
     width = job.element_bytes
-    states = float(STATE_BYTES.get(job.optimizer_kind, 8))
+    states = stepper(job).state_bytes
     total = float(sum(trace.parameters))
     part, whole = total / ranks, width * total
     plain, again = trace.plain, trace.of(True)
@@ -183,5 +183,7 @@ def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
 
 
 def host_limit_bytes(hardware: Hardware) -> float:
-    """What all ranks together may take of the host, the system's own left aside."""
-    return max(0.0, hardware.host_memory_bytes - 4 * GIB) if hardware.device == "cuda" else np.inf
+    """What all ranks together may offload to the host: what it had left, less 2 GiB a rank and at least 4, for what a process
+    and its libraries hold whatever is offloaded."""
+    own = max(4, 2 * hardware.count) * GIB
+    return max(0.0, hardware.host_memory_bytes - own) if hardware.device == "cuda" else np.inf

@@ -1,4 +1,4 @@
-"""The process that traces a model: `python -m autotune.predict.tracer [--fused-loss] < JOB.json > ANSWER.json`.
+"""The process that traces a model: `python -m autotune.predict.tracer [--fused-loss | --sizes] < JOB.json > ANSWER.json`.
 
 The model's forward and backward run under fake tensors: no memory is taken and nothing is computed, operators only work
 out shapes. Two runs, at micro-batches of two and three sequences, give every allocation as
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -31,7 +32,11 @@ from autotune.rank.workload import DTYPES, adapted, causal_model, forward, own_w
 
 
 class Untraceable(Exception):
-    """Fake tensors cannot run the model; the message says why."""
+    """Fake tensors cannot run the model, or it cannot be built here; the message says why."""
+
+
+class Impossible(Exception):
+    """The configuration is at fault: the model cannot be built anywhere."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +62,10 @@ def trace_model(
         workers: with 2, the runs with and without checkpointing are traced at the same time, in forked children.
 
     Raises:
-        Untraceable: an operator needs values, not shapes.
-        ValueError: transformers refuses the configuration.
+        Untraceable: an operator needs values, not shapes, or the model's code needs what is not here.
+        Impossible: transformers refuses the configuration.
     """
-    config = None if job.workload else transformers_config(job.model)
+    config = _configuration(job)
     parameters, frozen = _parameters(job, config)
     depths = None if whole_depth or config is None else small_depths(config)
     options = _Options(use_cache, fused_loss)
@@ -83,10 +88,37 @@ def allocations(job: Job, checkpointing: bool, micro_batch: int, layers: int) ->
     return _run(job, config, checkpointing, _Options(), micro_batch, keep_events=True).allocations
 
 
-def _parameters(job: Job, config: Any) -> tuple[list[int], int]:
-    """(elements of each trainable parameter, elements of all frozen ones)."""
-    with torch.device("meta"):
-        model, _ = _build(job, config)
+def _configuration(job: Job) -> Any:
+    """The configuration as transformers has it; None for a workload of the user's own.
+
+    Raises:
+        Impossible: it is none.
+        Untraceable: its code cannot be loaded here.
+    """
+    if job.workload:
+        return None
+    try:
+        return transformers_config(job.model)
+    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        raise Impossible(_line(error)) from None
+    except Exception as error:  # whatever a configuration's own code needs and has not here
+        raise Untraceable(_line(error)) from None
+
+
+def _parameters(job: Job, config: Any, device: str = "meta") -> tuple[list[int], int]:
+    """(elements of each trainable parameter, elements of all frozen ones).
+
+    Raises:
+        Impossible: transformers has no causal model for the configuration.
+        Untraceable: the model's code needs what is not here: a package, a kernel, a GPU.
+    """
+    try:
+        with torch.device(device):
+            model, _ = _build(job, config)
+    except (ValueError, KeyError) as error:
+        raise (Untraceable if job.workload else Impossible)(_line(error)) from None
+    except Exception as error:  # a builder of the user's own may raise anything
+        raise Untraceable(_line(error)) from None
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return [n for n, trained in sizes if trained], sum(n for n, trained in sizes if not trained)
 
@@ -94,17 +126,21 @@ def _parameters(job: Job, config: Any) -> tuple[list[int], int]:
 def _one_pass(
     job: Job, config: Any, depths: tuple[int, int] | None, options: _Options, checkpointing: bool
 ) -> Pass | None:
-    """The pass at full depth, from runs at two `depths` where there are any; None for a model without checkpointing."""
+    """The pass at full depth, from runs at two `depths` where there are any; None for a model without checkpointing.
+
+    Raises:
+        Untraceable: whatever happens, so that it can be sent from a forked child.
+    """
     try:
         if depths is None:
             return _run_both(job, config, checkpointing, options).reduced()
         deep = config.get_text_config().num_hidden_layers
         short, long = (_run_both(job, at_depth(config, n), checkpointing, options) for n in depths)
         return extrapolate(short, long, depths, deep).reduced()
-    except Untraceable:
-        if not checkpointing:
-            raise
-        return None
+    except Exception as error:
+        if checkpointing:
+            return None
+        raise error if isinstance(error, Untraceable) else Untraceable(_line(error)) from None
 
 
 def _run_both(job: Job, config: Any, checkpointing: bool, options: _Options) -> Pass:
@@ -170,7 +206,8 @@ def _run(
     """One forward and backward under fake tensors.
 
     Raises:
-        Untraceable: an operator needs values, or the model cannot be built or run.
+        Untraceable: an operator needs values.
+        Exception: the model cannot be built or run.
     """
     run = Counters()
     live = _CountedTensors(run)
@@ -191,8 +228,6 @@ def _run(
             live.watch = live.events = None
     except DataDependentOutputException as error:
         raise Untraceable(f"operator {error} needs values") from None
-    except (NotImplementedError, RuntimeError, ValueError, TypeError) as error:
-        raise Untraceable(str(error).splitlines()[0][:300] if str(error) else type(error).__name__) from None
     return run
 
 
@@ -294,16 +329,29 @@ def _plain_masks() -> Iterator[None]:
 # -- the process ---------------------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    answer: dict[str, Any]
-    job = Job.from_json(json.loads(sys.stdin.read()))
+def answer_to(job: Job, options: list[str]) -> dict[str, Any]:
+    """`trace`; `untraceable` with the reason, and `sizes` of the parameters where they can be told; or `impossible`."""
     try:
-        answer = {"trace": trace_model(job, fused_loss="--fused-loss" in sys.argv, workers=2).to_json()}
+        if "--sizes" in options:
+            return {"sizes": _parameters(job, _configuration(job), "cpu")}
+        return {"trace": trace_model(job, fused_loss="--fused-loss" in options, workers=2).to_json()}
+    except Impossible as error:
+        return {"impossible": str(error)}
     except Untraceable as error:
-        answer = {"untraceable": str(error)}
-    except (ValueError, TypeError, KeyError, OSError, ImportError, AttributeError) as error:
-        answer = {"impossible": f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"}
-    print(json.dumps(answer))
+        answer: dict[str, Any] = {"untraceable": str(error)}
+        with contextlib.suppress(Impossible, Untraceable):
+            answer["sizes"] = _parameters(job, _configuration(job))
+        return answer
+
+
+def _line(error: BaseException) -> str:
+    first = (str(error).strip().splitlines() or [""])[0][:300]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def main() -> None:
+    job = Job.from_json(json.loads(sys.stdin.read()))
+    print(json.dumps(answer_to(job, sys.argv[1:])))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What DeepSpeed keeps and allocates around a model, at each stage of ZeRO.
 
-Source: deepspeed 0.19.8 (`runtime/zero/stage_1_and_2.py`, `stage3.py`, `fp16/unfused_optimizer.py`, `engine.py`), checked
-tensor by tensor against real engines: `benchmarks/predictor.py` prints the errors.
+Source: deepspeed 0.19.8 (`runtime/zero/stage_1_and_2.py`, `stage3.py`, `bf16_optimizer.py`, `fp16/unfused_optimizer.py` and
+`fused_optimizer.py`, `engine.py`), checked tensor by tensor against real engines: `benchmarks/predictor.py` prints the
+errors.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from autotune.predict.knobs import Columns, Floats
+from autotune.predict.optimizers import stepper
 from autotune.predict.passes import BACKWARD, FORWARD, Pass, Trace
+from autotune.predict.pinned import pinned_bytes
 from autotune.problem.job import Job
 
-# Bytes a parameter of optimizer states in 32 bits, beside the master weights.
-STATE_BYTES = {"adamw": 8, "adam": 8, "fused_adam": 8, "lion": 4, "sgd": 4, "adagrad": 4}
 REDUCE_ELEMENTS = 5e8  # stage 0 reduces in flat copies of at most so many elements (engine.py, allreduce_gradients)
 
 SUMS = ("parameters", "gradients", "optimizer", "host")  # of a Bill: one entry a candidate
@@ -69,11 +70,15 @@ class _Moments:
 class _Terms:
     """Sizes, flags and buffers that several lines of the bill need; arrays hold one entry a candidate."""
 
-    def __init__(self, job: Job, trace: Trace, columns: Columns) -> None:
+    def __init__(self, job: Job, trace: Trace, columns: Columns, device: str) -> None:
         self.trace, self.columns, self.ranks = trace, columns, float(job.ranks)
         self.width = job.element_bytes
-        self.copied_bytes = 0.0 if self.width == 4 else 4.0  # of 32-bit copies of 16-bit elements, for the step
-        self.state_bytes = float(STATE_BYTES.get(job.optimizer_kind, 8))
+        self.stepper = stepper(job)
+        # torch's foreach is for CUDA alone; on CPU ranks nothing is really pinned (accelerator/cpu_accelerator.py)
+        self.on_gpu = device == "cuda"
+        self.temporary_bytes = self.stepper.temporary_bytes if self.on_gpu else 0.0
+        self.states = self.stepper.state_bytes * np.where(columns.stage == 0, 1.0, columns.state_share)
+        self.master, self.accumulated, self.sent = columns.master, columns.accumulated, columns.communicated
         self.total = float(sum(trace.parameters))  # elements, as are the next two
         self.part, self.largest = self.total / self.ranks, float(trace.largest)
         self.whole = self.width * self.total  # bytes
@@ -82,24 +87,55 @@ class _Terms:
         self.two = self.one | (stage == 2)  # the stages of stage_1_and_2.py
         self.out = columns.offload_optimizer > 0
         self.parameters_out = self.three & (columns.offload_param > 0)
-        self.contiguous = (columns.contiguous > 0) | (self.two & self.out)
-        self.accumulates = columns.accumulation > 1
-        self.bucket = self.width * columns.reduce_bucket
+        self.sub_group = np.minimum(self.part, np.maximum(columns.sub_group, self.largest / self.ranks))
+        # Twin-Flow: the first sub-groups stay on the device (stage3.py, _create_fp32_partitions)
+        groups = np.ceil(self.part / self.sub_group)
+        self.stays = np.where(self.three, np.floor((1 - columns.offload_ratio) * groups + 1e-9) / groups, 0.0)
+        self._gradients(job)
+        self._buckets()
+
+    def _gradients(self, job: Job) -> None:
+        """Gradients that are kept in another precision than backward makes them in (`grad_accum_dtype`): in bf16 at stage 1
+        DeepSpeed takes BF16_Optimizer, else stages 1 and 2 add them up in one flat buffer of a rank's part."""
+        apart = self.accumulated != self.width
+        self.bf16_optimizer = self.one & apart & ~self.out & (job.precision == "bf16")
+        self.compact = self.two & apart & ~self.bf16_optimizer
+        self.made = np.where(self.compact & self.one, self.accumulated, self.width)  # bytes an element of .grad
+        self.own = np.where(self.compact, self.accumulated, self.width)  # and of a rank's own part
+        # a parameter that lies across the border of a part is kept whole; in round-robin order that is a large one
+        self.across = np.where(self.two & (self.columns.round_robin > 0), self.width * self.largest, 0.0)
+        self.contiguous = (self.columns.contiguous > 0) | (self.two & self.out)
+        self.accumulates = self.columns.accumulation > 1
+
+    def _buckets(self) -> None:
+        """Buckets, and what is kept between micro-batches."""
+        # stage 3 has its buckets in the dtype that is sent
+        self.bucket_width = np.where(self.three, self.sent, self.made)
+        bucket = self.bucket_width * self.columns.reduce_bucket
         # stage 3 allocates its bucket with the engine; stages 1 and 2 allocate theirs in backward
-        self.standing = np.where(self.three & self.contiguous, self.bucket, 0.0)
-        doubled = np.where(columns.overlap > 0, 2.0, 1.0)
-        self.ipg = np.where(self.two & self.contiguous, self.bucket * doubled, 0.0)
-        # between micro-batches: accumulated gradients, and at stage 1 the buckets, which are freed after the last one
+        self.standing = np.where(self.three & self.contiguous, bucket, 0.0)
+        doubled = np.where(self.columns.overlap > 0, 2.0, 1.0)
+        self.ipg = np.where(self.two & self.contiguous & ~self.bf16_optimizer, bucket * doubled, 0.0)
+        # accumulated gradients, and at stage 1 the buckets, which are freed after the last micro-batch
         accumulated = np.select(
-            [self.zero0 | self.one, self.two & ~self.out], [self.whole, self.width * self.part], 0.0
+            [self.bf16_optimizer, self.zero0 | self.one, self.two & (~self.out | self.compact)],
+            [
+                np.where(self.columns.immediate > 0, 0.0, self.whole),
+                self.made * self.total,
+                self.own * self.part + self.across,
+            ],
+            0.0,
         )
         self.kept = np.where(self.accumulates, accumulated, 0.0)
         self.kept_buckets = self.standing + np.where(self.accumulates & self.one, self.ipg, 0.0)
 
 
-def bill(job: Job, trace: Trace, columns: Columns) -> Bill:
-    """Device and host bytes of every candidate, without CUDA's context, the allocator and communication libraries."""
-    terms, moments = _Terms(job, trace, columns), _Moments(len(columns))
+def bill(job: Job, trace: Trace, columns: Columns, device: str = "cpu") -> Bill:
+    """Device and host bytes of every candidate, without CUDA's context, the allocator and communication libraries.
+
+    On "cuda" memory is really pinned, and torch's optimizers take their intermediates.
+    """
+    terms, moments = _Terms(job, trace, columns, device), _Moments(len(columns))
     parameters, gradients, optimizer = _resident(terms)
     _add_passes(terms, moments)
     _add_step(terms, moments, gradients)
@@ -109,14 +145,19 @@ def bill(job: Job, trace: Trace, columns: Columns) -> Bill:
 def _resident(t: _Terms) -> tuple[Floats, Floats, Floats]:
     """(parameters, gradients, optimizer): device bytes that are there all the time."""
     frozen = t.width * t.trace.frozen
-    parameters = np.where(t.three, np.where(t.parameters_out, 0.0, (t.whole + frozen) / t.ranks), t.whole + frozen)
-    # stages 1 to 3 clone 32-bit master weights even of 32-bit parameters
-    master = np.where(t.zero0, t.copied_bytes, 4.0)
-    partitioned = np.where(t.out, 0.0, (master + t.state_bytes) * t.part)
-    optimizer = np.where(t.zero0, (master + t.state_bytes) * t.total, partitioned)
+    shared = (t.whole + frozen) / t.ranks + np.where(
+        t.columns.secondary > 1, (t.whole + frozen) / t.columns.secondary, 0.0
+    )
+    parameters = np.where(t.three, np.where(t.parameters_out, 0.0, shared), t.whole + frozen)
+    # stages 1 to 3 clone 32-bit master weights even of 32-bit parameters; stage 0 needs none of these
+    master = np.where(t.zero0, 0.0 if t.width == 4 else 4.0, t.master)
+    partitioned = np.where(t.out, t.stays, 1.0) * (master + t.states) * t.part
+    partitioned = partitioned + np.where(t.out, 0.0, t.stepper.stray_share * t.whole)
+    optimizer = np.where(t.zero0, (master + t.states) * t.total, partitioned)
     # stage 3 keeps its partition's gradients in one buffer; stages 1 and 2 stage one parameter's on the way to the host
     staged = np.where(t.two & t.out, t.width * t.largest, 0.0)
-    gradients = np.where(t.three & ~t.out, t.width * t.part, staged)
+    at_three = np.where(t.out, t.stays * t.master, t.accumulated) * t.part
+    gradients = np.select([t.three, t.bf16_optimizer], [at_three, t.accumulated * t.total], staged)
     return parameters, gradients, optimizer
 
 
@@ -130,7 +171,8 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
         for phase, name in ((FORWARD, "forward"), (BACKWARD, "backward")):
             for fixed, each, grads, used in _points(run, phase):
                 held, buckets = _pending(t, grads)
-                held = held + bypassing(t.trace, c, t.width, grads, t.contiguous & t.one)
+                bypass = t.contiguous & t.one & ~t.bf16_optimizer
+                held = held + bypassing(t.trace, c, t.made, grads / t.width * t.made, bypass)
                 moments.add(
                     name,
                     mine,
@@ -140,31 +182,80 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
                     np.maximum(0.0, fixed + each * c.micro_batch),
                 )
     held, buckets = _pending(t, t.whole, done=True)
-    held = np.where(t.zero0, t.whole + np.minimum(t.whole, t.width * REDUCE_ELEMENTS), held)
+    flat = min(t.total, REDUCE_ELEMENTS) * (t.width + np.where(t.sent != t.width, t.sent, 0.0))
+    held = np.where(t.zero0, t.whole + flat, held)
+    # the one flat tensor of BF16_Optimizer is reduced as it is, in the dtype that is sent
+    held = np.where(t.bf16_optimizer & (t.sent != t.accumulated), held + t.sent * t.total, held)
     moments.add("backward", every, t.standing + buckets, gathered, held, moments.zero)
 
 
 def _add_step(t: _Terms, moments: _Moments, gradients: Floats) -> None:
     """The moments of the optimizer's step and of its initialisation; `gradients` are the resident ones."""
     every = np.ones(len(t.columns), dtype=bool)
-    sub_group = np.minimum(t.part, np.maximum(t.columns.sub_group, t.largest / t.ranks))
-    of_all = t.whole + t.copied_bytes * t.total  # stage 0
-    of_part = 2 * t.width * t.part + t.copied_bytes * t.part  # stages 1 and 2
-    of_sub_group = (t.width + t.copied_bytes) * sub_group
-    copies = np.select([t.zero0, t.two & ~t.out, t.three & ~t.out], [of_all, of_part, of_sub_group], 0.0)
+    copied = (
+        4.0 if t.width < 4 else 0.0
+    )  # stage 0: gradients in 32 bits, for FP16_Optimizer once more as one flat tensor
+    of_all = t.whole + (copied * (2 if t.stepper.flattens else 1) + t.temporary_bytes) * t.total
+    # a rank's part: as it was gathered, flat, and in the master's precision; when it steps only the last is left
+    flattened = np.where(t.compact, t.own, 2 * t.width) + np.where(t.own != t.master, t.master, 0.0)
+    # before that its norm is taken in 64 bits, parameter by parameter (get_grad_norm_direct)
+    norm = t.own * t.part + 8.0 * min(t.largest, t.part)
+    of_part = t.across + np.maximum(norm, np.maximum(flattened, t.master + t.temporary_bytes) * t.part)
+    of_sum = np.where(t.columns.immediate > 0, 0.0, t.whole) + t.temporary_bytes * t.part
+    converted = t.accumulated + np.where(t.accumulated != t.master, t.master, 0.0)
+    of_sub_group = np.maximum(converted, t.master + t.temporary_bytes) * t.sub_group
+    of_sub_group = np.maximum(of_sub_group, 8.0 * t.largest / t.ranks)
+    copies = np.select(
+        [t.zero0, t.bf16_optimizer, t.two & ~t.out, t.three & (~t.out | (t.stays > 0))],
+        [of_all, of_sum, of_part, of_sub_group],
+        0.0,
+    )
     moments.add("step", every, t.kept_buckets, moments.zero, np.maximum(copies, t.kept), moments.zero)
-    # stage 3 begins with a 32-bit gradient of the largest sub-group (initialize_optimizer_states)
-    beyond = np.maximum(0.0, 4 * sub_group - gradients)
+    # stage 3 begins with a gradient of the largest sub-group in the master's precision (initialize_optimizer_states)
+    beyond = np.maximum(0.0, t.master * t.sub_group - gradients)
     moments.add("init", t.three & ~t.out, moments.zero, moments.zero, beyond, moments.zero)
 
 
 def _host(t: _Terms) -> Floats:
-    """Host bytes of one rank where something is offloaded."""
+    """Host bytes of one rank where something is offloaded, at their highest."""
     c = t.columns
-    host = np.where(t.out & (c.offload_optimizer < 2), (4 + t.state_bytes) * t.part, 0.0)
-    host = host + np.where(t.out, (t.width + 4.0) * t.part, 0.0) + np.where(t.out & t.two, t.width * t.largest, 0.0)
-    host = host + np.where(t.out & t.accumulates & (c.stage == 2), t.width * t.part, 0.0)
-    return host + np.where(t.parameters_out, t.width * t.part, 0.0)
+    share = 1 - t.stays
+
+    def pinned(size: Floats | float, by: Floats) -> Floats:
+        return np.where(by > 0, pinned_bytes(size), size) if t.on_gpu else np.asarray(size, dtype=np.float64)
+
+    def of_optimizer(size: Floats | float) -> Floats:
+        return pinned(size, c.pinned_optimizer)
+
+    masters = t.master * t.part
+    on_host = c.offload_optimizer < 2  # else on the drive
+    states = np.where(on_host, t.states * t.part * share, 0.0)
+    largest = t.width * t.largest
+    accumulating = t.accumulates & (c.stage == 2) & ~t.compact & (t.master == 4)
+    # each parameter has a buffer of its own
+    pins = (c.pinned_optimizer > 0) & t.on_gpu
+    each = np.where(pins, _sum_of_blocks(t, t.width), t.width * t.total) / t.ranks
+    of_two = of_optimizer(masters) + of_optimizer(t.width * t.part) + of_optimizer(masters) + of_optimizer(largest)
+    of_two = of_two + np.where(accumulating, each, 0.0)
+    # stage 3 pins the gradients of its sub-groups one by one, and its flat buffer; its masters are not pinned
+    full = np.floor(t.part / t.sub_group)
+    rest = np.maximum(0.0, t.part - full * t.sub_group)
+    by_group = full * of_optimizer(t.master * t.sub_group) + of_optimizer(t.master * rest)
+    of_three = (np.where(on_host, masters, 0.0) + by_group) * share + of_optimizer(t.accumulated * t.part)
+    host = np.where(t.out, np.where(t.three, of_three, of_two) + states, 0.0)
+    # while gradients are pinned their unpinned original is there too, and the states are not yet
+    host = host + np.where(
+        t.out & t.on_gpu, np.maximum(0.0, np.maximum(t.master, t.accumulated) * t.part - states), 0.0
+    )
+    # parameters are pinned one by one, then moved into one flat buffer; the allocator keeps the first blocks
+    flat = pinned(t.width * t.part, c.pinned_param)
+    left = np.where((c.pinned_param > 0) & t.on_gpu, _sum_of_blocks(t, t.width / t.ranks), 0.0)
+    return host + np.where(t.parameters_out, flat + left, 0.0)
+
+
+def _sum_of_blocks(t: _Terms, width: float) -> float:
+    """Bytes of a pinned block for every parameter, of `width` bytes an element."""
+    return float(pinned_bytes(width * np.array(t.trace.parameters, dtype=np.float64)).sum())
 
 
 def _points(run: Pass, phase: int) -> list[tuple[float, float, float, float]]:
@@ -183,32 +274,40 @@ def _pending(t: _Terms, grads: float, done: bool = False) -> tuple[Floats, Float
     if grads <= 0:
         return nothing, nothing
     stage, contiguous = c.stage, t.contiguous
-    first = np.minimum(grads, t.bucket)  # what waits until the bucket is full
-    full = (grads >= t.bucket) | done
-    own = np.minimum(grads, t.width * t.part)
+    elements = grads / t.width
+    waiting = np.minimum(elements, c.reduce_bucket)  # until the bucket is full
+    first = t.bucket_width * waiting
+    full = (elements >= c.reduce_bucket) | done
+    own = t.own * min(elements, t.part)
     # offloaded (and then always contiguous), a gradient's norm is taken in 64 bits
     norm = np.where(t.out, 8.0 * min(t.largest, t.part), 0.0) if t.width < 4 else nothing
-    accumulated = np.where(t.accumulates & ~t.out, t.width * t.part, 0.0)
+    accumulated = np.where(t.accumulates & ~t.out & ~t.compact, t.width * t.part + t.across, 0.0)
     held = np.select(
-        [t.zero0, t.one & contiguous, t.one, (stage == 2) & contiguous, stage == 2],
+        [t.zero0, t.bf16_optimizer, t.one & contiguous, t.one, (stage == 2) & contiguous, stage == 2],
         [
             nothing + grads,
+            np.where(c.immediate > 0, min(grads, t.width * t.largest), grads),
             own + norm,
-            nothing + grads,
-            np.where(t.out, 0.0, own) + accumulated + norm,
-            first + (grads - first) / t.ranks + accumulated,
+            t.made * elements,
+            np.where(t.out & ~t.compact, 0.0, own) + accumulated + norm,
+            first + (grads - first) / t.ranks + np.where(t.compact, own, accumulated),
         ],
         np.where(contiguous, 0.0, first),
     )
+    # What is sent in another dtype is copied for it. A bucket whose parts are added to a flat buffer is cut into many
+    # slices, and copied to be one again.
+    converted = np.where(t.sent != np.where(t.three, t.width, t.bucket_width), t.sent * waiting, 0.0)
+    recut = np.where(t.compact, first, 0.0)
+    scattered = (first + np.where(t.accumulated != t.sent, t.accumulated * waiting, 0.0)) / t.ranks
     flat = np.select(
-        [t.zero0, (stage < 3) & contiguous, ~full, stage < 3],
-        [nothing, t.ipg, nothing, first],
-        first * (1 + 1 / t.ranks),  # stage 3: the flat bucket, and what is scattered out of it
+        [t.zero0 | t.bf16_optimizer, (stage < 3) & contiguous, ~full, stage < 3],
+        [nothing, t.ipg + np.where(full, converted + recut, 0.0), nothing, first + converted],
+        first + converted + scattered,  # stage 3: the flat bucket, and what is scattered out of it
     )
     return held, flat
 
 
-def bypassing(trace: Trace, c: Columns, width: float, grads: float, where: Any) -> Floats:
+def bypassing(trace: Trace, c: Columns, width: float | Floats, grads: float | Floats, where: Any) -> Floats:
     """Bytes of gradients of parameters larger than the bucket, where `where` is true: they are reduced in place, and
     stage 1 keeps them until the step."""
     sizes = np.sort(np.array(trace.parameters, dtype=np.float64))

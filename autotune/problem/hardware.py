@@ -15,9 +15,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from autotune.errors import UserError, near
+from autotune.problem.host import host_available_bytes
 from autotune.units import GIB, format_bytes
 
 
@@ -46,7 +45,7 @@ class Hardware:
     count: int  # ranks' devices used
     memory_bytes: int  # of one device
     memory_cap_bytes: int | None  # what one rank may use of it, where the user said
-    host_memory_bytes: int
+    host_memory_bytes: int  # what the study may take of main memory, as it was when the hardware was detected
     facts: str | None = None  # name of the GpuFacts row
     headroom: float = 0.05  # share of the capacity that a winner leaves free
     bf16: bool = True
@@ -183,19 +182,6 @@ def nvml_handle(lib: Any, device: str) -> Any:
     return lib.nvmlDeviceGetHandleByIndex(int(device)) if device.isdigit() else lib.nvmlDeviceGetHandleByUUID(device)
 
 
-def host_memory_bytes() -> int:
-    """Main memory this process may use: the machine's, or its cgroup's limit."""
-    total = psutil.virtual_memory().total
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            limit = Path(file).read_text().strip()
-        except OSError:
-            continue
-        if limit.isdigit():
-            return min(total, int(limit))
-    return total
-
-
 def detect(device: str, gpus: int | None, *, memory_cap_bytes: int | None = None, headroom: float = 0.05) -> Hardware:
     """The machine's own devices; `gpus=None` takes all GPUs, or two CPU ranks where there is none.
 
@@ -249,7 +235,7 @@ def _detect_cuda(visible: list[str], gpus: int | None) -> Hardware:
         count,
         memory,
         None,
-        host_memory_bytes(),
+        host_available_bytes(),
         facts.name if facts else None,
         bf16=facts.bf16 if facts else True,
     )
@@ -262,7 +248,7 @@ def _detect_cpu(gpus: int | None) -> Hardware:
         raise UserError(
             f"--gpus {count}: {cores} CPU cores carry at most {max(2, cores)} ranks; try --gpus {max(2, cores)}"
         )
-    host = host_memory_bytes()
+    host = host_available_bytes()
     name = platform.processor() or platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -51,6 +51,14 @@ def test_a_library_that_is_missing_or_does_not_match() -> None:
     assert by_name(doctor.judge_libraries(broken, "cpu"))["libraries"].level == "bad"
 
 
+def test_a_deepspeed_newer_than_what_is_known_of_it() -> None:
+    good = by_name(doctor.judge_libraries(FACTS, "cuda"))["libraries"]
+    newer = {**FACTS, "versions": {**FACTS["versions"], "deepspeed": "1.0.0"}}
+    found = by_name(doctor.judge_libraries(newer, "cuda"))["libraries"]
+    assert (good.level, found.level) == ("good", "warn")
+    assert "1.0.0 is newer" in found.cost
+
+
 def test_a_probe_that_dies_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     dead = types.SimpleNamespace(stdout="", stderr="Segmentation fault")
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: dead)

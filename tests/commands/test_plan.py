@@ -2,10 +2,15 @@ import json
 
 import pytest
 
-from autotune.commands.plan import plans
+from autotune.commands.plan import make_plan, plans
 from autotune.commands.request import Request
+from autotune.commands.setup import PlanSetup
 from autotune.errors import UserError
+from autotune.predict.predictor import Predictor
+from autotune.problem.hardware import named_hardware
+from autotune.problem.space_file import parse_space
 from autotune.results.plan import Plan
+from tests.conftest import make_job
 
 
 def test_a_plan_says_what_fits_and_what_would_unlock_more() -> None:
@@ -56,3 +61,14 @@ def test_bad_input_is_said_in_one_line(request_: Request, names: list[str | None
     with pytest.raises(UserError, match=said) as caught:
         plans(request_, names)
     assert "\n" not in str(caught.value)
+
+
+def test_a_variant_that_cannot_be_made_is_left_out_and_said() -> None:
+    job, hardware = make_job(precision="fp32"), named_hardware("rtx4090", 2)
+    space = parse_space(
+        "knobs: {zero_stage: [2], attention: [sdpa, flash_attention_3], train_micro_batch_size_per_gpu: [1]}"
+    )
+    plan = make_plan(PlanSetup(job=job, hardware=hardware, space=space), Predictor(job, hardware))
+    assert {one.candidate.get("attention") for one in plan.best} == {"sdpa"}
+    assert plan.note.startswith("--attn flash_attention_3 computes in 16 bits")
+    assert plan.note.endswith(": left out")

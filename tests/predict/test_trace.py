@@ -1,4 +1,5 @@
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,11 @@ from autotune.predict import tracer
 from autotune.predict.passes import BACKWARD, FORWARD, Trace
 from autotune.predict.trace import trace_job
 from autotune.predict.tracer import Untraceable, trace_model
+from autotune.problem.job import parse_lora
 from autotune.problem.models import ModelSpec, resolve_model
+from autotune.rank.workload import causal_model, transformers_config
 from tests.conftest import make_job
+from tests.predict.recorded import SEQ_LEN, recorded_trace
 
 REFERENCE = json.loads((Path(__file__).parents[2] / "benchmarks/data/activation_traces.json").read_text())
 
@@ -115,7 +119,147 @@ def test_data_dependent_models_are_untraceable(monkeypatch: pytest.MonkeyPatch) 
         trace_model(make_job())
 
 
-def test_a_model_that_cannot_be_built_is_said_in_one_line() -> None:
-    job = replace(make_job(), model=ModelSpec("odd", {"model_type": "nosuchthing", "hidden_size": 8}, "test"))
-    with pytest.raises(UserError, match="cannot be built"):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "nosuchthing"},
+        {"model_type": "llama", "hidden_size": "wide"},
+        {"model_type": "clip"},  # transformers knows it, and has no causal model of it
+    ],
+)
+def test_a_configuration_of_no_model_is_said_in_one_line(changes: dict[str, object]) -> None:
+    config = {key: value for key, value in resolve_model("tiny-llama").config.items() if key != "model_type"}
+    job = replace(make_job(), model=ModelSpec("odd", {**config, **changes}, "test"))
+    with pytest.raises(UserError, match="model odd cannot be built: ") as caught:
+        trace_job(job)
+    assert "\n" not in str(caught.value)
+
+
+# -- what needs a GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flash_attn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package `flash_attn` that tracing processes find installed, as a machine with GPUs has it."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn/__init__.py").write_text("__version__ = '2.8.3'\n")
+    facts = tmp_path / "flash_attn-2.8.3.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n")
+    (facts / "top_level.txt").write_text("flash_attn\n")
+    (facts / "RECORD").write_text("flash_attn/__init__.py,,\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+
+
+GPU_ONLY = ["flash_attention_2", "flash_attention_3", "flex_attention"]
+
+
+@pytest.mark.parametrize("attention", GPU_ONLY)
+def test_attention_that_needs_a_gpu_is_traced_as_what_keeps_the_same(attention: str) -> None:
+    job = make_job(precision="bf16")
+    made = trace_job(replace(job, attention=attention))
+    assert made.exact
+    assert made == trace_job(replace(job, attention="sdpa"))
+    assert made != trace_job(replace(job, attention="eager"))
+
+
+def test_an_installed_kernel_that_is_not_for_cpus_ends_no_trace(
+    flash_attn: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracer_process: None
+) -> None:
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path / "cache"))
+    job = make_job(precision="bf16", seq_len=SEQ_LEN)
+    assert trace_job(replace(job, attention="flash_attention_2")) == recorded_trace(job)
+
+
+@pytest.mark.parametrize("kernel", ["kernels-community/flash-attn3", "flash_attention_2", "paged|sdpa"])
+def test_a_kernel_in_the_models_own_configuration_ends_no_trace(kernel: str) -> None:
+    job = make_job(precision="bf16")
+    spec = job.model
+    asked = replace(job, model=replace(spec, config={**spec.config, "attn_implementation": kernel}))
+    made = trace_job(asked)
+    assert made.exact
+    assert made.plain == trace_job(replace(job, attention="sdpa")).plain
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_rank_builds_the_kernel_that_was_asked_for_in_16_bits(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trace's stand-in is the trace's alone."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    asked: dict[str, object] = {}
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", lambda config, **kept: asked.update(kept))
+    job = replace(make_job(precision=precision), attention="flash_attention_2")
+    causal_model(transformers_config(job.model), job)
+    assert asked["attn_implementation"] == "flash_attention_2"
+    assert asked["dtype"] == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3"])
+def test_what_computes_in_16_bits_only_is_refused_in_32(attention: str) -> None:
+    with pytest.raises(UserError, match=f"--attn {attention} computes in 16 bits: give --precision bf16 or fp16"):
+        trace_job(replace(make_job(precision="fp32"), attention=attention))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("libcuda.so.1: cannot open shared object file"),
+        RuntimeError("0 active drivers ([]). There should only be one."),
+        AssertionError("Torch not compiled with CUDA enabled"),
+        OSError("We couldn't connect to the Hub to load the kernel"),
+        AttributeError("module 'triton' has no attribute 'jit'"),
+    ],
+)
+def test_code_that_needs_what_is_not_here_is_estimated(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(tracer, "_build", fails)
+    monkeypatch.setattr(tracing, "cache_key", lambda *arguments: "none")
+    made = trace_job(make_job())
+    assert not made.exact
+    assert made.note == f"not traced ({type(error).__name__}: {error}): closed form"
+
+
+def test_a_model_that_is_built_but_cannot_run_here_is_estimated_by_its_own_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("this kernel is for CUDA")
+
+    monkeypatch.setattr(tracing, "cache_key", lambda *arguments: "none")
+    job = make_job(lora=parse_lora("r=8"))
+    exact = trace_model(job)
+    monkeypatch.setattr(tracer, "_loss", fails)
+    made = trace_job(job)
+    assert (made.exact, made.note) == (False, "not traced (RuntimeError: this kernel is for CUDA): closed form")
+    assert (made.parameters, made.frozen) == (exact.parameters, exact.frozen)
+
+
+WORKLOAD = """
+import os, torch
+def build():
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        raise RuntimeError("0 active drivers")
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4, bias=False))
+    model[1].weight.requires_grad = False
+    return model, lambda micro_batch: iter(())
+"""
+
+
+def test_a_workload_that_insists_on_a_gpu_is_asked_again_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracer_process: None
+) -> None:
+    (tmp_path / "insists.py").write_text(WORKLOAD)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    job = replace(make_job(), model=ModelSpec("build", {}, "test"), workload="insists:build")
+    made = trace_job(job)
+    assert (made.exact, made.parameters, made.frozen) == (False, [128, 16], 64)
+    assert "0 active drivers" in made.note
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(UserError, match=r"model build cannot be built here \(RuntimeError: 0 active drivers\)"):
         trace_job(job)

@@ -62,10 +62,15 @@ ACCUMULATING = {"gradient_accumulation_steps": 2}
 OUT = {"offload_optimizer": "cpu"}
 
 
-def bill_of(knobs: dict, job: Job | None = None, trace: Trace = TRACE) -> Bill:
+def bill_of(knobs: dict, job: Job | None = None, trace: Trace = TRACE, device: str = "cpu") -> Bill:
     job = job or make_job(precision="bf16")
     small = {"reduce_bucket_size": 40, "contiguous_gradients": True, "overlap_comm": False}
-    return bill(job, trace, columns_of([Candidate.of({**BATCH, **small, **knobs})], job))
+    return bill(job, trace, columns_of([Candidate.of({**BATCH, **small, **knobs})], job), device)
+
+
+def bill_under(config: dict, knobs: dict, device: str = "cpu", **job: object) -> Bill:
+    """With keys of the user's own config."""
+    return bill_of(knobs, make_job(**{"precision": "bf16", **job}, base_config=config), device=device)
 
 
 @pytest.mark.parametrize(
@@ -114,35 +119,36 @@ RUN = [0, 1, 2, 5, 6, 7]
         # stage 0 holds all gradients and reduces them in a flat copy; its step copies them and the parameters to 32 bits
         ({"zero_stage": 0}, [0, 0, 0, 0, 0, 0], [0, 0, 120, 400, 600, 0]),
         ({"zero_stage": 0, **ACCUMULATING}, [0, 0, 0, 0, 0, 0], [200, 200, 200, 400, 600, 0]),
-        # stage 1: its own part, and beside it what is too large for a bucket; accumulating it keeps all, and the buckets
-        ({"zero_stage": 1}, [0, 0, 80, 80, 0, 0], [0, 0, 220, 100, 400, 0]),
-        ({"zero_stage": 1, "overlap_comm": True}, [0, 0, 160, 160, 0, 0], [0, 0, 220, 100, 400, 0]),
-        ({"zero_stage": 1, **ACCUMULATING}, [80, 80, 80, 80, 80, 0], [200, 200, 220, 100, 400, 0]),
-        ({"zero_stage": 1, "contiguous_gradients": False}, [0, 0, 80, 80, 0, 0], [0, 0, 120, 200, 400, 0]),
+        # stage 1: its own part, and beside it what is too large for a bucket; accumulating it keeps all, and the buckets;
+        # before the step a gradient's norm is taken in 64 bits, of at most a part (50 elements)
+        ({"zero_stage": 1}, [0, 0, 80, 80, 0, 0], [0, 0, 220, 100, 500, 0]),
+        ({"zero_stage": 1, "overlap_comm": True}, [0, 0, 160, 160, 0, 0], [0, 0, 220, 100, 500, 0]),
+        ({"zero_stage": 1, **ACCUMULATING}, [80, 80, 80, 80, 80, 0], [200, 200, 220, 100, 500, 0]),
+        ({"zero_stage": 1, "contiguous_gradients": False}, [0, 0, 80, 80, 0, 0], [0, 0, 120, 200, 500, 0]),
         (
             {"zero_stage": 1, "contiguous_gradients": False, **ACCUMULATING},
             [0, 0, 80, 80, 0, 0],
-            [200, 200, 200, 200, 400, 0],
+            [200, 200, 200, 200, 500, 0],
         ),
         # a bucket that is not full is not copied before the end
         (
             {"zero_stage": 1, "contiguous_gradients": False, "reduce_bucket_size": 90},
             [0, 0, 0, 180, 0, 0],
-            [0, 0, 120, 200, 400, 0],
+            [0, 0, 120, 200, 500, 0],
         ),
         (
             {"zero_stage": 1, "contiguous_gradients": False, "reduce_bucket_size": 60},
             [0, 0, 120, 120, 0, 0],
-            [0, 0, 120, 200, 400, 0],
+            [0, 0, 120, 200, 500, 0],
         ),
         # stage 2: its own part, and another that accumulates; what waits in a bucket is still whole
-        ({"zero_stage": 2}, [0, 0, 80, 80, 0, 0], [0, 0, 100, 100, 400, 0]),
-        ({"zero_stage": 2, **ACCUMULATING}, [0, 0, 80, 80, 0, 0], [100, 100, 200, 200, 400, 0]),
-        ({"zero_stage": 2, "contiguous_gradients": False}, [0, 0, 80, 80, 0, 0], [0, 0, 100, 140, 400, 0]),
+        ({"zero_stage": 2}, [0, 0, 80, 80, 0, 0], [0, 0, 100, 100, 500, 0]),
+        ({"zero_stage": 2, **ACCUMULATING}, [0, 0, 80, 80, 0, 0], [100, 100, 200, 200, 500, 0]),
+        ({"zero_stage": 2, "contiguous_gradients": False}, [0, 0, 80, 80, 0, 0], [0, 0, 100, 140, 500, 0]),
         (
             {"zero_stage": 2, "contiguous_gradients": False, **ACCUMULATING},
             [0, 0, 80, 80, 0, 0],
-            [100, 100, 200, 240, 400, 0],
+            [100, 100, 200, 240, 500, 0],
         ),
         # offloaded: a gradient's norm is taken in 64 bits, of at most a part (50 elements); the step is the host's
         ({"zero_stage": 1, **OUT}, [0, 0, 80, 80, 0, 0], [0, 0, 620, 500, 0, 0]),
@@ -150,13 +156,13 @@ RUN = [0, 1, 2, 5, 6, 7]
         ({"zero_stage": 2, **OUT}, [0, 0, 80, 80, 0, 0], [0, 0, 400, 400, 0, 0]),
         ({"zero_stage": 2, **OUT, **ACCUMULATING}, [0, 0, 80, 80, 0, 0], [0, 0, 400, 400, 0, 0]),
         # stage 3: its bucket stands all the time, beside it the flat copy and a rank's share of that; it steps, and is
-        # made, by sub-groups of 35 elements
-        ({"zero_stage": 3, **STAGE_3}, [80, 80, 200, 200, 80, 0], [0, 0, 0, 0, 210, 40]),
-        ({"zero_stage": 3, **STAGE_3, **ACCUMULATING}, [80, 80, 200, 200, 80, 0], [0, 0, 0, 0, 210, 40]),
-        ({"zero_stage": 3, **STAGE_3, "sub_group_size": 9}, [80, 80, 200, 200, 80, 0], [0, 0, 0, 0, 180, 20]),
+        # made, by sub-groups of 35 elements, and takes the norm of the largest parameter's part (30 elements)
+        ({"zero_stage": 3, **STAGE_3}, [80, 80, 200, 200, 80, 0], [0, 0, 0, 0, 240, 40]),
+        ({"zero_stage": 3, **STAGE_3, **ACCUMULATING}, [80, 80, 200, 200, 80, 0], [0, 0, 0, 0, 240, 40]),
+        ({"zero_stage": 3, **STAGE_3, "sub_group_size": 9}, [80, 80, 200, 200, 80, 0], [0, 0, 0, 0, 240, 20]),
         ({"zero_stage": 3, **STAGE_3, "sub_group_size": 99}, [80, 80, 200, 200, 80, 0], [0, 0, 0, 0, 300, 100]),
-        ({"zero_stage": 3, **STAGE_3, "reduce_bucket_size": 90}, [180, 180, 180, 450, 180, 0], [0, 0, 0, 0, 210, 40]),
-        ({"zero_stage": 3, **STAGE_3, "contiguous_gradients": False}, [0, 0, 120, 120, 0, 0], [0, 0, 80, 80, 210, 40]),
+        ({"zero_stage": 3, **STAGE_3, "reduce_bucket_size": 90}, [180, 180, 180, 450, 180, 0], [0, 0, 0, 0, 240, 40]),
+        ({"zero_stage": 3, **STAGE_3, "contiguous_gradients": False}, [0, 0, 120, 120, 0, 0], [0, 0, 80, 80, 240, 40]),
         ({"zero_stage": 3, **STAGE_3, **OUT}, [80, 80, 200, 200, 80, 0], [0, 0, 0, 0, 0, 0]),
     ],
 )
@@ -170,11 +176,11 @@ def test_what_comes_and_goes(knobs: dict, buckets: list[int], temporaries: list[
 @pytest.mark.parametrize(
     ("knobs", "buckets", "temporaries"),
     [
-        # 32 bits: nothing is copied for the step's arithmetic, and no norm is taken wider
+        # 32 bits: nothing is copied for the step's arithmetic
         ({"zero_stage": 0}, [0, 0, 0, 0, 0, 0], [0, 0, 120, 800, 400, 0]),
-        ({"zero_stage": 2}, [0, 0, 160, 160, 0, 0], [0, 0, 120, 200, 400, 0]),
+        ({"zero_stage": 2}, [0, 0, 160, 160, 0, 0], [0, 0, 120, 200, 600, 0]),
         ({"zero_stage": 1, **OUT}, [0, 0, 160, 160, 0, 0], [0, 0, 240, 200, 0, 0]),
-        ({"zero_stage": 3, **STAGE_3}, [160, 160, 160, 400, 160, 0], [0, 0, 0, 0, 140, 0]),
+        ({"zero_stage": 3, **STAGE_3}, [160, 160, 160, 400, 160, 0], [0, 0, 0, 0, 240, 0]),
     ],
 )
 def test_what_comes_and_goes_in_32_bits(knobs: dict, buckets: list[int], temporaries: list[int]) -> None:
@@ -214,7 +220,7 @@ def test_activations_grow_with_the_micro_batch() -> None:
     assert one.activations[:, 0].tolist() == [1030, 1060, 0, 0, 0, 0, 0, 0], "never less than nothing"
     spared = bill_of({"zero_stage": 1, "activation_checkpointing": True, "train_micro_batch_size_per_gpu": 5})
     assert spared.activations[:, 0].tolist() == [0, 0, 0, 305, 410, 0, 0, 0]
-    assert spared.temporaries[:, 0].tolist() == [0, 0, 0, 0, 220, 100, 400, 0], "only its own moments"
+    assert spared.temporaries[:, 0].tolist() == [0, 0, 0, 0, 220, 100, 500, 0], "only its own moments"
     assert spared.buckets[:, 0].tolist() == [0, 0, 0, 0, 80, 80, 0, 0]
     same = bill_of(
         {"zero_stage": 1, "activation_checkpointing": True}, trace=dataclasses.replace(TRACE, checkpointed=None)
@@ -257,9 +263,149 @@ def test_a_peak_is_the_sum_of_its_parts() -> None:
         800 + 80 + 150 + 0 + 1060,
         800 + 200 + 130 + 0 + 0,
         800 + 200 + 130 + 0 + 0,
-        800 + 80 + 0 + 210 + 0,
+        800 + 80 + 0 + 240 + 0,
         800 + 0 + 0 + 40 + 0,
     ]
+
+
+# -- keys of the user's own config ---------------------------------------------------------------------------------------
+
+FUSED = {"optimizer": {"type": "AdamW"}}
+FOREACH = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+SUM_32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+SEND_32 = {"communication_data_type": "fp32"}
+LOW_MASTERS = {"bf16": {"bf16_master_weights_and_grads": True}}
+LOW_STATES = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+SPLIT = {"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "knobs", "parameters", "gradients", "optimizer"),
+    [
+        # BF16_Optimizer has the sums of all gradients in 32 bits, from the beginning; other stages those of a part
+        (SUM_32, {"zero_stage": 1}, 200, 400, 600),
+        (SUM_32, {"zero_stage": 1, **OUT}, 200, 120, 0),
+        (SUM_32, {"zero_stage": 2}, 200, 0, 600),
+        (SUM_32, {"zero_stage": 3}, 100, 200, 600),
+        (SUM_32, {"zero_stage": 3, **OUT}, 100, 0, 0),
+        (SEND_32, {"zero_stage": 3}, 100, 100, 600),
+        # masters of 2 bytes, states of 8 or of 4
+        (LOW_MASTERS, {"zero_stage": 2}, 200, 0, 500),
+        (LOW_STATES, {"zero_stage": 1}, 200, 0, 300),
+        (LOW_STATES, {"zero_stage": 3}, 100, 100, 300),
+        (LOW_STATES, {"zero_stage": 0}, 200, 0, 1200),  # masters are DeepSpeed's ZeRO's: none at stage 0
+        ({"zero_optimization": {"zero_hpz_partition_size": 2}}, {"zero_stage": 3}, 200, 100, 600),
+        ({"zero_optimization": {"zero_hpz_partition_size": 2}}, {"zero_stage": 2}, 200, 0, 600),
+        # Twin-Flow: of two sub-groups (of 30 elements, for the largest parameter) one stays, with its gradients; of one none
+        (SPLIT, {"zero_stage": 3, **OUT, "sub_group_size": 5}, 100, 100, 300),
+        (SPLIT, {"zero_stage": 3, **OUT, "sub_group_size": 99}, 100, 0, 0),
+        # Adagrad leaves a state of the model's own parameters behind
+        ({"optimizer": {"type": "Adagrad"}}, {"zero_stage": 2}, 200, 0, 400 + 200),
+    ],
+)
+def test_what_own_keys_leave_there_all_the_time(
+    config: dict, knobs: dict, parameters: int, gradients: int, optimizer: int
+) -> None:
+    one = bill_under(config, knobs)
+    assert (one.parameters[0], one.gradients[0], one.optimizer[0]) == (parameters, gradients, optimizer)
+
+
+def test_a_part_of_the_sub_groups_may_stay_on_the_device() -> None:
+    many = dataclasses.replace(TRACE, parameters=[10] * 10, largest=10)
+    job = make_job(precision="bf16", base_config=SPLIT)
+    one = bill_of({"zero_stage": 3, **OUT, "sub_group_size": 5}, job, many)
+    assert (one.gradients[0], one.optimizer[0], one.host[0]) == (4 * 25, 12 * 25, 12 * 25 + 4 * 25 + 2 * 50)
+    whole = bill_of({"zero_stage": 3, **OUT, "sub_group_size": 99}, job, many)
+    assert (whole.gradients[0], whole.optimizer[0], whole.host[0]) == (0, 0, 12 * 50 + 4 * 50 + 2 * 50)
+
+
+@pytest.mark.parametrize(
+    ("config", "knobs", "buckets", "temporaries"),
+    [
+        # DeepSpeed's FusedAdam makes stage 0 FP16_Optimizer: gradients in 32 bits twice, 24 bytes an element in all
+        (FUSED, {"zero_stage": 0}, [0, 0, 0, 0, 0, 0], [0, 0, 120, 400, 1000, 0]),
+        (FUSED, {"zero_stage": 1}, [0, 0, 80, 80, 0, 0], [0, 0, 220, 100, 500, 0]),
+        # gradients of 2 bytes wait for the end of backward, are sent in 2 bytes, and are kept until the step
+        (SUM_32, {"zero_stage": 1}, [0, 0, 0, 0, 0, 0], [0, 0, 120, 200 + 200, 200, 0]),
+        (SUM_32, {"zero_stage": 1, **ACCUMULATING}, [0, 0, 0, 0, 0, 0], [200, 200, 200, 400, 200, 0]),
+        # stage 2: one flat buffer of 4 bytes, also from the host; a bucket is copied to be sent
+        (SUM_32, {"zero_stage": 2}, [0, 0, 160, 160, 0, 0], [0, 0, 200, 200, 600, 0]),
+        (SUM_32, {"zero_stage": 2, **ACCUMULATING}, [0, 0, 160, 160, 0, 0], [200, 200, 200, 200, 600, 0]),
+        (SUM_32, {"zero_stage": 2, **OUT}, [0, 0, 160, 160, 0, 0], [0, 0, 600, 600, 0, 0]),
+        # stage 3: what is scattered out of a bucket is converted
+        (SUM_32, {"zero_stage": 3, **STAGE_3}, [80, 80, 280, 280, 80, 0], [0, 0, 0, 0, 240, 0]),
+        # a copy in the dtype that is sent; stage 3 has its bucket in it
+        (SEND_32, {"zero_stage": 0}, [0, 0, 0, 0, 0, 0], [0, 0, 120, 800, 600, 0]),
+        (SEND_32, {"zero_stage": 2}, [0, 0, 240, 240, 0, 0], [0, 0, 100, 100, 500, 0]),
+        (SEND_32, {"zero_stage": 3, **STAGE_3}, [160, 160, 600, 600, 160, 0], [0, 0, 0, 0, 240, 40]),
+        # masters of 2 bytes: nothing is converted for the step, and stage 3 begins with less
+        (LOW_STATES, {"zero_stage": 2}, [0, 0, 80, 80, 0, 0], [0, 0, 100, 100, 500, 0]),
+        (LOW_STATES, {"zero_stage": 3, **STAGE_3}, [80, 80, 200, 200, 80, 0], [0, 0, 0, 0, 240, 0]),
+        # round-robin: the largest parameter lies across the border of a part
+        (
+            {"zero_optimization": {"round_robin_gradients": True}},
+            {"zero_stage": 2, **ACCUMULATING},
+            [0, 0, 80, 80, 0, 0],
+            [220, 220, 320, 320, 620, 0],
+        ),
+    ],
+)
+def test_what_comes_and_goes_by_own_keys(config: dict, knobs: dict, buckets: list[int], temporaries: list[int]) -> None:
+    one = bill_under(config, knobs)
+    assert one.buckets[RUN, 0].tolist() == buckets
+    assert one.temporaries[RUN, 0].tolist() == temporaries
+
+
+@pytest.mark.parametrize(
+    ("config", "knobs", "on_cpu", "on_gpu"),
+    [
+        # torch's foreach: a root of 4 bytes an element, beside the gradients; at stages 1 and 2 what was there before is more
+        (FOREACH, {"zero_stage": 0}, 600, 1000),
+        (FOREACH, {"zero_stage": 2}, 500, 500),
+        (FOREACH, {"zero_stage": 3, **STAGE_3}, 240, 280),
+        (FUSED, {"zero_stage": 3, **STAGE_3}, 240, 240),
+        ({"optimizer": {"type": "Adagrad"}}, {"zero_stage": 2}, 500, 600),
+        ({"optimizer": {"type": "SGD"}}, {"zero_stage": 0}, 600, 600),
+    ],
+)
+def test_what_torchs_optimizers_take_to_step(config: dict, knobs: dict, on_cpu: int, on_gpu: int) -> None:
+    steps = [bill_under(config, knobs, device).temporaries[RUN[4], 0] for device in ("cpu", "cuda")]
+    assert steps == [on_cpu, on_gpu]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "host"),
+    [
+        ({"zero_stage": 3}, 0),
+        # 50 elements: masters and gradients of 200 bytes take blocks of 256, the 16-bit copy of 100 one of 128, and a
+        # gradient of 120 one of 128; states of 400 bytes are not pinned
+        ({"zero_stage": 2, **OUT}, 256 + 256 + 128 + 128 + 400),
+        ({"zero_stage": 2, **OUT, **ACCUMULATING}, 256 + 256 + 128 + 128 + 400 + (64 + 128 + 32) / 2),
+        # sub-groups of 35 and of 15 elements: 140 bytes and 60; masters are not pinned, the flat buffer of 100 bytes is
+        ({"zero_stage": 3, **OUT, "sub_group_size": 35}, 200 + 256 + 64 + 128 + 400),
+        # parts of 30, 60 and 10 elements over two ranks stay behind in the allocator, beside the flat buffer
+        ({"zero_stage": 3, "offload_param": "cpu"}, 128 + 32 + 64 + 16),
+    ],
+)
+def test_pinned_memory_comes_in_powers_of_two(knobs: dict, host: float) -> None:
+    assert bill_of(knobs, device="cuda").host.tolist() == [host]
+
+
+def test_without_pinning_nothing_is_rounded() -> None:
+    section = {"device": "cpu", "pin_memory": False}
+    config = {"zero_optimization": {"offload_optimizer": section, "offload_param": section}}
+    for knobs in ({"zero_stage": 2, **OUT, **ACCUMULATING}, {"zero_stage": 3, **OUT, "offload_param": "cpu"}):
+        assert bill_under(config, knobs, "cuda").host == bill_under(config, knobs).host
+
+
+def test_while_gradients_are_pinned_their_original_is_there_too() -> None:
+    # low states: 200 bytes of them come later than the 100 of an unpinned original; no state at all would not
+    low, plain = (
+        bill_under(LOW_STATES, {"zero_stage": 2, **OUT}, "cuda"),
+        bill_of({"zero_stage": 2, **OUT}, device="cuda"),
+    )
+    assert low.host[0] == 128 + 128 + 128 + 128 + 200
+    assert plain.host[0] - low.host[0] == 2 * 128 + 200
 
 
 # -- the two rules of their own ------------------------------------------------------------------------------------------

@@ -12,16 +12,7 @@ from hypothesis import strategies as st
 
 from autotune.errors import UserError
 from autotune.problem import hardware
-from autotune.problem.hardware import (
-    Hardware,
-    detect,
-    facts_for,
-    gpu_table,
-    host_memory_bytes,
-    named_gpu,
-    named_hardware,
-    visible_gpus,
-)
+from autotune.problem.hardware import Hardware, detect, facts_for, gpu_table, named_gpu, named_hardware, visible_gpus
 from autotune.units import GIB
 
 
@@ -70,7 +61,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / folder).mkdir(parents=True)
     install(monkeypatch)
     monkeypatch.setattr(hardware, "Path", lambda file: tmp_path / str(file).lstrip("/"))
-    monkeypatch.setattr(hardware.psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB))
+    monkeypatch.setattr(hardware, "host_available_bytes", lambda: 64 * GIB)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(hardware.platform, "processor", lambda: "")
     monkeypatch.setattr(hardware.platform, "machine", lambda: "riscv64")
@@ -81,7 +72,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_gpus_are_found_and_known(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "host_memory_bytes", lambda: 100 * GIB)
+    monkeypatch.setattr(hardware, "host_available_bytes", lambda: 100 * GIB)
     found = detect("auto", None)
     assert found == Hardware(
         "cuda", "NVIDIA GeForce RTX 3090", 4, 24 * GIB, None, 100 * GIB, facts="rtx3090", headroom=0.05, bf16=True
@@ -191,26 +182,6 @@ def test_the_processors_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (root / "proc/cpuinfo").write_text("hart\t: 0\n")
     monkeypatch.setattr(hardware.platform, "processor", lambda: "POWER9")
     assert detect("cpu", 1).name == "CPU rank of POWER9"
-
-
-@pytest.mark.parametrize(
-    ("v2", "v1", "gib"),
-    [
-        (None, None, 64),
-        (f"{8 * GIB}\n", None, 8),
-        ("max\n", None, 64),  # no limit of this cgroup
-        (None, f"{8 * GIB}", 8),
-        ("max", f"{8 * GIB}", 8),
-        (f"{4 * GIB}", f"{8 * GIB}", 4),
-        (str(2**63 - 4096), None, 64),  # more than the machine has
-    ],
-)
-def test_main_memory_is_what_the_cgroup_leaves(root: Path, v2: str | None, v1: str | None, gib: int) -> None:
-    if v2 is not None:
-        (root / "sys/fs/cgroup/memory.max").write_text(v2)
-    if v1 is not None:
-        (root / "sys/fs/cgroup/memory/memory.limit_in_bytes").write_text(v1)
-    assert host_memory_bytes() == gib * GIB
 
 
 # -- what is used of it --------------------------------------------------------------------------------------------------

@@ -1,0 +1,48 @@
+"""What an optimizer keeps for every parameter and takes for its step, by the type that DeepSpeed makes of a config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autotune.problem.job import Job
+
+# Bytes a parameter of states in 32 bits, beside the master weights.
+STATE_BYTES = {"adamw": 8, "adam": 8, "fused_adam": 8, "lion": 4, "sgd": 4, "adagrad": 4}
+# Bytes a parameter of intermediates of torch's `foreach` implementations, which torch takes on CUDA unless told otherwise
+# (torch 2.13, torch/optim/adam.py, _multi_tensor_adam: the square root; adagrad.py, _multi_tensor_adagrad: root and
+# numerator; sgd.py, _multi_tensor_sgd: none, but for the sum with decayed weights).
+_FOREACH_BYTES = {"adamw": 4, "adam": 4, "adagrad": 8}
+_FOREACH_DECAYED_SGD_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Stepper:
+    """An optimizer's bytes a parameter; `flattens`: at stage 0 in 16 bits DeepSpeed wraps it into FP16_Optimizer."""
+
+    state_bytes: float
+    temporary_bytes: float  # on CUDA, while it steps
+    flattens: bool
+    # Adagrad makes states with itself, of the model's own parameters; DeepSpeed makes another of its partitions
+    # (stage_1_and_2.py and stage3.py, initialize_optimizer_states), and the engine keeps the first.
+    stray_share: float = 0.0
+    known: bool = True  # False: a type of which the states are guessed to be those of Adam
+
+
+def stepper(job: Job) -> Stepper:
+    """The optimizer of the job's trials where it is not offloaded.
+
+    Source: deepspeed 0.19.8, runtime/engine.py, _configure_basic_optimizer and _configure_fp16_optimizer. A script that
+    makes its own is taken for one without intermediates, as Trainer's default (`adamw_torch_fused`) is.
+    """
+    kind = job.optimizer_kind
+    own = (job.base_config.get("optimizer") or {}).get("params") or {}
+    named = isinstance(job.base_config.get("optimizer"), dict) and "type" in job.base_config["optimizer"]
+    is_adam = kind in ("adam", "adamw")
+    deepspeeds = kind == "fused_adam" or (named and is_adam and not own.get("torch_adam"))
+    temporary = 0.0
+    if kind == "sgd":
+        temporary = _FOREACH_DECAYED_SGD_BYTES if own.get("weight_decay") else 0.0
+    elif kind == "adagrad" or (is_adam and named and not deepspeeds and not own.get("fused")):
+        temporary = _FOREACH_BYTES[kind]
+    stray = 1.0 if kind == "adagrad" else 0.0
+    return Stepper(float(STATE_BYTES.get(kind, 8)), float(temporary), deepspeeds, stray, kind in STATE_BYTES)

@@ -1,0 +1,104 @@
+"""What the formulas here do not know of DeepSpeed: keys that change memory and that none reads, and newer versions.
+
+Where such a key is set less is certain, and predictions say so.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from autotune.problem.candidate import Candidate
+
+# Of `zero_optimization`: what the formulas read, and what changes no bytes that matter (deepspeed 0.19.8,
+# runtime/zero/config.py). Whatever else is set there, also by a newer DeepSpeed, is not understood.
+_READ = {
+    "stage",
+    "contiguous_gradients",
+    "reduce_scatter",
+    "reduce_bucket_size",
+    "use_multi_rank_bucket_allreduce",
+    "allgather_partitions",
+    "allgather_bucket_size",
+    "overlap_comm",
+    "compute_grad_norm",
+    "load_from_fp32_weights",
+    "elastic_checkpoint",
+    "offload_param",
+    "offload_optimizer",
+    "sub_group_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold",
+    "stage3_gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save",
+    "ignore_unused_parameters",
+    "round_robin_gradients",
+    "parameter_alignment",  # 16 bytes a parameter
+    "zero_hpz_partition_size",
+    "memory_efficient_linear",
+    "pipeline_loading_checkpoint",
+    "override_module_apply",
+    "log_trace_cache_warnings",
+    "enable_sanity_checks",
+}
+_READ_OFFLOAD = {"device", "nvme_path", "pin_memory", "ratio", "buffer_count", "buffer_size", "max_in_cpu", "fast_init"}
+_READ_OFFLOAD |= {"pipeline", "pipeline_read", "pipeline_write"}
+# Sections beside it that change what is kept of a model, an activation or a state.
+_SECTIONS = (
+    "torch_autocast",
+    "tensor_parallel",
+    "sequence_parallel_size",
+    "autotp_size",
+    "pipeline",
+    "expert_parallel",
+)
+
+
+READ_FROM = (0, 19)  # minor version of DeepSpeed of which knobs, defaults and formulas were read
+
+
+def newer_version(installed: str) -> str:
+    """A line where DeepSpeed is of a newer minor version than all that is known of it here; else nothing."""
+    numbers = re.match(r"(\d+)\.(\d+)", installed)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) <= READ_FROM:
+        return ""
+    known = ".".join(map(str, READ_FROM))
+    return f"DeepSpeed {installed} is newer than {known}, of which knobs and memory are known: predictions may be off"
+
+
+def unread_keys(config: dict[str, Any]) -> list[str]:
+    """Dotted names of the keys that a config sets to something and that no formula reads."""
+    zero = config.get("zero_optimization")
+    zero = zero if isinstance(zero, dict) else {}
+    found = [f"zero_optimization.{key}" for key, value in zero.items() if key not in _READ and _is_set(value)]
+    for section in ("offload_optimizer", "offload_param"):
+        entry = zero.get(section)
+        for key, value in (entry if isinstance(entry, dict) else {}).items():
+            if key not in _READ_OFFLOAD and _is_set(value):
+                found.append(f"zero_optimization.{section}.{key}")
+    return found + [name for name in _SECTIONS if _is_set(config.get(name))]
+
+
+def unread_knobs(candidate: Candidate) -> list[str]:
+    """The same of what a candidate sets by dotted names."""
+    config: dict[str, Any] = {}
+    for name, value in candidate.knobs:
+        if "." in name:
+            *parents, leaf = name.split(".")
+            place = config
+            for parent in parents:
+                place = place.setdefault(parent, {})
+            place[leaf] = value
+    return unread_keys(config) if config else []
+
+
+def _is_set(value: Any) -> bool:
+    """Whether a value turns something on: a section by its `enabled`, a size by being above 1."""
+    if isinstance(value, dict):
+        return bool(value) and value.get("enabled", True) is True
+    if isinstance(value, bool) or value is None:
+        return bool(value)
+    return value > 1 if isinstance(value, int | float) else value != "auto"

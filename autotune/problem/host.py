@@ -1,0 +1,128 @@
+"""Main memory as this process can have it: the machine's, cut by every cgroup above the process.
+
+The limit that counts stands in the process's own cgroup or in any ancestor of it (Slurm's steps, systemd's slices, a
+container without a cgroup namespace), not at the root of `/sys/fs/cgroup`. Where nothing is limited the machine decides.
+Swap is never counted: pinned memory cannot be swapped, and a step that swaps is no step that anybody wants.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+PROC = Path("/proc/self")
+
+
+@dataclass(frozen=True)
+class _Controller:
+    """What one version of cgroups calls its files: Linux, Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst."""
+
+    filesystem: str
+    limits: tuple[str, ...]  # above `high` the kernel does not kill, but slows the group to a crawl
+    used: str
+    reclaimable: str  # line of memory.stat: cached files that the kernel gives back first
+    inherited: str  # line of memory.stat: the tightest limit above, also of groups that a container does not see
+    events: str  # counts the kernel's kills
+
+
+_V1 = _Controller(
+    "cgroup",
+    ("memory.limit_in_bytes",),
+    "memory.usage_in_bytes",
+    "total_inactive_file",
+    "hierarchical_memory_limit",
+    "memory.oom_control",
+)
+_V2 = _Controller("cgroup2", ("memory.max", "memory.high"), "memory.current", "inactive_file", "", "memory.events")
+
+
+def host_total_bytes() -> int:
+    """The machine's main memory, or the tightest limit of a cgroup above this process."""
+    machine: int = psutil.virtual_memory().total
+    return min([machine, *(limit for limit, _ in _limited(machine))])
+
+
+def host_available_bytes() -> int:
+    """What may still be taken before the kernel kills: the machine's available memory, or the least that a limited cgroup
+    above this process has left. Cached files count as left, as they do in the machine's own figure."""
+    machine = psutil.virtual_memory()
+    return max(0, min([machine.available, *(limit - used for limit, used in _limited(machine.total))]))
+
+
+def kernel_oom_kills() -> int:
+    """How many processes the kernel has killed for want of memory: of this process's own cgroup, else of the machine."""
+    for file in (*(folder / controller.events for folder, controller in _groups()), Path("/proc/vmstat")):
+        for line in _lines(file):
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def _limited(machine_bytes: int) -> Iterator[tuple[int, int]]:
+    """(limit, used) in bytes of every cgroup above this process that has less than the machine. Cached files that the
+    kernel would simply give back are not used."""
+    for folder, controller in _groups():
+        stat = dict(line.partition(" ")[::2] for line in _lines(folder / "memory.stat"))
+        limits = [_number(line) for file in controller.limits for line in _lines(folder / file)]
+        # version 1 says "no limit" by a number that no machine has, version 2 by a word
+        limit = min([_number(stat.get(controller.inherited, "")), *limits])
+        if limit < machine_bytes:
+            used = sum(_number(line) for line in _lines(folder / controller.used))
+            yield int(limit), int(used - _number(stat.get(controller.reclaimable, "0")))
+
+
+@functools.cache
+def _groups() -> tuple[tuple[Path, _Controller], ...]:
+    """The folders of this process's memory cgroup and of all above it that can be seen; the same for all its life."""
+    paths = _paths()
+    found: list[tuple[Path, _Controller]] = []
+    for controller, mount, root in _mounts():
+        path = paths.get(controller.filesystem)
+        if path is None:
+            continue
+        # Inside a container the mount shows only what is below `root`; a path elsewhere is that of the namespace's root.
+        inner = path[len(root) :] if root != "/" and path.startswith(root) else path
+        own = mount if inner.startswith("/..") else mount / inner.strip("/")
+        own = own if own.is_dir() else mount
+        found += [(folder, controller) for folder in (own, *own.parents) if folder.is_relative_to(mount)]
+    return tuple(found)
+
+
+def _paths() -> dict[str, str]:
+    """File system of a version of cgroups -> this process's path in its memory hierarchy."""
+    found = {}
+    for line in _lines(PROC / "cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            found[_V2.filesystem] = path
+        elif "memory" in controllers.split(","):
+            found[_V1.filesystem] = path
+    return found
+
+
+def _mounts() -> Iterator[tuple[_Controller, Path, str]]:
+    """(controller, where it is mounted, which part of the hierarchy is mounted there); proc(5), /proc/pid/mountinfo."""
+    for line in _lines(PROC / "mountinfo"):
+        mounted, _, kind = line.partition(" - ")
+        filesystem, _, options = kind.split(" ", 2)
+        root, mount = mounted.split(" ")[3:5]
+        if filesystem == _V2.filesystem:
+            yield _V2, Path(mount), root
+        elif filesystem == _V1.filesystem and "memory" in options.split(","):
+            yield _V1, Path(mount), root
+
+
+def _number(text: str) -> float:
+    return int(text) if text.strip().isdigit() else math.inf
+
+
+def _lines(file: Path) -> list[str]:
+    with suppress(OSError):
+        return file.read_text().splitlines()
+    return []

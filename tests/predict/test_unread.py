@@ -1,0 +1,159 @@
+"""What is not known of DeepSpeed: keys, versions, and the defaults that are carried here against its own."""
+
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+from autotune.predict import unread
+from autotune.predict.predictor import Predictor
+from autotune.predict.unread import newer_version, unread_keys, unread_knobs
+from autotune.problem.candidate import KNOBS, ZERO_DEFAULTS
+from autotune.problem.hardware import named_hardware
+from tests.conftest import make_candidate, make_job
+
+ZERO = "zero_optimization."
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({}, []),
+        ({"zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8, "zero_hpz_partition_size": 8}}, []),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, [ZERO + "zenflow"]),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, [ZERO + "zero_quantized_weights"]),
+        ({"zero_optimization": {"zero_quantized_weights": False, "mics_shard_size": -1}}, []),
+        (
+            {"zero_optimization": {"mics_shard_size": 4, "of_tomorrow": "yes"}},
+            [ZERO + "mics_shard_size", ZERO + "of_tomorrow"],
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.3, "super_offload": True}}},
+            [ZERO + "offload_optimizer.super_offload"],
+        ),
+        ({"torch_autocast": {"enabled": True}}, ["torch_autocast"]),
+        ({"torch_autocast": {"enabled": False}, "sequence_parallel_size": 1}, []),
+        ({"sequence_parallel_size": 4}, ["sequence_parallel_size"]),
+        ({"zero_optimization": "auto"}, []),
+    ],
+)
+def test_keys_that_no_formula_reads(config: dict[str, Any], found: list[str]) -> None:
+    assert unread_keys(config) == found
+
+
+def test_keys_of_candidates() -> None:
+    assert unread_knobs(make_candidate(3)) == []
+    assert unread_knobs(make_candidate(3, **{ZERO + "stage3_prefetch_bucket_size": 10})) == []
+    assert unread_knobs(make_candidate(3, **{ZERO + "zero_quantized_weights": True})) == [
+        ZERO + "zero_quantized_weights"
+    ]
+
+
+def test_where_such_a_key_is_set_states_are_less_certain() -> None:
+    hardware = named_hardware("rtx4090", 2)
+    knobs = {ZERO + "zero_quantized_weights": True}
+    plain, own = make_candidate(3, 1), make_candidate(3, 1, **knobs)
+    base = {"zero_optimization": {"zero_quantized_weights": True}}
+    known = Predictor(make_job(model="llama-3.2-1b", precision="bf16"), hardware)
+    unknown = Predictor(make_job(model="llama-3.2-1b", precision="bf16", base_config=base), hardware)
+    by_candidate, by_base = known.table([plain, own]), unknown.table([plain])
+    assert by_candidate.peak_sigma[1] > 2 * by_candidate.peak_sigma[0]
+    assert by_base.peak_sigma[0] > 2 * by_candidate.peak_sigma[0]
+    assert known.notes() == []
+    assert unknown.notes() == ["zero_optimization.zero_quantized_weights is not part of the memory model"]
+
+
+def test_an_unknown_optimizer_is_uncertain_too() -> None:
+    job = make_job(precision="bf16", base_config={"optimizer": {"type": "Shampoo"}})
+    assert Predictor(job, named_hardware("rtx4090", 2)).notes() == ["optimizer shampoo is not part of the memory model"]
+
+
+@pytest.mark.parametrize(
+    ("version", "newer"),
+    [("0.19.8", False), ("0.19.99", False), ("0.18.0", False), ("missing", False), ("0.20.0", True), ("1.0+git", True)],
+)
+def test_a_newer_deepspeed_is_said(version: str, newer: bool) -> None:
+    assert bool(newer_version(version)) == newer
+
+
+# -- against the installed DeepSpeed -------------------------------------------------------------------------------------
+
+
+def fields(model: Any) -> dict[str, Any]:
+    """Names as they are written in a config, with their defaults."""
+    return {field.alias or name: field.default for name, field in model.model_fields.items()}
+
+
+def test_the_tested_deepspeed_is_the_one_that_was_read() -> None:
+    assert newer_version(metadata.version("deepspeed")) == ""
+
+
+def test_defaults_that_are_carried_are_deepspeeds_own() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    its = fields(DeepSpeedZeroConfig)
+    for name, value in ZERO_DEFAULTS.items():
+        assert float(its[name.removeprefix(ZERO)]) == value, name
+    for stage, expected in ((0, False), (1, False), (2, False), (3, True)):
+        assert DeepSpeedZeroConfig(stage=stage).overlap_comm is expected
+
+
+def test_knobs_are_keys_of_deepspeed() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    its = fields(DeepSpeedZeroConfig)
+    for name, knob in KNOBS.items():
+        if knob.path and knob.path.startswith(ZERO):
+            assert knob.path.removeprefix(ZERO).split(".")[0] in its, name
+
+
+def test_offloading_pins_and_moves_all_unless_told_otherwise() -> None:
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    optimizer, parameters = fields(DeepSpeedZeroOffloadOptimizerConfig), fields(DeepSpeedZeroOffloadParamConfig)
+    assert (optimizer["pin_memory"], optimizer["ratio"], parameters["pin_memory"]) == (True, 1.0, True)
+    assert {*optimizer, *parameters} - unread._READ_OFFLOAD == {"super_offload", "cpuadam_cores_perc"}
+
+
+# Known, and in no formula: what they change was not worked out.
+UNREAD = {
+    "zenflow",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+    "leaf_module",
+    "legacy_stage1",
+    "save_muon_momentum_buffer_in_memory",
+    "stage3_module_granularity_threshold",
+    "stage3_use_all_reduce_for_fetch_params",
+    "stage3_allgather_sequential",
+    "cpu_offload",
+    "cpu_offload_param",
+    "cpu_offload_use_pin_memory",
+}
+
+
+def test_every_key_of_zero_is_either_read_or_known_to_be_unread() -> None:
+    """A new one of a newer DeepSpeed has to be sorted here."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    its = set(fields(DeepSpeedZeroConfig))
+    assert its - unread._READ == UNREAD
+    assert unread._READ - its == set()
+
+
+def test_dtypes_are_written_as_deepspeed_writes_them() -> None:
+    from deepspeed.runtime.config import DtypeEnum
+
+    from autotune.predict.knobs import _WIDTHS
+
+    names = {
+        name.removeprefix("torch."): one.value.itemsize
+        for one in DtypeEnum
+        for name in one._all_values
+        if isinstance(name, str) and one.name != "int8"
+    }
+    assert names == _WIDTHS
