@@ -39,6 +39,7 @@ FULL: dict[str, list[str]] = {
     "search-ablation": ["search.py", "--seeds", "3", "--strategies", ABLATIONS],
     "search-misled": ["search.py", "--landscapes", SHARED, OWN, "--seeds", "1", "--strategies", MISLED],
     "proposer": ["proposer.py"],
+    "storage": ["storage.py"],
     "trials-cpu": ["trials.py"],
     "fidelity-cpu": ["fidelity.py"],
     "scripts-cpu": ["scripts.py"],

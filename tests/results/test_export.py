@@ -7,7 +7,6 @@ import pytest
 import yaml
 
 from autotune import __version__
-from autotune.files import write_atomically
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Lora
 from autotune.problem.outcome import Measurement
@@ -236,16 +235,6 @@ def test_accelerate_has_its_config_in_a_file_of_its_own(tmp_path: Path, device: 
         "in order"
     )
     assert json.loads(config.read_text()) == deepspeed_config(winner(3), make_job())
-
-
-def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "a.json"
-    write_atomically(target, "old")
-    monkeypatch.setattr("os.replace", lambda *a: (_ for _ in ()).throw(OSError("no")))
-    with pytest.raises(OSError, match="no"):
-        write_atomically(target, "new")
-    assert target.read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
 def test_every_knob_of_a_real_winner_reaches_the_file(tmp_path: Path) -> None:
