@@ -26,6 +26,7 @@ DATABASES = {
     "study.db": _SQLITE,
     "study.journal": _JOURNAL,
 }  # files in a study's folder; the first that is there counts
+BUSY_SECONDS = 60.0  # that SQLite waits for another process's write; then the call ends
 _CREDENTIALS = re.compile(r"//([^:/@]*):([^@]*)@")
 
 
@@ -74,7 +75,7 @@ def open_storage(url: str) -> optuna.storages.BaseStorage:
         if url.startswith(_SQLITE):
             _check_sqlite(Path(url.removeprefix(_SQLITE)))
         return optuna.storages.RDBStorage(
-            url, engine_kwargs={"connect_args": {"timeout": 60}} if "sqlite" in url else None
+            url, engine_kwargs={"connect_args": {"timeout": BUSY_SECONDS}} if "sqlite" in url else None
         )
     except UserError:
         raise
@@ -130,7 +131,7 @@ def failures_in_one_line() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE):
             raise
         raise UserError(
             f"the disk refuses to be written ({os.strerror(error.errno)}): make room and run again; "

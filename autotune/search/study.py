@@ -239,20 +239,30 @@ class StudyStore:
         """Stores how it ended. Memory is a graded constraint, never Optuna's FAIL, which samplers ignore and repeat."""
         trial = self._open.pop(number)
         trial.set_user_attr("outcome", outcome.to_json())
+        self._tell(trial, outcome)
+
+    def _tell(self, trial: optuna.Trial, outcome: Outcome) -> None:
+        """Ends a trial whose outcome is stored, as samplers are to see it."""
         if not outcome.kind.says_something_of_the_candidate:
             self.study.tell(trial, state=TrialState.FAIL)
             return
-        hardware = self.hardware
-        for name, value in constraints(outcome, hardware).items():
-            trial.set_constraint(name, value)
+        known = trial.constraints  # of a process that was killed half way through this
+        for name, value in constraints(outcome, self.hardware).items():
+            if name not in known:
+                trial.set_constraint(name, value)
         speed = outcome.measurement.samples_per_second if outcome.measurement else 0.0
         self.study.tell(trial, speed)
 
     def close_interrupted(self) -> int:
-        """Closes what an earlier process left running or waiting, as interrupted; returns how many."""
+        """Closes what an earlier process left running or waiting, as interrupted; returns how many. One that was finished
+        but for Optuna's state, when that process was killed, keeps its outcome."""
         closed = 0
         left = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING, TrialState.WAITING))
         for frozen in left:
+            trial, stored = optuna.Trial(self.study, frozen._trial_id), frozen.user_attrs.get("outcome")
+            if stored is not None:
+                self._tell(trial, Outcome.from_json(stored))
+                continue
             outcome = Outcome(
                 Kind.INTERRUPTED,
                 reason="the tuner's process ended meanwhile",

@@ -59,6 +59,28 @@ def test_nothing_finished_is_lost_and_the_trial_in_flight_is_closed(tmp_path: Pa
     assert again.close_interrupted() == 0
 
 
+def test_a_process_killed_between_the_outcome_and_its_state_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _ = make_store(tmp_path)
+    short = Outcome(Kind.OOM_DEVICE, missing_bytes=GIB)
+    numbers = [store.start(make_candidate(stage), SPACE) for stage in (0, 1, 2)]
+
+    def killed(*words: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store.study, "tell", killed)
+    for number, outcome in zip(numbers, (OK, short, Outcome(Kind.INFRASTRUCTURE)), strict=True):
+        with pytest.raises(KeyboardInterrupt):
+            store.finish(number, outcome)
+    again, _ = make_store(tmp_path)
+    assert again.close_interrupted() == 0, "each was finished"
+    assert [r.outcome.kind for r in again.records() if r.outcome] == [Kind.OK, Kind.OOM_DEVICE, Kind.INFRASTRUCTURE]
+    states = [trial.state.name for trial in again.study.get_trials()]
+    assert states == ["COMPLETE", "COMPLETE", "FAIL"]
+    assert again.measured() == {make_candidate(0): OK.measurement}
+
+
 def test_memory_is_a_graded_constraint_and_never_a_fail(tmp_path: Path) -> None:
     store, _ = make_store(tmp_path)
     short, far = (Outcome(Kind.OOM_DEVICE, missing_bytes=size) for size in (GIB, 3 * GIB))
