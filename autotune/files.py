@@ -1,21 +1,82 @@
-"""Files that a reader never sees half of."""
+"""Files that a reader never sees half of, and a folder for sockets."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+
+# A Unix socket's path has 108 bytes, the last of them zero (`man 7 unix`); of these a folder of `SocketFolder` and a
+# socket's name in it take at most 40.
+_LONGEST_BASE_BYTES = 107 - 40
+_HELD = "held"  # the file that is locked in a folder of sockets
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """A reader never sees half a file."""
+    """Writes a file of which a reader never sees half, after a power cut neither.
+
+    Raises:
+        OSError: it cannot be written; what was there before is still there.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w") as file:
             file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # else the new name may reach the disk before the text does
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Has the names in a folder reach the disk; some file systems cannot be asked for that."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class SocketFolder:
+    """A new temporary folder in which a Unix socket can be bound: not under a TMPDIR whose path is too long for that, as
+    batch systems like to give. Whoever makes the next one also removes those whose process was killed.
+
+    Args:
+        prefix: of its name; folders of one prefix have one sort of owner.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        usual = tempfile.gettempdir()
+        short = [base for base in (usual, "/tmp", "/var/tmp") if len(os.fsencode(base)) <= _LONGEST_BASE_BYTES]
+        base = next((base for base in short if os.access(base, os.W_OK | os.X_OK)), usual)
+        for left in Path(base).glob(f"{prefix}*/{_HELD}"):
+            with suppress(OSError):
+                _remove_if_left(left)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+        self._held = os.open(self.path / "new", os.O_CREAT | os.O_RDWR)  # locked as long as this process lives
+        with suppress(OSError):  # a file system without locks: then nobody else removes the folder either
+            fcntl.flock(self._held, fcntl.LOCK_EX)
+            os.rename(self.path / "new", self.path / _HELD)  # whoever finds it by this name finds it locked
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._held)
+
+
+def _remove_if_left(held: Path) -> None:
+    """Removes the folder of a process that is gone."""
+    descriptor = os.open(held, os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(held.parent, ignore_errors=True)
+    finally:
+        os.close(descriptor)

@@ -218,6 +218,20 @@ def launch_kills() -> str:
     )
 
 
+# -- what a study is kept in -----------------------------------------------------------------------------------------
+
+
+def storage() -> str:
+    rows = {row["kept in"]: row for row in result("storage")}
+    database, journal = rows["study.db"], rows["study.journal"]
+    ratio, read, written = "x of study.db", "resumed, s, median", "written, ms a trial"
+    return (
+        f"A study of {journal['trials']:,} trials is opened and read in {number(journal[ratio])}x the time of SQLite "
+        f"({number(journal[read])} against {number(database[read])} s), and a trial is written in "
+        f"{number(journal[written])} against {number(database[written])} ms"
+    )
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "predictor": predictor,
     "predictor-short": predictor_short,
@@ -233,6 +247,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "search-misled": misled,
     "launch-overhead": launch_overhead,
     "launch-kills": launch_kills,
+    "storage": storage,
 }
 
 

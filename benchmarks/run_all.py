@@ -39,10 +39,12 @@ FULL: dict[str, list[str]] = {
     "search-ablation": ["search.py", "--seeds", "3", "--strategies", ABLATIONS],
     "search-misled": ["search.py", "--landscapes", SHARED, OWN, "--seeds", "1", "--strategies", MISLED],
     "proposer": ["proposer.py"],
+    "storage": ["storage.py"],
     "trials-cpu": ["trials.py"],
     "fidelity-cpu": ["fidelity.py"],
     "scripts-cpu": ["scripts.py"],
     "recovery-cpu": ["recovery.py"],
+    "faults": ["faults.py"],
     "vs-deepspeed-cpu": ["vs_deepspeed.py"],
 }
 # The small form of each command, by the full result that it has the shape of.
@@ -56,6 +58,9 @@ EXEMPT = {
     "common.py": "imported: the command line, tables, JSON files",
     "ranks.py": "imported: executor, supervisor, torchrun",
     "inturn.py": "imported by scripts.py and recovery.py, which start it as one side of a comparison",
+    "planting.py": "imported by faults.py: faults of a study's trials",
+    "stricken.py": "imported by faults.py: calls and trainings that are killed",
+    "fault_ground.py": "imported by faults.py: where faults are planted, and what is left",
     "timed.py": "started by inturn.py around a training script",
     "train_plain.py": "started by ranks.py under torchrun",
     "train_for_autotuner.py": "started by DeepSpeed's autotuner for vs_deepspeed.py",

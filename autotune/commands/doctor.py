@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from autotune.file_systems import file_system_of
 from autotune.group.environment import trial_environment
 from autotune.predict.unread import newer_version
 from autotune.problem.cpus import usable_cpus
@@ -103,35 +102,36 @@ def _memory() -> Iterator[Finding]:
 
 
 def _disk(nvme_path: Path | None) -> Iterator[Finding]:
-    free = shutil.disk_usage(Path.cwd()).free
+    runs = Path("runs") if Path("runs").is_dir() else Path()
+    system = file_system_of(runs)
+    free = shutil.disk_usage(runs).free
+    found = f"{format_bytes(free)} free for runs/ ({system})"
     if free < GIB:
-        yield Finding("warn", "disk", f"{format_bytes(free)} free here", "a study's logs may not fit", "make room")
-    else:
-        yield Finding("good", "disk", f"{format_bytes(free)} free here")
-    if nvme_path is None:
-        return
-    if not nvme_path.is_dir() or not os.access(nvme_path, os.W_OK):
+        yield Finding("warn", "disk", found, "a study's logs may not fit", "make room")
+    elif system.on_network:
         yield Finding(
-            "bad",
-            "nvme path",
-            f"{nvme_path} is no folder that can be written",
-            "nvme offload fails",
-            "make it writable",
+            "warn",
+            "disk",
+            found,
+            "SQLite cannot lock there: new studies are kept in runs/NAME/study.journal, each write at the network's speed",
+            "nothing needs to be done; a folder on a local disk is faster",
         )
-        return
-    kind = next(
-        (
-            p.fstype
-            for p in sorted(psutil.disk_partitions(True), key=lambda p: -len(p.mountpoint))
-            if str(nvme_path.resolve()).startswith(p.mountpoint)
-        ),
-        "unknown",
-    )
-    found = f"{nvme_path} ({kind}), {format_bytes(shutil.disk_usage(nvme_path).free)} free"
-    if kind in ("nfs", "nfs4", "fuse", "overlay", "tmpfs"):
-        yield Finding("warn", "nvme path", found, "offload at the speed of that file system", "use a local NVMe drive")
     else:
-        yield Finding("good", "nvme path", found)
+        yield Finding("good", "disk", found)
+    if nvme_path is not None:
+        yield _nvme(nvme_path)
+
+
+def _nvme(path: Path) -> Finding:
+    if not path.is_dir() or not os.access(path, os.W_OK):
+        return Finding(
+            "bad", "nvme path", f"{path} is no folder that can be written", "nvme offload fails", "make it writable"
+        )
+    system = file_system_of(path)
+    found = f"{path} ({system.kind}), {format_bytes(shutil.disk_usage(path).free)} free"
+    if system.on_network or system.kind in ("fuse", "overlay", "tmpfs"):
+        return Finding("warn", "nvme path", found, "offload at the speed of that file system", "use a local NVMe drive")
+    return Finding("good", "nvme path", found)
 
 
 # Runs apart: imports of seconds, a CUDA context, and builds that may hang stay out of this process.

@@ -8,16 +8,15 @@ from __future__ import annotations
 import math
 import os
 import select
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from autotune.files import SocketFolder
 from autotune.group.ending import end_ranks
 from autotune.group.gauge import Gauge, Meter, Peaks, make_meter
 from autotune.group.launchers import Launcher
@@ -58,7 +57,8 @@ class Group:
     ) -> None:
         self._launcher, self._hardware, self._meter, self._policy = launcher, hardware, meter, policy
         self._cancelled, self._on_message, self._on_phase = cancelled, on_message, on_phase
-        self.home = Path(tempfile.mkdtemp(prefix="autotune-"))  # sockets and stores: a study may be on NFS
+        self._folder = SocketFolder("autotune-")  # sockets and stores: a study may be on NFS
+        self.home = self._folder.path
         self.pids: list[int] = []  # by rank, as the launcher knows them
         self._workers: dict[int, int] = {}  # by rank, as they know themselves: an interpreter may have a wrapper
         self.errors: list[Message] = []
@@ -360,7 +360,7 @@ class Group:
             for channel in (*self._channels.values(), *self._strangers):
                 channel.close()
             self._close_listener()
-            shutil.rmtree(self.home, ignore_errors=True)
+            self._folder.close()
         until = time.monotonic() + _IDLE_SECONDS
         while self._meter is not None and not self._meter.is_idle() and time.monotonic() < until:
             time.sleep(0.05)

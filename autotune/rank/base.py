@@ -187,7 +187,8 @@ class BaseRank(ABC):
     # -- faults ------------------------------------------------------------------------------------------------------
 
     def fault(self, phase: Phase) -> None:
-        """A fault that a test plants: hang, die by a signal or raise, on one rank at the start of one phase."""
+        """A fault that a test plants: hang, die by a signal, raise, or take memory until there is none (of a rank with a cap),
+        on one rank at the start of one phase."""
         planted = self.spec.get("fault")
         if not planted or planted["rank"] != self.number or planted["where"] != phase:
             return
@@ -195,6 +196,10 @@ class BaseRank(ABC):
             time.sleep(3600)
         elif planted["what"] == "oom":
             raise self.torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. (planted)")
+        elif planted["what"] == "exhaust":
+            hoard = []
+            while self.spec["cap_bytes"]:
+                hoard.append(self.torch.ones(2**24))  # 64 MiB
         elif planted["what"] == "raise":
             raise RuntimeError(planted.get("text", "planted"))
         else:

@@ -169,7 +169,7 @@ def study_json(store: StudyStore) -> dict[str, Any]:
     winner = store.winner
     return {
         "study": store.name,
-        "fingerprint": store.study.user_attrs["fingerprint"],
+        "fingerprint": store.fingerprint,
         "hardware": store.hardware.to_json(),
         "calls": [vars(call) for call in store.calls()],
         "used_seconds": sum(call.used_seconds for call in store.calls()),

@@ -236,7 +236,7 @@ def export_record(store: StudyStore, record: Record, out: Path, style: str, veri
         study=store.name,
         trial=record.number,
         verified=verified,
-        fingerprint=store.study.user_attrs["fingerprint"],
+        fingerprint=store.fingerprint,
         headroom=store.hardware.headroom,
         threads=store.threads,
     )

@@ -1,4 +1,8 @@
-"""The database a study is kept in: its URL, whether it can be opened, and what may be said of it."""
+"""What a study is kept in: its URL, whether it can be opened, and what may be said of it.
+
+That is `study.db`, SQLite, in the study's folder; `study.journal` where the folder's file system is one of a network; or
+what `--storage` names.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,15 @@ import optuna
 from sqlalchemy.exc import OperationalError
 
 from autotune.errors import UserError
+from autotune.file_systems import file_system_of
+from autotune.search.journal import JournalFile
 
+_SQLITE, _JOURNAL = "sqlite:///", "journal:"  # beginnings of a URL
+DATABASES = {
+    "study.db": _SQLITE,
+    "study.journal": _JOURNAL,
+}  # files in a study's folder; the first that is there counts
+BUSY_SECONDS = 60.0  # that SQLite waits for another process's write; then the call ends
 _CREDENTIALS = re.compile(r"//([^:/@]*):([^@]*)@")
 
 
@@ -23,9 +35,15 @@ def hide_password(url: str) -> str:
     return _CREDENTIALS.sub(r"//\1:***@", url)
 
 
+def stored_in(folder: Path) -> str | None:
+    """The URL of the study that a folder has, where it has one."""
+    return next((f"{url}{folder / file}" for file, url in DATABASES.items() if os.path.exists(folder / file)), None)
+
+
 def default_storage(folder: Path) -> str:
-    """The URL of a study's own SQLite file."""
-    return f"sqlite:///{folder / 'study.db'}"
+    """The URL of a study's own file: the one that is there, or the one that its file system can bear."""
+    file = "study.journal" if file_system_of(folder).on_network else "study.db"
+    return stored_in(folder) or f"{DATABASES[file]}{folder / file}"
 
 
 def make_study_folder(folder: Path) -> None:
@@ -45,46 +63,66 @@ def make_study_folder(folder: Path) -> None:
         ) from None
 
 
-def open_storage(url: str) -> optuna.storages.RDBStorage:
+def open_storage(url: str) -> optuna.storages.BaseStorage:
     """The database behind a URL.
 
     Raises:
         UserError: it cannot be opened; the message never holds the password.
     """
-    shown = hide_password(url)
-    if url.startswith("sqlite:///"):
-        _check_sqlite(Path(url.removeprefix("sqlite:///")))
     try:
+        if url.startswith(_JOURNAL):
+            return _open_journal(Path(url.removeprefix(_JOURNAL)))
+        if url.startswith(_SQLITE):
+            _check_sqlite(Path(url.removeprefix(_SQLITE)))
         return optuna.storages.RDBStorage(
-            url, engine_kwargs={"connect_args": {"timeout": 60}} if "sqlite" in url else None
+            url, engine_kwargs={"connect_args": {"timeout": BUSY_SECONDS}} if "sqlite" in url else None
         )
+    except UserError:
+        raise
     except Exception as error:  # whatever SQLAlchemy or a driver raises
         text = hide_password(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
         if found := _CREDENTIALS.search(url):
             text = text.replace(found[2], "***") if found[2] else text
         raise UserError(
-            f"--storage {shown} cannot be opened: {text[:200]}; expected something like sqlite:///runs/NAME/study.db "
-            "or postgresql://USER:PASSWORD@HOST/DB"
+            f"--storage {hide_password(url)} cannot be opened: {text[:200]}; expected something like "
+            "sqlite:///runs/NAME/study.db, journal:runs/NAME/study.journal or postgresql://USER:PASSWORD@HOST/DB"
         ) from None
+
+
+def _open_journal(path: Path) -> optuna.storages.JournalStorage:
+    _check_file(path, f"--storage {_JOURNAL}{path}")
+    try:
+        return optuna.storages.JournalStorage(JournalFile(path))
+    except (ValueError, KeyError, TypeError) as error:
+        raise _unreadable(path, "journal", error) from None
+
+
+def _check_file(path: Path, shown: str) -> None:
+    """Raises a UserError where no file can be opened or made there."""
+    if not path.parent.is_dir():
+        raise UserError(f"{shown}: there is no folder {path.parent}; make it, or choose another")
+    if path.is_dir():
+        raise UserError(f"{shown} is a folder; expected a file")
+    if not os.access(path if path.exists() else path.parent, os.R_OK | os.W_OK):
+        raise UserError(f"{path} cannot be written: give this user the right to, or choose another --storage")
+
+
+def _unreadable(path: Path, what: str, error: Exception) -> UserError:
+    return UserError(
+        f"{path} is no {what} that can be read ({error}); it is kept as it is: move it away or restore a copy, "
+        "or choose another --study"
+    )
 
 
 def _check_sqlite(path: Path) -> None:
     """Raises a UserError that says what is wrong with an SQLite file before Optuna makes one or fails in its own words."""
-    if not path.parent.is_dir():
-        raise UserError(f"--storage sqlite:///{path}: there is no folder {path.parent}; make it, or choose another")
-    if path.is_dir():
-        raise UserError(f"--storage sqlite:///{path} is a folder; expected a file")
-    if not os.access(path if path.exists() else path.parent, os.R_OK | os.W_OK):
-        raise UserError(f"{path} cannot be written: give this user the right to, or choose another --storage")
+    _check_file(path, f"--storage {_SQLITE}{path}")
     if path.exists() and path.stat().st_size:
         try:
             with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
                 connection.execute("select count(*) from sqlite_master").fetchone()
         except sqlite3.DatabaseError as error:
-            raise UserError(
-                f"{path} is no SQLite database that can be read ({error}); it is kept as it is: move it away or "
-                "restore a copy, or choose another --study"
-            ) from None
+            raise _unreadable(path, "SQLite database", error) from None
 
 
 @contextmanager
@@ -93,7 +131,7 @@ def failures_in_one_line() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE):
             raise
         raise UserError(
             f"the disk refuses to be written ({os.strerror(error.errno)}): make room and run again; "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import fcntl
 import gc
 import warnings
 from collections import Counter
@@ -23,14 +22,17 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Measurement, Outcome, Source
 from autotune.problem.space import SearchSpace
+from autotune.search.attributes import attributes, set_attribute
 from autotune.search.distributions import constraints, distributions
 from autotune.search.fingerprint import THREADS, changes, fingerprint, knowing_more
-from autotune.search.storage import default_storage, hide_password, open_storage
+from autotune.search.lock import hold
+from autotune.search.storage import DATABASES, hide_password, open_storage, stored_in
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 warnings.filterwarnings("ignore", module=r"optuna\.|autotune\.search", category=optuna.exceptions.ExperimentalWarning)
 
 AS_IS = "the script as it is"  # the note of the trial of its own config
+_CALL = "call "  # begins the name of an attribute
 SEARCH, VERIFY, RESUME = "search", "verify", "resume"  # a trial's roles; the last: it goes on from a checkpoint
 TRAINING = "training"  # recorded by `autotune.recovery.callback`
 FOUND_RUNNING = "found running"  # the evidence of a trial whose tuner was gone
@@ -75,9 +77,9 @@ class StudyStore:
 
     def __init__(self, study: optuna.Study, folder: Path | None) -> None:
         self.study, self.folder = study, folder
-        self._lock_file: Any = None
+        self._lock: Any = None
         self._open: dict[int, optuna.Trial] = {}
-        self._calls: list[dict[str, Any]] = list(study.user_attrs.get("calls", []))
+        self._call: tuple[str, dict[str, Any]] | None = None  # this process's: its attribute and what is in it
 
     @classmethod
     def in_memory(cls, job: Job, hardware: Hardware, space: SearchSpace) -> StudyStore:
@@ -122,7 +124,7 @@ class StudyStore:
         if name not in names:
             store._found(now, hardware, space)
             return store, False
-        before = study.user_attrs.get("fingerprint")
+        before = store.attributes.get("fingerprint")
         if before is None:
             raise UserError(
                 f"study {name!r} in {hide_password(storage)} was not made by autotune: choose another --study"
@@ -137,7 +139,7 @@ class StudyStore:
             store._append("forced", {"at": _now(), "differences": changed})
         if before != (known := knowing_more(before, now)):
             store._set("fingerprint", known)
-        if study.user_attrs.get("space") != space.text:
+        if store.attributes.get("space") != space.text:
             store._set("space", space.text)
         store._set("hardware", hardware.to_json())
         return store, True
@@ -149,47 +151,58 @@ class StudyStore:
         Raises:
             UserError: there is none of that name.
         """
-        folder = Path(name) if (Path(name) / "study.db").exists() else runs / name
+        folder = Path(name) if stored_in(Path(name)) else runs / name
         if storage is None:
-            if not (folder / "study.db").exists():
-                known = sorted(path.parent.name for path in runs.glob("*/study.db"))
+            storage = stored_in(folder)
+            if storage is None:
+                known = sorted({path.parent.name for file in DATABASES for path in runs.glob(f"*/{file}")})
                 hint = near(name, known) or (f"; there are {', '.join(known[:8])}" if known else "")
                 raise UserError(f"no study {name!r} in {runs}/{hint} (`--storage` reaches other databases)")
-            storage, name = default_storage(folder), folder.resolve().name
+            name = folder.resolve().name
         database = open_storage(storage)
         try:
             study = optuna.load_study(study_name=name, storage=database, sampler=optuna.samplers.RandomSampler())
         except KeyError:
             known = optuna.get_all_study_names(database)
             raise UserError(f"no study {name!r} in {hide_password(storage)}{near(name, known)}") from None
-        if "fingerprint" not in study.user_attrs:
+        store = cls(study, folder)
+        if "fingerprint" not in store.attributes:
             raise UserError(f"study {name!r} in {hide_password(storage)} was not made by autotune")
-        return cls(study, folder)
+        return store
 
     @property
     def name(self) -> str:
         return self.study.study_name
 
     @property
+    def attributes(self) -> dict[str, Any]:
+        """What is stored of the study as a whole."""
+        return attributes(self.study)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        return dict(self.attributes["fingerprint"])
+
+    @property
     def job(self) -> Job:
-        return Job.from_json(self.study.user_attrs["fingerprint"]["job"])
+        return Job.from_json(self.fingerprint["job"])
 
     @property
     def hardware(self) -> Hardware:
-        return Hardware.from_json(self.study.user_attrs["hardware"])
+        return Hardware.from_json(self.attributes["hardware"])
 
     @property
     def versions(self) -> dict[str, str]:
-        return dict(self.study.user_attrs["fingerprint"]["versions"])
+        return dict(self.fingerprint["versions"])
 
     @property
     def threads(self) -> int:
         """CPU threads that a rank was measured with."""
-        return int(self.study.user_attrs["fingerprint"].get(THREADS) or threads_of_0_1(self.job.ranks))
+        return int(self.fingerprint.get(THREADS) or threads_of_0_1(self.job.ranks))
 
     @property
     def space_text(self) -> str:
-        return str(self.study.user_attrs["space"])
+        return str(self.attributes["space"])
 
     def lock(self) -> None:
         """Holds the study for this process.
@@ -197,21 +210,14 @@ class StudyStore:
         Raises:
             UserError: another run holds it.
         """
-        if self.folder is None:
-            return
-        self._lock_file = (self.folder / "lock").open("w")
-        try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(
-                f"another autotune run holds study {self.name!r}: wait for it, or choose another --study"
-            ) from None
+        if self.folder is not None:
+            self._lock = hold(self.folder, self.name)
 
     def _set(self, key: str, value: Any) -> None:
-        self.study.set_user_attr(key, value)
+        set_attribute(self.study, key, value)
 
     def _append(self, key: str, value: Any) -> None:
-        self._set(key, [*self.study.user_attrs.get(key, []), value])
+        self._set(key, [*self.attributes.get(key, []), value])
 
     # -- trials ------------------------------------------------------------------------------------------------------
 
@@ -248,17 +254,23 @@ class StudyStore:
         """Stores how it ended. Memory is a graded constraint, never Optuna's FAIL, which samplers ignore and repeat."""
         trial = self._open.pop(number)
         trial.set_user_attr("outcome", outcome.to_json())
+        self._tell(trial, outcome)
+
+    def _tell(self, trial: optuna.Trial, outcome: Outcome) -> None:
+        """Ends a trial whose outcome is stored, as samplers are to see it."""
         if not outcome.kind.says_something_of_the_candidate:
             self.study.tell(trial, state=TrialState.FAIL)
             return
-        hardware = self.hardware
-        for name, value in constraints(outcome, hardware).items():
-            trial.set_constraint(name, value)
+        known = trial.constraints  # of a process that was killed half way through this
+        for name, value in constraints(outcome, self.hardware).items():
+            if name not in known:
+                trial.set_constraint(name, value)
         speed = outcome.measurement.samples_per_second if outcome.measurement else 0.0
         self.study.tell(trial, speed)
 
     def close_interrupted(self) -> int:
-        """Closes what an earlier process left running or waiting, as interrupted; returns how many.
+        """Closes what an earlier process left running or waiting, as interrupted; returns how many. One that was finished
+        but for Optuna's state, when that process was killed, keeps its outcome.
 
         What was running when the tuner died may have killed it: a container or a Slurm step ends as a whole when its memory
         is full. The second time it is taken for the cause, so that the study can go on.
@@ -267,6 +279,10 @@ class StudyStore:
         before = Counter(r.candidate for r in self.records() if r.outcome and r.outcome.evidence == FOUND_RUNNING)
         left = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING, TrialState.WAITING))
         for frozen in left:
+            trial, stored = optuna.Trial(self.study, frozen._trial_id), frozen.user_attrs.get("outcome")
+            if stored is not None:
+                self._tell(trial, Outcome.from_json(stored))
+                continue
             record = _record(frozen)
             deadly = frozen.state is TrialState.RUNNING and record is not None and before[record.candidate] > 0
             outcome = Outcome(
@@ -288,23 +304,30 @@ class StudyStore:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def begin_call(self, budget_seconds: float) -> None:
-        self._calls.append({"started": _now(), "budget_seconds": budget_seconds, "used_seconds": 0.0, "ended": ""})
-        self._set("calls", self._calls)
+        """Stores that a call begins: in an attribute of its own, since all of them in one would be written anew with every
+        trial, longer and longer."""
+        key = f"{_CALL}{len(self.calls()):06d}"
+        self._call = key, {"started": _now(), "budget_seconds": budget_seconds, "used_seconds": 0.0, "ended": ""}
+        self._set(*self._call)
 
     def update_call(self, used_seconds: float, ended: str = "") -> None:
-        if self._calls:
-            self._calls[-1] |= {"used_seconds": round(used_seconds, 1), "ended": ended}
-            self._set("calls", self._calls)
+        if self._call is not None:
+            key, call = self._call
+            call |= {"used_seconds": round(used_seconds, 1), "ended": ended}
+            self._set(key, call)
 
     def calls(self) -> list[Call]:
-        return [Call(**call) for call in self.study.user_attrs.get("calls", [])]
+        """Every call so far, in order."""
+        stored = self.attributes
+        of_0_1 = stored.get("calls", [])  # version 0.1 kept them all in one attribute
+        return [Call(**call) for call in (*of_0_1, *(stored[key] for key in sorted(stored) if key.startswith(_CALL)))]
 
     def set_winner(self, number: int, why: str) -> None:
         self._set("winner", {"number": number, "why": why})
 
     @property
     def winner(self) -> Record | None:
-        chosen = self.study.user_attrs.get("winner")
+        chosen = self.attributes.get("winner")
         if not chosen:
             return None
         return next((record for record in self.records() if record.number == chosen["number"]), None)
@@ -315,7 +338,7 @@ class StudyStore:
 
     @property
     def skips(self) -> dict[str, int]:
-        return dict(self.study.user_attrs.get("skips", {}))
+        return dict(self.attributes.get("skips", {}))
 
 
 def _record(trial: optuna.trial.FrozenTrial) -> Record | None:

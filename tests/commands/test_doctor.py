@@ -11,6 +11,7 @@ import pytest
 from autotune.commands import doctor
 from autotune.units import GIB, MIB
 from tests.cli_call import call
+from tests.network import mount
 from tests.problem.test_hardware import FakeNvml
 
 FACTS = {
@@ -92,3 +93,19 @@ def test_little_memory_and_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert found["shared memory"].level == "bad"
     assert by_name(doctor._disk(tmp_path / "none"))["nvme path"].level == "bad"
     assert by_name(doctor._disk(None))["disk"].level == "warn"
+
+
+def test_where_runs_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.chdir(tmp_path / "home")
+    mount(monkeypatch, ("nfs4", tmp_path / "home"), ("xfs", tmp_path / "scratch"))
+    on_nfs = by_name(doctor._disk(tmp_path / "home"))
+    assert on_nfs["disk"].level == "warn"
+    assert f"nfs4, mounted at {tmp_path / 'home'}" in on_nfs["disk"].found
+    assert "study.journal" in on_nfs["disk"].cost
+    assert "local NVMe" in on_nfs["nvme path"].fix
+    (tmp_path / "home" / "runs").symlink_to(tmp_path / "scratch")
+    local = by_name(doctor._disk(tmp_path / "scratch"))
+    assert local["disk"].level == local["nvme path"].level == "good"
+    assert "xfs" in local["disk"].found

@@ -7,7 +7,6 @@ import pytest
 import yaml
 
 from autotune import __version__
-from autotune.files import write_atomically
 from autotune.problem.candidate import ALLOCATOR_VARIABLES, Candidate
 from autotune.problem.job import Lora, Script
 from autotune.problem.outcome import Measurement
@@ -290,16 +289,6 @@ def test_accelerates_config_of_a_trainers_script_is_trainers(tmp_path: Path, thr
     write_export(winner(), job, tmp_path / "w.yaml", {}, style="accelerate")
     written = json.loads((tmp_path / "w.deepspeed.json").read_text())
     assert written == (hf_deepspeed_config if through_arguments else deepspeed_config)(winner(), job)
-
-
-def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "a.json"
-    write_atomically(target, "old")
-    monkeypatch.setattr("os.replace", lambda *a: (_ for _ in ()).throw(OSError("no")))
-    with pytest.raises(OSError, match="no"):
-        write_atomically(target, "new")
-    assert target.read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
 def test_every_knob_of_a_real_winner_reaches_the_file(tmp_path: Path) -> None:

@@ -1,3 +1,5 @@
+import dataclasses
+import json
 import sqlite3
 from pathlib import Path
 
@@ -12,13 +14,22 @@ from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.space_file import load_space
 from autotune.search.distributions import constraints
 from autotune.search.proposer import Proposer
-from autotune.search.storage import default_storage
+from autotune.search.storage import default_storage, open_storage
 from autotune.search.study import VERIFY, StudyStore
 from autotune.units import GIB, MIB
 from tests.conftest import make_candidate, make_job
+from tests.network import mount
 
 SPACE = load_space("cpu_demo")
 OK = Outcome(Kind.OK, measurement=Measurement(1.0, 0.1, 3, 8.0, 256.0, 100 * MIB))
+
+
+@pytest.fixture(autouse=True, params=["study.db", "study.journal"])
+def file(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """What the studies of these tests are kept in: on a local disk, and on NFS."""
+    if request.param == "study.journal":
+        mount(monkeypatch, ("nfs4", tmp_path))
+    return str(request.param)
 
 
 def make_store(folder: Path, name: str = "s", **changes: object) -> tuple[StudyStore, bool]:
@@ -27,8 +38,9 @@ def make_store(folder: Path, name: str = "s", **changes: object) -> tuple[StudyS
     return StudyStore.create_or_resume(name, default_storage(folder), folder, job, detect("cpu", 2), SPACE)
 
 
-def test_nothing_finished_is_lost_and_the_trial_in_flight_is_closed(tmp_path: Path) -> None:
+def test_nothing_finished_is_lost_and_the_trial_in_flight_is_closed(tmp_path: Path, file: str) -> None:
     store, resumed = make_store(tmp_path)
+    assert (tmp_path / file).exists()
     assert not resumed
     store.begin_call(60)
     done = store.start(make_candidate(0), SPACE, note="why")
@@ -78,6 +90,28 @@ def test_what_killed_the_tuner_twice_is_not_tried_again(tmp_path: Path) -> None:
     assert kinds == [Kind.INTERRUPTED, Kind.OOM_HOST, Kind.INTERRUPTED]
 
 
+def test_a_process_killed_between_the_outcome_and_its_state_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _ = make_store(tmp_path)
+    short = Outcome(Kind.OOM_DEVICE, missing_bytes=GIB)
+    numbers = [store.start(make_candidate(stage), SPACE) for stage in (0, 1, 2)]
+
+    def killed(*words: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store.study, "tell", killed)
+    for number, outcome in zip(numbers, (OK, short, Outcome(Kind.INFRASTRUCTURE)), strict=True):
+        with pytest.raises(KeyboardInterrupt):
+            store.finish(number, outcome)
+    again, _ = make_store(tmp_path)
+    assert again.close_interrupted() == 0, "each was finished"
+    assert [r.outcome.kind for r in again.records() if r.outcome] == [Kind.OK, Kind.OOM_DEVICE, Kind.INFRASTRUCTURE]
+    states = [trial.state.name for trial in again.study.get_trials()]
+    assert states == ["COMPLETE", "COMPLETE", "FAIL"]
+    assert again.measured() == {make_candidate(0): OK.measurement}
+
+
 def test_memory_is_a_graded_constraint_and_never_a_fail(tmp_path: Path) -> None:
     store, _ = make_store(tmp_path)
     short, far = (Outcome(Kind.OOM_DEVICE, missing_bytes=size) for size in (GIB, 3 * GIB))
@@ -108,7 +142,7 @@ def test_another_job_is_refused_with_the_difference(tmp_path: Path) -> None:
 
 
 def test_a_study_of_somebody_else_is_refused(tmp_path: Path) -> None:
-    optuna.create_study(study_name="s", storage=default_storage(tmp_path))
+    optuna.create_study(study_name="s", storage=open_storage(default_storage(tmp_path)))
     with pytest.raises(UserError, match="not made by autotune"):
         make_store(tmp_path)
     with pytest.raises(UserError, match="not made by autotune"):
@@ -153,10 +187,38 @@ def test_loading_by_name_and_by_folder(tmp_path: Path) -> None:
         StudyStore.load("ss", default_storage(tmp_path / "s"))
 
 
+def test_a_study_stays_in_what_it_was_begun_in(tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_store(tmp_path / "s")
+    mount(monkeypatch, ("ext4" if file == "study.journal" else "lustre", tmp_path))
+    _, resumed = make_store(tmp_path / "s")
+    assert resumed
+    assert StudyStore.load(str(tmp_path / "s")).name == "s"
+    assert [path.name for path in tmp_path.glob("s/study.*")] == [file]
+
+
+def test_calls_and_a_long_fingerprint_fit_into_any_database(tmp_path: Path) -> None:
+    labels = {str(number): f"label {number}" for number in range(5000)}
+    job = make_job()
+    job = dataclasses.replace(
+        job, model=dataclasses.replace(job.model, config={**job.model.config, "id2label": labels})
+    )
+    url = default_storage(tmp_path)
+    for used in range(12):
+        store, resumed = StudyStore.create_or_resume("s", url, tmp_path, job, detect("cpu", 2), SPACE)
+        assert resumed == (used > 0), "the fingerprint is compared whole"
+        store.begin_call(60)
+        store.update_call(used / 2)
+        store.update_call(float(used), "budget used")
+    assert store.job == job
+    assert [(call.used_seconds, call.ended) for call in store.calls()] == [(float(n), "budget used") for n in range(12)]
+    assert max(len(json.dumps(value)) for value in store.study.user_attrs.values()) < 65_535
+
+
 def test_the_database_opens_in_plain_optuna(tmp_path: Path) -> None:
-    store, _ = make_store(tmp_path)
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    store, _ = StudyStore.create_or_resume("s", url, tmp_path, make_job(), detect("cpu", 2), SPACE)
     store.finish(store.start(make_candidate(1, 4), SPACE), OK)
-    study = optuna.load_study(study_name="s", storage=default_storage(tmp_path))
+    study = optuna.load_study(study_name="s", storage=url)
     assert study.best_value == 8.0
     assert study.best_params["zero_stage"] == 1
     assert study.best_params["train_micro_batch_size_per_gpu"] == 4

@@ -1,0 +1,42 @@
+"""A study is held by one process: with the kernel's lock, or where the file system has none, with a lease."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from filelock import BaseFileLock, SoftFileLease, Timeout, UnixFileLock
+
+from autotune.errors import UserError
+
+# Of a file system without locks. How long a holder on another machine may say nothing until it counts as dead: it says
+# something every third of that. A dead holder on this machine is noticed at once.
+_LEASE_SECONDS = 20.0
+
+
+def hold(folder: Path, study: str) -> BaseFileLock:
+    """Holds the study in a folder until this process ends or the lock is released.
+
+    Raises:
+        UserError: another run holds it.
+        OSError: the folder cannot be written.
+    """
+    kernels = UnixFileLock(folder / "lock", fallback_to_soft=False)
+    try:
+        kernels.acquire(timeout=0)
+        return kernels
+    except Timeout:
+        raise _held(study) from None
+    except OSError as error:
+        if error.filename is not None:  # the file cannot be made; a lock that is refused names no file
+            raise
+        # ENOSYS of Lustre without `-o flock`, ENOLCK of NFS without a lock daemon, EOPNOTSUPP, EINVAL: there are no locks
+    lease = SoftFileLease(folder / "lock.lease", lease_duration=_LEASE_SECONDS, thread_local=False)
+    try:
+        lease.acquire(timeout=1.2 * _LEASE_SECONDS)
+    except Timeout:
+        raise _held(study) from None
+    return lease
+
+
+def _held(study: str) -> UserError:
+    return UserError(f"another autotune run holds study {study!r}: wait for it, or choose another --study")

@@ -1,0 +1,119 @@
+"""The harness of faults: what it draws, counts and sees; and sixty of its faults, planted."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import fault_ground
+import pytest
+from common import HERE
+from fault_ground import TOKEN, Ground
+from faults import EPISODES, summary
+from planting import BY_ITSELF, PHASES, WEIGHTS, drawn, lost
+
+from autotune.problem.outcome import Kind
+from autotune.search.study import SEARCH, VERIFY, StudyStore
+from tests.studies import study_of_every_kind
+
+
+@pytest.fixture
+def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
+    for name in (TOKEN, "AUTOTUNE_FAULTS_CLOCK", "TMPDIR", "PYTHONPATH"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # what a Ground sets is undone
+    monkeypatch.setattr(time, "time", time.time)
+    monkeypatch.setattr(tempfile, "tempdir", tempfile.tempdir)
+    monkeypatch.setattr(fault_ground, "GOING_SECONDS", 0.3)
+    made = Ground()
+    yield made
+    made.close()
+    assert not made.root.exists()
+
+
+def test_every_kind_is_drawn_in_every_phase_and_a_seed_draws_the_same() -> None:
+    found = [
+        [drawn(random.Random(seed), role, set()) for seed in range(3000)] for role in (SEARCH, VERIFY) for _ in (0, 1)
+    ]
+    assert found[0] == found[1]
+    kinds = Counter(fault.kind for fault in found[0])
+    assert set(kinds) == set(WEIGHTS)
+    killed = {fault.phase for fault in found[0] if fault.kind == "rank: SIGKILL"}
+    assert killed == set(PHASES)
+    assert "save" in {fault.phase for fault in found[2] if fault.kind == "rank: SIGKILL"}
+    assert set(BY_ITSELF) < set(WEIGHTS)
+    only = {drawn(random.Random(seed), SEARCH, set(WEIGHTS) - {"clock: jumps"}).kind for seed in range(20)}
+    assert only == {"clock: jumps"}, "the others are not allowed here"
+
+
+def test_what_is_left_is_seen(ground: Ground) -> None:
+    assert ground.leftovers(set()) == []
+    process = subprocess.Popen(["sleep", "60"])
+    (ground.temporary / "autotune-x").mkdir()
+    segment = Path("/dev/shm") / f"faults-{os.getpid()}"
+    segment.write_text("x")
+    trial = ground.root / "trials" / "0000"
+    (trial / "scratch").mkdir(parents=True)
+    (trial / "rank0.log").write_text("")
+    try:
+        words = " ".join(ground.leftovers(set(), trial.parent))
+        assert f"process {process.pid} is left" in words
+        assert "autotune-x" in words
+        assert segment.name in words
+        assert "scratch" in words
+        assert "rank0" not in words
+        assert f"{process.pid}" not in " ".join(ground.leftovers({process.pid}))
+    finally:
+        process.kill()
+        process.wait()
+        segment.unlink()
+
+
+def test_a_clock_that_is_wrong_is_wrong_in_what_is_started_too(ground: Ground) -> None:
+    right, steady = time.time(), time.monotonic()
+    ground.shift_clock(1e8)
+    said = subprocess.run([sys.executable, "-c", "import time; print(time.time())"], capture_output=True, text=True)
+    assert float(said.stdout) - right == pytest.approx(1e8, abs=600)
+    assert time.time() - right == pytest.approx(1e8, abs=600)
+    assert time.monotonic() - steady < 600
+    ground.shift_clock(0.0)
+    assert time.time() - right < 600
+
+
+def test_lost_trials_and_endless_ones_are_violations(tmp_path: Path) -> None:
+    store = study_of_every_kind(tmp_path, (Kind.OK, Kind.CRASH))
+    told = {record.number: record.outcome for record in store.records() if record.outcome}
+    assert lost(told, StudyStore.load("s", runs=tmp_path)) == []
+    (number, other), *_ = list(told.items())[1:]
+    assert lost({**told, 99: other, number: told[0]}, store) == [f"trial {number} is lost", "trial 99 is lost"]
+
+
+def test_the_summary_counts_by_kind() -> None:
+    row = {"kind": "rank: SIGKILL", "phase": "init", "rank": 0, "share": 0.1, "outcome": "crash", "seconds": 0.5}
+    other = {**row, "phase": "start", "seconds": None}
+    violation = {"text": "x is left", "again": "python benchmarks/faults.py --only 1"}
+    each = [
+        {"seed": 0, "episode": "study", "seconds": 1.0, "faults": [row, row], "violations": []},
+        {"seed": 1, "episode": "study", "seconds": 1.0, "faults": [other], "violations": [violation]},
+    ]
+    whole = summary(each)
+    assert (whole["faults"], whole["violations"], whole["violated"]) == (3, 1, [violation])
+    of_kind = {one["kind"]: one for one in whole["kinds"]}["rank: SIGKILL"]
+    assert (of_kind["planted"], of_kind["until work goes on, s, median"], of_kind["in"]) == (3, 0.5, "init, start")
+
+
+@pytest.mark.slow
+def test_sixty_faults_leave_nothing_and_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "faults.json"
+    words = [sys.executable, str(HERE / "faults.py"), "--faults", "60", "--json", str(path)]
+    done = subprocess.run(words, cwd=HERE.parent, capture_output=True, text=True, timeout=880)
+    found = json.loads(path.read_text())
+    assert found["violated"] == []
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert found["faults"] >= 60
+    assert {row["episode"] for row in found["each"]} == set(EPISODES)

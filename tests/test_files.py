@@ -1,0 +1,89 @@
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from autotune.files import SocketFolder, write_atomically
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "a.json"
+    write_atomically(target, "old")
+    monkeypatch.setattr("os.replace", lambda *a: (_ for _ in ()).throw(OSError("no")))
+    with pytest.raises(OSError, match="no"):
+        write_atomically(target, "new")
+    assert target.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_the_text_is_on_the_disk_before_its_name_and_the_name_before_it_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    sync, replace = os.fsync, os.replace
+
+    def fsync(descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        done.append("folder" if stat.S_ISDIR(found.st_mode) else f"text of {found.st_size}")
+        sync(descriptor)
+
+    def rename(old: str, new: Path) -> None:
+        done.append("name")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", rename)
+    write_atomically(tmp_path / "a.json", "12345")
+    assert done == ["text of 5", "name", "folder"]
+
+
+def test_a_file_system_that_cannot_sync_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(22, "Invalid argument")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_atomically(tmp_path / "a.json", "x")
+    assert (tmp_path / "a.json").read_text() == "x"
+
+
+@pytest.mark.parametrize("characters", [3, 60, 80, 150])
+def test_a_socket_can_be_bound_however_long_the_temporary_folder(
+    characters: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * characters)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    folder = SocketFolder("autotune-")
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folder.path / "home.sock"))
+        assert (folder.path.parent == long) == (len(str(long)) <= 67), "the usual place where that is possible"
+    finally:
+        folder.close()
+    assert not folder.path.exists()
+
+
+def test_what_a_killed_process_left_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    make = "import sys, time\nfrom autotune.files import SocketFolder\n"
+    make += "made = SocketFolder('test-')\nprint(made.path, flush=True)\ntime.sleep(600)\n"
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", make], env=env, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        theirs = Path(other.stdout.readline().strip())
+        (theirs / "home.sock").write_text("")
+        SocketFolder("test-").close()
+        assert theirs.exists(), "its owner lives"
+        other.kill()
+    ours = SocketFolder("test-")
+    assert list(tmp_path.iterdir()) == [ours.path]
+    ours.close()
