@@ -151,11 +151,16 @@ def _placement(raws: list[dict[str, Any]], job: Job) -> dict[str, Floats]:
     }
 
 
+def value_at(config: Any, path: str) -> Any:
+    """What a DeepSpeed config has at a dotted path; None where it has nothing."""
+    for part in path.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    return config
+
+
 def _set(raws: list[dict[str, Any]], job: Job, path: str) -> list[Any]:
     """What each candidate, or else the user's own config, sets a key to; None where neither does."""
-    own: Any = job.base_config
-    for part in path.split("."):
-        own = own.get(part) if isinstance(own, dict) else None
+    own = value_at(job.base_config, path)
     return [raw.get(path, own) for raw in raws]
 
 

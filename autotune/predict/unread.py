@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from autotune.predict.knobs import value_at
 from autotune.problem.candidate import Candidate
 
 # Of `zero_optimization`: what the formulas read, and what changes no bytes that matter (deepspeed 0.19.8,
@@ -51,9 +52,10 @@ _SECTIONS = (
     "torch_autocast",
     "tensor_parallel",
     "sequence_parallel_size",
-    "autotp_size",
     "pipeline",
     "expert_parallel",
+    "hybrid_engine",
+    "compile.deepcompile",
 )
 
 
@@ -79,7 +81,7 @@ def unread_keys(config: dict[str, Any]) -> list[str]:
         for key, value in (entry if isinstance(entry, dict) else {}).items():
             if key not in _READ_OFFLOAD and _is_set(value):
                 found.append(f"zero_optimization.{section}.{key}")
-    return found + [name for name in _SECTIONS if _is_set(config.get(name))]
+    return found + [name for name in _SECTIONS if _is_set(value_at(config, name))]
 
 
 def unread_knobs(candidate: Candidate) -> list[str]:

@@ -145,9 +145,8 @@ def bill(job: Job, trace: Trace, columns: Columns, device: str = "cpu") -> Bill:
 def _resident(t: _Terms) -> tuple[Floats, Floats, Floats]:
     """(parameters, gradients, optimizer): device bytes that are there all the time."""
     frozen = t.width * t.trace.frozen
-    shared = (t.whole + frozen) / t.ranks + np.where(
-        t.columns.secondary > 1, (t.whole + frozen) / t.columns.secondary, 0.0
-    )
+    second = np.where(t.columns.secondary > 1, 1 / t.columns.secondary, 0.0)
+    shared = (1 / t.ranks + second) * (t.whole + frozen)
     parameters = np.where(t.three, np.where(t.parameters_out, 0.0, shared), t.whole + frozen)
     # stages 1 to 3 clone 32-bit master weights even of 32-bit parameters; stage 0 needs none of these
     master = np.where(t.zero0, 0.0 if t.width == 4 else 4.0, t.master)
@@ -192,9 +191,8 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
 def _add_step(t: _Terms, moments: _Moments, gradients: Floats) -> None:
     """The moments of the optimizer's step and of its initialisation; `gradients` are the resident ones."""
     every = np.ones(len(t.columns), dtype=bool)
-    copied = (
-        4.0 if t.width < 4 else 0.0
-    )  # stage 0: gradients in 32 bits, for FP16_Optimizer once more as one flat tensor
+    # stage 0: gradients in 32 bits, for FP16_Optimizer once more as one flat tensor
+    copied = 4.0 if t.width < 4 else 0.0
     of_all = t.whole + (copied * (2 if t.stepper.flattens else 1) + t.temporary_bytes) * t.total
     # a rank's part: as it was gathered, flat, and in the master's precision; when it steps only the last is left
     flattened = np.where(t.compact, t.own, 2 * t.width) + np.where(t.own != t.master, t.master, 0.0)
@@ -205,9 +203,11 @@ def _add_step(t: _Terms, moments: _Moments, gradients: Floats) -> None:
     converted = t.accumulated + np.where(t.accumulated != t.master, t.master, 0.0)
     of_sub_group = np.maximum(converted, t.master + t.temporary_bytes) * t.sub_group
     of_sub_group = np.maximum(of_sub_group, 8.0 * t.largest / t.ranks)
+    # Twin-Flow's second optimizer is torch's AdamW, not fused; the gradients that it takes are there all the time
+    of_split = np.where((t.stays > 0) & t.on_gpu, 4.0, 0.0) * t.sub_group
     copies = np.select(
-        [t.zero0, t.bf16_optimizer, t.two & ~t.out, t.three & (~t.out | (t.stays > 0))],
-        [of_all, of_sum, of_part, of_sub_group],
+        [t.zero0, t.bf16_optimizer, t.two & ~t.out, t.three & ~t.out, t.three],
+        [of_all, of_sum, of_part, of_sub_group, of_split],
         0.0,
     )
     moments.add("step", every, t.kept_buckets, moments.zero, np.maximum(copies, t.kept), moments.zero)
@@ -244,9 +244,8 @@ def _host(t: _Terms) -> Floats:
     of_three = (np.where(on_host, masters, 0.0) + by_group) * share + of_optimizer(t.accumulated * t.part)
     host = np.where(t.out, np.where(t.three, of_three, of_two) + states, 0.0)
     # while gradients are pinned their unpinned original is there too, and the states are not yet
-    host = host + np.where(
-        t.out & t.on_gpu, np.maximum(0.0, np.maximum(t.master, t.accumulated) * t.part - states), 0.0
-    )
+    original = np.where(t.out & on_host & t.on_gpu, np.maximum(t.master, t.accumulated) * t.part, 0.0)
+    host = host + np.maximum(0.0, original - states)
     # parameters are pinned one by one, then moved into one flat buffer; the allocator keeps the first blocks
     flat = pinned(t.width * t.part, c.pinned_param)
     left = np.where((c.pinned_param > 0) & t.on_gpu, _sum_of_blocks(t, t.width / t.ranks), 0.0)

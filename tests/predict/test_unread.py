@@ -34,6 +34,8 @@ ZERO = "zero_optimization."
         ({"torch_autocast": {"enabled": True}}, ["torch_autocast"]),
         ({"torch_autocast": {"enabled": False}, "sequence_parallel_size": 1}, []),
         ({"sequence_parallel_size": 4}, ["sequence_parallel_size"]),
+        ({"compile": {"deepcompile": True}}, ["compile.deepcompile"]),
+        ({"compile": {"deepcompile": False}, "tensor_parallel": {}}, []),
         ({"zero_optimization": "auto"}, []),
     ],
 )

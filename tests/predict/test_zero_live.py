@@ -15,8 +15,21 @@ from tests.conftest import make_candidate, make_job
 from tests.predict.recorded import SEQ_LEN, recorded_trace
 
 
-def test_engines_made_now_are_met_too(tmp_path: Path) -> None:
-    job, candidates = make_job(), [make_candidate(stage, 3) for stage in (1, 3)]
+@pytest.mark.parametrize(
+    ("precision", "config", "stages"),
+    [
+        ("fp32", {}, (1, 3)),
+        # DeepSpeed's FusedAdam is FP16_Optimizer at stage 0, also in bf16 (docs/deepspeed-facts.md)
+        ("bf16", {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, (0,)),
+        # BF16_Optimizer at stage 1, one flat buffer at stage 2
+        ("bf16", {"data_types": {"grad_accum_dtype": "fp32"}}, (1, 2)),
+    ],
+)
+def test_engines_made_now_are_met_too(
+    precision: str, config: dict[str, object], stages: tuple[int, ...], tmp_path: Path
+) -> None:
+    job = make_job(precision=precision, base_config=config)
+    candidates = [make_candidate(stage, 1 if config else 3) for stage in stages]
     executor = LocalExecutor(job, detect("cpu", 2), tmp_path, candidates, count_live_tensors=True)
     executor.open(lambda text: None)
     with closing(executor):
