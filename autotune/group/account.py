@@ -13,7 +13,7 @@ _ROOMY = 0.10  # of a device free: no handle fails for want of it
 _MUCH_PINNED_BYTES = GIB  # an offloaded optimizer pins tens of GiB, a loader's batches some MiB
 
 _UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-_SIZE = r"([\d.]+)\s*(bytes|[KMGT]iB|[KMG]B)"
+_SIZE = r"(?<![\d.])([\d.]{1,24})\s*(bytes|[KMGT]iB|[KMG]B)"
 
 # torch prints one text for CUDA, HIP, XPU and, in its older form, NPU ("c10/cuda/CUDACachingAllocator.cpp", malloc):
 #   since 2.1  "Tried to allocate A. GPU 0 has a total capacity of B of which C is free. Process 7 has D memory in use.

@@ -137,7 +137,7 @@ _FACES = (
     *_faces(
         Kind.OOM_DEVICE,
         r"(?:CUDA|HIP|XPU|NPU|MLU|MUSA|GCU) out of memory|MPS backend out of memory|Triton Error.{0,20}out of memory",
-        r"\w+_STATUS_ALLOC(?:ATION)?_FAILED|CUFFT_ALLOC_FAILED|would exceed allowed memory",
+        r"\b\w+_STATUS_ALLOC(?:ATION)?_FAILED|CUFFT_ALLOC_FAILED|would exceed allowed memory",
         r"OUT_OF_DEVICE_MEMORY|UR_RESULT_ERROR_OUT_OF_RESOURCES|hipErrorOutOfMemory|HIP_ERROR_OutOfMemory",
         r"RESOURCE_EXHAUSTED: (?:Out of memory|Failed to allocate)",
         r"failed to alloc[^\n]{0,80} from device|unable to allocate (?:CUDA|ROCm)\d* buffer",

@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from autotune.errors import Unusable
@@ -133,11 +134,11 @@ class BaseRank(ABC):
             self._last_progress = now
             self.channel.send("progress", steps=self.steps)
 
-    def report(self, error: BaseException) -> None:
+    def report(self, error: BaseException, described: Message | None = None) -> None:
         """Says what happened, the moment it is caught."""
         if self.device is not None:
             self.device.lift_cap()
-        self.channel.send("error", **self._described(error))
+        self.channel.send("error", **(described or self._described(error)))
         traceback.print_exception(error, file=sys.stderr)
         sys.stderr.flush()
 
@@ -158,13 +159,12 @@ class BaseRank(ABC):
 
     def leave_if_out_of_memory(self, error: BaseException) -> None:
         """Reports a memory failure and leaves: the script may catch it and go on, and its peers would wait for ever."""
-        try:
-            ran_out = is_memory_error(self._described(error), self.spec["device"])
-        except MemoryError:  # under a cap there may be no room to describe it
-            ran_out = True
-        if ran_out:
+        described = None
+        with suppress(MemoryError):  # under a cap there may be no room for it
+            described = self._described(error)
+        if described is None or is_memory_error(described, self.spec["device"]):
             self.progress()
-            self.report(error)
+            self.report(error, described)
             leave(EXIT_REPORTED)
 
     # -- among the ranks ---------------------------------------------------------------------------------------------

@@ -108,6 +108,7 @@ def test_a_rank_leaves_by_the_verdicts_rules(
         return
     with pytest.raises(Left):
         made.leave_if_out_of_memory(caught(error))
+    assert heard.messages[-1]["numbers"] is counted, "as they were when it was decided"
     verdict = judge(Evidence("cuda", [heard.messages[-1]]))
     assert verdict.kind.is_oom
     assert verdict.kind is (Kind.OOM_HOST if isinstance(error, OSError | MemoryError) else Kind.OOM_DEVICE)
@@ -122,7 +123,7 @@ def test_no_memory_to_describe_it_is_out_of_memory(monkeypatch: pytest.MonkeyPat
 
     made, _ = rank("cpu")
     monkeypatch.setattr(base, "leave", leave)
-    monkeypatch.setattr(made, "report", lambda _: None)
+    monkeypatch.setattr(made, "report", lambda *_: None)
     monkeypatch.setattr(numbers, "collect", refuse)
     with pytest.raises(Left):
         made.leave_if_out_of_memory(caught(KeyError("x")))
