@@ -1,4 +1,7 @@
-"""From evidence to the Kind of an Outcome: exception type first, then exit status and signal, counters, text last."""
+"""From evidence to the Kind of an Outcome: exception type first, then exit status and signal, counters, text last.
+
+Where a text is in doubt (`texts.py`) the numbers decide that came with it (`account.py`).
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autotune.group.account import Account
 from autotune.group.gauge import FOREIGN_BYTES, Peaks
+from autotune.group.texts import Scene, is_echo, recognise
 from autotune.problem.outcome import Kind, Phase, Source
-from autotune.units import GIB, KIB, MIB, format_bytes
+from autotune.units import format_bytes
 
 
 @dataclass
@@ -39,45 +44,22 @@ class Verdict:
     signal: int | None = None  # that the rank died of
 
 
-# Texts of running out, each seen in the wild; the first group that matches decides. Host texts come before device texts
-# where CUDA says the same of both.
-_HOST_TEXTS = (
-    r"cudaHostAlloc|CachingHostAllocator|cudaHostRegister|pin_memory.*out of memory",
-    r"unable to (?:mmap|open shared memory)|Bus error|shared memory \(shm\)|/dev/shm.*No space left",
-)
-_DEVICE_TEXTS = (
-    r"CUDA out of memory|CUDA error: out of memory|HIP out of memory",
-    r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|CUSOLVER_STATUS_ALLOC_FAILED",
-    r"cudaErrorMemoryAllocation",
-    r"(?:unhandled cuda error|Cuda failure|NCCL).*out of memory",
-)
-_CPU_TEXTS = (
-    r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)",
-    r"could not create a (?:primitive|memory)|could not execute a primitive",
-    r"std::bad_alloc|bad_alloc",
-    r"Cannot allocate memory|can't allocate region|mmap failed|out of memory trying to allocate",
-    r"can't start new thread|pthread_create|libgomp: Thread creation failed",
-)
-_MACHINE_TEXTS = (
-    r"Address already in use|EADDRINUSE",
-    r"No space left on device|Disk quota exceeded",
-    r"Too many open files",
-    r"nccl(?:SystemError|InternalError|RemoteError|UnhandledCudaError)|NCCL error|NCCL WARN",
-    r"unhandled (?:cuda|system) error",
-    r"CUDA driver|uncorrectable ECC|GPU has fallen off the bus|device unavailable|busy or unavailable",
-)
-_PEER_TEXTS = r"Connection (?:closed|reset|refused)|Broken pipe|peer|Socket (?:closed|Timeout)|application timeout"
-_TRIED = re.compile(r"(?:[Tt]ried|trying) to allocate ([\d.]+)\s*(bytes|[KMG]iB|[KMG]B)?")
-_FREE = re.compile(r"([\d.]+)\s*([KMG]iB|bytes) is free")
-_UNITS = {"bytes": 1, None: 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _INVALID_TYPES = ("DeepSpeedConfigError", "pydantic_core._pydantic_core.ValidationError", "ZeRORuntimeException")
+_MACHINE_TYPES = ("DistStoreError", "DistNetworkError", "DistBackendError")
+_RUNTIME_TYPES = ("builtins.RuntimeError", "builtins.OSError", "builtins.MemoryError")  # and what is derived of them
+# How DeepSpeed refuses a config; a text of the machine's in one of these is not the machine's.
+_REFUSALS = ("ValueError", "AssertionError", "NotImplementedError", "KeyError", "TypeError", "AttributeError")
+_HOST_LOW = 0.03  # of main memory available: the kernel kills from here on
+_TRACEBACK_CHARACTERS = 4000  # of its end
+_ABORT = re.compile(r"terminate called after throwing an instance of '[^'\n]*'\s+what\(\):\s*(.{1,2000})", re.DOTALL)
 
 
 def judge(evidence: Evidence) -> Verdict:
     """The class of a failed trial, and the evidence that decided it."""
     dead = [rank for rank, status in evidence.statuses.items() if status < 0]
     if evidence.errors and not (dead and all(is_secondary(error) for error in evidence.errors)):
-        return min((_of_error(error, evidence) for error in evidence.errors), key=_weight)
+        verdicts = [(_weight(error, verdict := _of_error(error, evidence)), verdict) for error in evidence.errors]
+        return min(verdicts, key=lambda weighed: weighed[0])[1]
     for rank, status in sorted(evidence.statuses.items()):
         if status < 0:
             return _of_signal(rank, -status, evidence)
@@ -103,50 +85,73 @@ _ORDER = [Kind.FOREIGN, Kind.OOM_DEVICE, Kind.OOM_HOST, Kind.INVALID, Kind.CRASH
 
 def is_secondary(error: dict[str, Any]) -> bool:
     """Whether a rank's error is only that it lost a peer, whose own end is the cause."""
-    return re.search(_PEER_TEXTS, error.get("text", "")) is not None
+    return is_echo(error.get("text", ""))
 
 
-def _weight(verdict: Verdict) -> tuple[int, int]:
-    secondary = is_secondary({"text": verdict.reason}) and verdict.kind in (Kind.CRASH, Kind.INFRASTRUCTURE)
+def _weight(error: dict[str, Any], verdict: Verdict) -> tuple[int, int]:
+    secondary = is_secondary(error) and verdict.kind in (Kind.CRASH, Kind.INFRASTRUCTURE)
     return (len(_ORDER) if secondary else _ORDER.index(verdict.kind), verdict.rank or 0)
 
 
+def is_memory_error(error: dict[str, Any], device: str) -> bool:
+    """Whether an `error` message says that memory ran out, the device's or the host's, by the rules of `judge`."""
+    kinds = error.get("kinds") or []
+    if not any(kind in _RUNTIME_TYPES or kind.endswith("OutOfMemoryError") for kind in kinds):
+        return False  # a text that quotes one
+    kind = _of_error(error, Evidence(device)).kind
+    return kind.is_oom or kind is Kind.FOREIGN
+
+
 def _of_error(error: dict[str, Any], evidence: Evidence) -> Verdict:
-    kinds, text = error.get("kinds") or ["Exception"], error.get("text", "")
-    rank, phase = error.get("rank"), _phase(error.get("phase"))
+    name, text = (error.get("kinds") or ["Exception"])[0], error.get("text", "")
+    account = Account.of(text, error.get("numbers"))
+    kind, why = _class_of_error(error, Scene(evidence.device, account, _host_ran_out(evidence, account)))
+    if kind is Kind.OOM_DEVICE:
+        kind, why = _unless_foreign(kind, why, account, evidence.peaks)
+    if counted := str(Account.of("", error.get("numbers"))):
+        why = f"{why}; {counted}"
+    reason = f"{name.split('.')[-1]}: {_first_line(text) or name}"
+    missing = Account.of(text).missing if kind.is_oom else None  # what is counted later is another state
+    return Verdict(kind, _phase(error.get("phase")), reason, why, Source.EXCEPTION, error.get("rank"), missing)
+
+
+def _class_of_error(error: dict[str, Any], scene: Scene) -> tuple[Kind, str]:
+    """The class of one rank's error, and why: its type, then its frames and its text, then where it was raised."""
+    kinds, file = error.get("kinds") or ["Exception"], error.get("file", "")
     name = kinds[0]
-    line = _first_line(text) or name
-    missing = missing_bytes(text)
-
-    def verdict(kind: Kind, why: str) -> Verdict:
-        reason, short = f"{name.split('.')[-1]}: {line}", missing if kind.is_oom else None
-        return Verdict(kind, phase, reason, why, Source.EXCEPTION, rank, short)
-
+    by_type = f"exception {name}"
     if any(kind.endswith("OutOfMemoryError") for kind in kinds):
-        if evidence.peaks.foreign > FOREIGN_BYTES:
-            grown = format_bytes(evidence.peaks.foreign)
-            return verdict(Kind.FOREIGN, f"exception {name}; NVML: other processes grew by {grown} meanwhile")
-        return verdict(Kind.OOM_DEVICE, f"exception {name}")
+        return (Kind.OOM_HOST if name.startswith("ray.") else Kind.OOM_DEVICE), by_type
     if "builtins.MemoryError" in kinds:
-        return verdict(_cpu_oom(evidence), f"exception {name}")
+        return (Kind.OOM_DEVICE if scene.device == "cpu" else Kind.OOM_HOST), by_type
     if any(kind.endswith(_INVALID_TYPES) for kind in kinds):
-        return verdict(Kind.INVALID, f"exception {name}")
-    text_kind = classify_text(f"{text}\n{error.get('traceback', '')[-4000:]}", evidence.device)
-    if text_kind and text_kind[0].is_oom:
-        if text_kind[0] is Kind.OOM_DEVICE and evidence.peaks.foreign > FOREIGN_BYTES:
-            return verdict(Kind.FOREIGN, f"text {text_kind[1]!r}; NVML: other processes grew meanwhile")
-        return verdict(text_kind[0], f"exception {name} with text {text_kind[1]!r}")
-    if any(kind.endswith(("DistStoreError", "DistNetworkError", "DistBackendError")) for kind in kinds):
-        return verdict(Kind.INFRASTRUCTURE, f"exception {name}")
-    if "builtins.OSError" in kinds and text_kind:
-        return verdict(text_kind[0], f"exception {name} with text {text_kind[1]!r}")
-    if phase is Phase.INIT and "/deepspeed/" in error.get("file", "") and "/ops/" not in error.get("file", ""):
-        return verdict(
-            Kind.INVALID, f"exception {name} raised by {'/'.join(error['file'].split('/')[-3:])} during init"
-        )
-    if text_kind:
-        return verdict(text_kind[0], f"exception {name} with text {text_kind[1]!r}")
-    return verdict(Kind.CRASH, f"exception {name}")
+        return Kind.INVALID, by_type
+    words = f"{error.get('traceback', '')[-_TRACEBACK_CHARACTERS:]}\n{error.get('text', '')}"
+    found = recognise(words, scene, error.get("files"))
+    by_text = f"{by_type} with text {found[1]!r}" if found else ""
+    if found and (found[0].is_oom or (found[0] is Kind.CRASH and not name.endswith(_REFUSALS))):
+        return found[0], by_text
+    if any(kind.endswith(_MACHINE_TYPES) for kind in kinds):
+        return Kind.INFRASTRUCTURE, by_text or by_type
+    if found and not name.endswith(_REFUSALS):
+        return found[0], by_text
+    if error.get("phase") == Phase.INIT and "/deepspeed/" in file and "/ops/" not in file:
+        return Kind.INVALID, f"{by_type} raised by {'/'.join(file.split('/')[-3:])} during init"
+    return (found[0], by_text) if found else (Kind.CRASH, by_type)
+
+
+def _unless_foreign(kind: Kind, why: str, account: Account, peaks: Peaks) -> tuple[Kind, str]:
+    """FOREIGN where another process has taken the device's memory meanwhile, or holds most of it."""
+    if peaks.foreign > FOREIGN_BYTES:
+        return Kind.FOREIGN, f"{why}; NVML: other processes grew by {format_bytes(peaks.foreign)} meanwhile"
+    if others := account.held_by_others:
+        return Kind.FOREIGN, f"{why}; other processes hold {format_bytes(others)} of the device"
+    return kind, why
+
+
+def _host_ran_out(evidence: Evidence, account: Account) -> bool:
+    lowest = min(evidence.peaks.host_low, account.host_available if account.host_available is not None else 2**62)
+    return evidence.peaks.oom_kills > 0 or lowest < _HOST_LOW * evidence.host_total_bytes
 
 
 def _of_signal(rank: int, number: int, evidence: Evidence) -> Verdict:
@@ -160,22 +165,24 @@ def _of_signal(rank: int, number: int, evidence: Evidence) -> Verdict:
             return verdict(
                 Kind.OOM_HOST, "killed by the kernel for want of main memory", "SIGKILL, oom_kill counter rose"
             )
-        low = evidence.peaks.host_low
-        if evidence.host_total_bytes and low < 0.03 * evidence.host_total_bytes:
-            why = f"SIGKILL with {format_bytes(low)} of main memory left"
+        if _host_ran_out(evidence, Account()):
+            why = f"SIGKILL with {format_bytes(evidence.peaks.host_low)} of main memory left"
             return verdict(Kind.OOM_HOST, "killed, with main memory used up", why)
         return verdict(Kind.CRASH, "killed from outside (SIGKILL)", "SIGKILL, oom_kill counter unchanged")
     if number == signal.SIGBUS:
         return verdict(Kind.OOM_HOST, "shared memory ran out (SIGBUS)", "SIGBUS")
-    found = classify_text(evidence.logs.get(rank, ""), evidence.device)
+    log = evidence.logs.get(rank, "")
+    found = recognise(log, _scene(evidence))
     if found and found[0].is_oom:
         return verdict(found[0], f"died by {name} after running out of memory", f"{name}, log text {found[1]!r}")
+    if (last_words := _ABORT.search(log)) and (found := recognise(last_words[1], _scene(evidence))):
+        return verdict(found[0], f"died by {name}: {_first_line(last_words[1])}", f"{name}, log text {found[1]!r}")
     return verdict(Kind.CRASH, f"died by {name}", name)
 
 
 def _of_status(rank: int, status: int, evidence: Evidence) -> Verdict:
     tail = evidence.logs.get(rank, "")
-    found = classify_text(tail, evidence.device)
+    found = recognise(tail, _scene(evidence))
     if found:
         return Verdict(
             found[0], evidence.phase, _last_line(tail), f"exit {status}, log text {found[1]!r}", Source.EXIT, rank
@@ -185,45 +192,8 @@ def _of_status(rank: int, status: int, evidence: Evidence) -> Verdict:
     )
 
 
-def classify_text(text: str, device: str) -> tuple[Kind, str] | None:
-    """The class that a text points to, with the words that matched; None where no pattern does."""
-    cpu = Kind.OOM_DEVICE if device == "cpu" else Kind.OOM_HOST
-    for patterns, kind in (
-        (_HOST_TEXTS, Kind.OOM_HOST),
-        (_DEVICE_TEXTS, Kind.OOM_DEVICE),
-        (_CPU_TEXTS, cpu),
-        (_MACHINE_TEXTS, Kind.INFRASTRUCTURE),
-    ):
-        for pattern in patterns:
-            if match := re.search(pattern, text, re.IGNORECASE):
-                return kind, match[0][:120]
-    return None
-
-
-def is_memory_error(error: BaseException) -> bool:
-    """Whether an exception in a rank says that memory ran out, the device's or the host's."""
-    if isinstance(error, MemoryError) or type(error).__name__.endswith("OutOfMemoryError"):
-        return True
-    found = classify_text(str(error), "cpu") if isinstance(error, RuntimeError | OSError) else None
-    return found is not None and found[0].is_oom
-
-
-def _cpu_oom(evidence: Evidence) -> Kind:
-    return Kind.OOM_DEVICE if evidence.device == "cpu" else Kind.OOM_HOST
-
-
-def missing_bytes(text: str) -> int | None:
-    """Bytes that a failed allocation lacked: what it asked for, less what the text says was free. None: it names no size."""
-    tried = _TRIED.search(text)
-    if not tried:
-        return None
-    asked = _size(tried[1], tried[2])
-    free = _FREE.search(text)
-    return max(1, asked - (_size(free[1], free[2]) if free else 0))
-
-
-def _size(number: str, unit: str | None) -> int:
-    return int(float(number.rstrip(".")) * _UNITS[unit])  # a sentence may end at the number
+def _scene(evidence: Evidence) -> Scene:
+    return Scene(evidence.device, host_ran_out=_host_ran_out(evidence, Account()))
 
 
 def _phase(name: Any) -> Phase:

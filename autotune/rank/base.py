@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from autotune.errors import Unusable
@@ -23,6 +24,7 @@ from autotune.group.protocol import Channel, Message
 from autotune.group.verdict import is_memory_error
 from autotune.problem.job import Job
 from autotune.problem.outcome import Phase
+from autotune.rank import numbers
 from autotune.rank.pulse import Pulse
 
 if TYPE_CHECKING:
@@ -138,30 +140,37 @@ class BaseRank(ABC):
             self._last_progress = now
             self.channel.send("progress", steps=self.steps)
 
-    def report(self, error: BaseException) -> None:
+    def report(self, error: BaseException, described: Message | None = None) -> None:
         """Says what happened, the moment it is caught."""
         if self.device is not None:
             self.device.lift_cap()
+        self.channel.send("error", **(described or self._described(error)))
+        traceback.print_exception(error, file=sys.stderr)
+        sys.stderr.flush()
+
+    def _described(self, error: BaseException) -> Message:
+        """An error as the parent hears of it, with what memory looks like now."""
         frames = traceback.extract_tb(error.__traceback__)
-        text = "".join(traceback.format_exception(error))
-        self.channel.send(
-            "error",
-            phase=self.phase,
-            kinds=[f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__],
-            text=str(error)[:8000],
-            traceback=text[-16000:],
-            file=frames[-1].filename if frames else "",
-            files=[frame.filename for frame in frames],
-            rank=self.number,
-            cause=str(error.cause) if isinstance(error, Unusable) else None,
-        )
-        print(text, file=sys.stderr, flush=True)
+        return {
+            "phase": self.phase,
+            "kinds": [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__],
+            "text": str(error)[:8000],
+            "traceback": "".join(traceback.format_exception(error))[-16000:],
+            "file": frames[-1].filename if frames else "",
+            "files": [frame.filename for frame in frames],
+            "rank": self.number,
+            "cause": str(error.cause) if isinstance(error, Unusable) else None,
+            "numbers": numbers.collect(self.spec["device"], self.spec.get("cap_bytes")),
+        }
 
     def leave_if_out_of_memory(self, error: BaseException) -> None:
         """Reports a memory failure and leaves: the script may catch it and go on, and its peers would wait for ever."""
-        if is_memory_error(error):
+        described = None
+        with suppress(MemoryError):  # under a cap there may be no room for it
+            described = self._described(error)
+        if described is None or is_memory_error(described, self.spec["device"]):
             self.progress()
-            self.report(error)
+            self.report(error, described)
             leave(EXIT_REPORTED)
 
     # -- among the ranks ---------------------------------------------------------------------------------------------

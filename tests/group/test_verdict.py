@@ -1,25 +1,15 @@
 """Classification, with texts as the libraries print them."""
 
 import signal
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.group.gauge import FOREIGN_BYTES, Peaks
-from autotune.group.verdict import (
-    Evidence,
-    Verdict,
-    classify_text,
-    is_memory_error,
-    is_secondary,
-    judge,
-    log_tail,
-    missing_bytes,
-)
+from autotune.group.verdict import Evidence, Verdict, is_memory_error, is_secondary, judge
 from autotune.problem.outcome import Kind, Phase, Source
-from autotune.units import GIB, KIB, MIB
+from autotune.units import GIB, MIB
 
 CUDA_OOM = (
     "CUDA out of memory. Tried to allocate 2.93 GiB. GPU 0 has a total capacity of 23.69 GiB of which 1.21 GiB is free. "
@@ -107,7 +97,7 @@ def test_what_a_rank_reported(device: str, kind: str, text: str, expected: Kind)
     assert (verdict.phase, verdict.source, verdict.rank) == (Phase.FORWARD, Source.EXCEPTION, 0)
     name = kind.split(".")[-1]
     assert verdict.reason == f"{name}: {text or kind}"
-    assert (verdict.missing_bytes is not None) == (expected.is_oom and "ried to allocate" in text)
+    assert (verdict.missing_bytes is not None) == (expected.is_oom and "to allocate " in text)
 
 
 def test_a_verdict_whole() -> None:
@@ -269,7 +259,8 @@ def test_a_death_is_the_cause_where_others_only_lost_a_peer() -> None:
         (
             "builtins.RuntimeError",
             "CUDA error: out of memory",
-            "text 'CUDA error: out of memory'; NVML: other processes grew meanwhile",
+            "exception builtins.RuntimeError with text 'CUDA error: out of memory'; "
+            "NVML: other processes grew by 2.00 GiB meanwhile",
         ),
     ],
 )
@@ -284,189 +275,93 @@ def test_a_foreign_process_is_blamed_by_nvml(kind: str, text: str, evidence: str
     assert host.kind is Kind.OOM_HOST, "main memory is not the device's"
 
 
-# -- signals, exits, silence ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("number", "peaks", "log", "kind", "reason", "evidence"),
-    [
-        (
-            signal.SIGKILL,
-            Peaks(oom_kills=1),
-            "",
-            Kind.OOM_HOST,
-            "killed by the kernel for want of main memory",
-            "SIGKILL, oom_kill counter rose",
-        ),
-        (
-            signal.SIGKILL,
-            Peaks(host_low=1 * MIB),
-            "",
-            Kind.OOM_HOST,
-            "killed, with main memory used up",
-            "SIGKILL with 1.0 MiB of main memory left",
-        ),
-        (
-            signal.SIGKILL,
-            Peaks(host_low=3 * GIB),  # of 100: not used up
-            CPU_OOM,  # what stands in a log says nothing of a SIGKILL
-            Kind.CRASH,
-            "killed from outside (SIGKILL)",
-            "SIGKILL, oom_kill counter unchanged",
-        ),
-        (signal.SIGBUS, Peaks(), "", Kind.OOM_HOST, "shared memory ran out (SIGBUS)", "SIGBUS"),
-        (signal.SIGSEGV, Peaks(oom_kills=1), "", Kind.CRASH, "died by SIGSEGV", "SIGSEGV"),
-        (signal.SIGABRT, Peaks(), "Address already in use", Kind.CRASH, "died by SIGABRT", "SIGABRT"),
-        (99, Peaks(), "", Kind.CRASH, "died by signal 99", "signal 99"),
-        (
-            signal.SIGABRT,
-            Peaks(),
-            "terminate called after throwing an instance of 'std::bad_alloc'",
-            Kind.OOM_DEVICE,
-            "died by SIGABRT after running out of memory",
-            "SIGABRT, log text 'std::bad_alloc'",
-        ),
-    ],
-)
-def test_death_by_signal(number: int, peaks: Peaks, log: str, kind: Kind, reason: str, evidence: str) -> None:
-    known = Evidence(
-        "cpu", statuses={1: -number}, phase=Phase.STEP, peaks=peaks, host_total_bytes=100 * GIB, logs={1: log}
+def test_a_foreign_process_is_blamed_by_what_it_holds() -> None:
+    text = (
+        "CUDA out of memory. Tried to allocate 12.00 MiB. GPU 0 has a total capacity of 31.74 GiB of which 5.12 MiB is free. "
+        "Process 7 has 30.97 GiB memory in use. Including non-PyTorch memory, this process has 764.00 MiB memory in use. Of "
+        "the allocated memory 376.65 MiB is allocated by PyTorch, and 29.35 MiB is reserved by PyTorch but unallocated."
     )
-    assert judge(known) == Verdict(kind, Phase.STEP, reason, evidence, Source.SIGNAL, 1, signal=number)
+    verdict = judge(Evidence("cuda", [error("torch.OutOfMemoryError", text)]))
+    assert verdict.kind is Kind.FOREIGN
+    assert verdict.evidence == "exception torch.OutOfMemoryError; other processes hold 30.99 GiB of the device"
+    own = text.replace("764.00 MiB memory", "30.90 GiB memory")
+    assert judge(Evidence("cuda", [error("torch.OutOfMemoryError", own)])).kind is Kind.OOM_DEVICE
 
 
-def test_of_a_machine_of_unknown_size_a_kill_says_nothing() -> None:
-    assert judge(Evidence("cpu", statuses={0: -signal.SIGKILL}, peaks=Peaks(host_low=1))).kind is Kind.CRASH
+@pytest.mark.parametrize(
+    ("kinds", "text", "expected"),
+    [
+        (["builtins.MemoryError", "builtins.Exception"], "", True),
+        (["mine.CudaOutOfMemoryError"], "", True),  # as some libraries name their own
+        (["builtins.RuntimeError"], "CUDA out of memory", True),
+        (["torch.AcceleratorError", "builtins.RuntimeError"], "CUDA driver error: out of memory", True),
+        (
+            ["builtins.RuntimeError"],
+            "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+            True,
+        ),
+        (["builtins.OSError"], "Cannot allocate memory", True),
+        (["builtins.RuntimeError"], "CUDA was woken before the fork", False),
+        (["builtins.RuntimeError"], "CUDA error: device-side assert triggered", False),
+        (["builtins.RuntimeError"], "Address already in use", False),
+        (["builtins.RuntimeError"], "shapes do not match", False),
+        (["builtins.ValueError"], "CUDA out of memory", False),  # a text that quotes one
+        ([], "CUDA out of memory", False),
+    ],
+)
+def test_an_exception_that_says_that_memory_ran_out(kinds: list[str], text: str, expected: bool) -> None:
+    for device in ("cuda", "cpu"):
+        assert is_memory_error({"kinds": kinds, "text": text}, device) is expected
 
 
-def test_the_first_rank_that_died_is_named_and_its_log_is_read() -> None:
-    logs = {1: "KeyError", 2: "std::bad_alloc"}
-    evidence = Evidence("cpu", statuses={2: -signal.SIGABRT, 0: 1, 1: -signal.SIGSEGV}, logs=logs)
-    assert (judge(evidence).rank, judge(evidence).kind) == (1, Kind.CRASH)
+def test_memory_that_others_hold_ends_a_rank_too() -> None:
+    numbers = {"free_bytes": MIB, "total_bytes": 80 * GIB, "reserved_bytes": 2 * GIB}
+    known = {"kinds": ["builtins.RuntimeError"], "text": "CUDA error: out of memory", "numbers": numbers}
+    assert judge(Evidence("cuda", [known])).kind is Kind.FOREIGN
+    assert is_memory_error(known, "cuda")
 
 
-def test_the_exceptions_type_outranks_a_signal_and_a_text() -> None:
-    evidence = Evidence(
-        "cuda", [error("builtins.KeyError", "'x'")], {0: -signal.SIGKILL}, peaks=Peaks(oom_kills=1), logs={0: CUDA_OOM}
+# -- numbers -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_counted_stands_beside_what_decided() -> None:
+    numbers = {
+        "free_bytes": 40 * GIB,
+        "total_bytes": 80 * GIB,
+        "reserved_bytes": 30 * GIB,
+        "reserved_peak_bytes": 31 * GIB,
+        "pinned_bytes": 60 * GIB,
+        "host_available_bytes": 2 * GIB,
+    }
+    known = {**error("torch.AcceleratorError", "CUDA error: out of memory"), "numbers": numbers}
+    verdict = judge(Evidence("cuda", [known]))
+    assert verdict.kind is Kind.OOM_HOST, "the device is half empty and much is pinned"
+    assert verdict.evidence == (
+        "exception torch.AcceleratorError with text 'CUDA error: out of memory'; 40.00 GiB of the device's 80.00 GiB free, "
+        "30.00 GiB reserved, 31.00 GiB at most, 60.00 GiB pinned, 2.00 GiB of main memory available"
     )
-    assert judge(evidence).kind is Kind.CRASH
+    assert verdict.missing_bytes is None, "what is counted afterwards is another state"
+    crash = judge(Evidence("cuda", [{**known, "kinds": ["builtins.KeyError"], "text": "'x'"}]))
+    assert crash.kind is Kind.CRASH
+    assert crash.evidence.startswith("exception builtins.KeyError; 40.00 GiB of the device's 80.00 GiB free")
 
 
-def test_silence() -> None:
-    silent = Evidence("cpu", statuses={0: 1}, timed_out="forward: nothing heard for 9 s", phase=Phase.FORWARD)
-    assert judge(silent) == Verdict(
-        Kind.TIMEOUT,
-        Phase.FORWARD,
-        "no rank got on: forward: nothing heard for 9 s",
-        "deadline: forward: nothing heard for 9 s",
-        Source.SILENCE,
+def test_a_host_that_ran_out_decides_what_cuda_leaves_open() -> None:
+    numbers = {"free_bytes": 40 * GIB, "total_bytes": 80 * GIB, "host_available_bytes": 1 * GIB}
+    known = {**error("torch.AcceleratorError", "CUDA error: out of memory"), "numbers": numbers}
+    assert judge(Evidence("cuda", [known], host_total_bytes=100 * GIB)).kind is Kind.OOM_HOST
+    assert judge(Evidence("cuda", [known], host_total_bytes=10 * GIB)).kind is Kind.OOM_DEVICE
+    killed = Evidence("cuda", [known], peaks=Peaks(oom_kills=1), host_total_bytes=10 * GIB)
+    assert judge(killed).kind is Kind.OOM_HOST
+
+
+def test_any_numbers_are_taken() -> None:
+    known = {**error("builtins.RuntimeError", "CUDA error: out of memory"), "numbers": None}
+    assert judge(Evidence("cuda", [known])).evidence == (
+        "exception builtins.RuntimeError with text 'CUDA error: out of memory'"
     )
-    died = Evidence("cpu", statuses={0: -signal.SIGSEGV}, timed_out="forward: nothing heard for 9 s")
-    assert judge(died).kind is Kind.CRASH, "a death explains the silence"
-
-
-@pytest.mark.parametrize(
-    ("log", "kind", "reason", "evidence"),
-    [
-        (f"RuntimeError: {CPU_OOM}\n\n", Kind.OOM_DEVICE, f"RuntimeError: {CPU_OOM}", "exit 7, log text "),
-        ("Traceback\nKeyError: 'x'\n \n", Kind.CRASH, "KeyError: 'x'", "exit 7"),
-        (f"a\n{'y' * 400}", Kind.CRASH, "y" * 300, "exit 7"),
-        ("", Kind.CRASH, "exit status 7", "exit 7"),
-        ("Address already in use\nbye", Kind.INFRASTRUCTURE, "bye", "exit 7, log text 'Address already in use'"),
-    ],
-)
-def test_exit_status(log: str, kind: Kind, reason: str, evidence: str) -> None:
-    verdict = judge(Evidence("cpu", statuses={0: 0, 2: 7, 1: 7}, phase=Phase.INIT, logs={1: log}))
-    assert (verdict.kind, verdict.reason, verdict.rank) == (kind, reason, 1)
-    assert (verdict.source, verdict.phase) == (Source.EXIT, Phase.INIT)
-    assert verdict.evidence.startswith(evidence)
-    assert judge(Evidence("cpu", statuses={5: 1})).rank == 5
-
-
-def test_nothing_at_all() -> None:
-    for statuses in ({}, {0: 0, 1: 0}):
-        assert judge(Evidence("cpu", statuses=statuses, phase=Phase.SAVE)) == Verdict(
-            Kind.CRASH, Phase.SAVE, "the ranks ended without a result", "channel closed, exit status 0", Source.EXIT
-        )
-
-
-# -- texts ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "on_cuda", "on_cpu"),
-    [
-        # where CUDA says the same of both, the host's text decides
-        ("CUDA error: out of memory in CachingHostAllocator", Kind.OOM_HOST, Kind.OOM_HOST),
-        ("pin_memory: out of memory", Kind.OOM_HOST, Kind.OOM_HOST),
-        ("DataLoader worker: Bus error. insufficient shared memory (shm)", Kind.OOM_HOST, Kind.OOM_HOST),
-        ("/dev/shm/x: No space left on device", Kind.OOM_HOST, Kind.OOM_HOST),
-        ("HIP out of memory", Kind.OOM_DEVICE, Kind.OOM_DEVICE),
-        ("CUSOLVER_STATUS_ALLOC_FAILED", Kind.OOM_DEVICE, Kind.OOM_DEVICE),
-        ("cudaErrorMemoryAllocation", Kind.OOM_DEVICE, Kind.OOM_DEVICE),
-        ("NCCL WARN Cuda failure 2 'out of memory'", Kind.OOM_DEVICE, Kind.OOM_DEVICE),
-        ("cannot allocate memory", Kind.OOM_HOST, Kind.OOM_DEVICE),  # in any case of letters
-        ("libgomp: Thread creation failed", Kind.OOM_HOST, Kind.OOM_DEVICE),
-        ("Too many open files", Kind.INFRASTRUCTURE, Kind.INFRASTRUCTURE),
-        ("Disk quota exceeded", Kind.INFRASTRUCTURE, Kind.INFRASTRUCTURE),
-        ("GPU has fallen off the bus", Kind.INFRASTRUCTURE, Kind.INFRASTRUCTURE),
-        ("NCCL error: unhandled system error", Kind.INFRASTRUCTURE, Kind.INFRASTRUCTURE),
-        ("loss is nan", None, None),
-    ],
-)
-def test_texts_of_running_out(text: str, on_cuda: Kind | None, on_cpu: Kind | None) -> None:
-    for device, kind in (("cuda", on_cuda), ("cpu", on_cpu)):
-        found = classify_text(f"before\n{text}\nafter", device)
-        assert (found[0] if found else None) is kind
-
-
-def test_the_words_that_decided_are_quoted_shortly() -> None:
-    found = classify_text("unable to open shared memory; NCCL " + "x" * 200 + " out of memory", "cuda")
-    assert found == (Kind.OOM_HOST, "unable to open shared memory")
-    found = classify_text("NCCL " + "x" * 200 + " out of memory", "cuda")
-    assert found == (Kind.OOM_DEVICE, "NCCL " + "x" * 115)
-
-
-class CudaOutOfMemoryError(Exception):
-    """As some libraries name their own."""
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (MemoryError(), True),
-        (CudaOutOfMemoryError(), True),
-        (RuntimeError("CUDA out of memory"), True),
-        (OSError("Cannot allocate memory"), True),
-        (RuntimeError("Address already in use"), False),
-        (RuntimeError("shapes do not match"), False),
-        (ValueError("CUDA out of memory"), False),  # a text that quotes one
-    ],
-)
-def test_an_exception_that_says_that_memory_ran_out(error: BaseException, expected: bool) -> None:
-    assert is_memory_error(error) is expected
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        (CUDA_OOM, int(2.93 * GIB) - int(1.21 * GIB)),
-        (CPU_OOM, 16777216),
-        ("Tried to allocate 20.00 MiB", 20 * MIB),
-        ("Tried to allocate 3 KiB. 1 KiB is free", 2 * KIB),
-        ("tried to allocate 7 bytes. 2 bytes is free", 5),
-        ("trying to allocate 3.", 3),  # bytes, at the end of a sentence
-        ("trying to allocate 3.0.", 3),
-        ("Tried to allocate 2 GB", 2 * 10**9),
-        ("Tried to allocate 2 MB", 2 * 10**6),
-        ("Tried to allocate 2 KB", 2000),
-        ("Tried to allocate 2.00 MiB. 5.00 MiB is free", 1),  # in pieces too small: something is missing
-        ("no", None),
-        ("1 GiB is free", None),
-    ],
-)
-def test_bytes_missing(text: str, size: int | None) -> None:
-    assert missing_bytes(text) == size
+    for numbers in ({"free_bytes": "much"}, {"free_bytes": -1}, {"total_bytes": 0, "free_bytes": 0}, {"x": 1}):
+        assert judge(Evidence("cuda", [{**known, "numbers": numbers}])).kind is Kind.OOM_DEVICE
 
 
 @given(st.text(max_size=80))
@@ -474,17 +369,3 @@ def test_any_text_has_a_verdict(text: str) -> None:
     verdict = judge(Evidence("cuda", [error("builtins.RuntimeError", text)], {0: 1}, logs={0: text}))
     assert len(verdict.reason) <= len("RuntimeError: ") + 300
     assert "\n" not in verdict.reason
-
-
-# -- logs ----------------------------------------------------------------------------------------------------------------
-
-
-def test_the_end_of_a_log(tmp_path: Path) -> None:
-    log = tmp_path / "a.log"
-    assert log_tail(log) == ""
-    log.write_bytes(b"start \xff end")
-    assert log_tail(log) == "start \ufffd end", "whatever bytes it holds"
-    assert log_tail(log, 4) == " end"
-    log.write_bytes(b"x" * 100_000 + b" end")
-    assert len(log_tail(log)) == 16384
-    assert log_tail(log).endswith("x end")

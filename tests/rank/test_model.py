@@ -111,6 +111,7 @@ def test_a_failure_is_reported_with_its_phase(parent: Parent, tmp_path: Path, wh
     assert error["file"] == error["files"][-1]
     assert error["file"].endswith("rank/base.py")
     assert error["traceback"] in (tmp_path / "rank.log").read_text(), "its log has it too"
+    assert error["numbers"]["reserved_bytes"] > 0, "what memory looks like then"
 
 
 def test_a_fault_is_planted_on_one_rank_alone(parent: Parent, tmp_path: Path) -> None:

@@ -1,0 +1,129 @@
+"""What a rank says of an error, and of which errors it leaves at once; without a process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autotune.group.protocol import Message
+from autotune.group.verdict import Evidence, judge
+from autotune.problem.outcome import Kind, Phase
+from autotune.rank import base, numbers
+from autotune.rank.base import EXIT_REPORTED, BaseRank
+from autotune.units import GIB
+
+FULL = {"free_bytes": GIB // 4, "total_bytes": 80 * GIB, "reserved_bytes": 78 * GIB}
+ROOMY = {"free_bytes": 40 * GIB, "total_bytes": 80 * GIB, "reserved_bytes": 20 * GIB}
+_CUBLAS = "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+
+
+class Heard:
+    """The parent's end of a channel, as a list."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def send(self, kind: str, **fields: Any) -> None:
+        self.messages.append({"type": kind, **fields})
+
+
+class Idle(BaseRank):
+    def run(self) -> None:
+        pass
+
+
+def rank(device: str = "cuda") -> tuple[Any, Heard]:
+    heard = Heard()
+    made = Idle(heard, {"rank": 1, "world": 2, "device": device, "cap_bytes": 3 * GIB})  # type: ignore[arg-type]
+    made.phase = Phase.BACKWARD
+    return made, heard
+
+
+def caught(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as raised:
+        return raised
+
+
+def count(monkeypatch: pytest.MonkeyPatch, counted: dict[str, int]) -> None:
+    monkeypatch.setattr(numbers, "collect", lambda *_: counted)
+
+
+def test_every_error_carries_the_numbers(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    made, heard = rank()
+    count(monkeypatch, FULL)
+    made.report(caught(KeyError("x")))
+    (message,) = heard.messages
+    assert (message["type"], message["rank"], message["phase"]) == ("error", 1, "backward")
+    assert message["numbers"] == FULL
+    assert message["kinds"][0] == "builtins.KeyError"
+    assert message["files"][-1] == __file__
+    assert message["traceback"] in capfd.readouterr().err
+
+
+def test_the_numbers_are_asked_for_this_device_and_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(numbers, "collect", lambda *of: asked.append(of))
+    for device in ("cuda", "cpu"):
+        rank(device)[0].report(caught(KeyError("x")))
+    assert asked == [("cuda", 3 * GIB), ("cpu", 3 * GIB)]
+
+
+class Left(Exception):
+    """Instead of the process's end."""
+
+
+@pytest.mark.parametrize(
+    ("error", "counted", "leaves"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), {}, True),
+        (RuntimeError("CUDA driver error: out of memory"), FULL, True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), {}, True),
+        (RuntimeError(_CUBLAS), FULL, True),
+        (RuntimeError(_CUBLAS), ROOMY, False),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"), FULL, True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"), ROOMY, False),
+        (RuntimeError("CUDA error: device-side assert triggered"), FULL, False),
+        (RuntimeError("No CUDA GPUs are available"), {}, False),
+        (MemoryError(), {}, True),
+        (OSError(12, "Cannot allocate memory"), {}, True),
+        (KeyError("CUDA out of memory"), FULL, False),
+    ],
+)
+def test_a_rank_leaves_by_the_verdicts_rules(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, counted: dict[str, int], leaves: bool
+) -> None:
+    def leave(code: int) -> None:
+        assert code == EXIT_REPORTED
+        raise Left
+
+    made, heard = rank()
+    monkeypatch.setattr(base, "leave", leave)
+    count(monkeypatch, counted)
+    if not leaves:
+        made.leave_if_out_of_memory(caught(error))
+        assert heard.messages == []
+        return
+    with pytest.raises(Left):
+        made.leave_if_out_of_memory(caught(error))
+    assert heard.messages[-1]["numbers"] is counted, "as they were when it was decided"
+    verdict = judge(Evidence("cuda", [heard.messages[-1]]))
+    assert verdict.kind.is_oom
+    assert verdict.kind is (Kind.OOM_HOST if isinstance(error, OSError | MemoryError) else Kind.OOM_DEVICE)
+
+
+def test_no_memory_to_describe_it_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    def leave(_: int) -> None:
+        raise Left
+
+    made, _ = rank("cpu")
+    monkeypatch.setattr(base, "leave", leave)
+    monkeypatch.setattr(made, "report", lambda *_: None)
+    monkeypatch.setattr(numbers, "collect", refuse)
+    with pytest.raises(Left):
+        made.leave_if_out_of_memory(caught(KeyError("x")))
