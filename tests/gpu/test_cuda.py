@@ -86,3 +86,22 @@ def test_gemma_2_2b_on_one_gpu_capped_at_24_gib(tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     assert report["verified"] is True
     assert report["winner"]["outcome"]["measurement"]["peak_bytes"] <= 24 * GIB
+
+
+_GROWS = """
+import os, torch
+os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # after the import, as a forked rank has it
+kept = torch.zeros(1 << 22, device="cuda")
+print([segment["is_expandable"] for segment in torch.cuda.memory._snapshot()["segments"]])
+"""
+
+
+def test_expandable_segments_can_be_chosen_after_torch_is_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", _GROWS], capture_output=True, text=True)
+    assert done.stdout.strip() == "[True]", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_candidate_with_and_without_expandable_segments_is_measured(tmp_path: Path, on: bool) -> None:
+    outcome, _ = measure(tmp_path, None, make_candidate(2, 4, expandable_segments=on), seq_len=512)
+    assert outcome.ok, outcome

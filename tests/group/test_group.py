@@ -41,15 +41,16 @@ def policy(may_leave: bool = False, hello_seconds: float = HOUR, silent: str | N
 class Fakes:
     """Makes groups of two ranks that train nothing, and knows what is left of them."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self._monkeypatch = folder, monkeypatch
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.hardware = detect("cpu", 2)
-        self.launcher = SpawnLauncher(trial_environment("cpu", 1), folder / "spawn.log")
+        self._environment = trial_environment("cpu", 1)
+        self.launcher = SpawnLauncher(self._environment, folder / "spawn.log")
         self.group: Group | None = None
         self.ready: set[int] = set()
 
     def make(self, policy: Policy, plan: dict[str, object] | None = None, **options: Callable[[], bool]) -> Group:
-        self._monkeypatch.setenv("FAKE_RANK", json.dumps(plan or {}))
+        self._environment["FAKE_RANK"] = json.dumps(plan or {})
 
         def take(rank: int, message: dict[str, object]) -> None:
             if message.get("phase") == "ready":
@@ -70,8 +71,8 @@ class Fakes:
 
 
 @pytest.fixture
-def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
-    made = Fakes(tmp_path, monkeypatch)
+def fakes(tmp_path: Path) -> Iterator[Fakes]:
+    made = Fakes(tmp_path)
     yield made
     if made.group is not None:
         made.group.end()
@@ -222,7 +223,7 @@ class Server(ForkLauncher):
     """A fork server's end of the line, at which the test answers."""
 
     def __init__(self) -> None:
-        super().__init__("cpu", Path())
+        super().__init__({}, Path())
         self._channel, theirs = Channel.pair()
         self.theirs = Channel(theirs)
 
