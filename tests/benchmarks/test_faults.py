@@ -14,6 +14,7 @@ from pathlib import Path
 import fault_ground
 import planting
 import pytest
+import stricken
 from common import HERE
 from fault_ground import TOKEN, Ground
 from faults import EPISODES, episode, opened, summary
@@ -21,6 +22,7 @@ from planting import BY_ITSELF, PHASES, WEIGHTS, drawn, lost
 
 from autotune.executors.local import LocalExecutor
 from autotune.problem.outcome import Kind
+from autotune.recovery import supervisor
 from autotune.search import storage
 from autotune.search.study import SEARCH, VERIFY, StudyStore
 from tests.studies import study_of_every_kind
@@ -136,6 +138,23 @@ def test_a_study_under_faults_with_ranks_that_measure_nothing(
     assert {fault["kind"] for fault in row["faults"]} <= set(kinds)
     assert len(row["faults"]) >= 2
     assert any(fault["seconds"] is not None for fault in row["faults"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["training ranks, all: SIGKILL", "training rank: SIGSTOP"])
+def test_a_training_under_faults_with_ranks_that_train_nothing(
+    kind: str, monkeypatch: pytest.MonkeyPatch, undone: None
+) -> None:
+    monkeypatch.setattr(supervisor, "TRAIN_RANK", "tests.benchmarks.quick_training")
+    monkeypatch.setattr(stricken, "TRAININGS", (kind,))
+    monkeypatch.setattr(stricken, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(storage, "BUSY_SECONDS", storage.BUSY_SECONDS)
+    with opened(trials=1) as bench:
+        row = episode(bench, EPISODES.index("training"))
+    assert row["violations"] == []
+    (fault,) = row["faults"]
+    assert fault["kind"] == kind
+    assert (fault["seconds"] is not None) == (kind in stricken.RESTARTED)
 
 
 @pytest.mark.slow
