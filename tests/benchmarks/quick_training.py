@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from autotune.group.ending import die_with_parent
 from autotune.group.protocol import Message
 from autotune.rank.base import greet
 from autotune.rank.train import newest_checkpoint
@@ -53,3 +54,8 @@ def resumed(spec: Message) -> int:
         return 0
     newest = newest_checkpoint(Path("out"), spec["resume_since"], 2)
     return int(newest.name.split("-")[1]) if newest else 0
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    become(sys.argv[1], int(sys.argv[2]))
