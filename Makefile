@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test test-all lint setup coverage flakes mutants clean gpu-acceptance
+.PHONY: run test test-all lint setup coverage flakes mutants faults clean gpu-acceptance
 
 # On GPUs a real model; without one two CPU ranks, capped so that some trials really run out of memory.
 DEMO := $(shell nvidia-smi -L >/dev/null 2>&1 && echo "--model smollm2-360m --budget $(or $(BUDGET),10m)" \
@@ -43,6 +43,9 @@ coverage: setup
 
 flakes: setup  # hours
 	$(BIN)/python benchmarks/flakes.py --load --json benchmarks/results/flakes.json
+
+faults: setup  # an hour and a half; goes on where it was stopped
+	$(BIN)/python benchmarks/faults.py --json benchmarks/results/faults.json
 
 mutants: setup
 	$(BIN)/python benchmarks/mutants.py --json benchmarks/results/mutants.json

@@ -70,10 +70,8 @@ class Ground:
         )
         tempfile.tempdir = str(self.temporary)
         self._segments = set(os.listdir("/dev/shm"))
-        self.forbidden = {
-            *(["host memory: cgroup"] if not self._allows(self._limited_group) else []),
-            *(["database: read-only"] if not self._allows(self._read_only) else []),
-        }
+        means = {"host memory: cgroup": self._try_group, "database: read-only": self._try_read_only}
+        self.forbidden = {kind for kind, attempt in means.items() if not allowed(attempt)}
 
     def close(self) -> None:
         if self.mounted:
@@ -83,23 +81,12 @@ class Ground:
         with contextlib.suppress(OSError):
             self.root.rmdir()
 
-    def _allows(self, attempt: Callable[[], contextlib.AbstractContextManager[Any]]) -> bool:
-        try:
-            with attempt():
-                return True
-        except (OSError, subprocess.CalledProcessError):
-            return False
+    def _try_group(self) -> None:
+        limited_group("try", 8 * 2**20).rmdir()
 
-    @contextlib.contextmanager
-    def _read_only(self) -> Iterator[None]:
+    def _try_read_only(self) -> None:
         with read_only(self.clock):
             pass
-        yield
-
-    @contextlib.contextmanager
-    def _limited_group(self) -> Iterator[None]:
-        limited_group("try", 8 * 2**20).rmdir()
-        yield
 
     def shift_clock(self, seconds: float) -> None:
         """The wall clock of this process, and of those that it starts, is wrong by so much from now on."""
@@ -140,6 +127,15 @@ class Ground:
         if trials is not None and trials.is_dir():
             words += [f"file {path.name} is left" for path in trials.glob("*/*") if path.suffix != ".log"]
         return words
+
+
+def allowed(attempt: Callable[[], None]) -> bool:
+    """Whether this machine lets it be done."""
+    try:
+        attempt()
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return True
 
 
 def alive(process: psutil.Process) -> bool:

@@ -137,12 +137,12 @@ def stricken_study(bench: Bench, seed: int, folder: Path, chosen: random.Random,
     try:
         for call in range(CALLS_OF_A_STUDY + 1):
             planter.armed = call < CALLS_OF_A_STUDY
-            before = len(planter.told)
+            before = set(planter.told)
             planter.ended(one_call(bench, seed, url, folder, planter, bench.trials if planter.armed else 1))
             gc.collect()  # the study of a call that ended in an error lets go of its lock
             hold(folder, "s").release()
             found.violations += lost(planter.told, StudyStore.load("s", url))
-        went_on = any(outcome.ok for number, outcome in planter.told.items() if number >= before)
+        went_on = any(outcome.ok for number, outcome in planter.told.items() if number not in before)
         if not went_on:
             found.violations.append(f"the call after {planter.last} measured nothing")
     finally:

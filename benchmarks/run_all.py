@@ -44,7 +44,6 @@ FULL: dict[str, list[str]] = {
     "fidelity-cpu": ["fidelity.py"],
     "scripts-cpu": ["scripts.py"],
     "recovery-cpu": ["recovery.py"],
-    "faults": ["faults.py"],
     "vs-deepspeed-cpu": ["vs_deepspeed.py"],
 }
 # The small form of each command, by the full result that it has the shape of.
@@ -69,8 +68,8 @@ EXEMPT = {
     "docs_figures.py": "writes documents from results; measures nothing",
     "gpu_acceptance.py": "`make gpu-acceptance`: names its results for the GPU; its small form has a test of its own",
 }
-# Commands that run the test suite: `make flakes`, `make mutants`.
-OF_THE_TESTS = ("flakes.py", "mutants.py")
+# Commands that ask whether the code can be trusted, and go on where they were stopped: `make flakes`, `mutants`, `faults`.
+OF_THE_TESTS = ("flakes.py", "mutants.py", "faults.py")
 
 
 def result_path(name: str) -> Path:

@@ -31,6 +31,7 @@ from autotune.search.study import StudyStore
 
 CALLS = ("tuner: SIGKILL", "tuner and its group: SIGKILL", "everything: SIGKILL", "tuner: clock jumps", "NVML: gone")
 KILLS = 3  # of one study
+COMMAND = [sys.executable, "-m", "autotune.cli"]
 RUN = ["--device", "cpu", "--gpus", "2", "--model", "tiny-llama", "--seq-len", "32", "--space", "cpu_demo"]
 RUN += ["--study", "s", "--budget", "5m", "--yes", "--exhaustive"]
 WAIT_SECONDS = 120.0  # for a process to come as far as it is struck
@@ -113,7 +114,7 @@ def last_line(folder: Path) -> str:
 
 
 def start(folder: Path, *options: str, **env: str) -> subprocess.Popen[bytes]:
-    words = [sys.executable, "-m", "autotune.cli", "run", *RUN, *options]
+    words = [*COMMAND, "run", *RUN, *options]
     with (folder / "call.log").open("ab") as log:
         return subprocess.Popen(
             words, cwd=folder, env={**os.environ, **env}, stdout=log, stderr=log, start_new_session=True
@@ -138,11 +139,14 @@ def strike_call(ground: Ground, call: subprocess.Popen[bytes], kind: str, beside
 def last_call(folder: Path, broken: bool, told: dict[int, Any], found: Found) -> None:
     """The call that is left in peace, but for a driver's library that is no library."""
     env: dict[str, str] = {}
+    before, began, killed = trial_folders(folder), time.monotonic(), found.faults[-1]
     if broken:
         (folder / "libnvidia-ml.so.1").write_text("no library")
         env["LD_LIBRARY_PATH"] = str(folder)
         found.add("NVML: gone", "in a call")
     with start(folder, "--max-trials", "2", **env) as call:
+        if wait_for(lambda: trial_folders(folder) > before):
+            killed["seconds"] = round(time.monotonic() - began, 3)
         try:
             code: int | None = call.wait(timeout=WAIT_SECONDS * 2)
         except subprocess.TimeoutExpired:

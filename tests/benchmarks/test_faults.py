@@ -12,23 +12,33 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fault_ground
+import planting
 import pytest
+import stricken
 from common import HERE
 from fault_ground import TOKEN, Ground
-from faults import EPISODES, summary
+from faults import EPISODES, episode, opened, summary
 from planting import BY_ITSELF, PHASES, WEIGHTS, drawn, lost
 
+from autotune.executors.local import LocalExecutor
 from autotune.problem.outcome import Kind
+from autotune.recovery import supervisor
+from autotune.search import storage
 from autotune.search.study import SEARCH, VERIFY, StudyStore
 from tests.studies import study_of_every_kind
 
 
 @pytest.fixture
-def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
+def undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a Ground sets in this process is as it was after the test."""
     for name in (TOKEN, "AUTOTUNE_FAULTS_CLOCK", "TMPDIR", "PYTHONPATH"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))  # what a Ground sets is undone
+        monkeypatch.setenv(name, os.environ.get(name, ""))
     monkeypatch.setattr(time, "time", time.time)
     monkeypatch.setattr(tempfile, "tempdir", tempfile.tempdir)
+
+
+@pytest.fixture
+def ground(monkeypatch: pytest.MonkeyPatch, undone: None) -> Iterator[Ground]:
     monkeypatch.setattr(fault_ground, "GOING_SECONDS", 0.3)
     made = Ground()
     yield made
@@ -105,6 +115,46 @@ def test_the_summary_counts_by_kind() -> None:
     assert (whole["faults"], whole["violations"], whole["violated"]) == (3, 1, [violation])
     of_kind = {one["kind"]: one for one in whole["kinds"]}["rank: SIGKILL"]
     assert (of_kind["planted"], of_kind["until work goes on, s, median"], of_kind["in"]) == (3, 0.5, "init, start")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kinds", "seed"),
+    [
+        (("rank: SIGKILL", "rank: SIGSTOP", "rank: raises", "rank: out of memory", "logs: deleted"), 0),
+        (("database: locked", "database: gone", "disk: full", "clock: jumps", "fork server: SIGKILL"), 4),
+    ],
+)
+def test_a_study_under_faults_with_ranks_that_measure_nothing(
+    kinds: tuple[str, ...], seed: int, monkeypatch: pytest.MonkeyPatch, undone: None
+) -> None:
+    monkeypatch.setattr(LocalExecutor, "entry", "tests.benchmarks.quick_rank")
+    monkeypatch.setattr(planting, "WEIGHTS", dict.fromkeys(kinds, 1.0))
+    monkeypatch.setattr(planting, "IMPATIENT", planting.Deadlines(hello=60.0, start=1.0, init=1.0, step=1.0))
+    monkeypatch.setattr(storage, "BUSY_SECONDS", storage.BUSY_SECONDS)
+    with opened(trials=4) as bench:
+        row = episode(bench, EPISODES.index("study") + seed * len(EPISODES))
+    assert row["violations"] == []
+    assert {fault["kind"] for fault in row["faults"]} <= set(kinds)
+    assert len(row["faults"]) >= 2
+    assert any(fault["seconds"] is not None for fault in row["faults"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["training ranks, all: SIGKILL", "training rank: SIGSTOP"])
+def test_a_training_under_faults_with_ranks_that_train_nothing(
+    kind: str, monkeypatch: pytest.MonkeyPatch, undone: None
+) -> None:
+    monkeypatch.setattr(supervisor, "TRAIN_RANK", "tests.benchmarks.quick_training")
+    monkeypatch.setattr(stricken, "TRAININGS", (kind,))
+    monkeypatch.setattr(stricken, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(storage, "BUSY_SECONDS", storage.BUSY_SECONDS)
+    with opened(trials=1) as bench:
+        row = episode(bench, EPISODES.index("training"))
+    assert row["violations"] == []
+    (fault,) = row["faults"]
+    assert fault["kind"] == kind
+    assert (fault["seconds"] is not None) == (kind in stricken.RESTARTED)
 
 
 @pytest.mark.slow

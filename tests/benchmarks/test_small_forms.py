@@ -49,7 +49,7 @@ def test_the_small_form_gives_a_table_and_the_full_result_s_columns(name: str, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [name for name in OF_THE_TESTS if (HERE / name).exists()])
-def test_the_commands_that_run_the_tests_have_a_small_form(command: str, tmp_path: Path) -> None:
+def test_the_commands_with_a_target_of_their_own_have_a_small_form(command: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     run_small(command, "--small", "--json", str(path))
     assert json.loads(path.read_text())
@@ -70,6 +70,6 @@ def test_every_file_is_a_command_with_a_result_or_exempt_with_a_reason() -> None
 
 
 def test_every_result_is_written_by_a_command() -> None:
-    elsewhere = {"gpu", "fidelity", "flakes", "mutants"}  # of a GPU's name, or of the test suite
+    elsewhere = {"gpu", "fidelity", "flakes", "mutants", "faults"}  # of a GPU's name, or of OF_THE_TESTS
     for path in (HERE / "results").glob("*.json"):
         assert path.stem in FULL or path.stem.split("-")[0] in elsewhere, path.name

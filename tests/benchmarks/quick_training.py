@@ -1,0 +1,61 @@
+"""A rank that trains nothing, twelve steps of it: it notes samples as tests/scripts/long_batches.py does, saves what Trainer
+leaves of a checkpoint every five steps, and goes on from it as `autotune.rank.train` would."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from autotune.group.ending import die_with_parent
+from autotune.group.protocol import Message
+from autotune.rank.base import greet
+from autotune.rank.train import newest_checkpoint
+
+STEPS, BATCH, SAVE_STEPS = 12, 8, 5
+
+
+def note(number: int, **entry: object) -> None:
+    with open(f"seen.rank{number}.jsonl", "a") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def save(step: int) -> None:
+    folder = Path("out") / f"checkpoint-{step}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in ("rng_state_0.pth", "rng_state_1.pth", "latest"):
+        (folder / file).write_text("")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+
+
+def become(address: str, number: int) -> NoReturn:
+    channel, spec = greet(address, number)
+    os.chdir(spec["job"]["script"]["cwd"])
+    begin = resumed(spec)
+    if begin:
+        channel.send("resumed", path=f"out/checkpoint-{begin}")
+    note(number, started=True)
+    for step in range(begin, STEPS):
+        mine = range(BATCH * step + number, BATCH * (step + 1), 2)
+        note(number, step=step, samples=list(mine))
+        time.sleep(0.1)
+        channel.send("progress", steps=step + 1)
+        if number == 0 and (step + 1) % SAVE_STEPS == 0:
+            save(step + 1)
+    channel.send("bye", code=0)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def resumed(spec: Message) -> int:
+    """The step of the newest checkpoint of this launch."""
+    if spec["resume_since"] is None:
+        return 0
+    newest = newest_checkpoint(Path("out"), spec["resume_since"], 2)
+    return int(newest.name.split("-")[1]) if newest else 0
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    become(sys.argv[1], int(sys.argv[2]))
