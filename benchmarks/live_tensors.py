@@ -1,7 +1,8 @@
-"""Measures live tensor bytes of real DeepSpeed on CPU ranks: `python benchmarks/live_tensors.py [--json FILE]`.
+"""Measures live tensor bytes of real DeepSpeed on CPU ranks: `python benchmarks/live_tensors.py [--own-keys] [--json FILE]`.
 
 What the predictor's memory is held against: two models, one and two ranks, every stage, offload, checkpointing, buckets,
-fp32 and bf16. Every engine measures two micro-batches; operators are slowed by counting, so speed is not recorded.
+fp32 and bf16; with `--own-keys` instead one model under keys that people set in their own DeepSpeed config. Every engine
+measures two micro-batches; operators are slowed by counting, so speed is not recorded.
 """
 
 from __future__ import annotations
@@ -50,12 +51,61 @@ def families() -> list[dict[str, Any]]:
     return found
 
 
+Config = dict[str, Any]
+SMALL = {"reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000, "sub_group_size": 1_000_000}
+OUT = {"offload_optimizer": "cpu"}
+SCATTERED = {"contiguous_gradients": False}
+
+
+def own_keys() -> list[tuple[Config, list[tuple[int, int, Config]]]]:
+    """Keys of a user's own config, and the stages, accumulations and knobs to try under them."""
+    low = {"bf16_master_weights_and_grads": True}
+    every = [(stage, 1, {}) for stage in (1, 2, 3)]
+    sums = [(stage, many, knobs) for stage in (1, 2, 3) for many in (1, 2) for knobs in ({}, SCATTERED)]
+    sums += [(1, 2, OUT), (2, 1, OUT), (2, 2, OUT), (3, 2, OUT)]
+    split: list[tuple[int, int, Config]] = [(3, 1, {**OUT, "sub_group_size": size}) for size in (10**5, 10**9)]
+    return [
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, [(0, 1, {}), (0, 2, {}), (1, 1, {}), (3, 1, {})]),
+        ({"optimizer": {"type": "Adagrad", "params": {"lr": 1e-5}}}, [(1, 1, {})]),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, sums),
+        (
+            {"data_types": {"grad_accum_dtype": "fp32"}, "bf16": {"immediate_grad_update": True}},
+            [(1, 1, {}), (1, 2, {})],
+        ),
+        ({"communication_data_type": "fp32"}, [(0, 1, {}), *every, (2, 1, SCATTERED), (3, 1, SCATTERED)]),
+        ({"bf16": {**low, "bf16_optimizer_states": True}}, every),
+        ({"bf16": low}, [(2, 1, OUT), (2, 2, OUT), (3, 1, OUT)]),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, split),
+        ({"zero_optimization": {"round_robin_gradients": True}}, [(1, 1, {}), (2, 2, {})]),
+    ]
+
+
+def measure_own_keys(most: int | None) -> list[dict[str, Any]]:
+    rows = []
+    for config, tried in own_keys()[:most]:
+        job = Job(resolve_model("tiny-llama"), 2, 64, "bf16", base_config=config)
+        groups = [
+            [
+                Candidate.of(
+                    {
+                        "zero_stage": stage,
+                        "train_micro_batch_size_per_gpu": 1,
+                        "gradient_accumulation_steps": many,
+                        **SMALL,
+                        **knobs,
+                    }
+                )
+            ]
+            for stage, many, knobs in tried[:most]
+        ]
+        rows += measured(job, groups, {"base_config": config})
+    return rows
+
+
 Rungs = list[tuple[int, int]]  # micro-batch and accumulation
 
 
 def measure(name: str, ranks: int, precision: str, rungs: Rungs, most_families: int | None) -> list[dict[str, Any]]:
-    job = Job(resolve_model(name), ranks, 64, precision)
-    rows = []
     candidates = [
         [
             Candidate.of({**family, "train_micro_batch_size_per_gpu": mb, "gradient_accumulation_steps": ga})
@@ -63,19 +113,25 @@ def measure(name: str, ranks: int, precision: str, rungs: Rungs, most_families: 
         ]
         for family in families()[:most_families]
     ]
-    every = [c for group in candidates for c in group]
+    return measured(Job(resolve_model(name), ranks, 64, precision), candidates, {})
+
+
+def measured(job: Job, groups: list[list[Candidate]], also: Config) -> list[dict[str, Any]]:
+    """A row for each candidate of groups that share an engine, with what `also` says of them all."""
+    rows = []
+    every = [c for group in groups for c in group]
+    of = {"model": job.model.name, "ranks": job.ranks, "seq_len": job.seq_len, "precision": job.precision, **also}
     with (
         tempfile.TemporaryDirectory() as folder,
-        opened(job, detect("cpu", ranks), Path(folder), every, count_live_tensors=True) as executor,
+        opened(job, detect("cpu", job.ranks), Path(folder), every, count_live_tensors=True) as executor,
     ):
-        for at, group in enumerate(candidates):
+        for at, group in enumerate(groups):
             session = executor.session(group[0], str(at))
             for candidate in group:
                 outcome = session.measure(candidate, EFFORT, 200.0)
                 live = outcome.measurement.live_tensor_bytes if outcome.measurement else None
-                of = {"model": name, "ranks": ranks, "seq_len": 64, "precision": precision}
                 rows.append({**of, "candidate": candidate.as_dict, "live": live, "why": outcome.reason})
-                print(name, ranks, precision, candidate, live or outcome.reason, flush=True)
+                print(job.model.name, job.ranks, job.precision, candidate, live or outcome.reason, flush=True)
                 if not session.alive:
                     break
             session.close()
@@ -88,7 +144,11 @@ SETS = (("tiny-llama", 2, "bf16"), ("tiny-gemma-2", 2, "fp32"), ("tiny-gemma-2",
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--only", help="MODEL,RANKS,PRECISION of one set")
+    parser.add_argument("--own-keys", action="store_true", help="keys of the user's own config, at micro-batch 1")
     arguments = parse(parser, only="tiny-llama,2,bf16")
+    if arguments.own_keys:
+        write_json(arguments.json, {"rows": measure_own_keys(2 if arguments.small else None)})
+        return
     sets = [s for s in SETS if arguments.only in (None, ",".join(map(str, s)))]
     if not sets:
         parser.error(f"--only {arguments.only}: expected one of {' '.join(','.join(map(str, s)) for s in SETS)}")
