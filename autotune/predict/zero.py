@@ -249,7 +249,7 @@ def _host(t: _Terms) -> Floats:
     # parameters are pinned one by one, then moved into one flat buffer; the allocator keeps the first blocks
     flat = pinned(t.width * t.part, c.pinned_param)
     left = np.where((c.pinned_param > 0) & t.on_gpu, _sum_of_blocks(t, t.width / t.ranks), 0.0)
-    return host + np.where(t.parameters_out, flat + left, 0.0)
+    return np.asarray(host + np.where(t.parameters_out, flat + left, 0.0), dtype=np.float64)
 
 
 def _sum_of_blocks(t: _Terms, width: float) -> float:
