@@ -20,6 +20,7 @@ from autotune.errors import NothingFits, UserError
 from autotune.executors.base import Executor
 from autotune.executors.local import LocalExecutor
 from autotune.executors.replay import ReplayExecutor
+from autotune.group.locks import held_gpus
 from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind
@@ -80,9 +81,10 @@ def run_study(
         console.print("no GPU found: running CPU ranks", style="yellow")
         if confirm is not None and not confirm("tune on CPU ranks?"):
             raise UserError("not started; on a GPU machine, `autotune doctor` says why no GPU is seen")
-    make_study_folder(setup.folder)
     observer = make_observer(setup.hardware, setup.budget_seconds, console, quiet)
-    with failures_in_one_line(), stop_on_signals() as stopped:
+    gpus = held_gpus(setup.hardware, f"study {setup.name}", observer.say)
+    with failures_in_one_line(), gpus, stop_on_signals() as stopped:
+        make_study_folder(setup.folder)
         opening = time.monotonic()
         with closing(_executor(setup, stopped.is_set)) as executor:
             local = executor if isinstance(executor, LocalExecutor) else None

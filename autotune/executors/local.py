@@ -14,7 +14,7 @@ from autotune.errors import Cause, Unusable
 from autotune.executors.base import Effort
 from autotune.executors.measurement import measurement_of
 from autotune.group.environment import threads_per_rank
-from autotune.group.gauge import make_meter
+from autotune.group.gpu_meter import make_meter
 from autotune.group.group import Group, Policy, Stop
 from autotune.group.launchers import ForkLauncher, Launcher, SpawnLauncher
 from autotune.group.protocol import Message
@@ -83,6 +83,7 @@ class LocalExecutor:
         self._launcher: Launcher | None = None
         self.build_seconds = 0.0  # spent building DeepSpeed's ops, once a machine
         self.meter = make_meter(hardware)
+        self.say: Callable[[str], None] = lambda text: None
 
     @property
     def entry(self) -> str:
@@ -97,6 +98,7 @@ class LocalExecutor:
 
     def open(self, say: Callable[[str], None]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.say = say
         if self.isolation == "fork" and (server := self._fork_server(say)) is not None:
             self._launcher = server
             return
@@ -127,7 +129,7 @@ class LocalExecutor:
         """Restarts a fork server that was killed."""
         if isinstance(self._launcher, ForkLauncher) and not self._launcher.alive:
             self._launcher.close()
-            self.open(lambda text: None)
+            self.open(self.say)
 
     def session(self, candidate: Candidate, name: str) -> LocalSession:
         return LocalSession(self, candidate, name)
@@ -247,6 +249,7 @@ class LocalSession:
             cancelled=lambda: executor.cancelled(),
             on_message=self._take,
             on_phase=lambda phase: executor.on_phase(phase),
+            say=lambda text: executor.say(text),
         )
         ranks = executor.job.ranks
         stop = group.start(executor.entry, ranks, self._spec(), deadline=deadline, logs=self._folder)
@@ -299,7 +302,13 @@ class LocalSession:
             return Outcome(Kind.INTERRUPTED, group.phase, reason=why, evidence=said, source=source)
         if stop is Stop.DEADLINE:  # says nothing of the candidate: it may be tried again with more time
             why, said = f"its share of the budget ended in {group.phase.value}", "deadline of the budget"
-            return Outcome(Kind.INTERRUPTED, group.phase, reason=why, evidence=said, source=Source.BUDGET)
+            kind = Kind.INTERRUPTED
+            if group.waited_seconds:  # else it would count as slow
+                kind, why = (
+                    Kind.FOREIGN,
+                    f"{why}, after {group.waited_seconds:.0f} s of waiting for the device's memory",
+                )
+            return Outcome(kind, group.phase, reason=why, evidence=said, source=Source.BUDGET)
         evidence = group.evidence()
         self.close()
         if unusable := [error for error in evidence.errors if error.get("cause")]:

@@ -6,6 +6,7 @@ import statistics
 from typing import Any
 
 from autotune.group.gauge import Peaks
+from autotune.group.gpu_meter import clock_limits, clock_mhz
 from autotune.group.protocol import Message
 from autotune.predict.flops import model_flops_per_token
 from autotune.problem.candidate import Candidate, samples, under
@@ -39,7 +40,13 @@ def measurement_of(
     if "tokens" in results[0]:
         tokens = sum(result["tokens"] for result in results)
     tflops, mfu = _rates(job, candidate, hardware, tokens / median)
-    inside = worst(results, "data_bytes") or worst(results, "reserved_bytes") or 0
+    overhead = [int(result.get("overhead_bytes") or 0) for result in results]
+    inside = [
+        int(result.get("data_bytes") or result.get("reserved_bytes") or 0) + more
+        for result, more in zip(results, overhead, strict=True)
+    ]
+    # a GPU's growth is another's bytes too: where NVML does not show the ranks they know better themselves
+    shown = max(peaks.used, default=0)
     live = [result["live_bytes"] for result in results if "live_bytes" in result]
     return Measurement(
         step_seconds=median,
@@ -47,13 +54,16 @@ def measurement_of(
         steps=len(step_seconds),
         samples_per_second=trained / median,
         tokens_per_second=tokens / median,
-        peak_bytes=max(peaks.worst, inside),
+        peak_bytes=max(shown, *inside),
         micro_step_seconds=results[0].get("micro_seconds"),
         boundary_seconds=results[0].get("boundary_seconds"),
         extrapolated=bool(results[0].get("extrapolated")),
         torch_allocated_bytes=worst(results, "allocated_bytes"),
         torch_reserved_bytes=worst(results, "reserved_bytes"),
         nvml_peak_bytes=peaks.worst if hardware.device == "cuda" else None,
+        overhead_bytes=max(overhead) or None,
+        sm_clock_mhz=clock_mhz(peaks),
+        clock_limits=clock_limits(peaks),
         live_tensor_bytes=max(live, key=lambda by_phase: max(by_phase.values(), default=0), default={}),
         alloc_retries=worst(results, "retries") or 0,
         host_peak_bytes=worst(results, "host_bytes"),

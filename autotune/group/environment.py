@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+from autotune.problem.gpus import BY_BUS, ORDER
 from autotune.processes import package_environment
 
 
@@ -21,6 +22,7 @@ def rank_environment(device: str) -> dict[str, str]:
         # Always the same one: another version's log would make it build every op again.
         "PATH": os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]),
         "DS_ACCELERATOR": device,
+        ORDER: os.environ.get(ORDER, BY_BUS),  # as NVML counts: gauge and capacity are then the rank's own GPU's
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() must not wake the driver
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",

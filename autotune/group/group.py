@@ -23,15 +23,16 @@ from typing import Any
 import psutil
 
 from autotune.group.ending import end_ranks
-from autotune.group.gauge import Gauge, Meter, Peaks, kernel_oom_kills, make_meter
+from autotune.group.gauge import Gauge, Meter, Peaks, kernel_oom_kills
+from autotune.group.gpu_meter import blame_hidden, make_meter
 from autotune.group.launchers import Launcher
 from autotune.group.protocol import Channel, Message
+from autotune.group.room import wait_for_room, wait_until_back
 from autotune.group.verdict import Evidence, is_secondary, log_tail
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Phase
 
 _STATUS_SECONDS = 1.0  # for the exit status of a rank that said nothing of why it is gone
-_IDLE_SECONDS = 10.0  # for a device's memory to come back after the last rank
 
 
 class Stop(StrEnum):
@@ -70,6 +71,7 @@ class Group:
         cancelled: asked several times a second, also while ranks come up.
         on_message: takes every message of a rank, in order.
         on_phase: takes a phase as the group enters it.
+        say: takes a line for people: what it waits for, and what could not be ended.
     """
 
     def __init__(
@@ -82,8 +84,11 @@ class Group:
         cancelled: Callable[[], bool] = lambda: False,
         on_message: Callable[[int, Message], None] = lambda rank, message: None,
         on_phase: Callable[[str], None] = lambda phase: None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._launcher, self._hardware, self._meter, self._policy = launcher, hardware, meter, policy
+        self._onlooker = meter or make_meter(hardware)
+        self._say = say
         self._cancelled, self._on_message, self._on_phase = cancelled, on_message, on_phase
         self.home = Path(tempfile.mkdtemp(prefix="autotune-"))  # sockets and stores: a study may be on NFS
         self.pids: list[int] = []  # by rank, as the launcher knows them
@@ -92,6 +97,7 @@ class Group:
         self.phase = Phase.START  # of the rank that is furthest behind
         self._phases: dict[int, Phase] = {}
         self._phase_seconds: dict[str, float] = {}
+        self.waited_seconds = 0.0  # for other processes to leave the devices
         self.failed_at: float | None = None  # on the monotonic clock, when a failure was noticed
         self._world = 0
         self._logs: Path | None = None
@@ -99,6 +105,7 @@ class Group:
         self._strangers: list[Channel] = []  # connected, and not yet known by their hello
         self._channels: dict[int, Channel] = {}  # by rank
         self._codes: dict[int, int] = {}  # the script's own exit codes, of ranks where it is over
+        self._outside: dict[int, int] = {}  # bytes of a rank's device outside its allocator, once the group was up
         self._signalled: set[int] = set()
         self._silence: str | None = None
         self._phase_began = time.monotonic()
@@ -119,10 +126,12 @@ class Group:
             logs: the folder of their logs, `rank0.log` and so on; None: they write where this process does.
 
         Raises:
-            OSError: the machine refuses to start them.
+            OSError: the machine refuses to start them, or a GPU does not answer.
         """
         self._world, self._logs = world, logs
         self.enter(Phase.START)
+        if self._meter is not None:
+            self.waited_seconds = wait_for_room(self._meter, self._say, deadline=deadline, cancelled=self._cancelled)
         address = str(self.home / "home.sock")
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
@@ -177,7 +186,7 @@ class Group:
                 return Stop.ARRIVED
             if self._lost():
                 self._hear(0.0)  # its last words may have come in between
-            if self.errors or self._lost():
+            if self.errors or self._lost() or (self._gauge is not None and self._gauge.peaks().lost):
                 self.failed_at = time.monotonic()
                 return Stop.FAILED
 
@@ -221,6 +230,9 @@ class Group:
         kind = message["type"]
         if kind == "error":
             self.errors.append(message)
+        elif kind == "device" and "uuid" in message:
+            self._onlooker.place(rank, message["uuid"])
+            self._outside[rank] = message["outside_bytes"]
         elif kind == "bye" and message.get("code") is not None:
             self._codes[rank] = int(message["code"])
         elif kind == "phase" and message["phase"] in set(Phase):
@@ -279,7 +291,7 @@ class Group:
     def _memory_now(self) -> Peaks:
         peaks = Peaks(used=[0] * len(self.pids), host_low=psutil.virtual_memory().available)
         with suppress(Exception):  # a GPU may answer late while a process dies
-            make_meter(self._hardware).sample([self._workers.get(i, pid) for i, pid in enumerate(self.pids)], peaks)
+            self._onlooker.sample([self._workers.get(i, pid) for i, pid in enumerate(self.pids)], peaks)
         return peaks
 
     def reset_peaks(self) -> None:
@@ -288,6 +300,8 @@ class Group:
 
     def evidence(self) -> Evidence:
         """Everything that is known of a group that failed or fell silent; call it before `end`."""
+        if self._gauge is not None:
+            self._gauge.look()
         peaks = self.peaks()
         statuses: dict[int, int] = {}
         if self._silence is None:
@@ -296,6 +310,8 @@ class Group:
         phase = self.phase
         if self.errors and self.errors[0].get("phase") in set(Phase):
             phase = Phase(self.errors[0]["phase"])
+        for error in self.errors:
+            blame_hidden(peaks, error.get("numbers") or {}, self._outside.get(error.get("rank", -1)))
         return Evidence(
             self._hardware.device,
             self.errors,
@@ -360,12 +376,13 @@ class Group:
             self.tell("stop")
             if self._gauge is not None:
                 self._gauge.stop()
-            end_ranks(self.pids, self._launcher.status, list if done else self._launcher.strays)
+            left = end_ranks(self.pids, self._launcher.status, list if done else self._launcher.strays)
+            for process in left:
+                self._say(f"{process} cannot be ended: the kernel has not let it go")
         finally:
             for channel in (*self._channels.values(), *self._strangers):
                 channel.close()
             self._close_listener()
             shutil.rmtree(self.home, ignore_errors=True)
-        until = time.monotonic() + _IDLE_SECONDS
-        while self._meter is not None and not self._meter.is_idle() and time.monotonic() < until:
-            time.sleep(0.05)
+        if self._meter is not None:
+            wait_until_back(self._meter, self._say)

@@ -75,6 +75,9 @@ _INVALID_TYPES = ("DeepSpeedConfigError", "pydantic_core._pydantic_core.Validati
 
 def judge(evidence: Evidence) -> Verdict:
     """The class of a failed trial, and the evidence that decided it."""
+    if evidence.peaks.lost:  # whatever the ranks say of it: each fails in words of its own
+        why = f"NVML: {evidence.peaks.lost}"
+        return Verdict(Kind.INFRASTRUCTURE, evidence.phase, evidence.peaks.lost, why, Source.DEVICE)
     dead = [rank for rank, status in evidence.statuses.items() if status < 0]
     if evidence.errors and not (dead and all(is_secondary(error) for error in evidence.errors)):
         return min((_of_error(error, evidence) for error in evidence.errors), key=_weight)
@@ -125,7 +128,9 @@ def _of_error(error: dict[str, Any], evidence: Evidence) -> Verdict:
     if any(kind.endswith("OutOfMemoryError") for kind in kinds):
         if evidence.peaks.foreign > FOREIGN_BYTES:
             grown = format_bytes(evidence.peaks.foreign)
-            return verdict(Kind.FOREIGN, f"exception {name}; NVML: other processes grew by {grown} meanwhile")
+            return verdict(
+                Kind.FOREIGN, f"exception {name}; NVML: others hold {grown} more: {evidence.peaks.neighbours}"
+            )
         return verdict(Kind.OOM_DEVICE, f"exception {name}")
     if "builtins.MemoryError" in kinds:
         return verdict(_cpu_oom(evidence), f"exception {name}")
@@ -134,7 +139,7 @@ def _of_error(error: dict[str, Any], evidence: Evidence) -> Verdict:
     text_kind = classify_text(f"{text}\n{error.get('traceback', '')[-4000:]}", evidence.device)
     if text_kind and text_kind[0].is_oom:
         if text_kind[0] is Kind.OOM_DEVICE and evidence.peaks.foreign > FOREIGN_BYTES:
-            return verdict(Kind.FOREIGN, f"text {text_kind[1]!r}; NVML: other processes grew meanwhile")
+            return verdict(Kind.FOREIGN, f"text {text_kind[1]!r}; NVML: {evidence.peaks.neighbours}")
         return verdict(text_kind[0], f"exception {name} with text {text_kind[1]!r}")
     if any(kind.endswith(("DistStoreError", "DistNetworkError", "DistBackendError")) for kind in kinds):
         return verdict(Kind.INFRASTRUCTURE, f"exception {name}")

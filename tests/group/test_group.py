@@ -14,7 +14,7 @@ from autotune.executors.base import SEARCH
 from autotune.executors.local import LocalExecutor
 from autotune.group import launchers
 from autotune.group.ending import end_ranks, marked
-from autotune.group.gauge import make_meter
+from autotune.group.gpu_meter import make_meter
 from autotune.group.group import Group, Policy, Stop
 from autotune.group.launchers import ForkLauncher, SpawnLauncher
 from autotune.group.protocol import Channel
