@@ -242,7 +242,8 @@ def _summary(
         lines = winner_lines(found.winner, store.records(), store.job, store.hardware)
         if not found.verified:
             lines.append("  not verified: the budget or the call ended first; run again to verify it")
-        lines += train_with_lines(found.winner.candidate, store.job, store.name, files[0])
+        environment = store.hardware.environment
+        lines += train_with_lines(found.winner.candidate, store.job, store.name, files[0], environment)
         counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())
         trials, used = sum(found.by_kind.values()), format_duration(found.used_seconds)
         lines.append(f"  {trials} trials ({counts}) in {used}; {found.ended}")

@@ -314,14 +314,16 @@ class LocalSession:
         if unusable := [error for error in evidence.errors if error.get("cause")]:
             raise Unusable(unusable[0]["text"], Cause(unusable[0]["cause"]))
         verdict = judge(evidence)
-        kind, reason = verdict.kind, verdict.reason
+        kind, reason, said = verdict.kind, verdict.reason, verdict.evidence
+        if kind is Kind.FOREIGN and evidence.peaks.neighbours:
+            said = f"{said} ({evidence.peaks.neighbours})"
         if not group.greeted:  # nothing of the candidate had reached the ranks
             kind, reason = Kind.INFRASTRUCTURE, f"the ranks did not come up: {verdict.reason}"
         return Outcome(
             kind,
             verdict.phase,
             reason=reason,
-            evidence=verdict.evidence,
+            evidence=said,
             source=verdict.source,
             rank=verdict.rank,
             missing_bytes=verdict.missing_bytes,

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from autotune.group.gauge import FOREIGN_BYTES, CpuMeter, Meter, Peaks
-from autotune.problem.gpus import GpuError, GpuLost, holders, holders_text, memory, nvml, telling
+from autotune.problem.gpus import GpuError, GpuLost, holders, holders_text, memory, open_nvml, telling
 from autotune.problem.hardware import Hardware
 from autotune.units import GIB, MIB, format_bytes
 
@@ -60,13 +60,13 @@ class NvmlMeter(Meter):
     interval_seconds = 0.25  # one cheap call a GPU; what happens in between the ranks know themselves
 
     def __init__(self, gpus: tuple[str, ...]) -> None:
-        self._context = nvml()
-        self._lib = self._context.__enter__()
+        self._lib = open_nvml()
         self._gpus: list[_Watched] = []
         self._gone = ""
         self._ours: set[int] = set()  # pids of ranks, and of what they have started
         self._places: dict[int, int] = {}  # of a rank's GPU, where a rank has said
         self._listed_at = 0.0
+        self._closely = True  # list processes in the next sample
         try:
             self._gpus = [self._open(uuid, f"GPU {place}") for place, uuid in enumerate(gpus)] if self._lib else []
         except GpuError as error:
@@ -112,7 +112,7 @@ class NvmlMeter(Meter):
             self._refresh(gpu)
             gpu.accepted = max(0, gpu.free_at_first - gpu.free)
             gpu.free_before, gpu.held_before = gpu.free, gpu.held
-        self._ours, self._places, self._listed_at = set(), {}, 0.0
+        self._ours, self._places, self._closely = set(), {}, True
 
     def _refuse_if_gone(self) -> None:
         if self._gone:
@@ -131,8 +131,9 @@ class NvmlMeter(Meter):
                 self._places[rank] = place
 
     def sample(self, pids: list[int], peaks: Peaks) -> None:
-        listing = time.monotonic() - self._listed_at >= _HOLDERS_SECONDS
+        listing = self._closely or time.monotonic() - self._listed_at >= _HOLDERS_SECONDS
         if listing:
+            self._closely, self._listed_at = False, time.monotonic()
             self._ours |= _with_descendants(pids)
         try:
             self._refuse_if_gone()
@@ -143,11 +144,9 @@ class NvmlMeter(Meter):
                     self._sample(gpu, {i: p for i, p in enumerate(pids) if self._places.get(i, i) == place}, peaks)
         except GpuLost as error:
             peaks.lost = peaks.lost or str(error)
-        if listing:
-            self._listed_at = time.monotonic()
 
     def look_closely(self) -> None:
-        self._listed_at = 0.0
+        self._closely = True  # until a sample begins: one that has begun may not see what is to be seen
 
     def _sample(self, gpu: _Watched, ranks: dict[int, int], peaks: Peaks) -> None:
         """Of one GPU and the pids of its ranks."""

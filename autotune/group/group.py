@@ -283,8 +283,8 @@ class Group:
         return len(codes) == self._world and not any(codes.values())
 
     def peaks(self) -> Peaks:
-        """Memory at its highest since the last `reset_peaks`; of ranks that are not gauged, memory now."""
-        peaks = self._gauge.peaks() if self._gauge is not None else self._memory_now()
+        """Memory at its highest since the last `reset_peaks`, now included; of ranks that are not gauged, memory now."""
+        peaks = self._gauge.look() if self._gauge is not None else self._memory_now()
         peaks.oom_kills = kernel_oom_kills() - self._oom_kills
         return peaks
 
@@ -300,8 +300,6 @@ class Group:
 
     def evidence(self) -> Evidence:
         """Everything that is known of a group that failed or fell silent; call it before `end`."""
-        if self._gauge is not None:
-            self._gauge.look()
         peaks = self.peaks()
         statuses: dict[int, int] = {}
         if self._silence is None:

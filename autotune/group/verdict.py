@@ -128,9 +128,7 @@ def _of_error(error: dict[str, Any], evidence: Evidence) -> Verdict:
     if any(kind.endswith("OutOfMemoryError") for kind in kinds):
         if evidence.peaks.foreign > FOREIGN_BYTES:
             grown = format_bytes(evidence.peaks.foreign)
-            return verdict(
-                Kind.FOREIGN, f"exception {name}; NVML: others hold {grown} more: {evidence.peaks.neighbours}"
-            )
+            return verdict(Kind.FOREIGN, f"exception {name}; NVML: other processes grew by {grown} meanwhile")
         return verdict(Kind.OOM_DEVICE, f"exception {name}")
     if "builtins.MemoryError" in kinds:
         return verdict(_cpu_oom(evidence), f"exception {name}")
@@ -139,7 +137,7 @@ def _of_error(error: dict[str, Any], evidence: Evidence) -> Verdict:
     text_kind = classify_text(f"{text}\n{error.get('traceback', '')[-4000:]}", evidence.device)
     if text_kind and text_kind[0].is_oom:
         if text_kind[0] is Kind.OOM_DEVICE and evidence.peaks.foreign > FOREIGN_BYTES:
-            return verdict(Kind.FOREIGN, f"text {text_kind[1]!r}; NVML: {evidence.peaks.neighbours}")
+            return verdict(Kind.FOREIGN, f"text {text_kind[1]!r}; NVML: other processes grew meanwhile")
         return verdict(text_kind[0], f"exception {name} with text {text_kind[1]!r}")
     if any(kind.endswith(("DistStoreError", "DistNetworkError", "DistBackendError")) for kind in kinds):
         return verdict(Kind.INFRASTRUCTURE, f"exception {name}")

@@ -57,21 +57,32 @@ class Gpu:
 # -- NVML ----------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def nvml() -> Iterator[Any]:
-    """NVML's bindings, initialised, or None where there is no driver that answers: `driver_trouble` says why."""
+def open_nvml() -> Any:
+    """NVML's bindings, initialised for as long as this process lives, or None where there is no driver that answers:
+    `driver_trouble` says why.
+
+    For an object that keeps handles. It must not shut NVML down when it is collected: the collector may run inside the
+    bindings, which then wait for their own lock for ever.
+    """
     try:
         import pynvml
 
         pynvml.nvmlInit()
     except Exception:
-        yield None
-        return
+        return None
+    return pynvml
+
+
+@contextmanager
+def nvml() -> Iterator[Any]:
+    """The same for the length of a `with`."""
+    lib = open_nvml()
     try:
-        yield pynvml
+        yield lib
     finally:
-        with suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
+        if lib is not None:
+            with suppress(lib.NVMLError):
+                lib.nvmlShutdown()
 
 
 def driver_trouble() -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware
@@ -71,12 +73,19 @@ def _times_others(winner: Record, records: list[Record]) -> dict[Candidate, floa
     return times
 
 
-def train_with_lines(winner: Candidate, job: Job, study: str, config: Path) -> list[str]:
-    """How to train the study's script with its winner, whose DeepSpeed config is in the file; nothing without a script."""
+def train_with_lines(
+    winner: Candidate, job: Job, study: str, config: Path, environment: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
+    """How to train the study's script with its winner, whose DeepSpeed config is in the file; nothing without a script.
+
+    Args:
+        environment: what the training needs set to get the GPUs that the study had (`Hardware.environment`).
+    """
     if job.script is None:
         return []
     path = str(config.resolve())
-    plain = shlex.join([*starter(job.script, job.ranks, path), *command(job.script, winner, path)])
+    settings = [f"{name}={value}" for name, value in environment.items()]
+    plain = shlex.join([*settings, *starter(job.script, job.ranks, path), *command(job.script, winner, path)])
     watched = f"autotune launch {study} -- {shlex.join(job.script.argv)}"
     if carried(job.script):
         lines = [f"  train with: {plain}", f"  or watched: {watched}"]

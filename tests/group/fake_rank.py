@@ -2,7 +2,8 @@
 
 FAKE_RANK is JSON: {"rank": 1, "where": "hello" or a phase, "what": ...}; all other ranks do as they are told. `what`:
 `hang`, a signal's name, `exit N` (without a word), `bye N SIGNAL` (its script is over with exit code N, then it dies),
-`error TEXT`, `worker` (starts a process in a session of its own and goes on), `worker SIGNAL` (the same, and dies).
+`error TEXT`, `worker` (starts a process in a session of its own and goes on), `worker SIGNAL` (the same, and dies). `device`
+and `numbers` are what the rank tells of its GPU, and with its error.
 """
 
 import json
@@ -16,7 +17,7 @@ import time
 from autotune.group.protocol import Channel
 
 
-def misbehave(channel: Channel | None, what: str) -> None:
+def misbehave(channel: Channel | None, what: str, numbers: dict[str, int] | None = None) -> None:
     word, *rest = what.split()
     if word == "hang":
         time.sleep(3600)
@@ -28,7 +29,9 @@ def misbehave(channel: Channel | None, what: str) -> None:
         os.kill(os.getpid(), getattr(signal, rest[1]))
     elif word == "error":
         assert channel is not None
-        channel.send("error", kinds=["builtins.RuntimeError"], text=" ".join(rest), phase="forward", rank=1)
+        channel.send(
+            "error", kinds=["builtins.RuntimeError"], text=" ".join(rest), phase="forward", rank=1, numbers=numbers
+        )
         time.sleep(3600)
     elif word == "worker":
         subprocess.Popen(["sleep", "3600"], start_new_session=True)
@@ -50,10 +53,12 @@ def main(address: str, number: int) -> None:
     spec = channel.receive()
     assert spec is not None
     assert spec["rank"] == number
+    if number in (plan.get("rank"), None) and "device" in plan:
+        channel.send("device", **plan["device"])
     for phase in ("start", "init", "forward", "backward", "step", "save"):
         channel.send("phase", phase=phase)
         if mine == phase:
-            misbehave(channel, plan["what"])
+            misbehave(channel, plan["what"], plan.get("numbers"))
     channel.send("phase", phase="ready")
     while (message := channel.receive()) is not None and message["type"] != "leave":
         channel.send("progress")

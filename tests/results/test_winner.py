@@ -1,8 +1,10 @@
 from pathlib import Path
 
 from autotune.problem.hardware import detect
+from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Measurement, Outcome
-from autotune.results.winner import closest_lines, winner_lines
+from autotune.problem.script import CONFIG_FLAG, KNOWN_FLAGS
+from autotune.results.winner import closest_lines, train_with_lines, winner_lines
 from autotune.search.study import AS_IS, SEARCH, VERIFY, Record
 from autotune.units import MIB
 from tests.conftest import make_candidate, make_job
@@ -37,3 +39,13 @@ def test_what_came_closest(tmp_path: Path) -> None:
     assert "cheapest changes" in lines[1]
     crashed = [record for record in study.records() if record.outcome and record.outcome.kind is Kind.CRASH]
     assert closest_lines(crashed, detect("cpu", 2), [])[0].startswith("no candidate ran: crash")
+
+
+def test_the_printed_command_gets_the_gpus_that_the_study_had(tmp_path: Path) -> None:
+    flags = tuple({**KNOWN_FLAGS, "config": CONFIG_FLAG}.values())
+    profile = {"loader_prepared": False, "through_arguments": True, "flags": flags}
+    script = Script(("train.py", CONFIG_FLAG, "ds.json"), str(tmp_path), profile=profile)
+    for given in ({}, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}):
+        line, _ = train_with_lines(make_candidate(), make_job(1, script=script), "s", tmp_path / "s.json", given)
+        expected = "  train with: CUDA_DEVICE_ORDER=PCI_BUS_ID torchrun" if given else "  train with: torchrun"
+        assert line.startswith(expected)
