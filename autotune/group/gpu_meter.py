@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,13 +170,13 @@ class NvmlMeter(Meter):
 
     def _sample_clock(self, gpu: _Watched, peaks: Peaks) -> None:
         lib = self._lib
-        try:
+        with suppress(lib.NVMLError_NotSupported, lib.NVMLError_FunctionNotFound, lib.NVMLError_NoPermission):
             mhz = int(lib.nvmlDeviceGetClockInfo(gpu.clock_handle, lib.NVML_CLOCK_SM))
-            reasons = int(lib.nvmlDeviceGetCurrentClocksEventReasons(gpu.clock_handle))
-        except (lib.NVMLError_NotSupported, lib.NVMLError_FunctionNotFound, lib.NVMLError_NoPermission):
-            return
-        peaks.clocks.setdefault(gpu.label, []).append(mhz)
-        peaks.clock_reasons |= reasons
+            peaks.clocks.setdefault(gpu.label, []).append(mhz)
+            try:
+                peaks.clock_reasons |= int(lib.nvmlDeviceGetCurrentClocksEventReasons(gpu.clock_handle))
+            except lib.NVMLError_FunctionNotFound:  # before R535, under its old name
+                peaks.clock_reasons |= int(lib.nvmlDeviceGetCurrentClocksThrottleReasons(gpu.clock_handle))
 
     # -- after it ----------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from autotune.errors import UserError
 from autotune.problem.hardware import Hardware
 
 FOLDER = Path("/tmp")
+_PATIENCE_SECONDS = 0.2  # `holder_of` takes the lock for a moment to see whether it can
 
 
 @contextmanager
@@ -43,9 +44,9 @@ def held_gpus(hardware: Hardware, who: str, say: Callable[[str], None]) -> Itera
             except OSError as error:
                 say(f"{lock_file(uuid)} cannot be written ({error.strerror}): another study may take the same GPU")
                 continue
-            if not _lock(descriptors[-1]):
+            if not _lock(descriptors[-1], _PATIENCE_SECONDS):
                 raise UserError(
-                    f"GPU {uuid} is in use by autotune ({_holder(descriptors[-1])}): wait for it, "
+                    f"{uuid} is in use by autotune ({_holder(descriptors[-1])}): wait for it, "
                     "or choose other GPUs with CUDA_VISIBLE_DEVICES"
                 )
             os.ftruncate(descriptors[-1], 0)
@@ -85,14 +86,18 @@ def _open(uuid: str) -> int:
     return os.open(path, os.O_RDWR)  # made in between
 
 
-def _lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+def _lock(descriptor: int, patience_seconds: float = 0.0) -> bool:
+    until = time.monotonic() + patience_seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+        if time.monotonic() > until:
             return False
-        raise
-    return True
+        time.sleep(0.02)
 
 
 def _holder(descriptor: int) -> str:

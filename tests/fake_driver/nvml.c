@@ -275,6 +275,14 @@ int nvmlDeviceGetCurrentClocksEventReasons(void *handle, unsigned long long *rea
     return SUCCESS;
 }
 
+/* Its name before R535. */
+int nvmlDeviceGetCurrentClocksThrottleReasons(void *handle, unsigned long long *reasons) {
+    OPEN;
+    if (d->parent >= 0) return NOT_SUPPORTED;
+    *reasons = d->reasons;
+    return SUCCESS;
+}
+
 int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) {
     OPEN;
     *major = d->major;

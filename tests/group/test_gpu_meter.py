@@ -218,14 +218,23 @@ def test_the_slowest_gpu_counts() -> None:
     assert clock_mhz(Peaks(clocks={"GPU 0": [1900, 1900, 1200], "GPU 1": [1400, 1500, 1990]})) == 1500
 
 
-@pytest.mark.parametrize("function", ["nvmlDeviceGetClockInfo", "nvmlDeviceGetCurrentClocksEventReasons"])
-def test_a_driver_that_tells_no_clocks(driver: Driver, card: Card, function: str) -> None:
-    driver.failing = {function: FUNCTION_NOT_FOUND}
-    change(driver, card, processes={})
+@pytest.mark.parametrize(
+    ("missing", "mhz", "limits"),
+    [
+        (["nvmlDeviceGetClockInfo"], None, []),
+        (["nvmlDeviceGetCurrentClocksEventReasons"], 1900, ["power cap"]),  # a driver before R535
+        (["nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"], 1900, []),
+    ],
+)
+def test_a_driver_that_tells_less_of_clocks(
+    driver: Driver, card: Card, missing: list[str], mhz: int | None, limits: list[str]
+) -> None:
+    driver.failing = dict.fromkeys(missing, FUNCTION_NOT_FOUND)
+    change(driver, card, reasons=4)
     meter = begun(driver)
     change(driver, card, processes={RANK: 1024})
     peaks = sampled(meter, RANK)
-    assert (peaks.used, clock_mhz(peaks), clock_limits(peaks), peaks.lost) == ([GIB], None, [], "")
+    assert (peaks.used, clock_mhz(peaks), clock_limits(peaks), peaks.lost) == ([GIB], mhz, limits, "")
 
 
 # -- drivers that fail ---------------------------------------------------------------------------------------------------

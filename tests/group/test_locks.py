@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def test_a_gpu_has_one_holder_at_a_time(machine: Driver, monkeypatch: pytest.Mon
     with held_gpus(first, "study a", silent):
         with pytest.raises(UserError) as caught, held_gpus(both, "study b", silent):
             raise AssertionError("not reached")
-        said = re.escape(f"GPU {first.gpus[0]} is in use by autotune (study a, pid {os.getpid()}, since ")
+        said = re.escape(f"{first.gpus[0]} is in use by autotune (study a, pid {os.getpid()}, since ")
         assert re.fullmatch(
             said + r"[-: \d]{19}\): wait for it, or choose other GPUs with CUDA_VISIBLE_DEVICES", str(caught.value)
         )
@@ -49,6 +50,18 @@ def test_a_gpu_has_one_holder_at_a_time(machine: Driver, monkeypatch: pytest.Mon
     with held_gpus(both, "b", silent):
         assert holder_of(first.gpus[0]).startswith("b, pid"), "nothing of the holder before"
     assert holder_of(first.gpus[0]) == ""
+
+
+def test_who_looks_at_a_lock_is_no_holder(machine: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`autotune doctor` beside a study that starts: it has the lock for a moment."""
+    hardware = on("0", monkeypatch)
+    with held_gpus(hardware, "a", silent):
+        pass
+    looking = os.open(lock_file(hardware.gpus[0]), os.O_RDWR)
+    assert locks._lock(looking)
+    threading.Timer(0.05, os.close, [looking]).start()
+    with held_gpus(hardware, "b", silent):
+        assert holder_of(hardware.gpus[0]).startswith("b, pid")
 
 
 def test_what_is_no_gpu_of_this_machine_is_not_held(machine: Driver) -> None:
