@@ -52,6 +52,7 @@ class _Watched:
     held_at_first: dict[int, int]  # by pid
     held_before: dict[int, int]
     held: dict[int, int]
+    shown: bool = False  # whether NVML has shown a rank of the present group
     accepted: int = 0  # how much less than at first is free, that was waited for in vain
 
 
@@ -112,7 +113,7 @@ class NvmlMeter(Meter):
         for gpu in self._gpus:
             self._refresh(gpu)
             gpu.accepted = max(0, gpu.free_at_first - gpu.free)
-            gpu.free_before, gpu.held_before = gpu.free, gpu.held
+            gpu.free_before, gpu.held_before, gpu.shown = gpu.free, gpu.held, False
         self._ours, self._places, self._closely = set(), {}, True
 
     def _refuse_if_gone(self) -> None:
@@ -135,13 +136,15 @@ class NvmlMeter(Meter):
         listing = self._closely or time.monotonic() - self._listed_at >= _HOLDERS_SECONDS
         if listing:
             self._closely, self._listed_at = False, time.monotonic()
-            self._ours |= _with_descendants(pids)
+        self._ours |= set(pids)
         try:
             self._refuse_if_gone()
             for place, gpu in enumerate(self._gpus):
                 with telling(gpu.label):
                     if listing:
                         gpu.held = holders(self._lib, gpu.handle)
+                        new = gpu.held.keys() - self._ours - gpu.held_before.keys()
+                        self._ours |= {pid for pid in new if _descends(pid, pids)}
                     self._sample(gpu, {i: p for i, p in enumerate(pids) if self._places.get(i, i) == place}, peaks)
         except GpuLost as error:
             peaks.lost = peaks.lost or str(error)
@@ -153,17 +156,16 @@ class NvmlMeter(Meter):
         """Of one GPU and the pids of its ranks."""
         gpu.free = memory(self._lib, gpu.handle)[1]
         grown = max(0, gpu.free_before - gpu.free)
-        shown = False
         for rank, pid in ranks.items():
-            own = gpu.held.get(pid, 0)
-            if own <= grown + _IDLE_BYTES:  # else it is another's: a container numbers its processes anew
-                shown = shown or own > 0
-                peaks.used[rank] = max(peaks.used[rank], own)
+            # One that was there before is another's: a container numbers its processes anew, NVML shows the host's numbers.
+            own = gpu.held.get(pid, 0) if pid not in gpu.held_before else 0
+            gpu.shown = gpu.shown or own > 0  # and stays so when the rank is gone
+            peaks.used[rank] = max(peaks.used[rank], own)
             peaks.grown[rank] = max(peaks.grown.get(rank, 0), grown)
-        others = {pid: held for pid, held in gpu.held.items() if pid not in self._ours} if shown else {}
+        others = {pid: held for pid, held in gpu.held.items() if pid not in self._ours} if gpu.shown else {}
         foreign = gpu.accepted + sum(_growth(others, gpu.held_before).values())
         if foreign > peaks.foreign:
-            who = _growth(others if shown else gpu.held_before, gpu.held_at_first)
+            who = _growth(others if gpu.shown else gpu.held_before, gpu.held_at_first)
             peaks.foreign = foreign
             peaks.neighbours = f"{holders_text(who) or HIDDEN} on {gpu.label}"
         self._sample_clock(gpu, peaks)
@@ -234,11 +236,9 @@ def _growth(now: dict[int, int], before: dict[int, int]) -> dict[int, int]:
     return {pid: grown for pid, grown in more.items() if grown > 0}
 
 
-def _with_descendants(pids: list[int]) -> set[int]:
-    found = set(pids)
-    for pid in pids:
-        try:
-            found |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
-        except psutil.Error:
-            continue
-    return found
+def _descends(pid: int, ancestors: list[int]) -> bool:
+    """Whether a process was started by one of these, or by what they have started."""
+    try:
+        return any(parent.pid in ancestors for parent in psutil.Process(pid).parents())
+    except psutil.Error:
+        return False

@@ -1,6 +1,8 @@
 """Whose bytes are on a GPU: NVML's real bindings over a driver that changes under them."""
 
 import gc
+import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -146,11 +148,24 @@ def test_another_process_with_the_same_number(driver: Driver, card: Card) -> Non
     assert (peaks.used, peaks.worst) == ([0], 2 * GIB)
 
 
-def test_what_a_rank_has_started_is_its_own(driver: Driver, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_rank_has_started_is_its_own(driver: Driver, card: Card) -> None:
+    """A server for generation, say, that a script runs beside its training."""
     meter = begun(driver)
-    monkeypatch.setattr(gpu_meter, "_with_descendants", lambda pids: {*pids, NEIGHBOUR})
-    change(driver, card, processes={RANK: 1024, NEIGHBOUR: 12 * 1024})
-    assert sampled(meter, RANK).foreign == 0
+    with subprocess.Popen(["sleep", "60"]) as child:
+        change(driver, card, processes={os.getpid(): 1024, child.pid: 12 * 1024})
+        peaks = sampled(meter, os.getpid())
+        child.kill()
+    assert (peaks.used, peaks.foreign) == ([GIB], 0)
+
+
+def test_a_neighbour_is_seen_though_the_rank_is_gone(driver: Driver, card: Card) -> None:
+    """A rank reports and leaves at once: when processes are listed the next time it is not there any more."""
+    meter = begun(driver)
+    change(driver, card, processes={RANK: 9 * 1024})
+    sampled(meter, RANK)
+    change(driver, card, processes={NEIGHBOUR: 12 * 1024})
+    peaks = sampled(meter, RANK)
+    assert (peaks.used, peaks.foreign) == ([0], 12 * GIB)
 
 
 def test_what_ended_ranks_still_hold(driver: Driver, card: Card) -> None:
