@@ -44,7 +44,7 @@ class Gpu:
     free_bytes: int  # what a new process can have of it, its CUDA context included
     reserved_bytes: int  # what the driver keeps for itself; 0 where it does not say
     holders: dict[int, int]  # bytes by pid, of the processes that NVML shows
-    in_slices: bool = False  # a card in MIG mode: only its slices can be used
+    in_slices: bool = False  # a card in MIG mode: only its slices can be used, and only of them is the memory known
     is_slice: bool = False
     trouble: str = ""  # why it cannot be used: NVML's error
 
@@ -148,13 +148,13 @@ def _process_name(pid: int) -> str:
 
 
 def free_by_uuid() -> dict[str, int]:
-    """Free bytes of every card and slice that this process may use; nothing where there is no driver."""
+    """Free bytes of every whole card and slice that this process may use; nothing where there is no driver."""
     with nvml() as lib:
         if lib is None:
             return {}
         cards = _cards(lib, with_holders=False)
         devices = [one for handle, card in cards for one in (card, *_slices(lib, handle, card))]
-    return {one.uuid: one.free_bytes for one in devices if not one.trouble}
+    return {one.uuid: one.free_bytes for one in devices if not one.trouble and not one.in_slices}
 
 
 def bytes_of(pid: int, uuid: str) -> int | None:
@@ -179,11 +179,11 @@ def all_cards() -> list[Gpu]:
 def visible_gpus() -> list[Gpu]:
     """What CUDA_VISIBLE_DEVICES leaves visible, in CUDA's order; nothing where there is no driver.
 
-    Raises:
-        GpuError: the driver answers no question.
-
     A process sees at most one MIG slice, the first of those that it could, and beside it no whole card (NVIDIA's MIG user
     guide, "CUDA Device Enumeration").
+
+    Raises:
+        GpuError: the driver does not answer.
     """
     with nvml() as lib:
         if lib is None:
@@ -248,25 +248,20 @@ def by_uuid(wanted: str, kind: str, uuids: Sequence[str]) -> list[int]:
 
 
 def order_is_unknown(count: int) -> bool:
-    """Whether NVML cannot know which `count` cards CUDA takes: the user has it count by speed, the cards are unlike, and
-    not all of them are taken."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith(("GPU-", "MIG-"))
-    cards = all_cards()
-    return (
-        os.environ.get(ORDER, BY_BUS) != BY_BUS
-        and not named
-        and len({c.name for c in cards}) > 1
-        and count < len(cards)
-    )
+    """Whether NVML cannot know which `count` cards CUDA takes: the user has it count in another order, by which it takes
+    some of several unlike cards."""
+    return os.environ.get(ORDER, BY_BUS) != BY_BUS and _order_matters() and count < len(all_cards())
 
 
 def order_to_set() -> dict[str, str]:
-    """What a training needs in its environment for its GPUs to be those of this module: nothing where all cards are
-    alike, where the user names them by UUID, or where the order is set."""
+    """What a training needs in its environment for its GPUs to be those of this module."""
+    return {ORDER: BY_BUS} if ORDER not in os.environ and _order_matters() else {}
+
+
+def _order_matters() -> bool:
+    """Whether an index means one card by bus and may mean another by speed: cards are unlike, and not named by UUID."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith(("GPU-", "MIG-"))
-    if ORDER in os.environ or named or len({card.name for card in all_cards()}) < 2:
-        return {}
-    return {ORDER: BY_BUS}
+    return not named and len({card.name for card in all_cards()}) > 1
 
 
 def _cards(lib: Any, with_holders: bool = True) -> list[tuple[Any, Gpu]]:
@@ -278,10 +273,11 @@ def _cards(lib: Any, with_holders: bool = True) -> list[tuple[Any, Gpu]]:
     for index in range(count):
         label = f"GPU {len(found)}"
         try:
-            handle = lib.nvmlDeviceGetHandleByIndex(index)
+            try:
+                handle = lib.nvmlDeviceGetHandleByIndex(index)
+            except lib.NVMLError_NoPermission:
+                continue
             found.append((handle, _look(lib, handle, label, with_holders, in_slices=_in_slices(lib, handle))))
-        except lib.NVMLError_NoPermission:
-            continue
         except lib.NVMLError as error:
             found.append((None, Gpu(label, "", label, 0, 0, 0, {}, trouble=str(error))))
     return found
@@ -290,7 +286,8 @@ def _cards(lib: Any, with_holders: bool = True) -> list[tuple[Any, Gpu]]:
 def _look(
     lib: Any, handle: Any, label: str, with_holders: bool = True, *, in_slices: bool = False, is_slice: bool = False
 ) -> Gpu:
-    total, free, reserved = memory(lib, handle)
+    # Of a card in MIG mode only an administrator may ask for memory and processes.
+    total, free, reserved = (0, 0, 0) if in_slices else memory(lib, handle)
     return Gpu(
         label,
         _text(lib.nvmlDeviceGetUUID(handle)),

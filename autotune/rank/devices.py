@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from autotune.problem.gpus import bytes_of, free_by_uuid
+from autotune.problem.gpus import bytes_of, free_by_uuid, visible_gpus
 from autotune.rank import cuda
 from autotune.units import GIB
 
@@ -65,7 +65,7 @@ class CudaDevice:
         self.index, self._cap = local_rank, cap_bytes
         free = free_by_uuid()
         cuda.take(local_rank)
-        self.uuid = _nvml_uuid(cuda.uuid(), free)
+        self.uuid = _nvml_uuid(free)
         self._free_before = free.get(self.uuid)
         self._overhead = OVERHEAD_BYTES
         self._retries = cuda.retries()
@@ -174,9 +174,12 @@ def make_device(name: str) -> Device:
     return CudaDevice() if name == "cuda" else CpuDevice()
 
 
-def _nvml_uuid(said: str, known: Iterable[str]) -> str:
-    """NVML's UUID of the device that torch names without the `GPU-` or `MIG-`; an empty string where NVML knows none."""
-    return next((uuid for uuid in known if uuid.endswith(said)), "")
+def _nvml_uuid(known: Iterable[str]) -> str:
+    """NVML's UUID of this process's device, which torch names without the `GPU-` or `MIG-`; an empty string where NVML knows
+    none. A process that has a MIG slice has no other device, whatever name it goes by."""
+    said = cuda.uuid()
+    named = next((uuid for uuid in known if uuid.endswith(said)), "")
+    return named or next((gpu.uuid for gpu in visible_gpus() if gpu.is_slice), "")
 
 
 def used_bytes() -> int:
@@ -185,7 +188,7 @@ def used_bytes() -> int:
     if not cuda.available():
         return data_bytes("self")
     free, total = cuda.free_and_total()
-    own = bytes_of(os.getpid(), _nvml_uuid(cuda.uuid(), free_by_uuid()))
+    own = bytes_of(os.getpid(), _nvml_uuid(free_by_uuid()))
     return cuda.most_reserved() + max(0, (total - free if own is None else own) - cuda.reserved())
 
 

@@ -11,7 +11,7 @@
 #include <string.h>
 #include <time.h>
 
-enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9 };
+enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NO_PERMISSION = 4, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9 };
 enum { MOST_DEVICES = 64, MOST_PROCESSES = 32, MOST_FAILURES = 32, TEXT = 96 };
 #define MIB (1024ull * 1024ull)
 #define NOT_AVAILABLE (~0ull) /* of a process whose bytes the driver does not tell */
@@ -208,9 +208,12 @@ int nvmlDeviceGetPciInfo_v3(void *handle, PciInfo *info) {
 typedef struct { unsigned long long total, free, used; } Memory;
 typedef struct { unsigned version; unsigned long long total, reserved, free, used; } MemoryV2;
 
+/* Whoever is no administrator may not ask for the memory of a card in MIG mode as a whole. */
+#define OPEN_MEMORY OPEN; if (d->mig) return NO_PERMISSION
+
 /* Version 1 counts what the driver keeps for itself as used, version 2 apart; both give the same `free`. */
 int nvmlDeviceGetMemoryInfo(void *handle, Memory *memory) {
-    OPEN;
+    OPEN_MEMORY;
     memory->total = d->total_mib * MIB;
     memory->used = (d->reserved_mib + used_mib(d)) * MIB;
     memory->free = memory->total - memory->used;
@@ -218,7 +221,7 @@ int nvmlDeviceGetMemoryInfo(void *handle, Memory *memory) {
 }
 
 int nvmlDeviceGetMemoryInfo_v2(void *handle, MemoryV2 *memory) {
-    OPEN;
+    OPEN_MEMORY;
     if (memory->version != (sizeof *memory | 2u << 24)) return 25; /* NVML_ERROR_ARGUMENT_VERSION_MISMATCH */
     memory->total = d->total_mib * MIB;
     memory->reserved = d->reserved_mib * MIB;

@@ -9,7 +9,7 @@ import pytest
 from autotune.rank import cuda, devices
 from autotune.rank.devices import CudaDevice
 from autotune.units import GIB, MIB
-from tests.fake_driver import DRIVER_NOT_LOADED, Card, Driver
+from tests.fake_driver import DRIVER_NOT_LOADED, Card, Driver, Slice
 
 CAP = 8 * GIB
 CONTEXT, NCCL, LATE = 500, 300, 90  # MiB
@@ -22,6 +22,7 @@ class StandIn:
         self.driver, self.shown = driver, shown
         self.bad_fork, self.devices, self.share = False, 1, 1.0
         self.outside_mib, self.reserved_mib, self.most_mib = 0, 0, 0
+        self.card_of_process: Slice | None = None
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         for name, value in {
@@ -43,8 +44,8 @@ class StandIn:
             patch.setattr(cuda, name, value)
 
     @property
-    def card(self) -> Card:
-        return self.driver.cards[0]
+    def card(self) -> Slice:
+        return self.card_of_process or self.driver.cards[0]
 
     def hold(self, outside_mib: int | None = None, reserved_mib: int | None = None) -> None:
         """The process has so much from now on."""
@@ -128,6 +129,20 @@ def test_without_nvml_the_overhead_is_a_prior(torchs: StandIn) -> None:
     device, told = joined(torchs, CAP)
     assert (told["uuid"], told["overhead_bytes"]) == ("", devices.OVERHEAD_BYTES)
     assert device.peaks()["overhead_bytes"] == devices.OVERHEAD_BYTES
+
+
+@pytest.mark.parametrize("named", ["slice", "card"])
+def test_a_slice_by_its_own_name_or_its_cards(driver: Driver, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    """CUDA may say the UUID of either."""
+    driver.cards = [Card("A100", 40, capability=(8, 0), mig=True)]
+    driver.cards[0].slices = [Slice("A100 MIG 1g.5gb", 4.75), Slice("A100 MIG 1g.5gb", 4.75)]
+    stand_in = StandIn(driver, shown=True)
+    stand_in.card_of_process = driver.cards[0].slices[0]
+    stand_in.install(monkeypatch)
+    said = stand_in.card if named == "slice" else driver.cards[0]
+    monkeypatch.setattr(cuda, "uuid", lambda: said.uuid.partition("-")[2])
+    device, told = joined(stand_in)
+    assert (device.uuid, told["overhead_bytes"]) == (stand_in.card.uuid, (CONTEXT + NCCL) * MIB)
 
 
 def test_a_rank_without_a_gpu_of_its_own(torchs: StandIn) -> None:
