@@ -96,9 +96,8 @@ def _gpu(gpu: Gpu) -> Finding:
     if gpu.reserved_bytes:
         found += f"; the driver keeps {format_bytes(gpu.reserved_bytes)}"
     if gpu.held_bytes >= MIB:
-        found += (
-            f"; {format_bytes(gpu.held_bytes)} in use: {holders_text(gpu.holders) or 'by processes NVML does not show'}"
-        )
+        unknown = "processes that NVML does not show" if gpu.reserved_bytes else "the driver and processes, as it seems"
+        found += f"; {format_bytes(gpu.held_bytes)} in use by {holders_text(gpu.holders) or unknown}"
     if holder := holder_of(gpu.uuid):
         return Finding(
             "warn", gpu.label, f"{found}; held by autotune ({holder})", "a study waits its turn", "wait for it"

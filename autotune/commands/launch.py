@@ -62,7 +62,7 @@ def launch_training(request: Request, say: Callable[[str], None] = print) -> Lau
         convert=setup.convert,
         say=say,
     )
-    with held_gpus(found, f"launch of {training.job.script.target if training.job.script else '?'}", say):
+    with held_gpus(found, f"launch of {setup.script.target}", say):
         return supervisor.run()
 
 

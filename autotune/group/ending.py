@@ -12,6 +12,7 @@ from contextlib import suppress
 import psutil
 
 KILL_GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
+KILL_SECONDS = 10.0  # for a process group after SIGKILL
 REAP_SECONDS = 5.0  # for a killed process to be gone
 
 
@@ -79,7 +80,7 @@ def below(process: psutil.Process) -> list[psutil.Process]:
 
 def _kill_groups(pids: list[int], status: Callable[[int], int | None]) -> None:
     """SIGTERM to every rank's process group, SIGKILL after the grace."""
-    for number, patience in ((signal.SIGTERM, KILL_GRACE_SECONDS), (signal.SIGKILL, 10.0)):
+    for number, patience in ((signal.SIGTERM, KILL_GRACE_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
         for pid in pids:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, number)

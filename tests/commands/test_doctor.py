@@ -12,7 +12,7 @@ from autotune.group.locks import held_gpus
 from autotune.problem.hardware import detect
 from autotune.units import GIB, MIB
 from tests.cli_call import call
-from tests.fake_driver import GPU_IS_LOST, LIB_RM_VERSION_MISMATCH, Card, Driver, Slice
+from tests.fake_driver import FUNCTION_NOT_FOUND, GPU_IS_LOST, LIB_RM_VERSION_MISMATCH, Card, Driver, Slice
 
 RTX_3090 = "NVIDIA GeForce RTX 3090"
 FACTS = {
@@ -79,7 +79,7 @@ def test_gpus_in_use_and_unknown(driver: Driver) -> None:
         f"{RTX_3090}, 24.00 GiB, of which a process can have 23.69 GiB; the driver keeps 320.0 MiB"
     )
     assert "not in autotune's table" in found["GPU 1"].found
-    assert found["GPU 2"].found.endswith("9.00 GiB in use: a process (pid 4711) 9.00 GiB")
+    assert found["GPU 2"].found.endswith("9.00 GiB in use by a process (pid 4711) 9.00 GiB")
     assert "end the other processes" in found["GPU 2"].fix
 
 
@@ -93,7 +93,14 @@ def test_a_desktop_is_said_and_no_trouble(driver: Driver) -> None:
 def test_a_container_that_hides_processes(driver: Driver) -> None:
     finding = found_of(driver, Card(RTX_3090, 24, hidden_mib=9 * 1024))["GPU 0"]
     assert finding.level == "warn"
-    assert "9.00 GiB in use: by processes NVML does not show" in finding.found
+    assert "9.00 GiB in use by processes that NVML does not show" in finding.found
+
+
+def test_an_old_driver_does_not_tell_what_it_keeps(driver: Driver) -> None:
+    driver.failing = {"nvmlDeviceGetMemoryInfo_v2": FUNCTION_NOT_FOUND}
+    finding = found_of(driver, Card(RTX_3090, 24))["GPU 0"]
+    assert finding.level == "good"
+    assert finding.found.endswith("320.0 MiB in use by the driver and processes, as it seems")
 
 
 def test_a_slice_and_a_card_that_is_gone(driver: Driver) -> None:
