@@ -1,4 +1,4 @@
-"""JSON lines over a socket. Up: `phase`, `progress`, `measured`, `error`, `bye`. Down: `measure`, `certify`, `stop`.
+"""JSON lines over a socket. Up: `device`, `phase`, `progress`, `measured`, `error`, `bye`. Down: `measure`, `certify`, `stop`.
 
 No pickle: a rank may run the user's code, and nothing it says is executed here.
 """

@@ -86,7 +86,8 @@ class BaseRank(ABC):
         self.device.setup(self.number, self.spec["cap_bytes"], self.spec["threads"])
         self._join_group(self.device)
         self.agree(0.0)  # NCCL takes its buffers with the first collective
-        self.channel.send("device", **self.device.joined())
+        if told := self.device.joined():
+            self.channel.send("device", **told)
 
     def _set_environment(self) -> None:
         """As torchrun sets it."""
