@@ -43,6 +43,7 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 from autotune.executors.base import Effort
 from autotune.executors.deadlines import Deadlines
 from autotune.executors.local import LocalExecutor
+from autotune.group.locks import lock_file
 from autotune.predict import trace as tracing
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware, detect
@@ -50,6 +51,7 @@ from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
 from autotune.problem.outcome import Outcome
 from autotune.units import MIB
+from tests import fake_driver
 
 SCRIPTS = Path(__file__).parent / "scripts"
 DEAR = {  # file: what its tests share
@@ -281,3 +283,23 @@ def bench(_bench_of_this_worker: Bench) -> Iterator[Bench]:
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# -- a driver ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def driver_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`libnvidia-ml.so.1` of `tests/fake_driver`."""
+    return fake_driver.build(tmp_path_factory.mktemp("driver"))
+
+
+@pytest.fixture
+def driver(driver_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_driver.Driver]:
+    """A driver for NVML's bindings in this process, of a machine without a GPU; `driver.environment` is another's."""
+    made = fake_driver.Driver(driver_library, tmp_path / "machine.txt")
+    made.write()
+    fake_driver.install(made, monkeypatch)
+    yield made
+    for device in [one for card in made.cards for one in (card, *card.slices)]:
+        lock_file(device.uuid).unlink(missing_ok=True)

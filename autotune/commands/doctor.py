@@ -14,9 +14,21 @@ from typing import Any
 
 from autotune.file_systems import file_system_of
 from autotune.group.environment import trial_environment
+from autotune.group.locks import holder_of
 from autotune.predict.unread import newer_version
 from autotune.problem.cpus import usable_cpus
-from autotune.problem.hardware import facts_for, nvml, nvml_handle, visible_gpus
+from autotune.problem.gpus import (
+    Gpu,
+    GpuError,
+    all_cards,
+    driver_trouble,
+    holders_text,
+    nvml,
+    order_to_set,
+    telling,
+    visible_gpus,
+)
+from autotune.problem.hardware import facts_for
 from autotune.problem.host import host_available_bytes, host_total_bytes
 from autotune.units import GIB, MIB, format_bytes
 
@@ -43,37 +55,65 @@ def examine(nvme_path: Path | None = None) -> list[Finding]:
 def _gpus() -> Iterator[Finding]:
     with nvml() as lib:
         if lib is None:
-            yield Finding(
-                "warn",
-                "GPU",
-                "NVML finds no driver",
-                "only CPU ranks can be tuned",
-                "install NVIDIA's driver, or run the container with --gpus all",
-            )
+            yield _no_driver()
             return
-        version = lib.nvmlSystemGetDriverVersion()
-        cuda = lib.nvmlSystemGetCudaDriverVersion()
-        yield Finding("good", "driver", f"{version}, CUDA up to {cuda // 1000}.{cuda % 1000 // 10}")
-        for device in visible_gpus():
-            yield _gpu(lib, device)
-
-
-def _gpu(lib: Any, device: str) -> Finding:
-    handle = nvml_handle(lib, device)
-    name, memory = str(lib.nvmlDeviceGetName(handle)), lib.nvmlDeviceGetMemoryInfo(handle)
-    what = f"GPU {device}"
-    found = f"{name}, {format_bytes(memory.total)}, {format_bytes(memory.used)} in use"
-    if memory.used > GIB:
-        return Finding(
-            "warn",
-            what,
-            found,
-            "trials run out of memory earlier than your training would",
-            "end the other processes (nvidia-smi lists them), or hide this GPU with CUDA_VISIBLE_DEVICES",
+        try:
+            with telling("NVIDIA's driver"):
+                version, cuda = lib.nvmlSystemGetDriverVersion(), lib.nvmlSystemGetCudaDriverVersion()
+            cards, visible = all_cards(), visible_gpus()
+        except GpuError as error:
+            yield Finding("bad", "driver", str(error), "no GPU can be tuned", "reboot, or reload its kernel module")
+            return
+    yield Finding("good", "driver", f"{version}, CUDA up to {cuda // 1000}.{cuda % 1000 // 10}")
+    yield from map(_gpu, visible)
+    if not visible:
+        wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+        found = f"{len(cards)} here, none for CUDA" + (
+            f" (CUDA_VISIBLE_DEVICES={wanted})" if wanted is not None else ""
         )
-    if facts_for(name, memory.total) is None:
-        return Finding("warn", what, f"{found}, not in autotune's table", "no MFU", "add it to data/gpus.json")
-    return Finding("good", what, found)
+        fix = "set it to what `nvidia-smi -L` lists, or unset it; a card in MIG mode needs a slice"
+        yield Finding("warn", "GPU", found, "only CPU ranks can be tuned", fix)
+    if order := order_to_set():
+        names = " and ".join(sorted({card.name for card in cards}))
+        setting = " ".join(f"{key}={value}" for key, value in order.items())
+        cost = "CUDA by itself counts them by speed, not as nvidia-smi does"
+        fix = f"nothing: trials run with {setting}, and so does the command that a study prints"
+        yield Finding("good", "GPU order", f"unlike GPUs: {names}", cost, fix)
+
+
+def _no_driver() -> Finding:
+    cost = "only CPU ranks can be tuned"
+    if trouble := driver_trouble():
+        fix = "reboot, or reload its kernel module: an update has left the old one running"
+        return Finding("bad", "driver", f"NVIDIA's driver does not answer: {trouble}", cost, fix)
+    fix = "install NVIDIA's driver, or run the container with --gpus all"
+    return Finding("warn", "GPU", "NVML finds no driver", cost, fix)
+
+
+def _gpu(gpu: Gpu) -> Finding:
+    if gpu.trouble:
+        fix = "`nvidia-smi -r`, or a reboot; `dmesg | grep Xid` says why; or leave it out with CUDA_VISIBLE_DEVICES"
+        return Finding("bad", gpu.label, f"does not answer: {gpu.trouble}", "a study that uses it cannot run", fix)
+    found = f"{gpu.name}, {format_bytes(gpu.total_bytes)}, of which a process can have {format_bytes(gpu.free_bytes)}"
+    if gpu.reserved_bytes:
+        found += f"; the driver keeps {format_bytes(gpu.reserved_bytes)}"
+    if gpu.held_bytes >= MIB:
+        unknown = "processes that NVML does not show" if gpu.reserved_bytes else "the driver and processes, as it seems"
+        found += f"; {format_bytes(gpu.held_bytes)} in use by {holders_text(gpu.holders) or unknown}"
+    if holder := holder_of(gpu.uuid):
+        return Finding(
+            "warn", gpu.label, f"{found}; held by autotune ({holder})", "a study waits its turn", "wait for it"
+        )
+    if gpu.held_bytes > GIB:
+        cost = "a study takes what is free for the whole: its winner is smaller than the card allows"
+        fix = "end the other processes, or hide this GPU with CUDA_VISIBLE_DEVICES"
+        return Finding("warn", gpu.label, found, cost, fix)
+    if gpu.is_slice:
+        cost = "one rank only, and no MFU: CUDA shows a process one slice"
+        return Finding("warn", gpu.label, found, cost, "for the whole card turn MIG off: nvidia-smi -mig 0")
+    if facts_for(gpu.name, gpu.total_bytes) is None:
+        return Finding("warn", gpu.label, f"{found}; not in autotune's table", "no MFU", "add it to data/gpus.json")
+    return Finding("good", gpu.label, found)
 
 
 def _memory() -> Iterator[Finding]:
@@ -145,8 +185,9 @@ def attempt(name, work):
         out["errors"][name] = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 def torch_facts():
     import torch
-    return {"version": torch.__version__, "cuda": torch.version.cuda, "available": torch.cuda.is_available(),
-            "nccl": list(torch.cuda.nccl.version()) if torch.version.cuda else None}
+    from autotune.rank import cuda
+    return {"version": torch.__version__, "cuda": torch.version.cuda, "available": cuda.available(),
+            "nccl": list(cuda.nccl_version()) if torch.version.cuda else None}
 attempt("torch", torch_facts)
 def versions():
     import deepspeed, transformers, optuna

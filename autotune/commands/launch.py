@@ -10,6 +10,7 @@ from pathlib import Path
 from autotune.commands.request import Request, launch_setup
 from autotune.commands.setup import LaunchSetup, PlanSetup
 from autotune.errors import NothingFits, UserError
+from autotune.group.locks import held_gpus
 from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.fitting import for_device, for_job
@@ -63,7 +64,8 @@ def launch_training(request: Request, say: Callable[[str], None] = print) -> Lau
         say=say,
         threads=training.threads,
     )
-    return supervisor.run()
+    with held_gpus(found, f"launch of {setup.script.target}", say):
+        return supervisor.run()
 
 
 def _from_study(setup: LaunchSetup, store: StudyStore, say: Callable[[str], None]) -> _Training:

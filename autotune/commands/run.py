@@ -21,6 +21,7 @@ from autotune.errors import NothingFits, UserError
 from autotune.executors.base import Executor
 from autotune.executors.local import LocalExecutor
 from autotune.executors.replay import ReplayExecutor
+from autotune.group.locks import held_gpus
 from autotune.predict.predictor import Predictor
 from autotune.predict.unread import newer_version
 from autotune.problem.candidate import Candidate
@@ -84,9 +85,10 @@ def run_study(
         console.print("no GPU found: running CPU ranks", style="yellow")
         if confirm is not None and not confirm("tune on CPU ranks?"):
             raise UserError("not started; on a GPU machine, `autotune doctor` says why no GPU is seen")
-    make_study_folder(setup.folder)
     observer = make_observer(setup.hardware, setup.budget_seconds, console, quiet)
-    with failures_in_one_line(), stop_on_signals() as stopped:
+    gpus = held_gpus(setup.hardware, f"study {setup.name}", observer.say)
+    with failures_in_one_line(), gpus, stop_on_signals() as stopped:
+        make_study_folder(setup.folder)
         opening = time.monotonic()
         with closing(_executor(setup, stopped.is_set)) as executor:
             local = executor if isinstance(executor, LocalExecutor) else None
@@ -251,7 +253,8 @@ def _summary(
         lines = winner_lines(found.winner, store.records(), store.job, store.hardware)
         if not found.verified:
             lines.append("  not verified: the budget or the call ended first; run again to verify it")
-        lines += train_with_lines(found.winner.candidate, store.job, store.name, files[0], store.threads)
+        given = (store.threads, store.hardware.environment)
+        lines += train_with_lines(found.winner.candidate, store.job, store.name, files[0], *given)
         counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())
         trials, used = sum(found.by_kind.values()), format_duration(found.used_seconds)
         lines.append(f"  {trials} trials ({counts}) in {used}; {found.ended}")

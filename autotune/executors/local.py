@@ -14,9 +14,10 @@ from autotune.errors import Cause, MachineTrouble, Unusable
 from autotune.executors.base import Effort
 from autotune.executors.deadlines import SCRIPT_DEADLINES, Deadlines
 from autotune.executors.measurement import inside_bytes, measurement_of
+from autotune.executors.scratch import scratch_folder
 from autotune.executors.selftest import check_group
 from autotune.group.environment import trial_environment
-from autotune.group.gauge import make_meter
+from autotune.group.gpu_meter import make_meter
 from autotune.group.group import Group
 from autotune.group.launchers import ForkLauncher, Launcher, SpawnLauncher
 from autotune.group.policy import Policy, Stop
@@ -26,7 +27,7 @@ from autotune.predict.startup import size_seconds
 from autotune.problem.candidate import Candidate, under
 from autotune.problem.cpus import threads_per_rank
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job, Script
+from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Outcome, Phase, Source
 from autotune.problem.script import heavy_imports
 from autotune.rank.config import needed_ops, trial_config
@@ -72,6 +73,7 @@ class LocalExecutor:
         self._launcher: Launcher | None = None
         self.build_seconds = 0.0  # spent building DeepSpeed's ops, once a machine
         self.meter = make_meter(hardware)
+        self.say: Callable[[str], None] = lambda text: None
 
     @property
     def entry(self) -> str:
@@ -86,6 +88,7 @@ class LocalExecutor:
 
     def open(self, say: Callable[[str], None]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.say = say
         if self.isolation == "fork":
             self._start_fork_server(say)
         else:
@@ -143,7 +146,7 @@ class LocalExecutor:
         """Restarts a fork server that was killed."""
         if isinstance(self._launcher, ForkLauncher) and not self._launcher.alive:
             self._launcher.close()
-            self.open(lambda text: None)
+            self.open(self.say)
 
     @property
     def resumes(self) -> bool:
@@ -300,6 +303,7 @@ class LocalSession:
             cancelled=lambda: executor.cancelled(),
             on_message=self._take,
             on_phase=lambda phase: executor.on_phase(phase),
+            say=lambda text: executor.say(text),
         )
         ranks = executor.job.ranks
         stop = group.start(executor.entry, ranks, self._spec(), deadline=deadline, logs=self._folder)
@@ -309,7 +313,7 @@ class LocalSession:
         executor, candidate = self._executor, self._candidate
         job = executor.job
         if job.script:
-            scratch = _scratch(self._folder, job.script)
+            scratch = scratch_folder(self._folder, job.script)
             what: dict[str, Any] = {"candidate": candidate.as_dict, "scratch": str(scratch)}
         else:
             what = {"config": trial_config(candidate, job), "checkpointing": candidate.checkpointing}
@@ -333,7 +337,7 @@ class LocalSession:
         elif kind == "facts" and rank == 0:
             self.facts = message
         elif kind == "loaded":
-            self._load_peak_bytes = max(self._load_peak_bytes, inside_bytes([message]))
+            self._load_peak_bytes = max(self._load_peak_bytes, inside_bytes(message))
         elif kind == "measured":
             self._answers[rank] = message
 
@@ -356,20 +360,28 @@ class LocalSession:
             return Outcome(Kind.INTERRUPTED, group.phase, reason=why, evidence=said, source=source)
         if stop is Stop.DEADLINE:  # says nothing of the candidate: it may be tried again with more time
             why, said = f"its share of the budget ended in {group.phase.value}", "deadline of the budget"
-            return Outcome(Kind.INTERRUPTED, group.phase, reason=why, evidence=said, source=Source.BUDGET)
+            kind = Kind.INTERRUPTED
+            if group.waited_seconds:  # else it would count as slow
+                kind, why = (
+                    Kind.FOREIGN,
+                    f"{why}, after {group.waited_seconds:.0f} s of waiting for the device's memory",
+                )
+            return Outcome(kind, group.phase, reason=why, evidence=said, source=Source.BUDGET)
         evidence = group.evidence()
         self.close()
         if unusable := [error for error in evidence.errors if error.get("cause")]:
             raise Unusable(unusable[0]["text"], Cause(unusable[0]["cause"]))
         verdict = judge(evidence)
-        kind, reason = verdict.kind, verdict.reason
+        kind, reason, said = verdict.kind, verdict.reason, verdict.evidence
+        if kind is Kind.FOREIGN and evidence.peaks.neighbours:
+            said = f"{said} ({evidence.peaks.neighbours})"
         if not group.greeted:  # nothing of the candidate had reached the ranks
             kind, reason = Kind.INFRASTRUCTURE, f"the ranks did not come up: {verdict.reason}"
         return Outcome(
             kind,
             verdict.phase,
             reason=reason,
-            evidence=verdict.evidence,
+            evidence=said,
             source=verdict.source,
             rank=verdict.rank,
             missing_bytes=verdict.missing_bytes,
@@ -384,15 +396,3 @@ class LocalSession:
         if self._group is not None:
             self._group.end()
             shutil.rmtree(self._folder / "scratch", ignore_errors=True)
-
-
-def _scratch(folder: Path, script: Script) -> Path:
-    """A folder that shows a script what its own does, and takes what it writes there: links to every entry but the
-    one that holds the study, which is a usual place for logs too."""
-    scratch = folder.resolve() / "scratch"
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    for entry in Path(script.cwd).iterdir():
-        if entry.resolve() not in scratch.parents:
-            (scratch / entry.name).symlink_to(entry)
-    return scratch

@@ -6,6 +6,7 @@ import statistics
 from typing import Any
 
 from autotune.group.gauge import Peaks
+from autotune.group.gpu_meter import clock_limits, clock_mhz
 from autotune.group.protocol import Message
 from autotune.predict.flops import model_flops_per_token
 from autotune.problem.candidate import Candidate, samples, under
@@ -39,7 +40,9 @@ def measurement_of(
     if "tokens" in results[0]:
         tokens = sum(result["tokens"] for result in results)
     tflops, mfu = _rates(job, candidate, hardware, tokens / median)
-    inside = inside_bytes(results)
+    inside = [inside_bytes(result) for result in results]
+    # a GPU's growth is another's bytes too: where NVML does not show the ranks they know better themselves
+    shown = max(peaks.used, default=0)
     live = [result["live_bytes"] for result in results if "live_bytes" in result]
     return Measurement(
         step_seconds=median,
@@ -47,13 +50,16 @@ def measurement_of(
         steps=len(step_seconds),
         samples_per_second=trained / median,
         tokens_per_second=tokens / median,
-        peak_bytes=max(peaks.worst, inside),
+        peak_bytes=max(shown, *inside),
         micro_step_seconds=results[0].get("micro_seconds"),
         boundary_seconds=results[0].get("boundary_seconds"),
         extrapolated=bool(results[0].get("extrapolated")),
         torch_allocated_bytes=worst(results, "allocated_bytes"),
         torch_reserved_bytes=worst(results, "reserved_bytes"),
         nvml_peak_bytes=peaks.worst if hardware.device == "cuda" else None,
+        overhead_bytes=worst(results, "overhead_bytes") or None,
+        sm_clock_mhz=clock_mhz(peaks),
+        clock_limits=clock_limits(peaks),
         live_tensor_bytes=max(live, key=lambda by_phase: max(by_phase.values(), default=0), default={}),
         alloc_retries=worst(results, "retries") or 0,
         host_peak_bytes=worst(results, "host_bytes"),
@@ -64,9 +70,10 @@ def measurement_of(
     )
 
 
-def inside_bytes(results: list[Message]) -> int:
-    """The worst rank's peak as ranks themselves count it, in the quantity that capacity is compared with."""
-    return worst(results, "data_bytes") or worst(results, "reserved_bytes") or 0
+def inside_bytes(result: Message) -> int:
+    """A rank's peak as it counts it itself, in the quantity that capacity is compared with."""
+    inside = int(result.get("data_bytes") or result.get("reserved_bytes") or 0)
+    return inside + int(result.get("overhead_bytes") or 0)
 
 
 def worst(results: list[Message], key: str) -> int | None:

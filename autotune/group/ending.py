@@ -12,6 +12,7 @@ from contextlib import suppress
 import psutil
 
 KILL_GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
+KILL_SECONDS = 10.0  # for a process group after SIGKILL
 REAP_SECONDS = 5.0  # for a killed process to be gone
 
 
@@ -25,8 +26,11 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
-def end_ranks(pids: list[int], status: Callable[[int], int | None], strays: Callable[[], list[psutil.Process]]) -> None:
-    """Ends the ranks and all they have started; returns when nothing of it is left.
+def end_ranks(
+    pids: list[int], status: Callable[[int], int | None], strays: Callable[[], list[psutil.Process]]
+) -> list[psutil.Process]:
+    """Ends the ranks and all they have started; returns when nothing of it is left, or with what the kernel does not let go:
+    a process that frees a hundred GiB of pinned memory, or sits in a dead driver, is in no hurry after SIGKILL.
 
     Args:
         status: of a rank; reaps it.
@@ -49,6 +53,14 @@ def end_ranks(pids: list[int], status: Callable[[int], int | None], strays: Call
     while any(status(pid) is None for pid in pids) and time.monotonic() < until:
         time.sleep(0.01)
     psutil.wait_procs([process for process in started if process.is_running()], timeout=REAP_SECONDS)
+    return [process for process in (*ranks, *started) if _runs(process)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 def _process(pid: int) -> psutil.Process | None:
@@ -68,7 +80,7 @@ def below(process: psutil.Process) -> list[psutil.Process]:
 
 def _kill_groups(pids: list[int], status: Callable[[int], int | None]) -> None:
     """SIGTERM to every rank's process group, SIGKILL after the grace."""
-    for number, patience in ((signal.SIGTERM, KILL_GRACE_SECONDS), (signal.SIGKILL, 10.0)):
+    for number, patience in ((signal.SIGTERM, KILL_GRACE_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
         for pid in pids:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, number)

@@ -12,9 +12,11 @@ import sys
 from collections.abc import Mapping
 
 from autotune.problem.candidate import Candidate
+from autotune.problem.gpus import BY_BUS, ORDER, compute_capabilities
 from autotune.processes import package_environment
 
 THREADS = "OMP_NUM_THREADS"
+ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
 
 
 def training_environment(device: str, threads: int) -> dict[str, str]:
@@ -31,6 +33,7 @@ def training_environment(device: str, threads: int) -> dict[str, str]:
         # Always the same one: another version's log would make it build every op again.
         "PATH": os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]),
         "DS_ACCELERATOR": device,
+        ORDER: os.environ.get(ORDER, BY_BUS),  # as NVML counts: gauge and capacity are then the rank's own GPU's
         # before any OpenMP library is loaded: a second one beside torch's hears of it in no other way
         THREADS: str(threads),
     }
@@ -41,12 +44,22 @@ def trial_environment(device: str, threads: int) -> dict[str, str]:
     """The environment of a rank that is measured: a training's, but quiet, and safe to fork."""
     return {
         **training_environment(device, threads),
+        **_architectures(device),
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() must not wake the driver
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
+
+
+def _architectures(device: str) -> dict[str, str]:
+    """For which GPUs DeepSpeed builds its ops. Where nothing is said its builders ask CUDA, which wakes the driver in the fork
+    server; they are told what they would find (`OpBuilder.compute_capability_args`)."""
+    if device == "cpu" or ARCHITECTURES in os.environ:
+        return {}
+    found = compute_capabilities()
+    return {ARCHITECTURES: ";".join(found)} if found else {}
 
 
 def variables_of(candidate: Candidate, threads: int) -> dict[str, str]:

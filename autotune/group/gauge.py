@@ -7,40 +7,67 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
-from autotune.problem.hardware import Hardware, nvml, nvml_handle, visible_gpus
 from autotune.problem.host import host_available_bytes
 from autotune.units import MIB
 
-FOREIGN_BYTES = 256 * MIB  # another process must have grown by this much to be blamed
+FOREIGN_BYTES = 256 * MIB  # others must have grown by this much to be blamed
+_LOOK_SECONDS = 1.0  # for a sample that is asked for
 
 
 @dataclass
 class Peaks:
     """The highest values since the last reset, in bytes; lists have one entry a rank."""
 
-    used: list[int] = field(default_factory=list)
-    foreign: int = 0  # how much other processes' share of a device grew meanwhile
+    used: list[int] = field(default_factory=list)  # of the rank's own process; 0 where nothing shows it
+    grown: dict[int, int] = field(default_factory=dict)  # by rank: of its whole GPU, since before it was launched
+    foreign: int = 0  # how much more of a device others hold than when the study began
+    neighbours: str = ""  # who they are, for people
+    lost: str = ""  # which GPU is gone, and how
+    clocks: dict[str, list[int]] = field(default_factory=dict)  # samples in MHz, by GPU
+    clock_reasons: int = 0  # NVML's bits of all of them
     host_low: int = 2**62  # least main memory that was left to this process and its ranks
     oom_kills: int = 0  # the kernel's kills since the group started
 
     @property
     def worst(self) -> int:
-        return max(self.used, default=0)
+        """Of the rank with most: its process's bytes, or its GPU's growth where its process is hidden."""
+        return max(self.used, default=0) or max(self.grown.values(), default=0)
 
 
-class Meter(Protocol):
-    """Reads one device kind."""
+class Meter:
+    """Reads one device kind. What is here suits a device that nobody else is on."""
 
     interval_seconds: float
 
-    def sample(self, pids: list[int], peaks: Peaks) -> None: ...
-    def is_idle(self) -> bool:
-        """Whether the devices are back at the level they had before the first trial."""
+    def crowd(self) -> list[str]:
+        """Lines for people: which devices have less free than when the study began, and who holds it. Empty once there is
+        nothing to wait for."""
+        return []
+
+    def begin(self) -> None:
+        """Ranks are launched next."""
+
+    def place(self, rank: int, device: str) -> None:
+        """Takes a rank's word for which device it has."""
+
+    def sample(self, pids: list[int], peaks: Peaks) -> None:
+        """Raises the peaks to what the ranks with these pids have now."""
+        raise NotImplementedError
+
+    def busy(self) -> bool:
+        """Whether a device computes, as its driver says."""
+        return False
+
+    def look_closely(self) -> None:
+        """Something has gone wrong: the next sample may cost more."""
+
+    def left(self) -> list[str]:
+        """Lines for people: which devices do not have their memory back after the ranks were ended."""
+        return []
 
 
-class CpuMeter:
+class CpuMeter(Meter):
     """What RLIMIT_DATA counts, of each rank. Ranks know their own high water (`rank.devices`): this is for those that
     die, and seldom enough to leave them their cores (every 4 ms slowed two ranks on two cores by 9 %)."""
 
@@ -52,81 +79,49 @@ class CpuMeter:
                 pages = int(Path(f"/proc/{pid}/statm").read_bytes().split()[5])
                 peaks.used[index] = max(peaks.used[index], pages * 4096)
 
-    def is_idle(self) -> bool:
-        return True
-
-
-class NvmlMeter:
-    """NVML: per process where the driver shows it, the device's growth since idle where a container hides pids."""
-
-    interval_seconds = 0.01
-
-    def __init__(self, count: int) -> None:
-        self._context = nvml()
-        self._lib = self._context.__enter__()
-        self._handles = [nvml_handle(self._lib, one) for one in visible_gpus()[:count]] if self._lib else []
-        self._idle = [self._used(handle) for handle in self._handles]
-
-    def _used(self, handle: object) -> int:
-        return int(self._lib.nvmlDeviceGetMemoryInfo(handle).used)
-
-    def sample(self, pids: list[int], peaks: Peaks) -> None:
-        for index, handle in enumerate(self._handles):
-            used = self._used(handle)
-            shown = {}
-            with suppress(Exception):
-                for process in self._lib.nvmlDeviceGetComputeRunningProcesses(handle):
-                    if process.usedGpuMemory:
-                        shown[process.pid] = int(process.usedGpuMemory)
-            mine = [shown.get(pid, 0) for i, pid in enumerate(pids) if i % len(self._handles) == index]
-            grown = max(0, used - self._idle[index])
-            if sum(mine):
-                peaks.foreign = max(peaks.foreign, grown - sum(mine))
-                worst = max(mine)
-            else:
-                worst = grown // max(1, len(mine))
-            for i in range(index, len(pids), len(self._handles)):
-                peaks.used[i] = max(peaks.used[i], shown.get(pids[i], worst))
-
-    def is_idle(self) -> bool:
-        return all(self._used(h) - idle < 64 * MIB for h, idle in zip(self._handles, self._idle, strict=True))
-
-
-def make_meter(hardware: Hardware) -> Meter:
-    return NvmlMeter(hardware.count) if hardware.device == "cuda" else CpuMeter()
-
 
 class Gauge:
-    """Samples a trial's processes until it is stopped."""
+    """Samples a trial's processes in a thread, until it is stopped. Nothing waits for a sample: a driver may hang."""
 
     def __init__(self, meter: Meter, pids: list[int]) -> None:
         self._meter, self._pids = meter, pids
-        self._lock = threading.Lock()
-        self._peaks = Peaks(used=[0] * len(pids))
-        self._stopped = threading.Event()
+        self._peaks = Peaks(used=[0] * len(pids))  # a reset puts others in their place: a late sample spoils none
+        self._begun = self._done = 0  # samples
+        self._wake, self._stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="gauge", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         next_host = 0.0
         while not self._stopped.is_set():
-            with self._lock:
-                with suppress(Exception):  # a GPU may answer late while a process dies
-                    self._meter.sample(self._pids, self._peaks)
-                if time.monotonic() > next_host:
-                    self._peaks.host_low = min(self._peaks.host_low, host_available_bytes())
-                    next_host = time.monotonic() + 0.1
-            self._stopped.wait(self._meter.interval_seconds)
+            self._begun += 1
+            peaks = self._peaks
+            with suppress(Exception):  # a GPU may answer late while a process dies
+                self._meter.sample(self._pids, peaks)
+            if time.monotonic() > next_host:
+                peaks.host_low = min(peaks.host_low, host_available_bytes())
+                next_host = time.monotonic() + 0.1
+            self._done = self._begun
+            self._wake.wait(self._meter.interval_seconds)
+            self._wake.clear()
 
     def reset(self) -> None:
-        with self._lock:
-            self._peaks = Peaks(used=[0] * len(self._pids))
+        self._peaks = Peaks(used=[0] * len(self._pids))
 
     def peaks(self) -> Peaks:
         """Since the last reset."""
-        with self._lock:
-            return self._peaks
+        return self._peaks
+
+    def look(self) -> Peaks:
+        """The same with one more sample, as close as the meter can; without it where it takes too long."""
+        self._meter.look_closely()
+        wanted, until = self._begun + 1, time.monotonic() + _LOOK_SECONDS
+        self._wake.set()
+        while self._done < wanted and time.monotonic() < until:
+            time.sleep(0.005)
+        return self._peaks
 
     def stop(self) -> None:
         self._stopped.set()
+        self._wake.set()
         self._thread.join(timeout=2)

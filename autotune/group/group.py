@@ -18,10 +18,12 @@ from typing import Any
 
 from autotune.files import SocketFolder
 from autotune.group.ending import end_ranks
-from autotune.group.gauge import Gauge, Meter, Peaks, make_meter
+from autotune.group.gauge import Gauge, Meter, Peaks
+from autotune.group.gpu_meter import blame_hidden, make_meter
 from autotune.group.launchers import Launcher
 from autotune.group.policy import Policy, Stop
 from autotune.group.protocol import Channel, Message
+from autotune.group.room import wait_for_room, wait_until_back
 from autotune.group.verdict import Evidence, is_secondary, log_tail
 from autotune.group.vitals import Vitals
 from autotune.problem.hardware import Hardware
@@ -30,7 +32,6 @@ from autotune.problem.outcome import Phase
 
 _STATUS_SECONDS = 1.0  # for the exit status of a rank that said nothing of why it is gone
 _LOOK_SECONDS = 5.0  # between looks at ranks that say nothing, at most
-_IDLE_SECONDS = 10.0  # for a device's memory to come back after the last rank
 
 
 class Group:
@@ -42,6 +43,7 @@ class Group:
         cancelled: asked several times a second, also while ranks come up.
         on_message: takes every message of a rank, in order.
         on_phase: takes a phase as the group enters it.
+        say: takes a line for people: what it waits for, and what could not be ended.
     """
 
     def __init__(
@@ -54,8 +56,11 @@ class Group:
         cancelled: Callable[[], bool] = lambda: False,
         on_message: Callable[[int, Message], None] = lambda rank, message: None,
         on_phase: Callable[[str], None] = lambda phase: None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._launcher, self._hardware, self._meter, self._policy = launcher, hardware, meter, policy
+        self._onlooker = meter or make_meter(hardware)
+        self._say = say
         self._cancelled, self._on_message, self._on_phase = cancelled, on_message, on_phase
         self._folder = SocketFolder("autotune-")  # sockets and stores: a study may be on NFS
         self.home = self._folder.path
@@ -65,6 +70,7 @@ class Group:
         self.phase = Phase.START  # of the rank that is furthest behind
         self._phases: dict[int, Phase] = {}
         self._phase_seconds: dict[str, float] = {}
+        self.waited_seconds = 0.0  # for other processes to leave the devices
         self.failed_at: float | None = None  # on the monotonic clock, when a failure was noticed
         self._world = 0
         self._logs: Path | None = None
@@ -72,9 +78,10 @@ class Group:
         self._strangers: list[Channel] = []  # connected, and not yet known by their hello
         self._channels: dict[int, Channel] = {}  # by rank
         self._codes: dict[int, int] = {}  # the script's own exit codes, of ranks where it is over
+        self._outside: dict[int, int] = {}  # bytes of a rank's device outside its allocator, once the group was up
         self._signalled: set[int] = set()
         self.silence: str | None = None  # what was not heard, where that ended the watching
-        self._vitals = Vitals()
+        self._vitals = Vitals(self._onlooker.busy)
         self._places: dict[int, str] = {}  # where a rank's main thread was last
         self._waiting: set[int] = set()  # ranks that wait in a collective
         self._phase_began = time.monotonic()
@@ -95,10 +102,12 @@ class Group:
             logs: the folder of their logs, `rank0.log` and so on; None: they write where this process does.
 
         Raises:
-            OSError: the machine refuses to start them.
+            OSError: the machine refuses to start them, or a GPU does not answer.
         """
         self._world, self._logs = world, logs
         self.enter(Phase.START)
+        if self._meter is not None:
+            self.waited_seconds = wait_for_room(self._meter, self._say, deadline=deadline, cancelled=self._cancelled)
         address = str(self.home / "home.sock")
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
@@ -157,7 +166,7 @@ class Group:
                 return Stop.ARRIVED
             if self._lost():
                 self._hear(0.0)  # its last words may have come in between
-            if self.errors or self._lost():
+            if self.errors or self._lost() or (self._gauge is not None and self._gauge.peaks().lost):
                 self.failed_at = time.monotonic()
                 return Stop.FAILED
 
@@ -215,6 +224,9 @@ class Group:
             return bool(message["moved"])
         if kind == "error":
             self.errors.append(message)
+        elif kind == "device" and "uuid" in message:
+            self._onlooker.place(rank, message["uuid"])
+            self._outside[rank] = message["outside_bytes"]
         elif kind == "bye" and message.get("code") is not None:
             self._codes[rank] = int(message["code"])
         elif kind == "phase" and message["phase"] in set(Phase):
@@ -266,15 +278,15 @@ class Group:
         return len(codes) == self._world and not any(codes.values())
 
     def peaks(self) -> Peaks:
-        """Memory at its highest since the last `reset_peaks`; of ranks that are not gauged, memory now."""
-        peaks = self._gauge.peaks() if self._gauge is not None else self._memory_now()
+        """Memory at its highest since the last `reset_peaks`, now included; of ranks that are not gauged, memory now."""
+        peaks = self._gauge.look() if self._gauge is not None else self._memory_now()
         peaks.oom_kills = kernel_oom_kills() - self._oom_kills
         return peaks
 
     def _memory_now(self) -> Peaks:
         peaks = Peaks(used=[0] * len(self.pids), host_low=host_available_bytes())
         with suppress(Exception):  # a GPU may answer late while a process dies
-            make_meter(self._hardware).sample([self._workers.get(i, pid) for i, pid in enumerate(self.pids)], peaks)
+            self._onlooker.sample([self._workers.get(i, pid) for i, pid in enumerate(self.pids)], peaks)
         return peaks
 
     def reset_peaks(self) -> None:
@@ -291,6 +303,8 @@ class Group:
         phase = self.phase
         if self.errors and self.errors[0].get("phase") in set(Phase):
             phase = Phase(self.errors[0]["phase"])
+        for error in self.errors:
+            blame_hidden(peaks, error.get("numbers") or {}, self._outside.get(error.get("rank", -1)))
         return Evidence(
             self._hardware.device,
             self.errors,
@@ -355,15 +369,16 @@ class Group:
             self.tell("stop")
             if self._gauge is not None:
                 self._gauge.stop()
-            end_ranks(self.pids, self._launcher.status, list if done else self._launcher.strays)
+            left = end_ranks(self.pids, self._launcher.status, list if done else self._launcher.strays)
+            for process in left:
+                self._say(f"{process} cannot be ended: the kernel has not let it go")
         finally:
             for channel in (*self._channels.values(), *self._strangers):
                 channel.close()
             self._close_listener()
             self._folder.close()
-        until = time.monotonic() + _IDLE_SECONDS
-        while self._meter is not None and not self._meter.is_idle() and time.monotonic() < until:
-            time.sleep(0.05)
+        if self._meter is not None:
+            wait_until_back(self._meter, self._say)
 
 
 def _free_port() -> int:

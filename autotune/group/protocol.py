@@ -1,5 +1,5 @@
-"""JSON lines over a socket. Up: `phase`, `progress`, `pulse`, `measured`, `error`, `bye`. Down: `measure`, `certify`,
-`stop`.
+"""JSON lines over a socket. Up: `device`, `phase`, `progress`, `pulse`, `measured`, `error`, `bye`. Down: `measure`, `certify`,
+`checkpoint`, `stop`.
 
 No pickle: a rank may run the user's code, and nothing it says is executed here.
 """

@@ -56,6 +56,9 @@ _ABORT = re.compile(r"terminate called after throwing an instance of '[^'\n]*'\s
 
 def judge(evidence: Evidence) -> Verdict:
     """The class of a failed trial, and the evidence that decided it."""
+    if evidence.peaks.lost:  # whatever the ranks say of it: each fails in words of its own
+        why = f"NVML: {evidence.peaks.lost}"
+        return Verdict(Kind.INFRASTRUCTURE, evidence.phase, evidence.peaks.lost, why, Source.DEVICE)
     dead = [rank for rank, status in evidence.statuses.items() if status < 0]
     if evidence.errors and not (dead and all(is_secondary(error) for error in evidence.errors)):
         verdicts = [(_weight(error, verdict := _of_error(error, evidence)), verdict) for error in evidence.errors]

@@ -7,15 +7,23 @@ import fnmatch
 import json
 import os
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError, near
+from autotune.problem.gpus import (
+    BY_BUS,
+    ORDER,
+    Gpu,
+    GpuError,
+    driver_trouble,
+    order_is_unknown,
+    order_to_set,
+    visible_gpus,
+)
 from autotune.problem.host import host_available_bytes
 from autotune.units import GIB, format_bytes
 
@@ -43,18 +51,23 @@ class Hardware:
     device: str  # "cuda" or "cpu"
     name: str  # of the device model
     count: int  # ranks' devices used
-    memory_bytes: int  # of one device
+    memory_bytes: int  # of one device, all that it has
     memory_cap_bytes: int | None  # what one rank may use of it, where the user said
     host_memory_bytes: int  # what the study may take of main memory, as it was when the hardware was detected
     facts: str | None = None  # name of the GpuFacts row
     headroom: float = 0.05  # share of the capacity that a winner leaves free
     bf16: bool = True
     rates: dict[str, Any] | None = None  # GpuFacts given outright, where no row of the table is meant
+    taken_bytes: int = 0  # of one device's memory, by the driver and by other processes when the hardware was detected
+    gpus: tuple[str, ...] = ()  # UUIDs of the devices, by rank; of CPU ranks and named GPUs none
+    environment: dict[str, str] = field(default_factory=dict)  # what a training needs set to get these very devices
 
     @property
     def capacity_bytes(self) -> int:
-        """Memory that one rank may use: its device's, or the user's cap where that is less."""
-        return min(self.memory_bytes, self.memory_cap_bytes or self.memory_bytes)
+        """Memory that one rank may use: what a new process could have of its device when the hardware was detected, its
+        CUDA context included, or the user's cap where that is less. Measured peaks are of the same quantity."""
+        free = self.memory_bytes - self.taken_bytes
+        return min(free, self.memory_cap_bytes or free)
 
     @property
     def ceiling_bytes(self) -> int:
@@ -73,11 +86,13 @@ class Hardware:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Hardware:
         known = {f.name for f in dataclasses.fields(cls)}
-        return cls(**{key: value for key, value in data.items() if key in known})
+        values = {key: value for key, value in data.items() if key in known}
+        return cls(**{**values, "gpus": tuple(values.get("gpus", ()))})
 
     def __str__(self) -> str:
         cap = f" capped at {format_bytes(self.capacity_bytes)} a rank" if self.memory_cap_bytes else ""
-        return f"{self.count} x {self.name} ({format_bytes(self.memory_bytes)}){cap}"
+        free = f"{format_bytes(self.memory_bytes - self.taken_bytes)} free of " if self.taken_bytes else ""
+        return f"{self.count} x {self.name} ({free}{format_bytes(self.memory_bytes)}){cap}"
 
 
 @cache
@@ -142,46 +157,6 @@ def named_hardware(name: str, count: int, *, host_memory_bytes: int | None = Non
     return Hardware("cuda", row.name, count, int(row.memory_gib * GIB), None, host, row.name, headroom, row.bf16)
 
 
-@contextmanager
-def nvml() -> Iterator[Any]:
-    """NVML's bindings, initialised, or None where there is no driver."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:
-        yield None
-        return
-    try:
-        yield pynvml
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def visible_gpus() -> list[str]:
-    """The devices that CUDA_VISIBLE_DEVICES leaves visible, as indices or UUIDs that NVML can open."""
-    with nvml() as lib:
-        if lib is None:
-            return []
-        count = lib.nvmlDeviceGetCount()
-    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None:
-        return [str(i) for i in range(count)]
-    ids = [part.strip() for part in wanted.split(",")]
-    kept: list[str] = []
-    for one in ids:
-        if one.startswith(("GPU-", "MIG-")) or (one.isdigit() and int(one) < count):
-            kept.append(one)
-        else:
-            break  # CUDA ignores everything from the first invalid entry on
-    return kept
-
-
-def nvml_handle(lib: Any, device: str) -> Any:
-    """The NVML handle of an entry of `visible_gpus()`."""
-    return lib.nvmlDeviceGetHandleByIndex(int(device)) if device.isdigit() else lib.nvmlDeviceGetHandleByUUID(device)
-
-
 def detect(device: str, gpus: int | None, *, memory_cap_bytes: int | None = None, headroom: float = 0.05) -> Hardware:
     """The machine's own devices; `gpus=None` takes all GPUs, or two CPU ranks where there is none.
 
@@ -192,52 +167,75 @@ def detect(device: str, gpus: int | None, *, memory_cap_bytes: int | None = None
         raise UserError(f"--gpus {gpus}: expected at least 1")
     if device not in ("auto", "cuda", "cpu"):
         raise UserError(f"--device {device}: expected auto, cuda or cpu")
-    visible = visible_gpus() if device != "cpu" else []
-    if device == "cuda" and not visible:
-        raise UserError("--device cuda: no GPU found (NVML sees none); try --device cpu, or `autotune doctor`")
-    if device == "auto" and not visible and gpus is not None:
-        raise UserError(
-            f"--gpus {gpus}: found no GPU on this machine; try --device cpu --gpus {min(gpus, _cpu_ranks())} "
-            "for CPU ranks, `autotune plan --gpu NAME` to predict without one, or `autotune doctor`"
-        )
+    try:
+        visible = visible_gpus() if device != "cpu" else []
+    except GpuError as error:
+        raise UserError(f"{error}; try --device cpu, or `autotune doctor`") from None
+    if not visible and device != "cpu" and (device == "cuda" or gpus is not None):
+        raise UserError(_no_gpu(device, gpus))
     found = _detect_cuda(visible, gpus) if visible else _detect_cpu(gpus)
-    if memory_cap_bytes is not None and memory_cap_bytes > found.memory_bytes:
+    capacity = found.capacity_bytes
+    if memory_cap_bytes is not None and memory_cap_bytes > capacity:
         raise UserError(
             f"--memory-cap {format_bytes(memory_cap_bytes)} is above the capacity of "
-            f"{format_bytes(found.memory_bytes)} a rank: give less, or leave it out"
+            f"{format_bytes(capacity)} a rank: give less, or leave it out"
         )
     return dataclasses.replace(found, memory_cap_bytes=memory_cap_bytes, headroom=headroom)
+
+
+def _no_gpu(device: str, gpus: int | None) -> str:
+    trouble = driver_trouble()
+    why = f" (NVIDIA's driver does not answer: {trouble})" if trouble else ""
+    if device == "cuda":
+        return f"--device cuda: no GPU found{why or ' (NVML sees none)'}; try --device cpu, or `autotune doctor`"
+    return (
+        f"--gpus {gpus}: found no GPU on this machine{why}; try --device cpu --gpus {min(gpus or 1, _cpu_ranks())} "
+        "for CPU ranks, `autotune plan --gpu NAME` to predict without one, or `autotune doctor`"
+    )
 
 
 def _cpu_ranks() -> int:
     return max(1, min(2, os.cpu_count() or 1))
 
 
-def _detect_cuda(visible: list[str], gpus: int | None) -> Hardware:
+def _detect_cuda(visible: list[Gpu], gpus: int | None) -> Hardware:
     count = gpus or len(visible)
     if count > len(visible):
+        if visible[0].is_slice:
+            raise UserError(
+                f"--gpus {count}: CUDA shows a process one MIG slice, here {visible[0].name}, and NCCL refuses two ranks on "
+                "it; try --gpus 1, or turn MIG off (`nvidia-smi -mig 0`)"
+            )
         raise UserError(
             f"--gpus {count}: found {len(visible)} (CUDA_VISIBLE_DEVICES counts); try --gpus {len(visible)}, "
             f"or `autotune plan --gpu NAME --gpus {count}` to predict without them"
         )
-    names, sizes = [], []
-    with nvml() as lib:
-        for one in visible[:count]:
-            handle = nvml_handle(lib, one)
-            name = lib.nvmlDeviceGetName(handle)
-            names.append(name.decode() if isinstance(name, bytes) else str(name))
-            sizes.append(int(lib.nvmlDeviceGetMemoryInfo(handle).total))
-    memory = min(sizes)  # the smallest decides what fits
-    facts = facts_for(names[0], memory)
+    used = visible[:count]
+    for one in used:
+        if one.trouble:
+            raise UserError(
+                f"{one.label} does not answer ({one.trouble}): leave it out with CUDA_VISIBLE_DEVICES, or reset it "
+                "(`nvidia-smi -r`, or a reboot)"
+            )
+    if order_is_unknown(count):
+        raise UserError(
+            f"{ORDER}={os.environ[ORDER]} with unlike GPUs: only CUDA knows which {count} it puts first; "
+            f"set {ORDER}={BY_BUS}, or name them by UUID in CUDA_VISIBLE_DEVICES"
+        )
+    memory = min(one.total_bytes for one in used)  # the smallest decides what fits
+    facts = None if used[0].is_slice else facts_for(used[0].name, memory)  # the table's rates are whole cards'
     return Hardware(
         "cuda",
-        " + ".join(sorted(set(names))),
+        " + ".join(sorted({one.name for one in used})),
         count,
         memory,
         None,
         host_available_bytes(),
         facts.name if facts else None,
         bf16=facts.bf16 if facts else True,
+        taken_bytes=memory - min(one.free_bytes for one in used),
+        gpus=tuple(one.uuid for one in used),
+        environment=order_to_set(),
     )
 
 

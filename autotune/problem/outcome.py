@@ -50,6 +50,7 @@ class Source(StrEnum):
     SIGNAL = "signal"  # that a rank died of
     EXIT = "exit"  # a rank's exit status
     SILENCE = "silence"  # nothing was heard for longer than its phase may take
+    DEVICE = "device"  # the driver's word: a GPU is gone
     BUDGET = "budget"  # its share of the budget ended
     LIMIT = "limit"  # a limit of ours, which may have been too short
     STOP = "stop"  # the tuner was stopped, or ended
@@ -98,6 +99,9 @@ class Measurement:
     model_tflops_per_gpu: float | None = None
     mfu: float | None = None
     phase_seconds: dict[str, float] = field(default_factory=dict)
+    overhead_bytes: int | None = None  # of a GPU outside torch's allocator: context, NCCL, kernels
+    sm_clock_mhz: int | None = None  # the slowest GPU's median
+    clock_limits: list[str] = field(default_factory=list)  # what kept a GPU below its clock
 
     def per_gpu(self, ranks: int) -> tuple[float, float]:
         """Samples and tokens per second of one rank."""

@@ -89,6 +89,9 @@ class BaseRank(ABC):
         self.fault(Phase.START)
         self.device.setup(self.number, self.spec["cap_bytes"], self.spec["threads"])
         self._join_group(self.device)
+        self.agree(0.0)  # NCCL takes its buffers with the first collective
+        if told := self.device.joined():
+            self.channel.send("device", **told)
 
     def _set_environment(self) -> None:
         """As torchrun sets it."""

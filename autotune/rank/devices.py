@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from autotune.problem.gpus import bytes_of, free_by_uuid, visible_gpus
+from autotune.rank import cuda
+from autotune.units import GIB
+
+# A context and NCCL's buffers on one to four GPUs, where NVML does not tell (CUDA 11 to 13: context 0.3-0.6 GiB, NCCL
+# 0.1-0.4); and more than they have ever been seen to take, where others on the device may be in the figure.
+OVERHEAD_BYTES, MOST_OVERHEAD_BYTES = int(0.8 * GIB), 4 * GIB
 _PAGE = resource.getpagesize()
 
 
@@ -21,6 +29,10 @@ class Device(Protocol):
 
     def setup(self, local_rank: int, cap_bytes: int | None, threads: int) -> None:
         """Takes this rank's device, with its memory capped at `cap_bytes` and so many CPU threads."""
+
+    def joined(self) -> dict[str, Any]:
+        """The process group is up, and its first collective done: from here on the cap holds. Tells which device it is, by
+        `uuid`, and in bytes this process's `overhead` and all that lies `outside` its allocator, whoever holds it."""
 
     def torch_device(self) -> torch.device: ...
     def synchronize(self) -> None:
@@ -38,50 +50,71 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """A GPU. The cap is torch's per-process memory fraction, less what the CUDA context takes outside the allocator."""
+    """A GPU. What this process has of it is what torch's allocator reserves, which torch knows exactly, and the overhead
+    beside it: CUDA's context, NCCL's buffers, the kernels' code. The cap holds for both, and so does the peak."""
 
     name, backend = "cuda", "nccl"
 
     def setup(self, local_rank: int, cap_bytes: int | None, threads: int) -> None:
-        if torch.cuda._is_in_bad_fork():
+        if cuda.in_bad_fork():
             raise RuntimeError("autotune: CUDA was woken before the fork")
         torch.set_num_threads(threads)
-        self.index = local_rank % torch.cuda.device_count()
-        torch.cuda.set_device(self.index)
-        torch.zeros(1, device="cuda")  # wakes the context, so that its size is known
-        if cap_bytes is not None:
-            free, total = torch.cuda.mem_get_info(self.index)
-            context = max(0, min(total - free - torch.cuda.memory_reserved(self.index), 2 * 2**30))
-            share = max(1, cap_bytes - context) / total
-            torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.index)
+        count = cuda.device_count()
+        if local_rank >= count:
+            raise RuntimeError(f"autotune: there is no GPU for rank {local_rank}: CUDA shows {count}")
+        self.index, self._cap = local_rank, cap_bytes
+        free = free_by_uuid()
+        cuda.take(local_rank)
+        self.uuid = _nvml_uuid(free)
+        self._free_before = free.get(self.uuid)
+        self._overhead = OVERHEAD_BYTES
+        self._retries = cuda.retries()
+
+    def joined(self) -> dict[str, Any]:
+        shown = self._shown_overhead()
+        self._overhead = self._grown_overhead() if shown is None else shown
+        free, total = cuda.free_and_total()
+        if self._cap is not None:
+            cuda.limit(min(1.0, max(1, self._cap - self._overhead) / total))
+        outside = total - free - cuda.reserved()
+        return {"uuid": self.uuid, "overhead_bytes": self._overhead, "outside_bytes": outside}
+
+    def _shown_overhead(self) -> int | None:
+        """This process's bytes outside the allocator; None where NVML does not show the process."""
+        own = bytes_of(os.getpid(), self.uuid)
+        return max(0, own - cuda.reserved()) if own is not None else None
+
+    def _grown_overhead(self) -> int:
+        """The same by how much the device's free memory has shrunk since before this process woke it: others may have
+        taken some meanwhile. The prior where there is no NVML."""
+        free = free_by_uuid().get(self.uuid)
+        if free is None or self._free_before is None:
+            return self._overhead
+        return max(0, min(self._free_before - free - cuda.reserved(), MOST_OVERHEAD_BYTES))
 
     def torch_device(self) -> torch.device:
         return torch.device("cuda", self.index)
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize()
+        cuda.synchronize()
 
     def note(self) -> None:
         pass
 
     def reset_peaks(self) -> None:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # a smaller rung's cached blocks would count as this rung's
-        torch.cuda.reset_peak_memory_stats()
-        self._retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+        cuda.forget_peaks()
+        self._retries = cuda.retries()
         _reset_high_water()
 
     def peaks(self) -> dict[str, Any]:
-        stats = torch.cuda.memory_stats()
-        pinned = None
-        with suppress(Exception):
-            pinned = int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
+        self._overhead = max(self._overhead, self._shown_overhead() or 0)  # NCCL and CUDA load more at first use
         return {
-            "allocated_bytes": torch.cuda.max_memory_allocated(),
-            "reserved_bytes": torch.cuda.max_memory_reserved(),
-            "retries": stats.get("num_alloc_retries", 0) - self._retries,
+            "allocated_bytes": cuda.most_allocated(),
+            "reserved_bytes": cuda.most_reserved(),
+            "overhead_bytes": self._overhead,
+            "retries": cuda.retries() - self._retries,
             "host_bytes": _status()["VmHWM"],
-            "pinned_bytes": pinned,
+            "pinned_bytes": cuda.pinned(),
         }
 
     def lift_cap(self) -> None:
@@ -105,6 +138,9 @@ class CpuDevice:
         if cap_bytes is not None:
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
             resource.setrlimit(resource.RLIMIT_DATA, (cap_bytes, hard))
+
+    def joined(self) -> dict[str, Any]:
+        return {}
 
     def torch_device(self) -> torch.device:
         return torch.device("cpu")
@@ -141,6 +177,24 @@ class CpuDevice:
 
 def make_device(name: str) -> Device:
     return CudaDevice() if name == "cuda" else CpuDevice()
+
+
+def _nvml_uuid(known: Iterable[str]) -> str:
+    """NVML's UUID of this process's device, which torch names without the `GPU-` or `MIG-`; an empty string where NVML knows
+    none. A process that has a MIG slice has no other device, whatever name it goes by."""
+    said = cuda.uuid()
+    named = next((uuid for uuid in known if uuid.endswith(said)), "")
+    return named or next((gpu.uuid for gpu in visible_gpus() if gpu.is_slice), "")
+
+
+def used_bytes() -> int:
+    """What this process has taken of its device at most, in a training that `setup` has not begun. Where NVML does not show
+    the process, all that is in use outside the allocator counts as its own."""
+    if not cuda.available():
+        return data_bytes("self")
+    free, total = cuda.free_and_total()
+    own = bytes_of(os.getpid(), _nvml_uuid(free_by_uuid()))
+    return cuda.most_reserved() + max(0, (total - free if own is None else own) - cuda.reserved())
 
 
 def data_bytes(pid: int | str) -> int:

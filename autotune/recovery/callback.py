@@ -16,6 +16,8 @@ from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH,
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
 from autotune.problem.script import candidate_of_config
 from autotune.problem.space_file import parse_space
+from autotune.rank import cuda
+from autotune.rank.devices import used_bytes
 from autotune.search.study import TRAINING, StudyStore
 
 WARMUP_STEPS = 3
@@ -43,13 +45,15 @@ class StudyCallback(TrainerCallback):  # type: ignore[misc]
         now = time.perf_counter()
         self._seconds.append(now - self._began)  # from the end of the last step: its data and logging are in it
         self._began = now
-        self._peak = max(self._peak, _used_bytes())
+        if not cuda.available():  # of a GPU torch keeps the peak itself
+            self._peak = max(self._peak, used_bytes())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         seconds = self._seconds[WARMUP_STEPS:]
         config = getattr(getattr(args, "hf_deepspeed_config", None), "config", None)
         if config is None or len(seconds) < 2 or not state.is_world_process_zero:
             return
+        self._peak = max(self._peak, used_bytes())
         store = StudyStore.load(self.study, self.storage, Path("runs"))
         store.finish(*self._entry(store, args, config, seconds))
 
@@ -67,15 +71,3 @@ class StudyCallback(TrainerCallback):  # type: ignore[misc]
         measured = Measurement(step, spread, len(seconds), speed, speed * store.job.tokens_per_sample, self._peak)
         number = store.start(candidate, parse_space(store.space_text), TRAINING, "real training")
         return number, Outcome(Kind.OK, Phase.STEP, measured, peak_bytes=self._peak, seconds=sum(self._seconds))
-
-
-def _used_bytes() -> int:
-    """Of this rank: the device's reserved memory, or what a CPU rank's limit counts."""
-    import torch
-
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        return max(int(torch.cuda.max_memory_reserved()), total - free)
-    from autotune.rank.devices import data_bytes
-
-    return data_bytes("self")

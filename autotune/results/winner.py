@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from autotune.group.environment import assignments, variables_of
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
@@ -77,18 +79,26 @@ def _times_others(winner: Record, records: list[Record]) -> dict[Candidate, floa
     return times
 
 
-def train_with_lines(winner: Candidate, job: Job, study: str, config: Path, threads: int) -> list[str]:
+def train_with_lines(
+    winner: Candidate,
+    job: Job,
+    study: str,
+    config: Path,
+    threads: int,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> list[str]:
     """How to train the study's script with its winner, whose DeepSpeed config is in the file; nothing without a script.
 
     Args:
         threads: CPU threads a rank that it was measured with. The launchers hand on what the command's environment says,
             and give several ranks one each where it says nothing.
+        environment: what the training needs set to get the GPUs that the study had (`Hardware.environment`).
     """
     if job.script is None:
         return []
     path = str(config.resolve())
     words = [*starter(job.script, job.ranks, path), *command(job.script, winner, path)]
-    plain = f"{assignments(variables_of(winner, threads))} {shlex.join(words)}"
+    plain = f"{assignments({**environment, **variables_of(winner, threads)})} {shlex.join(words)}"
     watched = f"autotune launch {study} -- {shlex.join(job.script.argv)}"
     if carried(job.script):
         lines = [f"  train with: {plain}", f"  or watched: {watched}"]

@@ -16,7 +16,8 @@ from typing import Any
 
 from autotune.problem.candidate import ALLOCATOR_VARIABLES
 from autotune.problem.cpus import threads_per_rank
-from autotune.problem.hardware import Hardware, nvml
+from autotune.problem.gpus import nvml
+from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 
 THREADS, ENVIRONMENT, VERSIONS = "threads_per_rank", "environment", "versions"

@@ -1,4 +1,3 @@
-import contextlib
 import json
 import shutil
 import subprocess
@@ -9,11 +8,14 @@ import psutil
 import pytest
 
 from autotune.commands import doctor
+from autotune.group.locks import held_gpus
+from autotune.problem.hardware import detect
 from autotune.units import GIB, MIB
 from tests.cli_call import call
+from tests.fake_driver import FUNCTION_NOT_FOUND, GPU_IS_LOST, LIB_RM_VERSION_MISMATCH, Card, Driver, Slice
 from tests.network import mount
-from tests.problem.test_hardware import FakeNvml
 
+RTX_3090 = "NVIDIA GeForce RTX 3090"
 FACTS = {
     "errors": {"AsyncIOBuilder": "libaio is missing"},
     "torch": {"version": "2.13.0", "cuda": "13.0", "available": True, "nccl": [2, 27, 5]},
@@ -72,17 +74,104 @@ def test_a_probe_that_dies_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_name(doctor._libraries())["libraries"].level == "bad"
 
 
-def test_gpus_in_use_and_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeNvml(("NVIDIA GeForce RTX 3090", 24), ("Voodoo 2", 1))
-    fake.nvmlSystemGetDriverVersion = lambda: "580.1"  # type: ignore[attr-defined]
-    fake.nvmlSystemGetCudaDriverVersion = lambda: 13000  # type: ignore[attr-defined]
-    monkeypatch.setattr(doctor, "nvml", lambda: contextlib.nullcontext(fake))
-    monkeypatch.setattr(doctor, "visible_gpus", lambda: ["0", "1"])
-    found = by_name(doctor._gpus())
-    assert found["driver"].found == "580.1, CUDA up to 13.0"
-    assert (found["GPU 0"].level, found["GPU 1"].level) == ("good", "warn")
-    fake.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(total=24 * GIB, used=9 * GIB)  # type: ignore
-    assert "nvidia-smi" in by_name(doctor._gpus())["GPU 0"].fix
+def found_of(driver: Driver, *cards: Card) -> dict[str, doctor.Finding]:
+    driver.cards = list(cards)
+    driver.write()
+    return by_name(doctor._gpus())
+
+
+def test_gpus_in_use_and_unknown(driver: Driver) -> None:
+    found = found_of(driver, Card(RTX_3090, 24), Card("Voodoo 2", 1), Card(RTX_3090, 24, processes={4711: 9 * 1024}))
+    assert found["driver"].found == "580.95.05, CUDA up to 13.0"
+    assert [found[f"GPU {i}"].level for i in range(3)] == ["good", "warn", "warn"]
+    assert found["GPU 0"].found == (
+        f"{RTX_3090}, 24.00 GiB, of which a process can have 23.69 GiB; the driver keeps 320.0 MiB"
+    )
+    assert "not in autotune's table" in found["GPU 1"].found
+    assert found["GPU 2"].found.endswith("9.00 GiB in use by a process (pid 4711) 9.00 GiB")
+    assert "end the other processes" in found["GPU 2"].fix
+
+
+def test_a_desktop_is_said_and_no_trouble(driver: Driver) -> None:
+    finding = found_of(driver, Card(RTX_3090, 24, graphics={1: 900}))["GPU 0"]
+    assert finding.level == "good"
+    assert "a process can have 22.81 GiB" in finding.found
+    assert "900.0 MiB in use" in finding.found
+
+
+def test_a_container_that_hides_processes(driver: Driver) -> None:
+    finding = found_of(driver, Card(RTX_3090, 24, hidden_mib=9 * 1024))["GPU 0"]
+    assert finding.level == "warn"
+    assert "9.00 GiB in use by processes that NVML does not show" in finding.found
+
+
+def test_an_old_driver_does_not_tell_what_it_keeps(driver: Driver) -> None:
+    driver.failing = {"nvmlDeviceGetMemoryInfo_v2": FUNCTION_NOT_FOUND}
+    finding = found_of(driver, Card(RTX_3090, 24))["GPU 0"]
+    assert finding.level == "good"
+    assert finding.found.endswith("320.0 MiB in use by the driver and processes, as it seems")
+
+
+def test_a_slice_and_a_card_that_is_gone(driver: Driver) -> None:
+    lost = Card(RTX_3090, 24, error=GPU_IS_LOST)
+    sliced = Card("A100", 40, capability=(8, 0), mig=True, slices=[Slice("A100 MIG 1g.5gb", 4.75)])
+    finding = found_of(driver, sliced)["GPU 0 slice 0"]
+    assert (finding.level, "4.75 GiB" in finding.found, "one rank only" in finding.cost) == ("warn", True, True)
+    finding = found_of(driver, Card(RTX_3090, 24), lost)["GPU 1"]
+    assert (finding.level, finding.found) == ("bad", "does not answer: GPU is lost")
+
+
+def test_unlike_gpus_and_who_counts_them_how(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    unlike = (Card(RTX_3090, 24), Card("NVIDIA GeForce RTX 4090", 24))
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in found_of(driver, *unlike)["GPU order"].fix
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert "GPU order" not in found_of(driver, *unlike)
+
+
+def test_gpus_that_are_hidden_from_cuda(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
+    assert found_of(driver, Card(RTX_3090, 24))["GPU"].found == "1 here, none for CUDA (CUDA_VISIBLE_DEVICES=0,0)"
+
+
+def test_a_gpu_that_another_study_holds(driver: Driver) -> None:
+    driver.cards = [Card(RTX_3090, 24)]
+    driver.write()
+    with held_gpus(detect("cuda", None), "study other", print):
+        finding = by_name(doctor._gpus())["GPU 0"]
+    assert finding.level == "warn"
+    assert "held by autotune (study other, pid " in finding.found
+    assert by_name(doctor._gpus())["GPU 0"].level == "good"
+
+
+@pytest.mark.parametrize(
+    ("failing", "level", "what", "found"),
+    [
+        (
+            {"nvmlInitWithFlags": LIB_RM_VERSION_MISMATCH},
+            "bad",
+            "driver",
+            "RM has detected an NVML/RM version mismatch",
+        ),
+        ({"nvmlSystemGetDriverVersion": 999}, "bad", "driver", "NVIDIA's driver does not answer: Unknown Error"),
+        ({"nvmlDeviceGetCount_v2": 999}, "bad", "driver", "NVIDIA's driver does not answer: Unknown Error"),
+    ],
+)
+def test_a_driver_that_does_not_answer(
+    driver: Driver, failing: dict[str, int], level: str, what: str, found: str
+) -> None:
+    driver.failing = failing
+    finding = found_of(driver, Card(RTX_3090, 24))[what]
+    assert finding.level == level
+    assert found in finding.found
+
+
+def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pynvml
+
+    monkeypatch.setattr(pynvml, "nvmlLib", None)
+    monkeypatch.setattr(pynvml, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    (finding,) = doctor._gpus()
+    assert (finding.level, finding.found) == ("warn", "NVML finds no driver")
 
 
 def test_little_memory_and_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -38,8 +38,12 @@ def test_every_stage_and_the_gauge_agrees_with_torch(tmp_path: Path, stage: int)
     assert measured is not None
     assert measured.torch_allocated_bytes <= measured.torch_reserved_bytes <= measured.nvml_peak_bytes
     assert measured.nvml_peak_bytes - measured.torch_reserved_bytes < 3 * GIB
+    assert measured.overhead_bytes is not None
+    assert 0 < measured.overhead_bytes < 3 * GIB
+    assert measured.peak_bytes >= measured.torch_reserved_bytes + measured.overhead_bytes
+    assert measured.sm_clock_mhz is None or measured.sm_clock_mhz > 100
     assert measured.mfu is None or 0 < measured.mfu < 1
-    assert executor.meter.is_idle(), "the device's memory is back before the next trial"
+    assert executor.meter.left() == [], "the device's memory is back before the next trial"
 
 
 def test_a_true_cuda_oom_under_the_cap(tmp_path: Path) -> None:
@@ -48,7 +52,7 @@ def test_a_true_cuda_oom_under_the_cap(tmp_path: Path) -> None:
     assert "OutOfMemoryError" in outcome.evidence
     assert outcome.missing_bytes
     assert outcome.peak_bytes <= 3 * GIB + 256 * MIB
-    assert executor.meter.is_idle()
+    assert executor.meter.left() == []
 
 
 def test_the_fork_server_wakes_no_cuda(tmp_path: Path) -> None:

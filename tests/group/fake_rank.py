@@ -2,8 +2,9 @@
 
 FAKE_RANK is JSON: {"rank": 1, "where": "hello" or a phase, "what": ...}; all other ranks do as they are told. `what`:
 `hang`, a signal's name, `exit N` (without a word), `bye N SIGNAL` (its script is over with exit code N, then it dies),
-`error TEXT`, `worker` (starts a process in a session of its own and goes on), `worker SIGNAL` (the same, and dies), `compute` (says nothing
-more, and computes), `beat` (says nothing, computes nothing, and its pulse goes).
+`error TEXT`, `worker` (starts a process in a session of its own and goes on), `worker SIGNAL` (the same, and dies), `compute`
+(says nothing more, and computes), `beat` (says nothing, computes nothing, and its pulse goes). `device` and `numbers` are what the
+rank tells of its GPU, and with its error.
 """
 
 import json
@@ -17,7 +18,7 @@ import time
 from autotune.group.protocol import Channel
 
 
-def misbehave(channel: Channel | None, what: str) -> None:
+def misbehave(channel: Channel | None, what: str, numbers: dict[str, int] | None = None) -> None:
     word, *rest = what.split()
     if word == "hang":
         time.sleep(3600)
@@ -29,7 +30,9 @@ def misbehave(channel: Channel | None, what: str) -> None:
         os.kill(os.getpid(), getattr(signal, rest[1]))
     elif word == "error":
         assert channel is not None
-        channel.send("error", kinds=["builtins.RuntimeError"], text=" ".join(rest), phase="forward", rank=1)
+        channel.send(
+            "error", kinds=["builtins.RuntimeError"], text=" ".join(rest), phase="forward", rank=1, numbers=numbers
+        )
         time.sleep(3600)
     elif word == "compute":
         while True:
@@ -59,10 +62,12 @@ def main(address: str, number: int) -> None:
     spec = channel.receive()
     assert spec is not None
     assert spec["rank"] == number
+    if number in (plan.get("rank"), None) and "device" in plan:
+        channel.send("device", **plan["device"])
     for phase in ("start", "init", "load", "forward", "backward", "step", "save"):
         channel.send("phase", phase=phase)
         if mine == phase:
-            misbehave(channel, plan["what"])
+            misbehave(channel, plan["what"], plan.get("numbers"))
     channel.send("phase", phase="ready")
     while (message := channel.receive()) is not None and message["type"] != "leave":
         channel.send("progress")

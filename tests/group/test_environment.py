@@ -9,6 +9,7 @@ import pytest
 from autotune.group.environment import assignments, training_environment, trial_environment, variables_of
 from autotune.problem.candidate import ALLOCATOR_VARIABLES
 from tests.conftest import make_candidate
+from tests.fake_driver import Card, Driver
 
 QUIET = {"TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS", "TOKENIZERS_PARALLELISM", "PYTHONUNBUFFERED"}
 OF_THE_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}
@@ -19,13 +20,24 @@ def test_a_training_has_the_users_environment_and_little_more(device: str, monke
     for name in QUIET:
         monkeypatch.delenv(name, raising=False)
     added = training_environment(device, 3).items() - os.environ.items()
-    ours = {"PYTHONPATH", "PATH", "DS_ACCELERATOR", "OMP_NUM_THREADS"} | (
+    ours = {"PYTHONPATH", "PATH", "DS_ACCELERATOR", "OMP_NUM_THREADS", "CUDA_DEVICE_ORDER"} | (
         {"CUDA_VISIBLE_DEVICES"} if device == "cpu" else set()
     )
     assert {name for name, _ in added} <= ours
     assert dict(training_environment(device, 3))["OMP_NUM_THREADS"] == "3"
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "info")
     assert training_environment(device, 3)["TRANSFORMERS_VERBOSITY"] == "info", "the user's own stays"
+
+
+def test_builders_of_ops_need_not_ask_cuda(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would wake it in the fork server, and every rank would start cold."""
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    driver.cards = [Card("H100", 80, capability=(9, 0)), Card("A100", 80, capability=(8, 0))]
+    driver.write()
+    assert trial_environment("cuda", 1)["TORCH_CUDA_ARCH_LIST"] == "8.0;9.0"
+    assert "TORCH_CUDA_ARCH_LIST" not in trial_environment("cpu", 1)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5")
+    assert trial_environment("cuda", 1)["TORCH_CUDA_ARCH_LIST"] == "7.5", "the user's own word"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

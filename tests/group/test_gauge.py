@@ -1,4 +1,8 @@
 import os
+import threading
+import time
+
+import pytest
 
 from autotune.group import gauge
 from autotune.rank.devices import data_bytes
@@ -35,48 +39,43 @@ def test_the_cpu_gauge_sees_what_is_mapped() -> None:
     meter.wait_for_more()
     assert watching.peaks().worst < before + 10 * MIB
     watching.stop()
-    assert meter.is_idle()
+    assert meter.left() == meter.crowd() == []
     assert data_bytes(os.getpid()) > 0
 
 
-class FakeNvml:
-    """A device of 1000 units whose use the test sets."""
+class SlowMeter(gauge.Meter):
+    """Answers late, like a driver that hangs, and says when it was asked to look closely."""
+
+    interval_seconds = 60.0
 
     def __init__(self) -> None:
-        self.used, self.processes = 100 * MIB, []
+        self.hangs, self.close, self.samples = threading.Event(), 0, 0
 
-    def nvmlDeviceGetMemoryInfo(self, handle):  # type: ignore[no-untyped-def]
-        return type("M", (), {"used": self.used, "total": 1000 * MIB})
+    def look_closely(self) -> None:
+        self.close += 1
 
-    def nvmlDeviceGetComputeRunningProcesses(self, handle):  # type: ignore[no-untyped-def]
-        return [type("P", (), {"pid": pid, "usedGpuMemory": size}) for pid, size in self.processes]
-
-
-def nvml_meter(fake: FakeNvml) -> gauge.NvmlMeter:
-    meter = gauge.NvmlMeter.__new__(gauge.NvmlMeter)
-    meter._lib, meter._handles = fake, ["gpu0"]
-    meter._idle = [meter._used("gpu0")]
-    return meter
+    def sample(self, pids: list[int], peaks: gauge.Peaks) -> None:
+        self.samples += 1
+        peaks.used[0] = self.samples
+        if self.hangs.is_set():
+            time.sleep(3600)
 
 
-def test_nvml_per_process_and_foreign_growth() -> None:
-    fake = FakeNvml()
-    meter = nvml_meter(fake)
-    fake.used, fake.processes = 900 * MIB, [(7, 300 * MIB)]
-    peaks = gauge.Peaks(used=[0])
-    meter.sample([7], peaks)
-    assert peaks.used == [300 * MIB]
-    assert peaks.foreign == 500 * MIB
-    assert not meter.is_idle()
-    fake.used = 100 * MIB
-    assert meter.is_idle()
+def test_a_look_is_a_sample_more_and_a_close_one() -> None:
+    meter = SlowMeter()
+    watching = gauge.Gauge(meter, [1])
+    wait_until(lambda: meter.samples == 1, "the first sample")
+    assert watching.look().used == [2]
+    assert meter.close == 1
+    watching.stop()
 
 
-def test_nvml_device_growth_where_pids_are_hidden() -> None:
-    fake = FakeNvml()
-    meter = nvml_meter(fake)
-    fake.used = 500 * MIB
-    peaks = gauge.Peaks(used=[0])
-    meter.sample([7], peaks)
-    assert peaks.used == [400 * MIB]
-    assert peaks.foreign == 0
+def test_a_driver_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gauge, "_LOOK_SECONDS", 0.1)
+    meter = SlowMeter()
+    meter.hangs.set()
+    watching = gauge.Gauge(meter, [1])
+    wait_until(lambda: meter.samples == 1, "the first sample")
+    assert watching.look().used == [1]
+    watching.reset()
+    assert watching.peaks().used == [0]

@@ -12,10 +12,10 @@ import pytest
 
 from autotune.executors.base import SEARCH
 from autotune.executors.local import LocalExecutor
-from autotune.group import launchers
+from autotune.group import ending, launchers
 from autotune.group.ending import end_ranks, marked
 from autotune.group.environment import trial_environment
-from autotune.group.gauge import make_meter
+from autotune.group.gpu_meter import make_meter
 from autotune.group.group import Group
 from autotune.group.launchers import ForkLauncher, SpawnLauncher
 from autotune.group.policy import Policy, Stop
@@ -259,3 +259,26 @@ def test_a_number_that_was_waited_for_is_somebody_elses_and_let_alone() -> None:
     finally:
         stranger.kill()
         stranger.wait()
+
+
+def test_what_the_kernel_does_not_let_go_is_said(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGKILL is no end for a process that frees pinned memory, or sits in a dead driver."""
+    group, stop = fakes.run(policy())
+    assert stop is Stop.ARRIVED
+    said: list[str] = []
+    group._say = said.append
+    with monkeypatch.context() as patch:
+        for name in ("KILL_GRACE_SECONDS", "KILL_SECONDS", "REAP_SECONDS"):
+            patch.setattr(ending, name, 0.1)
+        patch.setattr(ending.os, "killpg", lambda pid, number: None)
+        patch.setattr(psutil.Process, "kill", lambda process: None)
+        patch.setattr(group, "tell", lambda kind: None)
+        patch.setattr(Channel, "close", lambda channel: None)
+        group.end()
+    assert len(said) == 2
+    assert all(
+        f"pid={pid}" in line and line.endswith("the kernel has not let it go")
+        for pid, line in zip(group.pids, said, strict=True)
+    )
+    group.kill()
+    wait_until(lambda: len(group.statuses()) == 2, "the ranks' end")

@@ -1,57 +1,31 @@
-"""What a machine has: through a fake NVML and a fake root of the file system, so that any machine can run this."""
+"""What a machine has: through a fake driver and a fake root of the file system, so that any machine can run this."""
 
-import contextlib
 import dataclasses
+import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import UserError
+from autotune.group.environment import trial_environment
 from autotune.problem import hardware
-from autotune.problem.hardware import Hardware, detect, facts_for, gpu_table, named_gpu, named_hardware, visible_gpus
-from autotune.units import GIB
+from autotune.problem.hardware import Hardware, detect, facts_for, gpu_table, named_gpu, named_hardware
+from autotune.search.fingerprint import fingerprint
+from autotune.units import GIB, MIB
+from tests.conftest import make_job
+from tests.fake_driver import FUNCTION_NOT_FOUND, GPU_IS_LOST, LIB_RM_VERSION_MISMATCH, Card, Driver, Slice
 
-
-class FakeNvml:
-    """GPUs by NVML's name of each and its memory in GiB; `GPU-b` is the second one's UUID."""
-
-    def __init__(self, *gpus: tuple[str | bytes, int]) -> None:
-        self.gpus = gpus
-
-    def nvmlDeviceGetCount(self) -> int:
-        return len(self.gpus)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        assert isinstance(index, int)
-        return index
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
-        return "ab".index(uuid[-1])
-
-    def nvmlDeviceGetName(self, handle: int) -> str | bytes:
-        return self.gpus[handle][0]
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
-        return SimpleNamespace(total=self.gpus[handle][1] * GIB, used=GIB // 2)
-
-
-def install(monkeypatch: pytest.MonkeyPatch, *gpus: tuple[str | bytes, int], visible: str | None = None) -> None:
-    monkeypatch.setattr(hardware, "nvml", lambda: contextlib.nullcontext(FakeNvml(*gpus) if gpus else None))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-
-
-RTX_3090 = ("NVIDIA GeForce RTX 3090", 24)
+RTX_3090 = "NVIDIA GeForce RTX 3090"
 
 
 @pytest.fixture
-def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, *[RTX_3090] * 4)
+def four_gpus(driver: Driver) -> Driver:
+    driver.cards = [Card(RTX_3090, 24) for _ in range(4)]
+    driver.write()
+    return driver
 
 
 @pytest.fixture
@@ -59,7 +33,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files of /proc and /sys as they lie under this folder; a machine of 64 GiB and 8 cores without a GPU."""
     for folder in ("proc", "sys/fs/cgroup/memory"):
         (tmp_path / folder).mkdir(parents=True)
-    install(monkeypatch)
+    monkeypatch.setattr(hardware, "visible_gpus", list)
+    monkeypatch.setattr(hardware, "driver_trouble", str)
     monkeypatch.setattr(hardware, "Path", lambda file: tmp_path / str(file).lstrip("/"))
     monkeypatch.setattr(hardware, "host_available_bytes", lambda: 64 * GIB)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
@@ -71,69 +46,187 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # -- GPUs ----------------------------------------------------------------------------------------------------------------
 
 
-def test_gpus_are_found_and_known(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_found_and_known(four_gpus: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "host_available_bytes", lambda: 100 * GIB)
     found = detect("auto", None)
-    assert found == Hardware(
-        "cuda", "NVIDIA GeForce RTX 3090", 4, 24 * GIB, None, 100 * GIB, facts="rtx3090", headroom=0.05, bf16=True
-    )
+    uuids = tuple(card.uuid for card in four_gpus.cards)
+    taken = {"taken_bytes": 320 * MIB, "gpus": uuids}
+    assert found == Hardware("cuda", RTX_3090, 4, 24 * GIB, None, 100 * GIB, facts="rtx3090", **taken)  # type: ignore
     assert found.gpu_facts is gpu_table()["rtx3090"]
-    assert detect("cuda", 3).count == 3
+    assert detect("cuda", 3).gpus == uuids[:3]
     assert detect("cpu", 2).device == "cpu"
+    assert detect("cpu", 2).gpus == ()
 
 
-def test_the_smallest_of_unlike_gpus_decides_and_an_unknown_one_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, ("Voodoo 3", 16), (b"Voodoo 2", 8))
+def test_the_smallest_of_unlike_gpus_decides_and_an_unknown_one_is_nobodys(driver: Driver) -> None:
+    driver.cards = [Card("Voodoo 3", 16), Card("Voodoo 2", 8)]
+    driver.write()
     found = detect("cuda", None)
     assert (found.name, found.count, found.memory_bytes) == ("Voodoo 2 + Voodoo 3", 2, 8 * GIB)
+    assert found.capacity_bytes == 8 * GIB - 320 * MIB
     assert found.facts is None
     assert found.bf16, "until a trial says otherwise"
     assert detect("cuda", 1).memory_bytes == 16 * GIB
 
 
-def test_a_gpu_without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, ("Tesla V100-SXM2-32GB", 32))
+def test_a_gpu_without_bf16(driver: Driver) -> None:
+    driver.cards = [Card("Tesla V100-SXM2-32GB", 32, capability=(7, 0))]
+    driver.write()
     assert detect("cuda", None).facts == "v100-32gb"
     assert not detect("cuda", None).bf16
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (None, ["0", "1", "2", "3"]),
-        ("1, 0", ["1", "0"]),
-        ("3,4,0", ["3"]),  # CUDA ignores everything from the first invalid entry on
-        ("GPU-a,MIG-b,2", ["GPU-a", "MIG-b", "2"]),
-        ("-1", []),
-        ("", []),
-    ],
-)
-def test_which_gpus_are_visible(monkeypatch: pytest.MonkeyPatch, text: str | None, expected: list[str]) -> None:
-    install(monkeypatch, *[RTX_3090] * 4, visible=text)
-    assert visible_gpus() == expected
-
-
-def test_no_driver_shows_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, visible="0")
-    assert visible_gpus() == []
-
-
-def test_a_gpu_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, RTX_3090, ("NVIDIA A100-SXM4-40GB", 40), visible="GPU-b")
-    assert detect("cuda", None).facts == "a100-40gb"
-
-
-def test_more_gpus_than_there_are_are_never_silently_fewer(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_gpus_than_there_are_are_never_silently_fewer(four_gpus: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError) as caught:
         detect("cuda", 8)
     assert str(caught.value) == (
         "--gpus 8: found 4 (CUDA_VISIBLE_DEVICES counts); try --gpus 4, "
         "or `autotune plan --gpu NAME --gpus 8` to predict without them"
     )
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-a,9,0")
-    assert detect("cuda", None).count == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3,9,0")
+    assert detect("cuda", None).gpus == (four_gpus.cards[1].uuid, four_gpus.cards[3].uuid)
     with pytest.raises(UserError, match="found 2"):
         detect("auto", 3)
+
+
+# -- how much of it ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_capacity_is_what_a_process_can_have(driver: Driver, version: int) -> None:
+    """Total less what the driver keeps, less what a desktop holds; old drivers only tell the sum of both."""
+    driver.cards = [Card(RTX_3090, 24, reserved_mib=320, graphics={1: 1300, 2: 31})]
+    driver.failing = {"nvmlDeviceGetMemoryInfo_v2": FUNCTION_NOT_FOUND} if version == 1 else {}
+    driver.write()
+    found = detect("auto", None, headroom=0.05)
+    assert found.memory_bytes == 24 * GIB
+    assert found.capacity_bytes == 24 * GIB - (320 + 1331) * MIB
+    assert found.ceiling_bytes == int(0.95 * found.capacity_bytes)
+    assert str(found) == f"1 x {RTX_3090} (22.39 GiB free of 24.00 GiB)"
+    assert found.facts == "rtx3090", "a desktop makes no other card of it"
+    with pytest.raises(UserError, match=r"--memory-cap 23\.00 GiB is above the capacity of 22\.39 GiB a rank"):
+        detect("auto", None, memory_cap_bytes=23 * GIB)
+    capped = detect("auto", None, memory_cap_bytes=16 * GIB)
+    assert capped.capacity_bytes == 16 * GIB
+    assert str(capped) == f"1 x {RTX_3090} (22.39 GiB free of 24.00 GiB) capped at 16.00 GiB a rank"
+
+
+def test_the_fullest_gpu_decides_what_a_rank_can_have(four_gpus: Driver) -> None:
+    four_gpus.cards[2].hidden_mib = 12 * 1024
+    four_gpus.write()
+    assert detect("cuda", 2).capacity_bytes == 24 * GIB - 320 * MIB
+    assert detect("cuda", 3).capacity_bytes == 12 * GIB - 320 * MIB
+
+
+def test_a_desktop_that_changes_makes_no_other_study(four_gpus: Driver) -> None:
+    before = fingerprint(make_job(4), detect("cuda", None))
+    for card in four_gpus.cards:
+        card.graphics = {1: 1300}
+    four_gpus.write()
+    assert fingerprint(make_job(4), detect("cuda", None)) == before
+
+
+def test_a_study_of_version_0_1_has_the_whole_card(four_gpus: Driver) -> None:
+    old = {"device": "cuda", "name": RTX_3090, "count": 4, "memory_bytes": 24 * GIB, "memory_cap_bytes": None}
+    found = Hardware.from_json({**old, "host_memory_bytes": GIB, "facts": "rtx3090", "headroom": 0.05})
+    assert found.capacity_bytes == 24 * GIB
+    assert found.gpus == ()
+
+
+# -- which of them -------------------------------------------------------------------------------------------------------
+
+
+def test_a_slice_is_one_rank_of_its_own_size(driver: Driver) -> None:
+    slices = [Slice("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4.75, hidden_mib=12) for _ in range(7)]
+    driver.cards = [Card("NVIDIA A100-SXM4-40GB", 40, capability=(8, 0), mig=True, slices=slices)]
+    driver.write()
+    found = detect("auto", None)
+    assert (found.name, found.count, found.memory_bytes) == (slices[0].name, 1, int(4.75 * GIB))
+    assert found.capacity_bytes == int(4.75 * GIB) - 12 * MIB
+    assert found.gpus == (slices[0].uuid,)
+    assert found.facts is None, "the table's rates are of whole cards"
+    with pytest.raises(UserError) as caught:
+        detect("auto", 7)
+    assert str(caught.value) == (
+        f"--gpus 7: CUDA shows a process one MIG slice, here {slices[0].name}, and NCCL refuses two ranks on it; "
+        "try --gpus 1, or turn MIG off (`nvidia-smi -mig 0`)"
+    )
+
+
+WORKSTATION = (("NVIDIA GeForce RTX 3060", 12), ("NVIDIA GeForce RTX 4090", 24))
+
+
+@pytest.fixture
+def workstation(driver: Driver) -> Driver:
+    """Its fast card is the second on the bus: CUDA alone would call it the first."""
+    driver.cards = [Card(name, gib) for name, gib in WORKSTATION]
+    driver.write()
+    return driver
+
+
+def test_unlike_gpus_are_counted_by_bus_and_training_is_told_to(
+    workstation: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = detect("auto", 1)
+    assert found.name == WORKSTATION[0][0]
+    assert found.environment == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert training_order("cuda") == "PCI_BUS_ID"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", workstation.cards[1].uuid[:8])
+    assert detect("auto", 1).name == WORKSTATION[1][0]
+    assert detect("auto", 1).environment == {}, "a UUID means the same in any order"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert detect("auto", 1).environment == {}, "it is set already"
+
+
+def test_an_order_that_only_cuda_knows(workstation: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    assert training_order("cuda") == "FASTEST_FIRST", "the user's own word"
+    with pytest.raises(UserError) as caught:
+        detect("auto", 1)
+    assert str(caught.value) == (
+        "CUDA_DEVICE_ORDER=FASTEST_FIRST with unlike GPUs: only CUDA knows which 1 it puts first; "
+        "set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name them by UUID in CUDA_VISIBLE_DEVICES"
+    )
+    assert detect("auto", 2).capacity_bytes == 12 * GIB - 320 * MIB, "all of them, in whatever order"
+    workstation.cards[0].name = WORKSTATION[1][0]
+    workstation.write()
+    assert detect("auto", 1).count == 1, "cards that are alike"
+
+
+def training_order(device: str) -> str:
+    return trial_environment(device, 1)["CUDA_DEVICE_ORDER"]
+
+
+def test_a_gpu_that_is_gone_is_said_in_one_line(four_gpus: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    four_gpus.cards[1].error = GPU_IS_LOST
+    four_gpus.write()
+    with pytest.raises(
+        UserError, match=r"^GPU 1 does not answer \(GPU is lost\): leave it out with CUDA_VISIBLE_DEVICES"
+    ):
+        detect("auto", None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,3")
+    assert detect("auto", None).count == 3
+
+
+@pytest.mark.parametrize(
+    ("failing", "message"),
+    [
+        (
+            {"nvmlInitWithFlags": LIB_RM_VERSION_MISMATCH},
+            "NVIDIA's driver does not answer: RM has detected an NVML/RM version mismatch",
+        ),
+        ({"nvmlDeviceGetCount_v2": 999}, "NVIDIA's driver does not answer: Unknown Error"),
+    ],
+)
+def test_a_driver_that_does_not_answer(four_gpus: Driver, failing: dict[str, int], message: str) -> None:
+    four_gpus.failing = failing
+    four_gpus.write()
+    for device, gpus in (("cuda", None), ("auto", 2)):
+        with pytest.raises(UserError) as caught:
+            detect(device, gpus)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 # -- without a GPU -------------------------------------------------------------------------------------------------------
@@ -203,9 +296,9 @@ def test_caps_and_headroom(root: Path) -> None:
     assert detect("cpu", 2, memory_cap_bytes=whole.memory_bytes).capacity_bytes == whole.memory_bytes
 
 
-def test_json_both_ways_and_fields_of_a_newer_version(four_gpus: None) -> None:
+def test_json_both_ways_and_fields_of_a_newer_version(four_gpus: Driver) -> None:
     found = detect("cuda", 2, memory_cap_bytes=20 * GIB)
-    data = found.to_json()
+    data = json.loads(json.dumps(found.to_json()))
     assert Hardware.from_json(data) == found
     assert Hardware.from_json({**data, "invented_later": 1}) == found
 

@@ -6,6 +6,7 @@ from autotune.problem.candidate import ALLOCATOR_VARIABLES
 from autotune.problem.hardware import detect
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.script import CONFIG_FLAG, KNOWN_FLAGS
 from autotune.results.winner import closest_lines, train_with_lines, winner_lines
 from autotune.search.study import AS_IS, SEARCH, VERIFY, Record
 from autotune.units import MIB
@@ -59,3 +60,14 @@ def test_the_printed_command_has_the_environment_that_was_measured(
     first, _ = train_with_lines(grown, job, "s", config, 5)
     assert "OMP_NUM_THREADS=5 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True torchrun" in first
     assert train_with_lines(grown, make_job(), "s", config, 5) == []
+
+
+def test_the_printed_command_gets_the_gpus_that_the_study_had(tmp_path: Path) -> None:
+    flags = tuple({**KNOWN_FLAGS, "config": CONFIG_FLAG}.values())
+    profile = {"loader_prepared": False, "through_arguments": True, "flags": flags}
+    script = Script(("train.py", CONFIG_FLAG, "ds.json"), str(tmp_path), profile=profile)
+    for given in ({}, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}):
+        line, _ = train_with_lines(make_candidate(), make_job(1, script=script), "s", tmp_path / "s.json", 3, given)
+        order = "CUDA_DEVICE_ORDER=PCI_BUS_ID " if given else ""
+        expected = f"  train with: {order}OMP_NUM_THREADS=3 torchrun"
+        assert line.startswith(expected)

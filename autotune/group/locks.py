@@ -1,0 +1,104 @@
+"""Whose a GPU is: one study or one training at a time.
+
+Two of them on one card would take each other's memory and speed for a candidate's. Each card has a file in /tmp, named by its
+UUID, that its holder keeps locked. It lies there whatever TMPDIR says: who starts two studies need not have the same one in
+both shells. The kernel lets the lock go when the holder ends, however it ends; the file stays, since removing it would race
+with the next.
+
+`filelock` is not used: it empties the file when it tries the lock, and the file says who holds it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from autotune.errors import UserError
+from autotune.problem.hardware import Hardware
+
+FOLDER = Path("/tmp")
+_PATIENCE_SECONDS = 0.2  # `holder_of` takes the lock for a moment to see whether it can
+
+
+@contextmanager
+def held_gpus(hardware: Hardware, who: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Holds the GPUs of `hardware` for this process; CPU ranks and GPUs that are only named have none.
+
+    Args:
+        who: what holds them, for those who find them held: `study NAME`.
+        say: takes a line for people.
+
+    Raises:
+        UserError: another process of autotune holds one of them.
+    """
+    descriptors: list[int] = []
+    try:
+        for uuid in hardware.gpus:
+            try:
+                descriptors.append(_open(uuid))
+            except OSError as error:
+                say(f"{lock_file(uuid)} cannot be written ({error.strerror}): another study may take the same GPU")
+                continue
+            if not _lock(descriptors[-1], _PATIENCE_SECONDS):
+                raise UserError(
+                    f"{uuid} is in use by autotune ({_holder(descriptors[-1])}): wait for it, "
+                    "or choose other GPUs with CUDA_VISIBLE_DEVICES"
+                )
+            os.ftruncate(descriptors[-1], 0)
+            os.pwrite(descriptors[-1], f"{who}, pid {os.getpid()}, since {time.strftime('%F %T')}".encode(), 0)
+        yield
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def holder_of(uuid: str) -> str:
+    """Who holds a GPU; an empty string where nobody does."""
+    with suppress(OSError):
+        descriptor = os.open(lock_file(uuid), os.O_RDWR)
+        try:
+            return "" if _lock(descriptor) else _holder(descriptor)
+        finally:
+            os.close(descriptor)
+    return ""
+
+
+def lock_file(uuid: str) -> Path:
+    return FOLDER / f"autotune-{uuid}.lock"
+
+
+def _open(uuid: str) -> int:
+    """The lock's file, which any user of the machine may open: the kernel refuses O_CREAT on another user's file in a
+    folder like /tmp (fs.protected_regular), so it is opened first and made second."""
+    path = lock_file(uuid)
+    with suppress(FileNotFoundError):
+        return os.open(path, os.O_RDWR)
+    with suppress(FileExistsError):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        with suppress(OSError):
+            os.fchmod(descriptor, 0o666)  # whatever the umask
+        return descriptor
+    return os.open(path, os.O_RDWR)  # made in between
+
+
+def _lock(descriptor: int, patience_seconds: float = 0.0) -> bool:
+    until = time.monotonic() + patience_seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+
+
+def _holder(descriptor: int) -> str:
+    return os.pread(descriptor, 400, 0).decode(errors="replace").strip() or "another process"

@@ -1,0 +1,333 @@
+"""Which GPUs CUDA shows a process of this environment, and what they have.
+
+NVML is asked, which wakes no CUDA and starts nothing. It counts cards in the order of their PCI buses; CUDA does so only
+with CUDA_DEVICE_ORDER=PCI_BUS_ID, which `group/environment.py` therefore gives every rank unless the user has set it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from autotune.units import format_bytes
+
+ORDER, BY_BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
+
+
+class GpuError(OSError):
+    """NVML does not answer for a GPU."""
+
+
+class GpuLost(GpuError):
+    """Nor will it: the GPU has fallen off the bus, needs a reset, or the driver is gone."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A card, or a MIG slice of one, as it is at this moment. Sizes in bytes.
+
+    `free_bytes` is the one figure that means the same everywhere: NVML's version 1 counts what the driver keeps as used,
+    version 2 of some drivers does too and of others does not
+    (docs.nvidia.com/deploy/archive/R525/nvml-api/structnvmlMemory__v2__t.html against R590's).
+    """
+
+    label: str  # for people: `GPU 0`, `GPU 0 slice 1`
+    uuid: str
+    name: str
+    total_bytes: int
+    free_bytes: int  # what a new process can have of it, its CUDA context included
+    reserved_bytes: int  # what the driver keeps for itself; 0 where it does not say
+    holders: dict[int, int]  # bytes by pid, of the processes that NVML shows
+    in_slices: bool = False  # a card in MIG mode: only its slices can be used, and only of them is the memory known
+    is_slice: bool = False
+    trouble: str = ""  # why it cannot be used: NVML's error
+
+    @property
+    def held_bytes(self) -> int:
+        """What processes hold of it, whether NVML shows them or not."""
+        return max(0, self.total_bytes - self.reserved_bytes - self.free_bytes)
+
+
+# -- NVML ----------------------------------------------------------------------------------------------------------------
+
+
+def open_nvml() -> Any:
+    """NVML's bindings, initialised for as long as this process lives, or None where there is no driver that answers:
+    `driver_trouble` says why.
+
+    For an object that keeps handles. It must not shut NVML down when it is collected: the collector may run inside the
+    bindings, which then wait for their own lock for ever.
+    """
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:
+        return None
+    return pynvml
+
+
+@contextmanager
+def nvml() -> Iterator[Any]:
+    """The same for the length of a `with`."""
+    lib = open_nvml()
+    try:
+        yield lib
+    finally:
+        if lib is not None:
+            with suppress(lib.NVMLError):
+                lib.nvmlShutdown()
+
+
+def driver_trouble() -> str:
+    """Why the driver does not answer; an empty string where it does, or where this machine has none."""
+    try:
+        import pynvml
+    except Exception as error:
+        return f"nvidia-ml-py cannot be imported: {error}"
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError_LibraryNotFound:
+        return ""
+    except pynvml.NVMLError as error:
+        return str(error)
+    pynvml.nvmlShutdown()
+    return ""
+
+
+@contextmanager
+def telling(label: str) -> Iterator[None]:
+    """NVML's errors as GpuError or GpuLost, with the GPU's name."""
+    import pynvml
+
+    gone = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+    try:
+        yield
+    except pynvml.NVMLError as error:
+        kind = GpuLost if error.value in gone else GpuError
+        raise kind(f"{label} does not answer: {error}") from None
+
+
+def memory(lib: Any, handle: Any) -> tuple[int, int, int]:
+    """(total, free, kept by the driver) bytes of a device; the last is 0 where the driver does not say."""
+    try:
+        found = lib.nvmlDeviceGetMemoryInfo(handle, lib.nvmlMemory_v2)
+    except (lib.NVMLError_FunctionNotFound, lib.NVMLError_NotSupported):  # before R510
+        found = lib.nvmlDeviceGetMemoryInfo(handle)
+        return int(found.total), int(found.free), 0
+    return int(found.total), int(found.free), int(found.reserved)
+
+
+def holders(lib: Any, handle: Any) -> dict[int, int]:
+    """Bytes by pid of the processes on a device that NVML shows. A container hides those outside of it, and often all."""
+    found: dict[int, int] = {}
+    for listed in (lib.nvmlDeviceGetComputeRunningProcesses, lib.nvmlDeviceGetGraphicsRunningProcesses):
+        with suppress(lib.NVMLError_FunctionNotFound, lib.NVMLError_NotSupported, lib.NVMLError_NoPermission):
+            for process in listed(handle):
+                found[int(process.pid)] = max(found.get(int(process.pid), 0), int(process.usedGpuMemory or 0))
+    return found
+
+
+def holders_text(by_pid: dict[int, int]) -> str:
+    """`python3 (pid 4711) 12.00 GiB, …`, the largest first."""
+    largest = sorted(by_pid.items(), key=lambda item: -item[1])[:4]
+    return ", ".join(f"{_process_name(pid)} (pid {pid}) {format_bytes(held)}" for pid, held in largest)
+
+
+def _process_name(pid: int) -> str:
+    try:
+        return psutil.Process(pid).name()
+    except psutil.Error:
+        return "a process"
+
+
+def free_by_uuid() -> dict[str, int]:
+    """Free bytes of every whole card and slice that this process may use; nothing where there is no driver."""
+    with nvml() as lib:
+        if lib is None:
+            return {}
+        cards = _cards(lib, with_holders=False)
+        devices = [one for handle, card in cards for one in (card, *_slices(lib, handle, card))]
+    return {one.uuid: one.free_bytes for one in devices if not one.trouble and not one.in_slices}
+
+
+def bytes_of(pid: int, uuid: str) -> int | None:
+    """What a process holds of a device; None where NVML does not show it, as in most containers."""
+    with nvml() as lib:
+        if lib is None:
+            return None
+        with suppress(lib.NVMLError):
+            return holders(lib, lib.nvmlDeviceGetHandleByUUID(uuid)).get(pid) or None
+    return None
+
+
+# -- which there are -----------------------------------------------------------------------------------------------------
+
+
+def all_cards() -> list[Gpu]:
+    """The cards that this process may use, in the order of their PCI buses; nothing where there is no driver."""
+    with nvml() as lib:
+        return [gpu for _, gpu in _cards(lib)] if lib is not None else []
+
+
+def visible_gpus() -> list[Gpu]:
+    """What CUDA_VISIBLE_DEVICES leaves visible, in CUDA's order; nothing where there is no driver.
+
+    A process sees at most one MIG slice, the first of those that it could, and beside it no whole card (NVIDIA's MIG user
+    guide, "CUDA Device Enumeration").
+
+    Raises:
+        GpuError: the driver does not answer.
+    """
+    with nvml() as lib:
+        if lib is None:
+            return []
+        cards = _cards(lib)
+        slices = [_slices(lib, handle, card) for handle, card in cards]
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is not None and wanted.startswith("MIG-"):
+        known = [one for of_card in slices for one in of_card]
+        return [known[i] for i in by_uuid(wanted, "MIG-", [one.uuid for one in known])][:1]
+    chosen = [cards[i][1] for i in selected(wanted, [card.uuid for _, card in cards])]
+    usable = [slices[i] for i, (_, card) in enumerate(cards) if card in chosen]
+    if sliced := [one for of_card in usable for one in of_card]:
+        return sliced[:1]
+    return [card for card in chosen if not card.in_slices]
+
+
+def selected(wanted: str | None, uuids: Sequence[str]) -> list[int]:
+    """Places of the cards that a value of CUDA_VISIBLE_DEVICES leaves visible, by torch's reading of CUDA's rules
+    (`torch.cuda._parse_visible_devices`): numbers are read as far as they go (`1gpu` is 1), the first that is no card's ends
+    the list, and one that comes twice leaves nothing.
+
+    Args:
+        wanted: None where the variable is not set.
+        uuids: of all cards, in CUDA's order.
+    """
+    if wanted is None:
+        return list(range(len(uuids)))
+    if wanted.startswith("GPU-"):
+        return by_uuid(wanted, "GPU-", uuids)
+    places: list[int] = []
+    for part in wanted.split(","):
+        number = re.match(r"[+-]?\d+", part.strip(), re.ASCII)
+        place = int(number[0]) if number else -1
+        if place in places:
+            return []
+        if place < 0:
+            break
+        places.append(place)
+    valid = next((i for i, place in enumerate(places) if place >= len(uuids)), len(places))
+    return places[:valid]
+
+
+def by_uuid(wanted: str, kind: str, uuids: Sequence[str]) -> list[int]:
+    """Places of devices by the first characters of their UUIDs, as many as make them unique."""
+    texts: list[str] = []
+    for part in wanted.split(","):
+        if part in texts:
+            return []
+        if not part.startswith(kind):
+            break
+        texts.append(part)
+    places: list[int] = []
+    for text in texts:
+        matching = [i for i, uuid in enumerate(uuids) if uuid.startswith(text)]
+        if len(matching) != 1:
+            break
+        if matching[0] in places:
+            return []
+        places.append(matching[0])
+    return places
+
+
+def order_is_unknown(count: int) -> bool:
+    """Whether NVML cannot know which `count` cards CUDA takes: the user has it count in another order, by which it takes
+    some of several unlike cards."""
+    return os.environ.get(ORDER, BY_BUS) != BY_BUS and _order_matters() and count < len(all_cards())
+
+
+def order_to_set() -> dict[str, str]:
+    """What a training needs in its environment for its GPUs to be those of this module."""
+    return {ORDER: BY_BUS} if ORDER not in os.environ and _order_matters() else {}
+
+
+def _order_matters() -> bool:
+    """Whether an index means one card by bus and may mean another by speed: cards are unlike, and not named by UUID."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith(("GPU-", "MIG-"))
+    return not named and len({card.name for card in all_cards()}) > 1
+
+
+def compute_capabilities() -> list[str]:
+    """`["8.0", "9.0"]` of all cards, lowest first; empty where no driver answers."""
+    found: set[tuple[int, int]] = set()
+    with nvml() as lib:
+        for index in range(lib.nvmlDeviceGetCount() if lib is not None else 0):
+            with suppress(lib.NVMLError):
+                handle = lib.nvmlDeviceGetHandleByIndex(index)
+                found.add(tuple(lib.nvmlDeviceGetCudaComputeCapability(handle)))
+    return [f"{major}.{minor}" for major, minor in sorted(found)]
+
+
+def _cards(lib: Any, with_holders: bool = True) -> list[tuple[Any, Gpu]]:
+    """Handles and cards; without those that this process may not open (a Slurm step's cgroup leaves them out): the count
+    includes them, and CUDA does not (nvmlDeviceGetCount_v2)."""
+    found: list[tuple[Any, Gpu]] = []
+    with telling("NVIDIA's driver"):
+        count = lib.nvmlDeviceGetCount()
+    for index in range(count):
+        label = f"GPU {len(found)}"
+        try:
+            try:
+                handle = lib.nvmlDeviceGetHandleByIndex(index)
+            except lib.NVMLError_NoPermission:
+                continue
+            found.append((handle, _look(lib, handle, label, with_holders, in_slices=_in_slices(lib, handle))))
+        except lib.NVMLError as error:
+            found.append((None, Gpu(label, "", label, 0, 0, 0, {}, trouble=str(error))))
+    return found
+
+
+def _look(
+    lib: Any, handle: Any, label: str, with_holders: bool = True, *, in_slices: bool = False, is_slice: bool = False
+) -> Gpu:
+    # Of a card in MIG mode only an administrator may ask for memory and processes.
+    total, free, reserved = (0, 0, 0) if in_slices else memory(lib, handle)
+    return Gpu(
+        label,
+        _text(lib.nvmlDeviceGetUUID(handle)),
+        _text(lib.nvmlDeviceGetName(handle)),
+        total,
+        free,
+        reserved,
+        holders(lib, handle) if with_holders and not in_slices else {},
+        in_slices,
+        is_slice,
+    )
+
+
+def _in_slices(lib: Any, handle: Any) -> bool:
+    try:
+        return bool(lib.nvmlDeviceGetMigMode(handle)[0])
+    except lib.NVMLError:  # no card that could be
+        return False
+
+
+def _slices(lib: Any, handle: Any, card: Gpu) -> list[Gpu]:
+    found: list[Gpu] = []
+    if card.in_slices:
+        for index in range(lib.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            with suppress(lib.NVMLError):  # there are gaps
+                own = lib.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+                found.append(_look(lib, own, f"{card.label} slice {len(found)}", is_slice=True))
+    return found
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

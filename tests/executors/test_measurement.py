@@ -1,0 +1,60 @@
+"""From what ranks say and what the gauge saw to one Measurement."""
+
+from typing import Any
+
+import pytest
+
+from autotune.executors.measurement import measurement_of
+from autotune.group.gauge import Peaks
+from autotune.problem.hardware import Hardware, named_hardware
+from autotune.problem.outcome import Measurement, Outcome
+from autotune.units import GIB, MIB
+from tests.conftest import make_candidate, make_job
+
+ON_GPUS = named_hardware("rtx3090", 2)
+ON_CPU = Hardware("cpu", "x", 2, GIB, None, GIB)
+
+
+def measured(hardware: Hardware, peaks: Peaks, *ranks: dict[str, int]) -> Measurement:
+    results: list[dict[str, Any]] = [{"type": "measured", "step_seconds": [1.0] * 4, **rank} for rank in ranks]
+    options: dict[str, Any] = {"candidate": make_candidate(), "job": make_job(2), "facts": {}}
+    return measurement_of(results, peaks, {"step": 4.0}, hardware=hardware, **options)
+
+
+def gpu(reserved_gib: float, overhead_mib: int = 800) -> dict[str, int]:
+    return {"reserved_bytes": int(reserved_gib * GIB), "overhead_bytes": overhead_mib * MIB}
+
+
+@pytest.mark.parametrize(
+    ("peaks", "expected"),
+    [
+        (Peaks(used=[9 * GIB, 10 * GIB]), 10 * GIB + 800 * MIB),  # NVML has missed a spike
+        (Peaks(used=[12 * GIB, 10 * GIB]), 12 * GIB),  # what torch does not know of
+        (Peaks(used=[0, 0], grown={0: 22 * GIB, 1: 10 * GIB}), 10 * GIB + 800 * MIB),  # a neighbour's, hidden
+        (Peaks(used=[0, 0]), 10 * GIB + 800 * MIB),  # no NVML
+    ],
+)
+def test_the_peak_of_a_gpu_rank_counts_its_context(peaks: Peaks, expected: int) -> None:
+    found = measured(ON_GPUS, peaks, gpu(9), gpu(10))
+    assert found.peak_bytes == expected
+    assert found.overhead_bytes == 800 * MIB
+    assert found.torch_reserved_bytes == 10 * GIB
+    assert found.nvml_peak_bytes == peaks.worst
+
+
+def test_the_worst_rank_is_that_with_most_in_all() -> None:
+    assert measured(ON_GPUS, Peaks(used=[0, 0]), gpu(10, 100), gpu(9.9, 900)).peak_bytes == int(9.9 * GIB) + 900 * MIB
+
+
+def test_a_cpu_rank_has_no_overhead_and_no_clock() -> None:
+    found = measured(ON_CPU, Peaks(used=[3 * MIB, 5 * MIB]), {"data_bytes": 6 * MIB}, {"data_bytes": 4 * MIB})
+    assert (found.peak_bytes, found.overhead_bytes, found.sm_clock_mhz, found.clock_limits) == (6 * MIB, None, None, [])
+    assert found.nvml_peak_bytes is None
+
+
+def test_clocks_are_recorded_and_survive_the_study() -> None:
+    peaks = Peaks(used=[GIB, GIB], clocks={"GPU 0": [1900], "GPU 1": [1410, 1400, 1905]}, clock_reasons=0x44 | 1)
+    found = measured(ON_GPUS, peaks, gpu(1), gpu(1))
+    assert (found.sm_clock_mhz, found.clock_limits) == (1410, ["power cap", "temperature (hardware)"])
+    data = Outcome.from_json(Outcome("ok", measurement=found).to_json())  # type: ignore[arg-type]
+    assert data.measurement == found
