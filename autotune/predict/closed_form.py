@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from autotune.errors import UserError
@@ -99,7 +100,7 @@ def profile_trace(job: Job) -> Trace:
 def _saved_by(elements: int, tokens: float) -> float:
     """Bytes that a forward saves, of a model of which no more is known: 34 a token and unit of width (Korthikanti et al.
     2022, equation 2), in one layer of 12 x width^2 elements."""
-    return float(34 * tokens * (elements / 12) ** 0.5)
+    return 34 * tokens * math.sqrt(elements / 12)
 
 
 def _of_sizes(job: Job, trained: list[int], frozen: int, tokens: float, saved: float, note: str) -> Trace:

@@ -222,7 +222,8 @@ def _host(t: _Terms) -> Floats:
     share = 1 - t.stays
 
     def pinned(size: Floats | float, by: Floats) -> Floats:
-        return np.where(by > 0, pinned_bytes(size), size) if t.on_gpu else np.asarray(size, dtype=np.float64)
+        blocks = np.where(by > 0, pinned_bytes(size), size) if t.on_gpu else size
+        return np.asarray(blocks, dtype=np.float64)
 
     def of_optimizer(size: Floats | float) -> Floats:
         return pinned(size, c.pinned_optimizer)
