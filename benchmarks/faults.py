@@ -27,7 +27,7 @@ from typing import Any
 from common import command_line, parse, print_table, write_json
 from fault_ground import Found, Ground
 from flakes import earlier_runs, tested_tree
-from planting import WEIGHTS, Planter, lost
+from planting import SPACE, WEIGHTS, Planter, lost
 from ranks import LocalExecutor
 from stricken import CALLS, TRAININGS, stricken_calls, stricken_training
 
@@ -47,17 +47,6 @@ from autotune.search.study import StudyStore
 from autotune.search.tuner import Tuner
 from autotune.units import MIB
 
-SPACE = """
-name: faults
-about: many engines that start fast
-knobs:
-  zero_stage: [0, 1, 2, 3]
-  train_micro_batch_size_per_gpu: [1, 2]
-  gradient_accumulation_steps: [1]
-  activation_checkpointing: [false, true]
-  reduce_bucket_size: [500_000, 1_000_000, 2_000_000, 5_000_000]
-  overlap_comm: [false, true]
-"""
 QUICK = Effort(min_steps=1, max_steps=2, min_seconds=0.0, max_seconds=5.0)
 VERIFY = Effort(full=True, certify=True, min_steps=1, max_steps=1, min_seconds=0.0, max_seconds=5.0)
 EPISODES = ("study", "calls", "study", "training", "study", "training", "study", "calls")  # in turn, by seed

@@ -21,6 +21,17 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome
 from autotune.search.study import SEARCH, VERIFY, StudyStore
 
+SPACE = """
+name: faults
+about: many engines that start fast
+knobs:
+  zero_stage: [0, 1, 2, 3]
+  train_micro_batch_size_per_gpu: [1, 2]
+  gradient_accumulation_steps: [1]
+  activation_checkpointing: [false, true]
+  reduce_bucket_size: [500_000, 1_000_000, 2_000_000, 5_000_000]
+  overlap_comm: [false, true]
+"""
 MOST_ATTEMPTS = 3  # of one candidate in the search of one study
 
 # What a rank does to itself: the kind -> `what` of the executor's fault. From outside the same signals come while it saves.

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 from fault_ground import Found, Ground, gone, limited_group
-from planting import lost
+from planting import SPACE, lost
 from ranks import LocalExecutor
 from recovery import AUTO, BATCH, SCRIPT, argv, rung, seen_samples, trained
 
@@ -32,7 +32,7 @@ from autotune.search.study import StudyStore
 CALLS = ("tuner: SIGKILL", "tuner and its group: SIGKILL", "everything: SIGKILL", "tuner: clock jumps", "NVML: gone")
 KILLS = 3  # of one study
 COMMAND = [sys.executable, "-m", "autotune.cli"]
-RUN = ["--device", "cpu", "--gpus", "2", "--model", "tiny-llama", "--seq-len", "32", "--space", "cpu_demo"]
+RUN = ["--device", "cpu", "--gpus", "2", "--model", "tiny-llama", "--seq-len", "32", "--space", "faults.yaml"]
 RUN += ["--study", "s", "--budget", "5m", "--yes", "--exhaustive"]
 WAIT_SECONDS = 120.0  # for a process to come as far as it is struck
 STEPS = 12
@@ -69,6 +69,7 @@ def wait_for(true: Callable[[], Any], seconds: float = WAIT_SECONDS) -> bool:
 
 def stricken_calls(ground: Ground, executor: LocalExecutor, folder: Path, chosen: random.Random, found: Found) -> None:
     """Calls on one study, each killed at a random moment; the last is left in peace, and must find a winner."""
+    (folder / "faults.yaml").write_text(SPACE)
     besides, told = {server_of(executor).pid}, dict[int, Any]()
     for _ in range(KILLS):
         stricken_call(ground, folder, chosen, found, besides)
