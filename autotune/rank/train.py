@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,8 +44,7 @@ class TrainRank(BaseRank):
         candidate, folder = Candidate.of(self.spec["candidate"]), Path(self.spec["folder"])
         self.hooks = Hooks(Context(self.job, candidate, self, self.spec["device"], folder, quiet=False))
         self.hooks.install()
-        if self.spec["resume_since"] is not None:
-            self._resume_trainer(self.spec["resume_since"])
+        self._resume_trainer(self.spec["earlier"])
         self._note_loads()
         run_script(self.job.script, self.hooks.arguments())
 
@@ -61,16 +61,23 @@ class TrainRank(BaseRank):
 
     # -- restarting --------------------------------------------------------------------------------------------------
 
-    def _resume_trainer(self, since: float) -> None:
+    def _resume_trainer(self, earlier: dict[str, dict[str, int]]) -> None:
         """Trainer goes on from the newest whole checkpoint of this launch, or from the one that the script names where
-        there is none."""
+        there is none.
+
+        Args:
+            earlier: by output folder, the checkpoints that were there when this launch first trained into it, see
+                `checkpoints`. The parent is told of a folder that is not among them.
+        """
         from transformers import Trainer
 
         def train(
             original: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
         ) -> Any:
-            newest = newest_checkpoint(Path(trainer.args.output_dir), since, self.world)
-            if newest is not None:
+            folder = Path(trainer.args.output_dir).resolve()
+            if str(folder) not in earlier:
+                self.channel.send("checkpoints", folder=str(folder), found=checkpoints(folder))
+            elif (newest := newest_checkpoint(folder, earlier[str(folder)], self.world)) is not None:
                 resume_from_checkpoint = str(newest)
                 self.channel.send("resumed", path=resume_from_checkpoint)
             return original(trainer, resume_from_checkpoint, *args, **kwargs)
@@ -123,16 +130,26 @@ class TrainRank(BaseRank):
         self.channel.send("strayed")
 
 
-def newest_checkpoint(folder: Path, since: float, ranks: int) -> Path | None:
-    """Trainer's newest checkpoint that was written after `since` (seconds since the epoch) and is whole: it has its state,
-    which is written last, DeepSpeed's part, and the state of every rank's random generators."""
-    whole: list[tuple[int, Path]] = []
+def checkpoints(folder: Path) -> dict[str, int]:
+    """Trainer's checkpoints in a folder, by their states' paths: when each was written, by the file server's clock in ns.
+    Clocks differ and jump, so that of a launch's checkpoints only this is known: they are others than those."""
+    found = {}
     for state in folder.glob("checkpoint-*/trainer_state.json"):
-        checkpoint = state.parent
+        with suppress(OSError):
+            found[str(state)] = state.stat().st_mtime_ns
+    return found
+
+
+def newest_checkpoint(folder: Path, earlier: dict[str, int], ranks: int) -> Path | None:
+    """Trainer's checkpoint of the most steps that is none of the `earlier` ones and is whole: it has its state, which is
+    written last, DeepSpeed's part, and the state of every rank's random generators."""
+    whole: list[tuple[int, Path]] = []
+    for path, written_ns in checkpoints(folder).items():
+        checkpoint = Path(path).parent
+        if earlier.get(path) == written_ns:
+            continue
         try:
-            step = int(json.loads(state.read_text())["global_step"])
-            if state.stat().st_mtime < since:
-                continue
+            step = int(json.loads(Path(path).read_text())["global_step"])
         except (OSError, ValueError, KeyError):
             continue
         parts = list(checkpoint.glob("rng_state*.pth"))

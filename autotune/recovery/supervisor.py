@@ -87,12 +87,15 @@ class _Heard:
     steps: int = 0
     resumed_from: str = ""
     strayed: bool = False
+    earlier: dict[str, dict[str, int]] = field(default_factory=dict)  # see `rank.train.checkpoints`; by output folder
 
     def take(self, rank: int, message: Message) -> None:
         kind = message["type"]
         if kind == "resumed" and not self.resumed_from:
             self.resumed_from = message["path"]
             self.say(f"going on from {self.resumed_from}")
+        elif kind == "checkpoints":
+            self.earlier.setdefault(message["folder"], message["found"])
         elif kind == "note":
             self.say(message["text"])
         elif kind == "strayed" and not self.strayed:
@@ -142,6 +145,7 @@ class Supervisor:
         self._launcher = launcher or self._own_launcher
         self._signal: signal.Signals | None = None
         self._group: Group | None = None
+        self._earlier: dict[str, dict[str, int]] = {}  # checkpoints that are none of this launch's, by output folder
 
     def run(self) -> LaunchSummary:
         """Trains; passes SIGINT and SIGTERM on."""
@@ -161,7 +165,7 @@ class Supervisor:
             file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n")
 
     def _run(self) -> LaunchSummary:
-        began, at, barren = time.time(), 0, 0
+        at, barren = 0, 0
         attempts: list[Attempt] = []
         while True:
             rung = self.ladder[at]
@@ -170,7 +174,7 @@ class Supervisor:
             attempt = Attempt(at, str(rung.candidate))
             attempts.append(attempt)
             started = time.monotonic()
-            end = self._attempt(rung, began if len(attempts) > 1 else None)
+            end = self._attempt(rung)
             attempt.steps, attempt.seconds = end.steps, time.monotonic() - started
             attempt.resumed_from = end.resumed_from
             attempt.ended = f"{end.kind.value}: {end.reason}" if end.kind else end.reason
@@ -190,7 +194,7 @@ class Supervisor:
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 
-    def _attempt(self, rung: Rung, resume_since: float | None) -> _End:
+    def _attempt(self, rung: Rung) -> _End:
         heard = _Heard(self.say)
         group = self._group = Group(
             self._launcher,
@@ -208,7 +212,7 @@ class Supervisor:
             "threads": self.threads,
             "env": rung.candidate.environment(os.environ),
             "folder": str(group.home),
-            "resume_since": resume_since,
+            "earlier": self._earlier,
             "convert": self.convert,
         }
         try:
@@ -218,6 +222,7 @@ class Supervisor:
             return self._ended(stop, group, heard)
         finally:
             group.end()
+            self._earlier = {**heard.earlier, **self._earlier}
 
     def _ended(self, stop: Stop, group: Group, heard: _Heard) -> _End:
         """What an attempt came to."""

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from autotune.group.ending import die_with_parent
-from autotune.group.protocol import Message
+from autotune.group.protocol import Channel, Message
 from autotune.rank.base import greet
-from autotune.rank.train import newest_checkpoint
+from autotune.rank.train import checkpoints, newest_checkpoint
 
 STEPS, BATCH, SAVE_STEPS = 12, 8, 5
 
@@ -32,7 +32,7 @@ def save(step: int) -> None:
 def become(address: str, number: int) -> NoReturn:
     channel, spec = greet(address, number)
     os.chdir(spec["job"]["script"]["cwd"])
-    begin = resumed(spec)
+    begin = resumed(channel, spec)
     if begin:
         channel.send("resumed", path=f"out/checkpoint-{begin}")
     note(number, started=True)
@@ -48,11 +48,13 @@ def become(address: str, number: int) -> NoReturn:
     os._exit(0)
 
 
-def resumed(spec: Message) -> int:
+def resumed(channel: Channel, spec: Message) -> int:
     """The step of the newest checkpoint of this launch."""
-    if spec["resume_since"] is None:
+    folder = Path("out").resolve()
+    if str(folder) not in spec["earlier"]:
+        channel.send("checkpoints", folder=str(folder), found=checkpoints(folder))
         return 0
-    newest = newest_checkpoint(Path("out"), spec["resume_since"], 2)
+    newest = newest_checkpoint(folder, spec["earlier"][str(folder)], 2)
     return int(newest.name.split("-")[1]) if newest else 0
 
 

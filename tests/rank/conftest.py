@@ -133,7 +133,14 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parent]:
 
 def make_spec(folder: Path, job: Job, /, **more: Any) -> dict[str, Any]:
     """What every kind of rank is told; a log and a store of their own in `folder`."""
-    common = {"device": "cpu", "cap_bytes": None, "threads": 1, "seed": 0, "store": str(folder / "store")}
+    common = {
+        "device": "cpu",
+        "cap_bytes": None,
+        "threads": 1,
+        "seed": 0,
+        "store": str(folder / "store"),
+        "port": 29500,
+    }
     return {"job": job.to_json(), **common, "log": str(folder / "rank.log"), **more}
 
 

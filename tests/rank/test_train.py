@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 
 from autotune.problem.job import Script
-from autotune.rank.train import newest_checkpoint
+from autotune.rank.train import checkpoints, newest_checkpoint
 from tests.conftest import make_candidate, make_job
 from tests.rank.conftest import Parent, Rank, make_spec
 from tests.rank.test_script import CONFIG, LOOP
 
 
-def start(parent: Parent, folder: Path, text: str, *, cold: bool = False, resume_since: float | None = None) -> Rank:
+def start(parent: Parent, folder: Path, text: str, *, cold: bool = False) -> Rank:
     script, own = folder / "train.py", folder / "own"
     own.mkdir()
     script.write_text(textwrap.dedent(text))
     (folder / "ds.json").write_text(json.dumps(CONFIG))
     job = replace(make_job(1), script=Script((str(script), str(folder / "ds.json")), str(folder)))
     knobs = make_candidate(1, 4, 1).as_dict
-    spec = make_spec(folder, job, candidate=knobs, folder=str(own), resume_since=resume_since, convert=False)
+    spec = make_spec(folder, job, candidate=knobs, folder=str(own), earlier={}, convert=False)
     (rank,) = parent.start("autotune.rank.train", spec, cold=cold)
     return rank
 
@@ -107,7 +107,7 @@ def test_a_loaded_checkpoint_is_told(parent: Parent, tmp_path: Path) -> None:
 
 def checkpoint(folder: Path, step: int, ranks: int = 2, changed: float = 100.0, latest: bool = True) -> Path:
     made = folder / f"checkpoint-{step}"
-    made.mkdir(parents=True)
+    made.mkdir(parents=True, exist_ok=True)
     for rank in range(ranks):
         (made / f"rng_state_{rank}.pth").touch()
     if latest:
@@ -119,18 +119,30 @@ def checkpoint(folder: Path, step: int, ranks: int = 2, changed: float = 100.0, 
 
 
 def test_the_newest_is_that_of_the_most_steps(tmp_path: Path) -> None:
-    assert newest_checkpoint(tmp_path, 0.0, 2) is None
+    assert newest_checkpoint(tmp_path, {}, 2) is None
     checkpoint(tmp_path, 5)
     newest = checkpoint(tmp_path, 20)
     checkpoint(tmp_path, 9)
-    assert newest_checkpoint(tmp_path, 0.0, 2) == newest
+    assert newest_checkpoint(tmp_path, {}, 2) == newest
 
 
-def test_what_is_not_whole_or_of_an_earlier_launch_is_no_checkpoint(tmp_path: Path) -> None:
+def test_what_is_not_whole_is_no_checkpoint(tmp_path: Path) -> None:
     good = checkpoint(tmp_path, 1)
     checkpoint(tmp_path, 2, ranks=1)
     checkpoint(tmp_path, 3, latest=False)
-    checkpoint(tmp_path, 4, changed=10.0)
     (checkpoint(tmp_path, 6) / "trainer_state.json").write_text('{"global_st')
     (tmp_path / "checkpoint-7").mkdir()
-    assert newest_checkpoint(tmp_path, 50.0, 2) == good
+    assert newest_checkpoint(tmp_path, {}, 2) == good
+
+
+@pytest.mark.parametrize("server_seconds", [-1e6, 0.0, 1e6], ids=["clock behind", "clock right", "clock ahead"])
+def test_earlier_checkpoints_are_known_whatever_the_clocks_say(tmp_path: Path, server_seconds: float) -> None:
+    checkpoint(tmp_path, 90)
+    written_again = checkpoint(tmp_path, 40)
+    earlier = checkpoints(tmp_path)
+    assert len(earlier) == 2
+    assert newest_checkpoint(tmp_path, earlier, 2) is None, "nothing of this launch"
+    checkpoint(tmp_path, 40, changed=200.0 + server_seconds)
+    assert newest_checkpoint(tmp_path, earlier, 2) == written_again
+    newer = checkpoint(tmp_path, 60, changed=300.0 + server_seconds)
+    assert newest_checkpoint(tmp_path, earlier, 2) == newer
