@@ -144,8 +144,10 @@ def _class_of_error(error: dict[str, Any], scene: Scene) -> tuple[Kind, str]:
 
 
 def _unless_foreign(kind: Kind, why: str, account: Account, peaks: Peaks) -> tuple[Kind, str]:
-    """FOREIGN where another process has taken the device's memory meanwhile, or holds most of it."""
-    if peaks.foreign > FOREIGN_BYTES:
+    """FOREIGN where another process has taken the device's memory meanwhile, enough for the allocation that failed, or holds
+    most of it."""
+    capped = account.under_cap is not None and account.under_cap < (account.free or 0)
+    if not capped and peaks.foreign > FOREIGN_BYTES and peaks.foreign >= (account.missing or 0):
         return Kind.FOREIGN, f"{why}; NVML: other processes grew by {format_bytes(peaks.foreign)} meanwhile"
     if others := account.held_by_others:
         return Kind.FOREIGN, f"{why}; other processes hold {format_bytes(others)} of the device"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -90,13 +92,13 @@ def accelerate_config(candidate: Candidate, job: Job, ds_config_file: str, devic
     }
 
 
-def needs(candidate: Candidate, job: Job, threads: int) -> list[str]:
+def needs(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[str]:
     """What the training must do beside taking the config, since a DeepSpeed config cannot say it; one line each.
 
     Args:
-        threads: CPU threads a rank that it was measured with.
+        variables: of the environment that it was measured under.
     """
-    lines = [f"start it with {assignments(variables_of(candidate, threads))}: it was measured so"]
+    lines = [f"start it with {assignments(variables)}: it was measured so"]
     if candidate.checkpointing:
         lines.append(
             "call model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False}) "
@@ -134,8 +136,17 @@ def meta(
     fingerprint: dict[str, Any],
     headroom: float,
     threads: int,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    resume_peak_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """What stands beside the config: what it was measured at, on what, by which study and trial."""
+    """What stands beside the config: what it was measured at, on what, by which study and trial.
+
+    Args:
+        threads: CPU threads a rank that it was measured with.
+        environment: what the training needs set to get the GPUs that the study had (`Hardware.environment`).
+        resume_peak_bytes: of the worst rank while a fresh group went on from a checkpoint; None where that was not tried.
+    """
+    variables = {**environment, **variables_of(candidate, threads)}
     samples, tokens = measurement.per_gpu(job.ranks)
     measured = {key: value for key, value in vars(measurement).items() if value is not None}
     return {
@@ -153,8 +164,9 @@ def meta(
         ],
         "headroom": headroom,
         "threads_per_rank": threads,
-        "environment": variables_of(candidate, threads),
-        "your_training_must": needs(candidate, job, threads),
+        "environment": variables,
+        "resume_peak_bytes": resume_peak_bytes,
+        "your_training_must": needs(candidate, job, variables),
         "measured_with_optimizer": job.base_config.get("optimizer", {}).get("type", job.optimizer),
         "fingerprint": fingerprint,
     }
@@ -239,6 +251,8 @@ def export_record(store: StudyStore, record: Record, out: Path, style: str, veri
         fingerprint=store.fingerprint,
         headroom=store.hardware.headroom,
         threads=store.threads,
+        environment=store.hardware.environment,
+        resume_peak_bytes=store.resume_peak_bytes(record.candidate),
     )
     try:
         return write_export(record.candidate, store.job, out, data, style=style, device=store.hardware.device)

@@ -38,10 +38,8 @@ def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hard
         f"{format_bytes(hardware.capacity_bytes)} ({free:.0f} % free, headroom {100 * hardware.headroom:.0f} %)",
     ]
     resumed = [r.outcome for r in records if r.role == RESUME and r.candidate == record.candidate and r.outcome]
-    if resumed and resumed[-1].measurement is not None:
-        lines.append(
-            f"  goes on from a checkpoint: peak {format_bytes(resumed[-1].measurement.peak_bytes)} as it loads"
-        )
+    if resumed and resumed[-1].ok and resumed[-1].peak_bytes is not None:
+        lines.append(f"  goes on from a checkpoint: peak {format_bytes(resumed[-1].peak_bytes)}")
     if measured.mfu is not None:
         lines.append(f"  {measured.model_tflops_per_gpu:.1f} model TFLOP/s a GPU, MFU {100 * measured.mfu:.1f} %")
     times = _times_others(record, records)

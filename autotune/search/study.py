@@ -234,6 +234,11 @@ class StudyStore:
             if r.outcome and r.outcome.measurement and r.role != RESUME
         }
 
+    def resume_peak_bytes(self, candidate: Candidate) -> int | None:
+        """The highest memory of a rank that went on from a checkpoint of the candidate's; None where none has."""
+        found = [r.outcome for r in self.records() if r.role == RESUME and r.candidate == candidate and r.outcome]
+        return found[-1].peak_bytes if found and found[-1].ok else None
+
     def failed(self) -> set[Candidate]:
         """Candidates that ran out of memory, were refused or crashed, and were never measured."""
         told = [(r.candidate, r.outcome) for r in self.records() if r.outcome]

@@ -275,6 +275,20 @@ def test_a_foreign_process_is_blamed_by_nvml(kind: str, text: str, evidence: str
     assert host.kind is Kind.OOM_HOST, "main memory is not the device's"
 
 
+def test_what_others_took_must_have_been_enough() -> None:
+    """A desktop that grew by 300 MiB does not excuse a candidate that lacked 4 GiB, nor one that our own cap refused."""
+    grown = Peaks(used=[5], foreign=300 * MIB)
+    lacks = "CUDA out of memory. Tried to allocate {} GiB. GPU 0 has a total capacity of 24.00 GiB of which 1.00 GiB is free."
+
+    def kind(text: str) -> Kind:
+        return judge(Evidence("cuda", [error("torch.OutOfMemoryError", text)], peaks=grown)).kind
+
+    assert kind(lacks.format("5.00")) is Kind.OOM_DEVICE
+    assert kind(lacks.format("1.20")) is Kind.FOREIGN
+    capped = "; 20.00 GiB allowed; Of the allocated memory 19.90 GiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch"
+    assert kind(lacks.format("1.20").replace("1.00 GiB is free.", f"9.00 GiB is free. {capped}")) is Kind.OOM_DEVICE
+
+
 def test_a_foreign_process_is_blamed_by_what_it_holds() -> None:
     text = (
         "CUDA out of memory. Tried to allocate 12.00 MiB. GPU 0 has a total capacity of 31.74 GiB of which 5.12 MiB is free. "

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from autotune import __version__
+from autotune.group.environment import variables_of
 from autotune.problem.candidate import ALLOCATOR_VARIABLES, Candidate
 from autotune.problem.job import Lora, Script
 from autotune.problem.outcome import Measurement
@@ -176,14 +177,16 @@ def test_accelerate_points_at_the_config() -> None:
     ],
 )
 def test_what_a_config_cannot_carry_is_said(knobs: dict, job: dict, lines: list[str]) -> None:
-    assert needs(winner(**knobs), make_job(**job), 3) == ["start it with OMP_NUM_THREADS=3: it was measured so", *lines]
+    variables = {"OMP_NUM_THREADS": "3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    first = "start it with OMP_NUM_THREADS=3 CUDA_DEVICE_ORDER=PCI_BUS_ID: it was measured so"
+    assert needs(winner(**knobs), make_job(**job), variables) == [first, *lines]
 
 
 def test_the_environment_that_it_was_measured_in_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     grown = winner(expandable_segments=True)
-    first, *_ = needs(grown, make_job(), 3)
+    first, *_ = needs(grown, make_job(), variables_of(grown, 3))
     assert first == (
         "start it with OMP_NUM_THREADS=3 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: it was measured so"
     )
@@ -202,7 +205,10 @@ def test_what_stands_beside_the_config() -> None:
         fingerprint={"torch": "2"},
         headroom=0.05,
         threads=6,
+        environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+        resume_peak_bytes=11,
     )
+    variables = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "OMP_NUM_THREADS": "6"}
     assert told == {
         "autotune": __version__,
         "study": "s",
@@ -215,8 +221,9 @@ def test_what_stands_beside_the_config() -> None:
         "throughput_interval_95": [pytest.approx(24 / 1.05), pytest.approx(24 / 0.95)],
         "headroom": 0.05,
         "threads_per_rank": 6,
-        "environment": {"OMP_NUM_THREADS": "6"},
-        "your_training_must": needs(winner(), make_job(optimizer="lion"), 6),
+        "environment": variables,
+        "resume_peak_bytes": 11,
+        "your_training_must": needs(winner(), make_job(optimizer="lion"), variables),
         "measured_with_optimizer": "lion",
         "fingerprint": {"torch": "2"},
     }
