@@ -126,7 +126,7 @@ def _from_plan(setup: LaunchSetup) -> _Training:
 
 def _planned_ladder(plan: PlanSetup, convert: bool) -> list[Rung]:
     predictor = Predictor(plan.job, plan.hardware)
-    candidates = plan.space.candidates(plan.job)
+    candidates, _ = predictor.buildable(plan.space.candidates(plan.job))
     table = predictor.table(candidates)
     fits = predictor.fits(table)
     if not fits.any():

@@ -119,7 +119,7 @@ def run_study(
 
 @contextmanager
 def stop_on_signals() -> Iterator[threading.Event]:
-    """An event that Ctrl-C and SIGTERM set; a second Ctrl-C raises KeyboardInterrupt."""
+    """An event that Ctrl-C, SIGTERM and a terminal that closes set; a second Ctrl-C raises KeyboardInterrupt."""
     stopped = threading.Event()
 
     def handle(number: int, frame: object) -> None:
@@ -129,8 +129,9 @@ def stop_on_signals() -> Iterator[threading.Event]:
 
     before = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, handle)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's
+                before[number] = signal.signal(number, handle)
     try:
         yield stopped
     finally:

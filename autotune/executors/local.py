@@ -33,6 +33,7 @@ from autotune.problem.script import heavy_imports
 from autotune.rank.config import needed_ops, trial_config
 
 MODEL_RANK, SCRIPT_RANK = "autotune.rank.model", "autotune.rank.script"
+CHECKPOINT = "checkpoint"  # a trial's folder for it
 WOKEN = "CUDA was woken before the fork"  # as a forked rank says it
 _LOADING_SECONDS = 20.0  # ops that took longer were built, not loaded
 
@@ -88,6 +89,8 @@ class LocalExecutor:
 
     def open(self, say: Callable[[str], None]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        for left in self.folder.glob(f"trials/*/{CHECKPOINT}"):  # by a tuner that was killed
+            shutil.rmtree(left, ignore_errors=True)
         self.say = say
         if self.isolation == "fork":
             self._start_fork_server(say)
@@ -176,7 +179,7 @@ class LocalSession:
         self._answers: dict[int, Message] = {}
         self._results: list[Message] = []  # of the last measuring, by rank
         self._checkpoint: Path | None = None  # which the next group loads
-        self._load_peak_bytes = 0  # of the worst rank, while it loaded
+        self._beside_peak_bytes = 0  # of the worst rank, while it loaded, evaluated and saved
         self.facts: dict[str, Any] = {}  # what rank 0 of a script said of itself
 
     @property
@@ -211,8 +214,7 @@ class LocalSession:
             self.close()
         seconds = time.monotonic() - began
         inside = max(float(answer["measured_seconds"]) for answer in self._results) if outcome.ok else 0.0
-        log = str(self._folder)
-        return dataclasses.replace(outcome, log=log, seconds=seconds, outside_seconds=seconds - inside)
+        return dataclasses.replace(outcome, log=str(self._folder), seconds=seconds, outside_seconds=seconds - inside)
 
     def _ask_measure(self, candidate: Candidate, effort: Effort, deadline: float, most_seconds: float) -> Stop:
         """Has the ranks measure; their answers are then `_results`."""
@@ -240,7 +242,7 @@ class LocalSession:
 
     def _resume(self, candidate: Candidate, effort: Effort, deadline: float) -> Outcome:
         """Ends the group after a checkpoint and has a fresh one go on from it."""
-        group, folder = self._running(), self._folder.resolve() / "checkpoint"
+        group, folder = self._running(), self._folder.resolve() / CHECKPOINT
         group.enter(Phase.SAVE)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -257,7 +259,7 @@ class LocalSession:
             self._ready.clear()
             stop = self._start(deadline)
             if stop is Stop.ARRIVED:
-                self._load_peak_bytes = max(self._load_peak_bytes, self._running().peaks().worst)
+                self._beside_peak_bytes = max(self._beside_peak_bytes, *self._running().peaks().used)
                 stop = self._ask_measure(candidate, effort, deadline, deadline - time.monotonic())
             return self._measured(candidate) if stop is Stop.ARRIVED else self._failed(stop)
         finally:
@@ -277,8 +279,8 @@ class LocalSession:
             hardware=self._executor.hardware,
             facts=self.facts,
         )
-        if self._load_peak_bytes > measurement.peak_bytes:
-            measurement = dataclasses.replace(measurement, peak_bytes=self._load_peak_bytes)
+        if self._beside_peak_bytes > measurement.peak_bytes:
+            measurement = dataclasses.replace(measurement, peak_bytes=self._beside_peak_bytes)
         return Outcome(Kind.OK, Phase.STEP, measurement, peak_bytes=measurement.peak_bytes)
 
     # -- the group ---------------------------------------------------------------------------------------------------
@@ -312,11 +314,9 @@ class LocalSession:
     def _spec(self) -> dict[str, Any]:
         executor, candidate = self._executor, self._candidate
         job = executor.job
+        what: dict[str, Any] = {"config": trial_config(candidate, job), "checkpointing": candidate.checkpointing}
         if job.script:
-            scratch = scratch_folder(self._folder, job.script)
-            what: dict[str, Any] = {"candidate": candidate.as_dict, "scratch": str(scratch)}
-        else:
-            what = {"config": trial_config(candidate, job), "checkpointing": candidate.checkpointing}
+            what = {"candidate": candidate.as_dict, "scratch": str(scratch_folder(self._folder, job.script))}
         return {
             **what,
             "job": under(job, candidate).to_json(),
@@ -336,10 +336,11 @@ class LocalSession:
             self._ready.add(rank)
         elif kind == "facts" and rank == 0:
             self.facts = message
-        elif kind == "loaded":
-            self._load_peak_bytes = max(self._load_peak_bytes, inside_bytes(message))
-        elif kind == "measured":
-            self._answers[rank] = message
+        elif kind in ("loaded", "measured"):
+            if kind == "loaded" or message.get("certified"):
+                self._beside_peak_bytes = max(self._beside_peak_bytes, inside_bytes(message))
+            if kind == "measured":
+                self._answers[rank] = message
 
     def _ask(self, kind: str, deadline: float, **request: Any) -> Stop:
         """Asks every rank and waits for the answers of all."""

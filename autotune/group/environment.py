@@ -59,7 +59,7 @@ def _architectures(device: str) -> dict[str, str]:
     if device == "cpu" or ARCHITECTURES in os.environ:
         return {}
     found = compute_capabilities()
-    return {ARCHITECTURES: ";".join(found)} if found else {}
+    return {ARCHITECTURES: ";".join(found) + "+PTX"} if found else {}  # as both DeepSpeed and torch add it to the last
 
 
 def variables_of(candidate: Candidate, threads: int) -> dict[str, str]:

@@ -24,7 +24,7 @@ from autotune.group.ending import adopt_orphans, die_with_parent
 from autotune.group.ops import load_ops
 from autotune.group.protocol import Channel, Message
 
-_FORK_TEST_SECONDS = 30
+_FORK_TEST_SECONDS = 120  # without persistence mode each of eight GPUs takes seconds to wake
 _CUDA_ERROR_NOT_INITIALIZED = 3  # CUresult: what a fork of a process that has used CUDA is told
 
 

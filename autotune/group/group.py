@@ -153,7 +153,7 @@ class Group:
             if now > deadline:
                 return Stop.DEADLINE
             patience = self._policy.silence_seconds(self.phase) if self.greeted else self._policy.hello_seconds
-            if now - last_look > min(_LOOK_SECONDS, 0.4 * patience):
+            if now - max(last_look, last_alive) > min(_LOOK_SECONDS, 0.4 * patience):
                 last_look = now
                 last_alive = now if self._get_on() else last_alive
             if now - last_alive > patience:
@@ -270,6 +270,11 @@ class Group:
         return {
             rank: self._codes.get(rank, status) if status < 0 else status for rank, status in self.statuses().items()
         }
+
+    @property
+    def scripts_code(self) -> int | None:
+        """The script's exit code, once it is over in every rank, whether they have left or not; None before."""
+        return max(self._codes.values()) if len(self._codes) == self._world else None
 
     @property
     def all_left(self) -> bool:

@@ -41,10 +41,11 @@ def held_gpus(hardware: Hardware, who: str, say: Callable[[str], None]) -> Itera
         for uuid in hardware.gpus:
             try:
                 descriptors.append(_open(uuid))
+                held = _lock(descriptors[-1], _PATIENCE_SECONDS)
             except OSError as error:
-                say(f"{lock_file(uuid)} cannot be written ({error.strerror}): another study may take the same GPU")
+                say(f"{lock_file(uuid)} cannot be held ({error.strerror}): another study may take the same GPU")
                 continue
-            if not _lock(descriptors[-1], _PATIENCE_SECONDS):
+            if not held:
                 raise UserError(
                     f"{uuid} is in use by autotune ({_holder(descriptors[-1])}): wait for it, "
                     "or choose other GPUs with CUDA_VISIBLE_DEVICES"

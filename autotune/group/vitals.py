@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -12,6 +13,7 @@ import psutil
 from autotune.group.ending import below
 from autotune.units import MIB
 
+_ANSWER_SECONDS = 0.5  # a driver answers within milliseconds
 LEAST_CPU_SHARE = 0.05  # of one core: idle ranks with their helper threads stay far below
 LEAST_IO_BYTES_PER_SECOND = 0.05 * MIB  # a slow network disk gives more
 
@@ -32,7 +34,7 @@ class Vitals:
 
     def __init__(self, busy: Callable[[], bool] | None = None) -> None:
         self._last: _Sample | None = None
-        self._busy = busy
+        self._busy = _Aside(busy) if busy is not None else None
 
     def forget(self) -> None:
         """The next look only begins to compare."""
@@ -53,8 +55,30 @@ class Vitals:
         return (
             now.cpu_seconds - before.cpu_seconds > LEAST_CPU_SHARE * seconds
             or now.io_bytes - before.io_bytes > LEAST_IO_BYTES_PER_SECOND * seconds
-            or (self._busy is not None and self._busy())
+            or (self._busy is not None and self._busy.latest())
         )
+
+
+class _Aside:
+    """Asks in a thread, one question at a time: a driver may hang, and the tuner must not hang with it."""
+
+    def __init__(self, ask: Callable[[], bool]) -> None:
+        self._ask, self._answer = ask, False
+        self._thread: threading.Thread | None = None
+
+    def latest(self) -> bool:
+        """The last answer, and the next question where none is open."""
+        answer = self._answer
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+            self._thread.join(_ANSWER_SECONDS)
+            answer = self._answer
+        return answer
+
+    def _run(self) -> None:
+        self._answer = False
+        self._answer = self._ask()
 
 
 def _sample(ranks: Iterable[int], waiting: set[int]) -> _Sample:

@@ -265,12 +265,15 @@ def _order_matters() -> bool:
 
 
 def compute_capabilities() -> list[str]:
-    """`["8.0", "9.0"]` of all cards, lowest first; empty where no driver answers."""
+    """`["8.0", "9.0"]` of the GPUs that CUDA shows, lowest first; empty where no driver answers."""
     found: set[tuple[int, int]] = set()
+    visible = visible_gpus()
     with nvml() as lib:
-        for index in range(lib.nvmlDeviceGetCount() if lib is not None else 0):
+        for gpu in visible if lib is not None else []:
             with suppress(lib.NVMLError):
-                handle = lib.nvmlDeviceGetHandleByIndex(index)
+                handle = lib.nvmlDeviceGetHandleByUUID(gpu.uuid)
+                with suppress(lib.NVMLError):  # a slice's card knows it
+                    handle = lib.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
                 found.add(tuple(lib.nvmlDeviceGetCudaComputeCapability(handle)))
     return [f"{major}.{minor}" for major, minor in sorted(found)]
 

@@ -119,8 +119,8 @@ class BaseRank(ABC):
         deepspeed.init_distributed(dist_backend=device.backend, verbose=False)
 
     @property
-    def collective_timeout(self) -> datetime.timedelta | None:
-        """For how long a collective may wait for its ranks; None: as long as torch allows by default."""
+    def collective_timeout(self) -> datetime.timedelta:
+        """For how long a collective may wait for its ranks."""
         return datetime.timedelta(hours=1)  # the parent notices a rank that hangs long before
 
     @property

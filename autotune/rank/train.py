@@ -42,7 +42,9 @@ class TrainRank(BaseRank):
         assert self.job.script is not None
         os.chdir(self.job.script.cwd)
         candidate, folder = Candidate.of(self.spec["candidate"]), Path(self.spec["folder"])
-        self.hooks = Hooks(Context(self.job, candidate, self, self.spec["device"], folder, quiet=False))
+        context = Context(self.job, candidate, self, self.spec["device"], folder, quiet=False)
+        context.collective_timeout = self.collective_timeout
+        self.hooks = Hooks(context)
         self.hooks.install()
         self._resume_trainer(self.spec["earlier"])
         self._note_loads()
@@ -55,9 +57,10 @@ class TrainRank(BaseRank):
             self.torch.distributed.destroy_process_group()
 
     @property
-    def collective_timeout(self) -> datetime.timedelta | None:
-        """As under torchrun, until the script says otherwise (`hooks.process_group`)."""
-        return None
+    def collective_timeout(self) -> datetime.timedelta:
+        """Whatever a library asks for by default, the longest of them (accelerate and gloo: 30 minutes); what the script asks
+        for can raise it (`hooks.process_group`)."""
+        return max(datetime.timedelta(minutes=30), deepspeed_timeout())
 
     # -- restarting --------------------------------------------------------------------------------------------------
 
@@ -128,6 +131,12 @@ class TrainRank(BaseRank):
 
     def strayed(self) -> None:
         self.channel.send("strayed")
+
+
+def deepspeed_timeout() -> datetime.timedelta:
+    """DeepSpeed's own variable for it, in minutes; nothing where it is no number."""
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT", "")
+    return datetime.timedelta(minutes=int(minutes) if minutes.isdigit() else 0)
 
 
 def checkpoints(folder: Path) -> dict[str, int]:

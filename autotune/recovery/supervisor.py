@@ -148,8 +148,14 @@ class Supervisor:
         self._earlier: dict[str, dict[str, int]] = {}  # checkpoints that are none of this launch's, by output folder
 
     def run(self) -> LaunchSummary:
-        """Trains; passes SIGINT and SIGTERM on."""
-        before = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        """Trains; passes SIGINT, SIGTERM and SIGHUP on."""
+        passed = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        # a signal that is ignored stays so: nohup's trainings outlive their terminal
+        before = {
+            number: signal.signal(number, self._forward)
+            for number in passed
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
         try:
             summary = self._run()
         finally:
@@ -240,13 +246,18 @@ class Supervisor:
         codes = [128 - status if status < 0 else status for status in evidence.statuses.values() if status]
         code = codes[0] if codes else 1
         verdict = judge(evidence)
-        killed = verdict.kind is Kind.CRASH and verdict.signal == signal.SIGKILL
+        # by SIGABRT torch ends a rank whose collective has timed out
+        deadly = (signal.SIGKILL, signal.SIGABRT) if heard.steps else (signal.SIGKILL,)
+        killed = verdict.kind is Kind.CRASH and verdict.signal in deadly
         if verdict.kind.is_oom or killed or verdict.kind in (Kind.INVALID, Kind.INFRASTRUCTURE, Kind.FOREIGN):
             return heard.end(code, verdict.kind, verdict.reason)
         return heard.end(code, None, f"the script's own failure ({verdict.reason})")
 
     def _hang(self, group: Group, heard: _Heard) -> _End:
         """No rank shows life: memory's doing where a device or the host is as good as full."""
+        if (code := group.scripts_code) is not None:
+            self.say("the script is over, and ranks do not leave: ended")
+            return heard.end(code, None, "done")
         peaks = group.peaks()
         text = f"hang in {group.silence}"
         if peaks.worst > _NEAR_FULL * self.hardware.capacity_bytes:

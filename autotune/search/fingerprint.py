@@ -31,6 +31,9 @@ _WATCHED_PREFIXES = (
 )
 
 
+_UNWATCHED_PREFIXES = ("NCCL_DEBUG", "TORCH_NCCL_DUMP", "TORCH_NCCL_TRACE")  # they only tell
+
+
 def identity(job: Job, hardware: Hardware) -> dict[str, Any]:
     """The job, the machine and the packages, as JSON: what names a study, so that the same command finds it again."""
     machine = {key: hardware.to_json()[key] for key in ("device", "name", "count", "memory_bytes", "memory_cap_bytes")}
@@ -70,7 +73,9 @@ def watched_variables() -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(os.environ.items())
-        if value and (name in _WATCHED or name.startswith(_WATCHED_PREFIXES))
+        if value
+        and (name in _WATCHED or name.startswith(_WATCHED_PREFIXES))
+        and not name.startswith(_UNWATCHED_PREFIXES)
     }
 
 

@@ -111,6 +111,8 @@ class Proposer:
         self._close(candidate)
         self.predictor.observe(candidate, outcome)
         self._table = None
+        if outcome.kind is Kind.TIMEOUT:
+            self._note_slow_start(outcome)
         if outcome.outside_seconds > 1.0 and outcome.kind in (Kind.OK, Kind.OOM_DEVICE):
             self._startup.append(outcome.outside_seconds)
         if outcome.kind is Kind.OK:
@@ -136,7 +138,10 @@ class Proposer:
         """A limit of ours has ended the candidate's trial: from now on it has twice as long, and what still was starting
         raises what all others have to start."""
         self._overran[candidate] += 1
-        if outcome.phase in (Phase.START, Phase.INIT):
+        self._note_slow_start(outcome)
+
+    def _note_slow_start(self, outcome: Outcome) -> None:
+        if outcome.phase in (Phase.START, Phase.INIT) and outcome.source is Source.LIMIT:
             self._slow_start = max(self._slow_start, outcome.seconds)
 
     def patience(self, candidate: Candidate) -> float:
@@ -303,8 +308,11 @@ class Proposer:
         at = self._index.get(candidate)
         table = self._predictions()
         step = float(table.step[at] * np.exp(2 * table.step_sigma[at])) if at is not None else 10.0
-        startup = max(self._slow_start, max(self._startup, default=STARTUP_SECONDS))
-        return self.patience(candidate) * (4 * (startup + size_seconds(self.job, candidate)) + 12 * step + 30.0)
+        measuring = 12 * step + 30.0
+        starting = 4 * max(self._startup, default=STARTUP_SECONDS) + size_seconds(self.job, candidate)
+        usual = self.patience(candidate) * (starting + measuring)
+        # what was ended while it started shows only that starting takes longer than that
+        return max(usual, 3 * self._slow_start + measuring if self._slow_start else 0.0)
 
     def _predictions(self) -> Table:
         if self._table is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import gc
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -281,7 +280,7 @@ class StudyStore:
         is full. The second time it is taken for the cause, so that the study can go on.
         """
         closed = 0
-        before = Counter(r.candidate for r in self.records() if r.outcome and r.outcome.evidence == FOUND_RUNNING)
+        before = _found_running(self.records())
         left = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING, TrialState.WAITING))
         for frozen in left:
             trial, stored = optuna.Trial(self.study, frozen._trial_id), frozen.user_attrs.get("outcome")
@@ -289,7 +288,9 @@ class StudyStore:
                 self._tell(trial, Outcome.from_json(stored))
                 continue
             record = _record(frozen)
-            deadly = frozen.state is TrialState.RUNNING and record is not None and before[record.candidate] > 0
+            deadly = (
+                frozen.state is TrialState.RUNNING and record is not None and (record.candidate, record.role) in before
+            )
             outcome = Outcome(
                 Kind.OOM_HOST if deadly else Kind.INTERRUPTED,
                 reason="the tuner's process ended twice while it ran: it may have taken all of main memory"
@@ -344,6 +345,19 @@ class StudyStore:
     @property
     def skips(self) -> dict[str, int]:
         return dict(self.attributes.get("skips", {}))
+
+
+def _found_running(records: list[Record]) -> set[tuple[Candidate, str]]:
+    """(candidate, role) of trials during which a tuner ended, and which have not come to an end of their own since."""
+    found: set[tuple[Candidate, str]] = set()
+    for record in records:
+        if record.outcome is None:
+            continue
+        if record.outcome.evidence == FOUND_RUNNING:
+            found.add((record.candidate, record.role))
+        elif record.outcome.kind is not Kind.INTERRUPTED:
+            found -= {(record.candidate, role) for role in (SEARCH, VERIFY, RESUME)}
+    return found
 
 
 def _record(trial: optuna.trial.FrozenTrial) -> Record | None:

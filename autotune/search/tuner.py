@@ -6,9 +6,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from autotune.errors import MachineTrouble, UserError
+from autotune.errors import MachineTrouble, Unusable, UserError
 from autotune.executors.base import RESUME as RESUME_EFFORT
 from autotune.executors.base import SEARCH as SEARCH_EFFORT
 from autotune.executors.base import VERIFY as VERIFY_EFFORT
@@ -17,6 +16,7 @@ from autotune.problem.candidate import MODEL_KNOBS, Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Kind, Measurement, Outcome, Source
 from autotune.problem.space import SearchSpace
+from autotune.search.observer import NullObserver, Observer
 from autotune.search.proposer import Proposal, Proposer
 from autotune.search.standings import NOT_VERIFIED, Standings
 from autotune.search.study import RESUME, SEARCH, VERIFY, Record, StudyStore
@@ -25,29 +25,6 @@ from autotune.units import format_duration
 FIRST_TRIAL_SECONDS = 5.0  # a budget below this cannot hold one trial
 MAX_VERIFIED = 4
 MACHINE_FAILURES = 3  # in a row, of whatever candidates: then it is the machine
-
-
-class Observer(Protocol):
-    """Is told what happens; a NullObserver where nobody looks."""
-
-    def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None: ...
-    def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None: ...
-    def say(self, text: str) -> None: ...
-    def clock(self, used_seconds: float, budget_seconds: float) -> None: ...
-
-
-class NullObserver:
-    def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None:
-        pass
-
-    def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-    def clock(self, used_seconds: float, budget_seconds: float) -> None:
-        pass
 
 
 @dataclass
@@ -114,8 +91,11 @@ class Tuner:
 
     @property
     def _resume_seconds(self) -> float:
-        """Seconds that a checkpoint and going on from it should take: two starts."""
-        return 1.2 * 2 * self._startup_seconds + 1.0 if self.executor.resumes else 0.0
+        """Seconds that a checkpoint and going on from it should take: two starts, each with two steps to warm up and one."""
+        best = self.standings.best
+        if not self.executor.resumes or best is None:
+            return 0.0
+        return 1.2 * 2 * (self._startup_seconds + 3 * self.standings.measured[best][1].step_seconds) + 1.0
 
     @property
     def _startup_seconds(self) -> float:
@@ -243,7 +223,7 @@ class Tuner:
         self.observer.trial_finished(number, candidate, role, outcome)
         self._save_call()
         self._counts[outcome.kind.value] += 1
-        if (outcome.seconds and not outcome.ok) or outcome.outside_seconds > 0:
+        if role == SEARCH and outcome.kind in (Kind.OK, Kind.OOM_DEVICE) and outcome.outside_seconds > 0:
             self._outside.append(outcome.outside_seconds)
         self._learn(number, candidate, outcome, role)
         self._apply_policy(candidate, outcome)
@@ -326,7 +306,7 @@ class Tuner:
 
     def _to_verify(self) -> Candidate | None:
         """The next candidate to verify, or None where what passed is good enough or no time is left."""
-        if self.cancelled() or self.left_seconds < 1.0:
+        if self.cancelled() or self.left_seconds < 1.0 or self._machine_failures >= MACHINE_FAILURES:
             return None
         if self.standings.passed() and self.left_seconds < self._verification_seconds + self._resume_seconds:
             return None
@@ -372,6 +352,8 @@ class Tuner:
         effort = self.verify_effort if role == VERIFY else RESUME_EFFORT
         try:
             outcome = session.measure(candidate, effort, min(left, limit))
+        except Unusable as error:  # a script that ends early once it has loaded what it had trained before
+            outcome = Outcome(Kind.INTERRUPTED, reason=str(error), evidence="the script", source=Source.EXCEPTION)
         finally:
             session.close()
         outcome = self._excused(candidate, outcome, limit if limit < left else None)

@@ -34,7 +34,7 @@ def test_builders_of_ops_need_not_ask_cuda(driver: Driver, monkeypatch: pytest.M
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     driver.cards = [Card("H100", 80, capability=(9, 0)), Card("A100", 80, capability=(8, 0))]
     driver.write()
-    assert trial_environment("cuda", 1)["TORCH_CUDA_ARCH_LIST"] == "8.0;9.0"
+    assert trial_environment("cuda", 1)["TORCH_CUDA_ARCH_LIST"] == "8.0;9.0+PTX"
     assert "TORCH_CUDA_ARCH_LIST" not in trial_environment("cpu", 1)
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5")
     assert trial_environment("cuda", 1)["TORCH_CUDA_ARCH_LIST"] == "7.5", "the user's own word"

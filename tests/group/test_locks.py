@@ -124,7 +124,7 @@ def test_where_it_cannot_be_written_the_study_goes_on_and_says_so(
     hardware = on("0", monkeypatch)
     with held_gpus(hardware, "a", said.append):
         assert said == [
-            f"{lock_file(hardware.gpus[0])} cannot be written (No such file or directory): "
+            f"{lock_file(hardware.gpus[0])} cannot be held (No such file or directory): "
             "another study may take the same GPU"
         ]
     assert holder_of(hardware.gpus[0]) == ""

@@ -7,6 +7,7 @@ from typing import Any
 
 from autotune.rank.hooks.config import merged
 from autotune.rank.hooks.context import Context
+from autotune.rank.hooks.process_group import wait_for
 
 # What a loader of another batch size is made with again; its sampler too, where it has one.
 _KEPT = (
@@ -30,6 +31,12 @@ def install(context: Context) -> None:
         from accelerate.utils.deepspeed import HfDeepSpeedConfig
     except ImportError:
         return
+
+    def share_state(original: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> None:
+        original(state, *args, **kwargs)
+        wait_for(context, kwargs.get("timeout"))  # TrainingArguments' ddp_timeout, InitProcessGroupKwargs'
+
+    context.patches.wrap(accelerate.PartialState, "__init__", share_state)
     if context.device == "cpu":
         # Asked by a loop on CPU ranks, accelerate 1.15 finds no backend and takes itself for the only process;
         # Trainer asks like this.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ class Context:
     quiet: bool  # a measurement, not a training: no checkpoints, evaluations, trackers and uploads
     patches: Patches = field(default_factory=Patches)
 
+    collective_timeout: datetime.timedelta = datetime.timedelta()  # of the process group
     engine: Any = None  # the DeepSpeed engine that trains, once it is built
     config_seen: bool = False  # the watcher has been told the script's own config
     through_arguments: bool = False  # TrainingArguments carry the batch sizes

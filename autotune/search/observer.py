@@ -1,0 +1,31 @@
+"""Who is told how a search goes."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from autotune.problem.candidate import Candidate
+from autotune.problem.outcome import Outcome
+
+
+class Observer(Protocol):
+    """Is told what happens; a NullObserver where nobody looks."""
+
+    def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None: ...
+    def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None: ...
+    def say(self, text: str) -> None: ...
+    def clock(self, used_seconds: float, budget_seconds: float) -> None: ...
+
+
+class NullObserver:
+    def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None:
+        pass
+
+    def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def clock(self, used_seconds: float, budget_seconds: float) -> None:
+        pass
