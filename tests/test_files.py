@@ -72,7 +72,10 @@ def test_a_socket_can_be_bound_however_long_the_temporary_folder(
     assert not folder.path.exists()
 
 
-def test_what_a_killed_process_left_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_process_left_goes_with_the_next(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("short")  # for a socket's path
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     make = "import sys, time\nfrom autotune.files import SocketFolder\n"
     make += "made = SocketFolder('test-')\nprint(made.path, flush=True)\ntime.sleep(600)\n"

@@ -345,8 +345,8 @@ def answer_to(job: Job, options: list[str]) -> dict[str, Any]:
 
 
 def _line(error: BaseException) -> str:
-    first = (str(error).strip().splitlines() or [""])[0][:300]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+    said = " ".join(str(error).split())[:300]  # some say what is wrong in their second line
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def main() -> None:
