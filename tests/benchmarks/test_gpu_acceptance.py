@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from tests.fake_driver import Card, Driver
 from tests.group import failures
 
 Results = dict[str, Any]
-DEAR = ("predictions", "costs", "launch", "variants", "product", "gain")  # several groups of ranks each
+DEAR = ("product", "gain")  # whole calls of `autotune run`
 GPU = {"name": "NVIDIA H200", "device": "cuda"}
 
 
@@ -37,12 +39,18 @@ def call(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
-def rehearsed(folder: Path, step: str) -> tuple[Results, str]:
-    """A step's result, and what was printed."""
-    path = folder / "gpu.json"
-    done = call("--rehearse", "--only", step, "--json", str(path))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return json.loads(path.read_text())["steps"][step], done.stdout
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, str]]:
+    """Of a step, rehearsed once: the folder of its results, and what was printed."""
+
+    @cache
+    def rehearse(step: str) -> tuple[Path, str]:
+        folder = tmp_path_factory.mktemp(step)
+        done = call("--rehearse", "--only", step, "--json", str(folder / "gpu.json"))
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        return folder, done.stdout
+
+    return rehearse
 
 
 def steps() -> Iterator[Any]:
@@ -51,8 +59,9 @@ def steps() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("step", steps())
-def test_every_step_is_rehearsed_to_its_end(tmp_path: Path, step: str) -> None:
-    found, out = rehearsed(tmp_path, step)
+def test_every_step_is_rehearsed_to_its_end(rehearsed: Callable[[str], tuple[Path, str]], step: str) -> None:
+    folder, out = rehearsed(step)
+    found: Results = json.loads((folder / "gpu.json").read_text())["steps"][step]
     assert found["error"] is None
     assert found["rows"]
     assert found["hardware"]["device"] == "cpu"
@@ -172,6 +181,21 @@ def test_nvml_is_read_both_ways_and_by_process(driver: Driver) -> None:
     assert machine.of_driver() == {"driver": driver.version, "driver_cuda": driver.cuda}
 
 
+def test_the_machine_and_a_rank_ask_torch_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each name that is stood in for is one of torch's."""
+    import torch
+
+    properties = types.SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (130 * GIB, 140 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: GIB)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 3))
+    found = machine.child({"device": "cuda"})
+    assert (found["name"], found["compute_capability"], found["nccl"]) == ("NVIDIA H200", "9.0", "2.29.3")
+    assert overhead_rank.inside(torch)["total - free - reserved"] == 9 * GIB
+    assert machine.child({"device": "cpu"})["device"] == "cpu"
+
+
 def test_our_overhead_is_held_against_what_the_device_has_lost_to_one_rank() -> None:
     seen = {"ours": 850 * MIB, "reserved": 50 * MIB, "device less free by": 910 * MIB}
     assert overhead.agrees(seen, 1) is True
@@ -230,9 +254,9 @@ def test_memory_is_hoarded_up_to_the_cap() -> None:
     assert GIB < torch.taken <= 2 * GIB
 
 
-def test_provoked_failures_can_be_added_to_the_recorded_ones(tmp_path: Path) -> None:
-    rehearsed(tmp_path, "ooms")
-    found = yaml.safe_load((tmp_path / "gpu-failures.yaml").read_text())
+def test_provoked_failures_can_be_added_to_the_recorded_ones(rehearsed: Callable[[str], tuple[Path, str]]) -> None:
+    folder, _ = rehearsed("ooms")
+    found = yaml.safe_load((folder / "gpu-failures.yaml").read_text())
     known = {"source", "kind", "exception", "text", "frames", "numbers", "phase", "file"}
     assert found
     for failure in found:
