@@ -30,7 +30,7 @@ from tests.fake_driver import Card, Driver
 from tests.group import failures
 
 Results = dict[str, Any]
-DEAR = ("product", "gain")  # whole calls of `autotune run`
+DEAR = ("product", "gain", "costs")  # whole calls of `autotune run`, and six groups of ranks
 GPU = {"name": "NVIDIA H200", "device": "cuda"}
 
 
