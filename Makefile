@@ -50,8 +50,8 @@ faults: setup  # an hour and a half; goes on where it was stopped
 mutants: setup
 	$(BIN)/python benchmarks/mutants.py --json benchmarks/results/mutants.json
 
-gpu-acceptance: setup
-	$(BIN)/python benchmarks/gpu_acceptance.py
+gpu-acceptance: setup  # ONLY=overhead,ooms runs these steps; they are listed by `gpu_acceptance.py --list`
+	$(BIN)/python benchmarks/gpu_acceptance.py $(if $(ONLY),--only $(ONLY)) $(if $(JSON),--json $(JSON))
 
 .PHONY: benchmarks benchmarks-small
 benchmarks: setup  # writes benchmarks/results anew: hours, one command at a time

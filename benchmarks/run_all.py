@@ -66,7 +66,7 @@ EXEMPT = {
     "caching_allocator.py": "imported by allocator.py",
     "run_all.py": "this file",
     "docs_figures.py": "writes documents from results; measures nothing",
-    "gpu_acceptance.py": "`make gpu-acceptance`: names its results for the GPU; its small form has a test of its own",
+    "gpu_acceptance.py": "`make gpu-acceptance`: names its results for the GPU; tests of its own rehearse it",
 }
 # Commands that ask whether the code can be trusted, and go on where they were stopped: `make flakes`, `mutants`, `faults`.
 OF_THE_TESTS = ("flakes.py", "mutants.py", "faults.py")

@@ -9,8 +9,6 @@ import pytest
 from common import HERE, WIDTH
 from run_all import EXEMPT, FULL, OF_THE_TESTS, SMALL, result_path
 
-from tests.conftest import has_cuda
-
 BORDERS = "┏┃┡│└"
 
 
@@ -53,12 +51,6 @@ def test_the_commands_with_a_target_of_their_own_have_a_small_form(command: str,
     path = tmp_path / "result.json"
     run_small(command, "--small", "--json", str(path))
     assert json.loads(path.read_text())
-
-
-def test_gpu_acceptance_says_in_one_line_that_there_is_no_gpu() -> None:
-    if has_cuda():
-        pytest.skip("there is one: `make gpu-acceptance`")
-    assert run_small("gpu_acceptance.py", "--small").startswith("no GPU")
 
 
 def test_every_file_is_a_command_with_a_result_or_exempt_with_a_reason() -> None:

@@ -52,5 +52,5 @@ def test_the_collection_spans_what_happens() -> None:
     kinds = collections.Counter(failure["kind"] for failure in FAILURES)
     assert set(kinds) == {"oom_device", "oom_host", "infrastructure", "crash", "invalid", "foreign"}
     assert len({failure["source"] for failure in FAILURES}) > 100
-    assert all(re.fullmatch(r"https://\S+", failure["source"]) for failure in FAILURES)
+    assert all(re.fullmatch(r"https://\S+|measured: .+", failure["source"]) for failure in FAILURES)
     assert sum("missed" in failure for failure in FAILURES) == 1

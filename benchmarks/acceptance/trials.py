@@ -1,0 +1,82 @@
+"""A trial as `autotune run` makes it, as a row: how it ended, and what it measured."""
+
+from __future__ import annotations
+
+import uuid
+from contextlib import closing
+from typing import Any
+
+from ranks import LocalExecutor
+
+from acceptance.ground import Ground, Row
+from autotune.executors.base import Effort
+from autotune.predict.prediction import Prediction
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.problem.outcome import Outcome
+from autotune.units import GIB
+
+DEADLINE_SECONDS = 150.0
+_CALM = Effort(min_steps=5, max_steps=40, min_seconds=3.0, max_seconds=15.0)
+_REHEARSED = Effort(min_steps=2, max_steps=2, min_seconds=0.0)
+_SMALL = {"reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000, "sub_group_size": 1_000_000}
+
+
+def effort(ground: Ground) -> Effort:
+    return ground.choose(_CALM, _REHEARSED)
+
+
+def candidate(ground: Ground, stage: int, micro_batch: int, accumulation: int = 1, **knobs: Any) -> Candidate:
+    """With DeepSpeed's own bucket sizes; in rehearsal with small ones and at most two sequences."""
+    size = ground.choose(micro_batch, min(micro_batch, 2))
+    batch = {MICRO_BATCH: size, ACCUMULATION: accumulation}
+    return Candidate.of({"zero_stage": stage, **ground.choose({}, _SMALL), **batch, **knobs})
+
+
+def trial(executor: LocalExecutor, one: Candidate, how: Effort) -> Outcome:
+    """In fresh ranks."""
+    with closing(executor.session(one, uuid.uuid4().hex[:8])) as session:
+        return session.measure(one, how, DEADLINE_SECONDS)
+
+
+def as_row(outcome: Outcome) -> Row:
+    """Figures for the table; the Outcome is kept whole beside them."""
+    row: Row = {"outcome": outcome.kind.value, "trial s": outcome.seconds}
+    if outcome.measurement is None:
+        return row | {"why": outcome.reason, "evidence": outcome.evidence, "whole": outcome.to_json()}
+    found = outcome.measurement
+    row |= {
+        "peak GiB": found.peak_bytes / GIB,
+        "reserved GiB": _gib(found.torch_reserved_bytes),
+        "overhead GiB": _gib(found.overhead_bytes),
+        "NVML peak GiB": _gib(found.nvml_peak_bytes),
+        "step s": found.step_seconds,
+        "± s": found.step_seconds_spread,
+        "samples/s": found.samples_per_second,
+        "MFU": found.mfu,
+        "SM MHz": found.sm_clock_mhz,
+    }
+    return row | {"whole": outcome.to_json()}
+
+
+def beside(prediction: Prediction, outcome: Outcome) -> Row:
+    """A prediction against what was measured."""
+    row: Row = {
+        "fits, predicted": prediction.fits,
+        "peak, predicted GiB": prediction.peak_bytes / GIB,
+        "step, predicted s": prediction.step_seconds,
+        "moment": prediction.moment,
+        "predicted memory": prediction.memory,
+        "predicted time": prediction.time,
+    }
+    if (found := outcome.measurement) is not None:
+        low, high = prediction.peak_interval
+        row |= {
+            "peak, predicted / measured": prediction.peak_bytes / found.peak_bytes,
+            "in its interval": low <= found.peak_bytes <= high,
+            "step, predicted / measured": prediction.step_seconds / found.step_seconds,
+        }
+    return row
+
+
+def _gib(size: int | None) -> float | None:
+    return None if size is None else size / GIB

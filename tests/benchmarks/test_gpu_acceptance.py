@@ -1,0 +1,305 @@
+"""`make gpu-acceptance` where there is no GPU: every step is rehearsed on a CPU rank, so that none fails for a typo when a
+GPU is lent; what asks NVML is tested with `tests/fake_driver`, what fills a device with a device of numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gpu_acceptance
+import psutil
+import pytest
+import yaml
+from acceptance import ground, machine, ooms, overhead, overhead_rank, provoke, trials, variants
+from acceptance.costs import Switched
+from common import HERE, RESULTS, WIDTH
+
+from autotune.errors import UserError
+from autotune.group.gauge import Meter, Peaks
+from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
+from autotune.units import GIB, MIB
+from tests.conftest import has_cuda
+from tests.fake_driver import Card, Driver
+from tests.group import failures
+
+Results = dict[str, Any]
+DEAR = ("product", "gain", "costs")  # whole calls of `autotune run`, and six groups of ranks
+GPU = {"name": "NVIDIA H200", "device": "cuda"}
+
+
+def call(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(HERE / "gpu_acceptance.py"), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, str]]:
+    """Of a step, rehearsed once: the folder of its results, and what was printed."""
+
+    @cache
+    def rehearse(step: str) -> tuple[Path, str]:
+        folder = tmp_path_factory.mktemp(step)
+        done = call("--rehearse", "--only", step, "--json", str(folder / "gpu.json"))
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        return folder, done.stdout
+
+    return rehearse
+
+
+def steps() -> Iterator[Any]:
+    for step in gpu_acceptance.BY_NAME:
+        yield pytest.param(step, marks=[pytest.mark.slow] if step in DEAR else [])
+
+
+@pytest.mark.parametrize("step", steps())
+def test_every_step_is_rehearsed_to_its_end(rehearsed: Callable[[str], tuple[Path, str]], step: str) -> None:
+    folder, out = rehearsed(step)
+    found: Results = json.loads((folder / "gpu.json").read_text())["steps"][step]
+    assert found["error"] is None
+    assert found["rows"]
+    assert found["hardware"]["device"] == "cpu"
+    assert found["hardware"]["torch"]
+    assert max(len(line) for line in out.splitlines() if line.startswith(tuple("┏┃┡│└"))) <= WIDTH
+    assert out.startswith(f"{step}: ") or f"\n{step}: " in out
+
+
+def test_every_step_has_a_module_and_every_module_is_a_step_or_serves_one() -> None:
+    modules = {path.stem for path in (HERE / "acceptance").glob("*.py")}
+    serving = {"__init__", "child", "ground", "kernel", "machine", "overhead_rank", "provoke", "trials"}
+    assert modules - serving == set(gpu_acceptance.BY_NAME)
+    assert all(step.minutes * 60 <= gpu_acceptance.LIMIT_SECONDS for step in gpu_acceptance.STEPS)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_list_names_every_step_and_runs_none() -> None:
+    done = call("--list")
+    assert done.returncode == 0
+    assert all(step in done.stdout for step in gpu_acceptance.BY_NAME)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--rehearse", "--only", "overhed", "--json", "x.json"), "no step overhed; expected some of tests,"),
+        (("--rehearse",), "--rehearse measures nothing: give --json FILE"),
+        (("--rehearse", "--json", str(RESULTS / "gpu-none.json")), "--rehearse measures nothing"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(options: tuple[str, ...], said: str) -> None:
+    done = call(*options)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_where_there_is_no_gpu_it_says_so_in_one_line() -> None:
+    if has_cuda():
+        pytest.skip("there is one: `make gpu-acceptance`")
+    done = call("--only", "overhead")
+    assert done.returncode == 2
+    assert "no GPU found" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_later_call_adds_its_steps_and_a_step_out_of_time_keeps_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    first = call("--rehearse", "--only", "doctor", "--json", str(path))
+    assert first.returncode == 0, first.stderr
+    second = call("--rehearse", "--only", "ooms", "--limit", "2", "--json", str(path))
+    assert second.returncode == 1
+    found = json.loads(path.read_text())["steps"]
+    assert list(found) == ["ooms", "doctor"], "in the order of worth"
+    assert found["doctor"]["error"] is None
+    assert "ended after 2 s" in found["ooms"]["error"]
+    assert "not as expected: ooms" in second.stdout
+    for process in psutil.process_iter(["cmdline"]):
+        assert str(path.with_suffix("")) not in (process.info["cmdline"] or []), "the step's process is gone"
+
+
+@pytest.mark.parametrize(
+    ("earlier", "said"),
+    [
+        ("no json", "holds no result of gpu_acceptance.py"),
+        ('[{"a": 1}]', "holds no result of gpu_acceptance.py"),
+        (json.dumps({"rehearsal": False, "hardware": {"name": "NVIDIA A100"}, "steps": {}}), "this is NVIDIA H200"),
+        (json.dumps({"rehearsal": True, "hardware": {"name": "NVIDIA H200"}, "steps": {}}), "a rehearsal on"),
+    ],
+)
+def test_results_of_two_machines_are_never_mixed(tmp_path: Path, earlier: str, said: str) -> None:
+    path = tmp_path / "gpu.json"
+    path.write_text(earlier)
+    with pytest.raises(UserError, match="name another file") as caught:
+        gpu_acceptance.opened_results(path, GPU, rehearse=False)
+    assert said in str(caught.value)
+    assert path.read_text() == earlier
+
+
+def test_results_are_called_by_the_gpu() -> None:
+    assert (
+        gpu_acceptance.result_name({"name": "NVIDIA GeForce RTX 4090 (24 GB)"}) == "gpu-nvidia-geforce-rtx-4090-24-gb"
+    )
+
+
+def test_a_step_that_raises_leaves_its_rows_and_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(ground: ground.Ground) -> Iterator[dict[str, Any]]:
+        yield {"what": 1}
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(variants, "run", run)
+    monkeypatch.setattr(gpu_acceptance, "die_with_parent", lambda: None)
+    path = tmp_path / "step.json"
+    code = gpu_acceptance.run_step(gpu_acceptance.BY_NAME["variants"], path, tmp_path / "gpu", True)
+    found = json.loads(path.read_text())
+    assert code == 1
+    assert found["rows"] == [{"what": 1}]
+    assert found["error"].strip().endswith("RuntimeError: CUDA error: an illegal memory access was encountered")
+    assert gpu_acceptance.failed(found)
+    assert gpu_acceptance.verdict(found).startswith("1 rows; RuntimeError")
+
+
+# -- what a CPU cannot show ------------------------------------------------------------------------------------------------
+
+
+def test_nvml_is_read_both_ways_and_by_process(driver: Driver) -> None:
+    card = Card("NVIDIA H200", 141, processes={os.getpid(): 900})
+    driver.cards = [card]
+    driver.write()
+    found = overhead_rank.by_nvml(card.uuid, {card.uuid: 141 * GIB})
+    assert found["process"] == 900 * MIB
+    assert found["v1 total"] == found["v2 total"] == 141 * GIB
+    assert found["v2 reserved"] == card.reserved_mib * MIB
+    assert found["device less free by"] == 141 * GIB - found["v1 free"]
+    assert machine.of_driver() == {"driver": driver.version, "driver_cuda": driver.cuda}
+
+
+def test_the_machine_and_a_rank_ask_torch_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each name that is stood in for is one of torch's."""
+    import torch
+
+    properties = types.SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (130 * GIB, 140 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: GIB)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 3))
+    found = machine.child({"device": "cuda"})
+    assert (found["name"], found["compute_capability"], found["nccl"]) == ("NVIDIA H200", "9.0", "2.29.3")
+    assert overhead_rank.inside(torch)["total - free - reserved"] == 9 * GIB
+    assert machine.child({"device": "cpu"})["device"] == "cpu"
+
+
+def test_our_overhead_is_held_against_what_the_device_has_lost_to_one_rank() -> None:
+    seen = {"ours": 850 * MIB, "reserved": 50 * MIB, "device less free by": 910 * MIB}
+    assert overhead.agrees(seen, 1) is True
+    assert overhead.agrees({**seen, "ours": 500 * MIB}, 1) is False
+    assert overhead.agrees({**seen, "ours": None}, 1) is None
+    assert overhead.agrees(seen, 2) is None
+    assert overhead.in_gib({"moment": "context", "free": GIB}) == {"moment": "context", "free GiB": 1.0}
+
+
+class DeviceOfNumbers:
+    """torch, as far as `Room` knows it: a GPU whose allocator takes memory as c10's does."""
+
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    uint8 = "uint8"
+
+    def __init__(self, total: int) -> None:
+        self.total, self.taken, self.small, self.share = total, 600 * MIB, 0, 1.0
+        self.cuda = self
+
+    def zeros(self, size: int, device: str) -> None:
+        pass
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return self.total - self.taken, self.total
+
+    def set_per_process_memory_fraction(self, share: float) -> None:
+        self.share = share
+
+    def empty(self, size: int, dtype: str, device: str) -> int:
+        if size <= MIB:
+            self.small = (self.small + 1) % 2
+            needed = 2 * MIB if self.small else 0
+        else:
+            needed = size if size >= 10 * MIB else 20 * MIB
+        if self.taken + needed > self.total * self.share:
+            raise self.OutOfMemoryError("CUDA out of memory.")
+        self.taken += needed
+        return size
+
+
+@pytest.mark.parametrize("left", [0, provoke.LEFT_BYTES])
+@pytest.mark.parametrize("odd", [0, 3 * MIB, 19 * MIB])
+def test_a_device_is_filled_to_what_is_to_be_left(left: int, odd: int) -> None:
+    torch = DeviceOfNumbers(24 * GIB + odd)
+    provoke.Room(torch, "cuda").fill(left)
+    free, _ = torch.mem_get_info()
+    assert left - 2 * MIB <= free < left + 2 * MIB
+
+
+def test_memory_is_hoarded_up_to_the_cap() -> None:
+    torch = DeviceOfNumbers(24 * GIB)
+    with pytest.raises(torch.OutOfMemoryError):
+        provoke.cap(provoke.Room(torch, "cuda"))
+    assert GIB < torch.taken <= 2 * GIB
+
+
+def test_provoked_failures_can_be_added_to_the_recorded_ones(rehearsed: Callable[[str], tuple[Path, str]]) -> None:
+    folder, _ = rehearsed("ooms")
+    found = yaml.safe_load((folder / "gpu-failures.yaml").read_text())
+    known = {"source", "kind", "exception", "text", "frames", "numbers", "phase", "file"}
+    assert found
+    for failure in found:
+        assert set(failure) <= known
+        assert failure["source"].startswith("measured: ")
+        assert failures.kind(failure).is_oom
+        message = failures.error(failure)
+        assert message["numbers"]["host_available_bytes"] > MIB
+        assert failure["text"].strip() in message["traceback"]
+        assert failures.evidence(failure).errors == [message]
+
+
+def test_a_verdict_on_a_child_that_died_silently(tmp_path: Path) -> None:
+    where = ground.Ground(tmp_path, tmp_path / "gpu")
+    died = ground.Child(-6, None, "terminate called\nRuntimeError: CUDA error: out of memory\n")
+    assert ooms.judged(died, where)["verdict"] == Kind.OOM_DEVICE
+    assert ooms.judged(ground.Child(0, None, ""), where) == {"exception": "none: it did not fail"}
+
+
+def test_the_meter_can_be_switched_to_100_hz() -> None:
+    class Counting(Meter):
+        interval_seconds = 0.25
+        closely = samples = 0
+
+        def sample(self, pids: list[int], peaks: Peaks) -> None:
+            self.samples += 1
+
+        def look_closely(self) -> None:
+            self.closely += 1
+
+    counting = Counting()
+    meter = Switched(counting)
+    for meter.hasty, expected in ((False, 0.25), (True, 0.01)):
+        meter.sample([], Peaks())
+        assert meter.interval_seconds == expected
+    assert (counting.samples, counting.closely) == (2, 1)
+
+
+def test_a_trial_that_failed_is_a_row_with_its_reason() -> None:
+    outcome = Outcome(Kind.OOM_DEVICE, Phase.BACKWARD, reason="short of 2 GiB", evidence="exception", seconds=4.0)
+    row = trials.as_row(outcome)
+    assert (row["outcome"], row["why"]) == ("oom_device", "short of 2 GiB")
+    assert row["whole"] == outcome.to_json()
+    measured = Measurement(0.5, 0.1, 3, 8.0, 256.0, 3 * GIB, torch_reserved_bytes=2 * GIB, overhead_bytes=GIB)
+    row = trials.as_row(Outcome(Kind.OK, Phase.STEP, measured))
+    assert (row["peak GiB"], row["reserved GiB"], row["overhead GiB"]) == (3.0, 2.0, 1.0)
