@@ -52,8 +52,12 @@ class Cuda:
         return {"allocated_bytes.current": 5 * GIB}
 
 
-def install(monkeypatch: pytest.MonkeyPatch, cuda: Any) -> None:
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+def counted_by(cuda: Any) -> dict[str, int]:
+    """What is collected where torch.cuda is this. The true torch is back before anything else asks for it: pytest-randomly
+    seeds it before a test's fixtures are undone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+        return numbers.collect("cuda")
 
 
 COUNTED = {
@@ -67,22 +71,19 @@ COUNTED = {
 }
 
 
-def test_what_a_gpus_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_gpus_rank_counts() -> None:
     cuda = Cuda()
-    install(monkeypatch, cuda)
-    counted = numbers.collect("cuda")
+    counted = counted_by(cuda)
     assert counted.pop("host_available_bytes") > 0
     assert counted == COUNTED
     assert cuda.asked == ["current_device", "set_device 3", "mem_get_info 3", "memory_stats 3"], (
         "the driver before torch"
     )
-    install(monkeypatch, Cuda(share=0.25))
-    assert numbers.collect("cuda")["allowed_bytes"] == 20 * GIB, "under a cap"
+    assert counted_by(Cuda(share=0.25))["allowed_bytes"] == 20 * GIB, "under a cap"
 
 
-def test_the_verdict_reads_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, Cuda(share=0.25))
-    account = Account.of("", numbers.collect("cuda"))
+def test_the_verdict_reads_all_of_it() -> None:
+    account = Account.of("", counted_by(Cuda(share=0.25)))
     assert (account.free, account.total, account.reserved, account.reserved_peak) == (
         2 * GIB,
         80 * GIB,
@@ -93,20 +94,21 @@ def test_the_verdict_reads_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert account.host_available
 
 
-def test_a_rank_that_has_not_woken_cuda_does_not_wake_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_has_not_woken_cuda_does_not_wake_it() -> None:
     cuda = Cuda(initialized=False)
-    install(monkeypatch, cuda)
-    assert set(numbers.collect("cuda")) == {"host_available_bytes"}
+    assert set(counted_by(cuda)) == {"host_available_bytes"}
     assert cuda.asked == []
-    monkeypatch.delitem(sys.modules, "torch")
-    assert set(numbers.collect("cuda")) == {"host_available_bytes"}
-    assert "torch" not in sys.modules, "nor is torch imported"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "torch", None)  # an import of it would fail
+        patch.delitem(sys.modules, "torch")
+        assert set(numbers.collect("cuda")) == {"host_available_bytes"}
+        assert "torch" not in sys.modules, "nor is torch imported"
 
 
 @pytest.mark.parametrize(
     "broken", ["mem_get_info", "memory_stats", "get_per_process_memory_fraction", "host_memory_stats"]
 )
-def test_what_one_question_raises_costs_only_its_answer(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+def test_what_one_question_raises_costs_only_its_answer(broken: str) -> None:
     """After a device-side assert every call of the driver's raises; an older torch lacks some."""
 
     def ruined(*_: object) -> None:
@@ -114,14 +116,13 @@ def test_what_one_question_raises_costs_only_its_answer(monkeypatch: pytest.Monk
 
     cuda = Cuda()
     setattr(cuda, broken, ruined)
-    install(monkeypatch, cuda)
     lost = {
         "mem_get_info": {"free_bytes", "total_bytes"},
         "memory_stats": {"allocated_bytes", "allocated_peak_bytes", "reserved_bytes", "reserved_peak_bytes"},
         "get_per_process_memory_fraction": set(),
         "host_memory_stats": {"pinned_bytes"},
     }
-    counted = numbers.collect("cuda")
+    counted = counted_by(cuda)
     assert {name: value for name, value in counted.items() if name != "host_available_bytes"} == {
         name: value for name, value in COUNTED.items() if name not in lost[broken]
     }
@@ -146,8 +147,7 @@ def test_a_driver_that_does_not_answer_is_waited_for_no_longer(
     monkeypatch.setattr(numbers, "PATIENCE_SECONDS", 0.05)
     cuda = Cuda()
     monkeypatch.setattr(cuda, "mem_get_info", silence)
-    install(monkeypatch, cuda)
-    assert set(numbers.collect("cuda")) == {"host_available_bytes"}
+    assert set(counted_by(cuda)) == {"host_available_bytes"}
     assert "memory_stats 3" not in cuda.asked, "torch's lock may be held by who hangs"
 
 
@@ -156,8 +156,7 @@ def test_a_machine_that_gives_no_thread(monkeypatch: pytest.MonkeyPatch) -> None
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    install(monkeypatch, Cuda())
-    assert set(numbers.collect("cuda")) == {"host_available_bytes"}
+    assert set(counted_by(Cuda())) == {"host_available_bytes"}
 
 
 def test_what_a_cpu_rank_counts() -> None:
