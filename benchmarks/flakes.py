@@ -2,11 +2,12 @@
 
     python benchmarks/flakes.py --runs 20 --load --json benchmarks/results/flakes.json
 
-`--load` keeps two other processes busy meanwhile, so that on two cores every test has half the time it is used to. A run
-that fails is written down with its seed and its output, and the next one starts: nothing is tried again.
+`--load` keeps two other processes busy meanwhile, so that on two cores every test has half the time it is used to; without
+it the machine's other work is the load. Either way each run has the mean load average beside it, this one's own two workers
+included. A run that fails is written down with its seed and its output, and the next one starts: nothing is tried again.
 
 Twenty runs take hours. A later call with the same `--json` goes on with the runs that are written there, if they are of the
-same code, tests and load; `--anew` begins again.
+same code and tests; `--anew` begins again.
 """
 
 from __future__ import annotations
@@ -60,17 +61,19 @@ def load(processes: int) -> Iterator[None]:
 
 
 def run_once(command: list[str], seed: int, log: Path) -> dict[str, Any]:
-    """One run's seconds, counts, seed and names of failures."""
+    """One run's seconds, load average, counts, seed and names of failures."""
     report = log.with_suffix(".xml")
-    began = time.monotonic()
+    began, averages = time.monotonic(), []
     with log.open("w") as output:
         words = [*command, f"--randomly-seed={seed}", f"--junitxml={report}"]
-        try:
-            code = subprocess.run(
-                words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, timeout=RUN_SECONDS
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = None
+        tests = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        while (code := tests.poll()) is None and time.monotonic() - began < RUN_SECONDS:
+            averages.append(os.getloadavg()[0])
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                tests.wait(timeout=5)
+        if code is None:
+            tests.kill()
+            tests.wait()
     cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     failures, skipped = [], 0
     for case in cases:
@@ -82,6 +85,7 @@ def run_once(command: list[str], seed: int, log: Path) -> dict[str, Any]:
     return {
         "seed": seed,
         "seconds": round(time.monotonic() - began, 1),
+        "load_average": round(statistics.fmean(averages), 1),
         "passed": len({(case.get("classname"), case.get("name")) for case in cases}) - len(set(failures)) - skipped,
         "failed": len(failures),
         "skipped": skipped,
@@ -97,6 +101,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "runs_without_a_failure": sum(not run["failures"] for run in runs),
         "seconds_median": statistics.median(seconds),
         "seconds_max": max(seconds),
+        "load_average_min": min((run["load_average"] for run in runs if "load_average" in run), default=None),
         "failures": dict(Counter(name for run in runs for name in run["failures"])),
     }
 
@@ -132,11 +137,13 @@ def main() -> None:
     command = test_command() + (FAST if arguments.small else [])
     folder = Path(tempfile.mkdtemp(prefix="flakes-"))
     what = "`make test`" if not arguments.small else "a few fast tests"
-    same = {"what": what, "load": arguments.load, "cores": os.cpu_count(), "tree": tested_tree()}
+    same = {"what": what, "cores": os.cpu_count(), "tree": tested_tree()}
+    busy = 2 if arguments.load else 0
     runs = [] if arguments.anew or arguments.small else earlier_runs(arguments.json, same)
-    with load(2 if arguments.load else 0):
+    with load(busy):
         for number in range(len(runs), 1 if arguments.small else arguments.runs):
-            runs.append(run_once(command, secrets.randbelow(2**31), folder / f"run-{number + 1:02d}.log"))
+            run = run_once(command, secrets.randbelow(2**31), folder / f"run-{number + 1:02d}.log")
+            runs.append({**run, "busy_processes": busy})
             write_json(arguments.json, {**same, **summary(runs), "each": runs})
             one = runs[-1]
             print(
