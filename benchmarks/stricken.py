@@ -49,6 +49,7 @@ RESTARTED = (
     "training rank: SIGKILL",
     "training ranks, all: SIGKILL",
     "training rank: host memory",
+    "training rank: SIGSTOP",
     "training: clock jumps",
 )
 SILENT_SECONDS = 20.0  # until a training that is stopped hangs

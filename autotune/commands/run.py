@@ -130,7 +130,7 @@ def stop_on_signals() -> Iterator[threading.Event]:
     before = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup's
                 before[number] = signal.signal(number, handle)
     try:
         yield stopped

@@ -154,7 +154,7 @@ class Supervisor:
         before = {
             number: signal.signal(number, self._forward)
             for number in passed
-            if signal.getsignal(number) is not signal.SIG_IGN
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
         }
         try:
             summary = self._run()

@@ -7,6 +7,7 @@ import pytest
 from autotune.executors.base import SEARCH
 from autotune.executors.local import LocalExecutor
 from autotune.group import room
+from autotune.group.environment import trial_environment
 from autotune.group.launchers import SpawnLauncher
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Kind, Outcome, Source
@@ -24,7 +25,7 @@ class Trial:
         driver.cards = [Card("A", 24)]
         driver.write()
         self.executor = LocalExecutor(make_job(1), detect("cuda", 1), folder, [])
-        self.executor._launcher = SpawnLauncher("cpu", folder / "spawn.log")
+        self.executor._launcher = SpawnLauncher(trial_environment("cpu", 1), folder / "spawn.log")
         self.said: list[str] = []
         self.executor.say = self.said.append
         patch.setattr(LocalExecutor, "entry", "tests.group.mute_rank")

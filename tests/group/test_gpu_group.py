@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from autotune.group import room
+from autotune.group.environment import trial_environment
 from autotune.group.gpu_meter import make_meter
-from autotune.group.group import Group, Policy, Stop
+from autotune.group.group import Group
 from autotune.group.launchers import SpawnLauncher
+from autotune.group.policy import Policy, Stop
 from autotune.group.verdict import judge
 from autotune.problem.gpus import GpuLost
 from autotune.problem.hardware import detect
@@ -36,13 +38,14 @@ class Machine:
         driver.write()
         self.hardware = detect("cuda", 2)
         self.meter = make_meter(self.hardware)
-        self.launcher = SpawnLauncher("cpu", folder / "spawn.log")
+        self._environment = trial_environment("cpu", 1)
+        self.launcher = SpawnLauncher(self._environment, folder / "spawn.log")
         self.said: list[str] = []
         self.ready: set[int] = set()
         self.group: Group | None = None
 
     def make(self, plan: dict[str, object] | None = None, training: bool = False) -> Group:
-        self._patch.setenv("FAKE_RANK", json.dumps(plan or {}))
+        self._environment["FAKE_RANK"] = json.dumps(plan or {})
         self.ready.clear()
         self.group = Group(
             self.launcher,
