@@ -32,7 +32,8 @@ class QuickRank(BaseRank):
                 self.fault(phase)
             if message["type"] == "certify":
                 time.sleep(0.2)  # to be struck in
-            self.channel.send("measured", step_seconds=[0.01, 0.01], measured_seconds=0.02, data_bytes=2**20)
+            answer = {"step_seconds": [0.01, 0.01], "measured_seconds": 0.02, "data_bytes": 2**20}
+            self.channel.send("measured", **answer, checkpointed=message["type"] == "checkpoint")
 
 
 def become(address: str, number: int) -> NoReturn:
