@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -29,11 +31,15 @@ class LiveTensors(TorchDispatchMode):
         self.watch = watch
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.events: list[tuple[int, int]] | None = None
+        # Storages that a communication thread released: `+=` of two threads loses one of them.
+        self._elsewhere: deque[int] = deque()
+        self._thread = threading.get_ident()  # that runs operators now; with CUDA autograd has threads of its own
         self.bytes = 0
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        self._thread = threading.get_ident()
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self.add(leaf)
@@ -47,6 +53,7 @@ class LiveTensors(TorchDispatchMode):
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return
+        self._settle()  # first: what was released elsewhere may have had this storage's address
         key = storage._cdata
         size = storage.nbytes()
         known = self._known.get(key)
@@ -62,6 +69,16 @@ class LiveTensors(TorchDispatchMode):
         self._change(size)
 
     def _died(self, key: int, _: object) -> None:
+        if threading.get_ident() == self._thread:
+            self._release(key)
+        else:
+            self._elsewhere.append(key)
+
+    def _settle(self) -> None:
+        while self._elsewhere:
+            self._release(self._elsewhere.popleft())
+
+    def _release(self, key: int) -> None:
         known = self._known.pop(key, None)
         if known is not None:
             if self.events is not None and known[1]:
@@ -76,4 +93,5 @@ class LiveTensors(TorchDispatchMode):
             self.watch(self.bytes)
 
     def reset_peak(self) -> None:
+        self._settle()
         self.peak = self.bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -36,16 +37,31 @@ class Pulse:
         self._stopped.set()
 
     def _beat(self) -> None:
-        last, told = None, False
+        last: Glance | None = None
+        told = False
         while not self._stopped.wait(BEAT_SECONDS):
-            frame = sys._current_frames().get(self._main or 0)
-            if frame is None or self._channel.closed:
+            now = glance(self._main or 0)
+            if now is None or self._channel.closed:
                 return
-            place = _place(frame)
-            moved = place != last
+            moved = last is None or now.place != last.place
             if moved or not told:
-                self._channel.send("pulse", moved=moved, where=describe(frame), waits=waits(frame))
-            last, told = place, not moved
+                self._channel.send("pulse", moved=moved, where=now.where, waits=now.waits)
+            last, told = now, not moved
+
+
+@dataclass(frozen=True)
+class Glance:
+    """Where a thread was, without the frames: whoever keeps a frame keeps the tensors of its variables."""
+
+    place: tuple[tuple[int, int], ...]
+    where: str
+    waits: bool
+
+
+def glance(thread: int) -> Glance | None:
+    """Where the thread of this identity is now; None once it has ended."""
+    frame = sys._current_frames().get(thread)
+    return None if frame is None else Glance(_place(frame), describe(frame), waits(frame))
 
 
 def _place(frame: FrameType | None) -> tuple[tuple[int, int], ...]:
