@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,10 @@ import pytest
 from autotune.group.protocol import Channel, Message
 from autotune.rank import pulse
 from autotune.rank.pulse import Pulse, describe, waits
+
+
+class Held:
+    """Stands for a tensor."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +49,24 @@ def test_a_thread_that_hangs_is_told_of_once_and_where() -> None:
     assert len(stuck) == 1
     assert "threading.py" in stuck[0]["where"]
     assert not stuck[0]["waits"]
+
+
+def test_a_glance_keeps_no_variable_of_the_thread_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "BEAT_SECONDS", 0.2)
+    held: list[weakref.ref[Held]] = []
+    alive: list[bool] = []
+
+    def step() -> None:
+        tensor = Held()
+        held.append(weakref.ref(tensor))
+        time.sleep(0.3)  # a beat comes while it lives, the next is still to come when it does not
+
+    def work() -> None:
+        step()
+        alive.append(held[0]() is not None)
+
+    assert beats(work), "no beat, so nothing was looked at"
+    assert alive == [False]
 
 
 def test_collectives_are_known_by_their_files() -> None:
