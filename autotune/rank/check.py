@@ -5,14 +5,12 @@ What fails here is the machine's: no candidate is in it yet.
 
 from __future__ import annotations
 
-import sys
 import time
-from typing import NoReturn
+from functools import partial
 
-from autotune.group.ending import die_with_parent
 from autotune.problem.outcome import Phase
 from autotune.rank.base import BaseRank
-from autotune.rank.measuring import measure_as
+from autotune.rank.measuring import measure_as, run_as
 
 ELEMENTS = 16 * 2**20  # of fp32: more than any protocol for small messages takes
 
@@ -40,15 +38,8 @@ class CheckRank(BaseRank):
         self.channel.receive()  # until told to leave: a rank that is gone has failed
 
 
-def become(address: str, number: int) -> NoReturn:
-    """Turns this process into rank `number` of the group whose parent listens at `address`, a Unix socket."""
-    measure_as(CheckRank, address, number)
-
-
-def main() -> None:
-    die_with_parent()
-    become(sys.argv[1], int(sys.argv[2]))
+become = partial(measure_as, CheckRank)  # address, number
 
 
 if __name__ == "__main__":
-    main()
+    run_as(CheckRank)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from autotune.group.ending import die_with_parent
 from autotune.group.protocol import Message
 from autotune.problem.outcome import Phase
 from autotune.rank.base import EXIT_REPORTED, BaseRank, greet, leave
@@ -18,8 +20,15 @@ from autotune.rank.base import EXIT_REPORTED, BaseRank, greet, leave
 _TRAINED_BYTES, _FROZEN_BYTES = 16, 4
 
 
+def run_as(kind: type[BaseRank]) -> NoReturn:
+    """The command line of a rank that starts cold: the address of its parent's socket, and its number."""
+    die_with_parent()
+    measure_as(kind, sys.argv[1], int(sys.argv[2]))
+
+
 def measure_as(kind: type[BaseRank], address: str, number: int) -> NoReturn:
-    """Runs a rank of this kind, reports how it ended, and leaves without waiting for its peers."""
+    """Turns this process into rank `number` of the group whose parent listens at `address`, a Unix socket: runs it, reports how
+    it ended, and leaves without waiting for its peers."""
     channel, spec = greet(address, number)
     for caught in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):  # the fork server handles them, its children do not
         signal.signal(caught, signal.SIG_DFL)

@@ -5,17 +5,16 @@ Run as `python -m autotune.rank.model ADDRESS NUMBER` (a cold start), or `become
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
-from autotune.group.ending import die_with_parent
 from autotune.group.protocol import Message
 from autotune.problem.outcome import Phase
 from autotune.rank import timing
 from autotune.rank.base import BaseRank
-from autotune.rank.measuring import certify_save, checkpoint, load, measure_as
+from autotune.rank.measuring import certify_save, checkpoint, load, measure_as, run_as
 from autotune.rank.timing import Request, StepParts
 
 
@@ -169,15 +168,8 @@ class ModelRank(BaseRank):
         certify_save(self, self.engine.save_16bit_model)
 
 
-def become(address: str, number: int) -> NoReturn:
-    """Turns this process into rank `number` of the group whose parent listens at `address`, a Unix socket."""
-    measure_as(ModelRank, address, number)
-
-
-def main() -> None:
-    die_with_parent()
-    become(sys.argv[1], int(sys.argv[2]))
+become = partial(measure_as, ModelRank)  # address, number
 
 
 if __name__ == "__main__":
-    main()
+    run_as(ModelRank)

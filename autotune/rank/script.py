@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune.errors import Cause, Unusable
-from autotune.group.ending import die_with_parent
 from autotune.group.protocol import Channel, Message
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Phase
@@ -23,7 +22,7 @@ from autotune.rank.base import EXIT_REPORTED, BaseRank, leave
 from autotune.rank.execution import run_script
 from autotune.rank.hooks import Hooks
 from autotune.rank.hooks.context import Context
-from autotune.rank.measuring import certify_save, checkpoint, load, measure_as, say_goodbye
+from autotune.rank.measuring import certify_save, checkpoint, load, measure_as, run_as, say_goodbye
 from autotune.rank.timing import Request
 
 WARMUP_STEPS = 2  # batches of a script differ in length: its step times never settle as synthetic ones do
@@ -283,15 +282,8 @@ class SavedTensors:
             self._hooks.__exit__(None, None, None)
 
 
-def become(address: str, number: int) -> NoReturn:
-    """Turns this process into rank `number` of the group whose parent listens at `address`, a Unix socket."""
-    measure_as(ScriptRank, address, number)
-
-
-def main() -> None:
-    die_with_parent()
-    become(sys.argv[1], int(sys.argv[2]))
+become = partial(measure_as, ScriptRank)  # address, number
 
 
 if __name__ == "__main__":
-    main()
+    run_as(ScriptRank)
