@@ -45,6 +45,7 @@ from autotune.executors.deadlines import Deadlines
 from autotune.executors.local import LocalExecutor
 from autotune.group.locks import lock_file
 from autotune.predict import trace as tracing
+from autotune.problem import gpus
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware, detect
 from autotune.problem.job import Job
@@ -300,6 +301,7 @@ def driver(driver_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     made = fake_driver.Driver(driver_library, tmp_path / "machine.txt")
     made.write()
     fake_driver.install(made, monkeypatch)
+    monkeypatch.setattr(gpus, "LOOK_AGAIN_SECONDS", 0.01)
     yield made
     for device in [one for card in made.cards for one in (card, *card.slices)]:
         lock_file(device.uuid).unlink(missing_ok=True)

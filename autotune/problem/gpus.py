@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,9 +16,14 @@ from typing import Any
 
 import psutil
 
-from autotune.units import format_bytes
+from autotune.units import MIB, format_bytes
 
 ORDER, BY_BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
+
+
+# A process that was killed gives its memory back over seconds: NVIDIA's driver unmaps it page by page while it exits.
+LOOK_AGAIN_SECONDS, _MOST_LOOKS = 1.0, 30
+_NOBODYS_BYTES = 512 * MIB  # held by no process that lives: less than that is a desktop's or the driver's
 
 
 class GpuError(OSError):
@@ -199,6 +205,37 @@ def visible_gpus() -> list[Gpu]:
     if sliced := [one for of_card in usable for one in of_card]:
         return sliced[:1]
     return [card for card in chosen if not card.in_slices]
+
+
+def settled_gpus(count: int | None) -> list[Gpu]:
+    """`visible_gpus`, once the first `count` of them (None: all) get no memory back from processes that have just ended:
+    a study that was killed and is started again must not take its own ranks' memory for a neighbour's.
+
+    Raises:
+        GpuError: the driver does not answer.
+    """
+    gpus = visible_gpus()
+    for _ in range(_MOST_LOOKS):
+        if not any(_nobodys(gpu) for gpu in gpus[:count]):
+            break
+        time.sleep(LOOK_AGAIN_SECONDS)
+        earlier, gpus = {gpu.uuid: gpu.free_bytes for gpu in gpus}, visible_gpus()
+        if not any(gpu.free_bytes > earlier.get(gpu.uuid, 0) for gpu in gpus[:count]):
+            break
+    return gpus
+
+
+def _nobodys(gpu: Gpu) -> bool:
+    """Whether much of its memory is held by no process that this one sees alive."""
+    alive = sum(held for pid, held in gpu.holders.items() if _runs(pid))
+    return gpu.held_bytes - alive > _NOBODYS_BYTES
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
+    except psutil.Error:
+        return False
 
 
 def selected(wanted: str | None, uuids: Sequence[str]) -> list[int]:

@@ -22,7 +22,7 @@ from autotune.problem.gpus import (
     driver_trouble,
     order_is_unknown,
     order_to_set,
-    visible_gpus,
+    settled_gpus,
 )
 from autotune.problem.host import host_available_bytes
 from autotune.units import GIB, format_bytes
@@ -168,7 +168,7 @@ def detect(device: str, gpus: int | None, *, memory_cap_bytes: int | None = None
     if device not in ("auto", "cuda", "cpu"):
         raise UserError(f"--device {device}: expected auto, cuda or cpu")
     try:
-        visible = visible_gpus() if device != "cpu" else []
+        visible = settled_gpus(gpus) if device != "cpu" else []
     except GpuError as error:
         raise UserError(f"{error}; try --device cpu, or `autotune doctor`") from None
     if not visible and device != "cpu" and (device == "cuda" or gpus is not None):

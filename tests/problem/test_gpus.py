@@ -4,13 +4,22 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.problem import gpus
-from autotune.problem.gpus import all_cards, bytes_of, driver_trouble, free_by_uuid, selected, visible_gpus
+from autotune.problem.gpus import (
+    all_cards,
+    bytes_of,
+    driver_trouble,
+    free_by_uuid,
+    selected,
+    settled_gpus,
+    visible_gpus,
+)
 from autotune.units import GIB, MIB
 from tests.fake_driver import DRIVER_NOT_LOADED, FUNCTION_NOT_FOUND, NO_PERMISSION, Card, Driver, Slice
 
@@ -96,6 +105,48 @@ def test_a_gpu_and_who_is_on_it(driver: Driver) -> None:
     assert bytes_of(7, gpu.uuid) is None
     assert bytes_of(8, gpu.uuid) is None
     assert free_by_uuid() == {gpu.uuid: gpu.free_bytes}
+
+
+DEAD = 4_194_303  # above the highest pid that Linux gives: a process that has ended
+
+
+@pytest.mark.parametrize(
+    ("mib", "looks"),
+    [
+        ({"processes": {DEAD: 12_000}}, 3),
+        ({"hidden_mib": 12_000}, 3),
+        ({"processes": {os.getpid(): 12_000}}, 0),
+        ({"hidden_mib": 300}, 0),
+    ],
+)
+def test_memory_of_what_has_just_ended_is_waited_for(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, mib: dict[str, Any], looks: int
+) -> None:
+    card = Card("A", 24, **mib)
+    driver.cards = [card]
+    driver.write()
+    steps = [8000, 2000, 0]
+    slept = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        card.processes, card.hidden_mib = {}, steps.pop(0) if steps else 0
+        driver.write()
+
+    monkeypatch.setattr(gpus.time, "sleep", sleep)
+    (gpu,) = settled_gpus(1)
+    assert len(slept) == looks
+    if looks:
+        assert gpu.held_bytes == 0
+
+
+def test_a_neighbour_that_stays_is_waited_for_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.cards = [Card("A", 24, hidden_mib=12_000), Card("A", 24, hidden_mib=9_000)]
+    driver.write()
+    slept: list[float] = []
+    monkeypatch.setattr(gpus.time, "sleep", slept.append)
+    assert settled_gpus(1)[0].held_bytes == 12_000 * MIB
+    assert len(slept) == 1
 
 
 def test_names_of_holders_the_largest_first() -> None:

@@ -33,7 +33,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files of /proc and /sys as they lie under this folder; a machine of 64 GiB and 8 cores without a GPU."""
     for folder in ("proc", "sys/fs/cgroup/memory"):
         (tmp_path / folder).mkdir(parents=True)
-    monkeypatch.setattr(hardware, "visible_gpus", list)
+    monkeypatch.setattr(hardware, "settled_gpus", lambda count: [])
     monkeypatch.setattr(hardware, "driver_trouble", str)
     monkeypatch.setattr(hardware, "Path", lambda file: tmp_path / str(file).lstrip("/"))
     monkeypatch.setattr(hardware, "host_available_bytes", lambda: 64 * GIB)
