@@ -13,11 +13,9 @@ from typing import Any, NoReturn
 
 from autotune.group.ending import die_with_parent
 from autotune.group.protocol import Message
+from autotune.problem.checkpoint import checkpoint_bytes
 from autotune.problem.outcome import Phase
 from autotune.rank.base import EXIT_REPORTED, BaseRank, greet, leave
-
-# Of a checkpoint, at most, for each parameter: its weight twice (of the module, and fp32 of the optimizer), two moments.
-_TRAINED_BYTES, _FROZEN_BYTES = 16, 4
 
 
 def run_as(kind: type[BaseRank]) -> NoReturn:
@@ -82,7 +80,9 @@ def checkpoint(rank: BaseRank, engine: Any, save: Callable[[str], Any], message:
     with `checkpointed=False` where the disk has not room enough. Every rank calls it."""
     rank.phase = Phase.SAVE
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in engine.module.parameters()]
-    most_bytes = sum(n * (_TRAINED_BYTES if trained else _FROZEN_BYTES) for n, trained in sizes)
+    most_bytes = checkpoint_bytes(
+        sum(n for n, trained in sizes if trained), sum(n for n, trained in sizes if not trained)
+    )
     free_bytes = rank.reduce([float(shutil.disk_usage(message["folder"]).free)], "MIN")[0]
     room = free_bytes > 1.1 * most_bytes
     if room:

@@ -13,6 +13,7 @@ from autotune.executors.base import SEARCH as SEARCH_EFFORT
 from autotune.executors.base import VERIFY as VERIFY_EFFORT
 from autotune.executors.base import Effort, Executor, Session
 from autotune.problem.candidate import MODEL_KNOBS, Candidate
+from autotune.problem.checkpoint import checkpoint_seconds
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Kind, Measurement, Outcome, Source
 from autotune.problem.space import SearchSpace
@@ -24,6 +25,7 @@ from autotune.units import format_duration
 
 FIRST_TRIAL_SECONDS = 5.0  # a budget below this cannot hold one trial
 MAX_VERIFIED = 4
+CHECKPOINT_SHARE = 0.2  # of the budget, at most, for writing a checkpoint and reading it
 MACHINE_FAILURES = 3  # in a row, of whatever candidates: then it is the machine
 
 
@@ -91,11 +93,22 @@ class Tuner:
 
     @property
     def _resume_seconds(self) -> float:
-        """Seconds that a checkpoint and going on from it should take: two starts, each with two steps to warm up and one."""
+        """Seconds that a checkpoint and going on from it should take: two starts, each with two steps to warm up and one, and
+        its bytes written and read."""
         best = self.standings.best
-        if not self.executor.resumes or best is None:
+        if not self._tries_resuming or best is None:
             return 0.0
-        return 1.2 * 2 * (self._startup_seconds + 3 * self.standings.measured[best][1].step_seconds) + 1.0
+        starts = 1.2 * 2 * (self._startup_seconds + 3 * self.standings.measured[best][1].step_seconds) + 1.0
+        return starts + self._checkpoint_seconds
+
+    @property
+    def _checkpoint_seconds(self) -> float:
+        trace = self.proposer.predictor.trace
+        return checkpoint_seconds(sum(trace.parameters), trace.frozen)
+
+    @property
+    def _tries_resuming(self) -> bool:
+        return self.executor.resumes and self._checkpoint_seconds <= CHECKPOINT_SHARE * self.budget_seconds
 
     @property
     def _startup_seconds(self) -> float:
@@ -325,6 +338,12 @@ class Tuner:
         known = self.standings.resumed.get(candidate)
         if not self.executor.resumes or (known is not None and known.ok):
             return True
+        if not self._tries_resuming:
+            self.observer.say(
+                "whether it goes on from a checkpoint was not tried: writing and reading one may take "
+                f"{self._checkpoint_seconds / 60:.0f} min of the budget"
+            )
+            return True
         if self.cancelled() or self.left_seconds < self._resume_seconds:
             self.observer.say("whether it goes on from a checkpoint was not tried: the budget is used")
             return True
@@ -361,9 +380,10 @@ class Tuner:
         return outcome
 
     def _verification_limit(self, candidate: Candidate) -> float:
-        """Seconds: a trial's, and whole steps of a long accumulation, and two starts."""
+        """Seconds: a trial's, and whole steps of a long accumulation, two starts, and a checkpoint on a slow disk."""
         step = self.standings.measured[candidate][1].step_seconds
-        return 2 * self.proposer.trial_seconds(candidate) + 20 * step + self.verify_effort.max_seconds
+        around = self.verify_effort.max_seconds + 4 * self._checkpoint_seconds
+        return 2 * self.proposer.trial_seconds(candidate) + 20 * step + around
 
     def _as_record(self, candidate: Candidate, measured: tuple[int, Measurement], role: str) -> Record:
         number, measurement = measured

@@ -206,6 +206,15 @@ def test_a_winner_must_go_on_from_a_checkpoint(landscape: Landscape) -> None:
     assert executor.tried[0] not in again.tried, "what died on resume is not tried in a later call"
 
 
+def test_a_checkpoint_that_takes_the_budget_is_not_tried(landscape: Landscape, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.problem.checkpoint.BYTES_PER_SECOND", 1e7)
+    executor = Resuming(landscape, lambda candidate: None)
+    result, _, _ = search(landscape, 1800, executor=executor)
+    assert not executor.tried
+    assert result.verified
+    assert result.winner is not None
+
+
 def test_a_save_that_fails_by_itself_rejects_nobody(landscape: Landscape) -> None:
     broken = Outcome(Kind.CRASH, Phase.SAVE, reason="KeyError: 'bias_correction'", source=Source.EXCEPTION)
     executor = Resuming(landscape, lambda candidate: broken)
