@@ -40,6 +40,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of every process that tests start: two wo
 # stale, and from then on each builds it anew whenever the other has.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
+from autotune.commands.probe import Probe, probe
 from autotune.executors.base import Effort
 from autotune.executors.deadlines import Deadlines
 from autotune.executors.local import LocalExecutor
@@ -48,9 +49,10 @@ from autotune.predict import trace as tracing
 from autotune.problem import gpus
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware, detect
-from autotune.problem.job import Job
+from autotune.problem.job import Job, Script
 from autotune.problem.models import resolve_model
 from autotune.problem.outcome import Outcome
+from autotune.problem.script_job import job_of, unknown_job
 from autotune.units import MIB
 from tests import fake_driver
 
@@ -59,6 +61,7 @@ DEAR = {  # file: what its tests share
     "tests/executors/test_local.py": "bench",
     "tests/rank/test_workload.py": "bench",
     "tests/test_scripts.py": "scripts",
+    "tests/test_ways.py": "scripts",
     "tests/test_end_to_end.py": "finished_study",
     "tests/gpu/test_cuda.py": "gpu",  # one test at a time has the device
 }
@@ -280,6 +283,47 @@ def bench(_bench_of_this_worker: Bench) -> Iterator[Bench]:
     yield _bench_of_this_worker
     _bench_of_this_worker.executor.ensure_launcher()
     assert _bench_of_this_worker.left_over() == []
+
+
+SHORT = Effort(min_seconds=0.0, min_steps=2, max_steps=3)
+
+
+class Scripts:
+    """An executor with one fork server that has imported what scripts import; a test gives it a script and a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.hardware = detect("cpu", 2, memory_cap_bytes=3000 * MIB)
+        (folder / "ds.json").write_text("{}")
+        job = unknown_job(Script((str(SCRIPTS / "trainer.py"), "--deepspeed", "ds.json"), str(folder)), self.hardware)
+        offloaded = make_candidate(2, offload_optimizer="cpu")
+        self.executor = LocalExecutor(job, self.hardware, folder, [offloaded])
+        self.executor.open(lambda text: None)
+        self._count = 0
+
+    def probe(
+        self, argv: list[str], cwd: Path, flags: tuple[tuple[str, str], ...] = (), seconds: float = 300.0
+    ) -> Probe:
+        script = Script(tuple(argv), str(cwd), flags)
+        folder = self.executor.folder = cwd / "runs" / "study"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.executor.job = unknown_job(script, self.hardware)
+        return probe(self.executor, script, folder, seconds, lambda text: None)
+
+    def measure(self, probed: Probe, candidate: Candidate) -> Outcome:
+        """In the folder of the probe before it."""
+        self._count += 1
+        self.executor.job = job_of(probed.script, self.hardware, None)
+        with closing(self.executor.session(candidate, f"{self._count:04d}")) as session:
+            return session.measure(candidate, SHORT, 300.0)
+
+
+@pytest.fixture(scope="session")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
+    """One fork server for all tests that measure a script; each test has a folder of its own and starts with a probe,
+    which sets the executor's job and folder."""
+    made = Scripts(tmp_path_factory.mktemp("scripts"))
+    with closing(made.executor):
+        yield made
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

@@ -5,28 +5,25 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from autotune.commands.probe import Probe, probe
 from autotune.errors import UserError
 from autotune.executors.base import Effort
-from autotune.executors.local import LocalExecutor
 from autotune.problem.candidate import ALLOCATOR_VARIABLES, Candidate
 from autotune.problem.fitting import for_job
 from autotune.problem.hardware import detect
 from autotune.problem.job import Script
-from autotune.problem.outcome import Kind, Outcome
+from autotune.problem.outcome import Kind
 from autotune.problem.script import carried
 from autotune.problem.script_job import job_of, own_candidate, unknown_job
 from autotune.problem.space_file import load_space
 from autotune.recovery.ladder import Rung
 from autotune.recovery.supervisor import LaunchSummary, Supervisor
 from autotune.units import MIB
-from tests.conftest import SCRIPTS, make_candidate, pid_lives, processes_in, read_json_lines
+from tests.conftest import SCRIPTS, Scripts, make_candidate, pid_lives, processes_in, read_json_lines
 from tests.scripts.long_batches import seen_samples
 
 CONFIG = {
@@ -56,44 +53,6 @@ TRAINER = [
     "--output_dir",
     "out",
 ]
-
-
-class Scripts:
-    """An executor with one fork server that has imported what scripts import; a test gives it a script and a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.hardware = detect("cpu", 2, memory_cap_bytes=3000 * MIB)
-        (folder / "ds.json").write_text(json.dumps(AUTO))
-        job = unknown_job(Script((str(SCRIPTS / "trainer.py"), "--deepspeed", "ds.json"), str(folder)), self.hardware)
-        offloaded = make_candidate(2, offload_optimizer="cpu")
-        self.executor = LocalExecutor(job, self.hardware, folder, [offloaded])
-        self.executor.open(lambda text: None)
-        self._count = 0
-
-    def probe(
-        self, argv: list[str], cwd: Path, flags: tuple[tuple[str, str], ...] = (), seconds: float = 300.0
-    ) -> Probe:
-        script = Script(tuple(argv), str(cwd), flags)
-        folder = self.executor.folder = cwd / "runs" / "study"
-        folder.mkdir(parents=True, exist_ok=True)
-        self.executor.job = unknown_job(script, self.hardware)
-        return probe(self.executor, script, folder, seconds, lambda text: None)
-
-    def measure(self, probed: Probe, candidate: Candidate) -> Outcome:
-        """In the folder of the probe before it."""
-        self._count += 1
-        self.executor.job = job_of(probed.script, self.hardware, None)
-        with closing(self.executor.session(candidate, f"{self._count:04d}")) as session:
-            return session.measure(candidate, EFFORT, 300.0)
-
-
-@pytest.fixture(scope="session")
-def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
-    """One fork server for all tests that measure a script; each test has a folder of its own and starts with a probe,
-    which sets the executor's job and folder."""
-    made = Scripts(tmp_path_factory.mktemp("scripts"))
-    with closing(made.executor):
-        yield made
 
 
 def write(folder: Path, name: str, text: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.commands.setup import Setup
-from autotune.errors import Cause, Unusable, UserError
+from autotune.errors import UserError
 from autotune.executors.base import Effort
 from autotune.executors.local import LocalExecutor
 from autotune.files import write_atomically
@@ -19,7 +19,7 @@ from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH,
 from autotune.problem.fitting import for_job
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Outcome, Source
-from autotune.problem.script_job import job_of, own_candidate
+from autotune.problem.script_job import UNCOUNTED, Counted, batch_seen, job_of, own_candidate
 
 EFFORT = Effort(min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
 # What a script that does not fit as it is may still run under, so that something is learnt of it.
@@ -92,18 +92,19 @@ def _batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
         other = own.but(**{MICRO_BATCH: own.micro_batch // 2, ACCUMULATION: 2 * own.accumulation})
     else:
         other = own.but(**{MICRO_BATCH: 2 * own.micro_batch, ACCUMULATION: own.accumulation + 1})
+    if not Counted.of(script.profile).unit:
+        return UNCOUNTED
     before, executor.job = executor.job, job_of(script, executor.hardware, None)
-    session = executor.session(other, "probe-batch")
     try:
-        session.measure(other, Effort(min_steps=1, max_steps=1, min_seconds=0.0), seconds)
-    except Unusable as error:
-        if script.flags or error.cause is not Cause.BATCH:
-            raise
-        return str(error)
+        with closing(executor.session(other, "probe-batch")) as session:
+            outcome = session.measure(other, Effort(min_steps=2, max_steps=2, min_seconds=0.0), seconds)
     finally:
-        session.close()
         executor.job = before
-    return ""
+    if outcome.source is not Source.BATCH:
+        return ""
+    if script.flags:
+        raise UserError(outcome.reason)
+    return outcome.reason
 
 
 def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: float) -> tuple[Outcome, dict[str, Any]]:
@@ -127,8 +128,6 @@ def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
         key: facts[key]
         for key in (
             "config",
-            "micro_batch",
-            "accumulation",
             "precision",
             "model_config",
             "causal",
@@ -144,16 +143,15 @@ def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
             "flags",
         )
     }
-    micro_batch = facts["micro_batch"] if own else 1
-    micros = facts.get("micros") or facts["accumulation"]
-    rows = facts.get("rows", 0.0) / micros
-    rows_per_sample = max(1, round(rows / micro_batch)) if rows else 1
+    batch = batch_seen(facts if own else {**facts, "micro_batch": 1, "accumulation": 1})
+    samples = batch["micro_batch"] * batch["accumulation"]
+    saved = facts.get("saved_bytes") if batch["counted"] else None
+    kept |= batch if own else {**batch, "micro_batch": facts["micro_batch"], "accumulation": facts["accumulation"]}
     return {
         **kept,
-        "rows_per_sample": rows_per_sample,
         "seq_len": max(1, int(facts.get("widest", 1))),
-        "tokens_per_sample": facts.get("tokens", 1.0) / micros / micro_batch,
-        "saved_bytes_per_sample": facts["saved_bytes"] / micro_batch if rows and "saved_bytes" in facts else None,
+        "tokens_per_sample": facts.get("tokens", 1.0) / samples,
+        "saved_bytes_per_sample": saved and saved / batch["micro_batch"],
     }
 
 

@@ -371,7 +371,10 @@ class LocalSession:
         evidence = group.evidence()
         self.close()
         if unusable := [error for error in evidence.errors if error.get("cause")]:
-            raise Unusable(unusable[0]["text"], Cause(unusable[0]["cause"]))
+            text, cause = unusable[0]["text"], Cause(unusable[0]["cause"])
+            if cause is not Cause.BATCH:
+                raise Unusable(text, cause)
+            return Outcome(Kind.INVALID, group.phase, reason=text, evidence="its steps", source=Source.BATCH)
         verdict = judge(evidence)
         kind, reason, said = verdict.kind, verdict.reason, verdict.evidence
         if kind is Kind.FOREIGN and evidence.peaks.neighbours:

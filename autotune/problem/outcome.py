@@ -15,7 +15,7 @@ class Kind(StrEnum):
     OOM_DEVICE = "oom_device"  # the accelerator, or a CPU rank's cap
     OOM_HOST = "oom_host"  # main memory, pinned memory, shared memory
     TIMEOUT = "timeout"  # a phase passed its deadline
-    INVALID = "invalid"  # DeepSpeed refused the config
+    INVALID = "invalid"  # DeepSpeed refused the config, or the script trained on another batch
     CRASH = "crash"  # the model's or the script's own error, or death by a signal
     FOREIGN = "foreign"  # another process took the device's memory meanwhile
     INFRASTRUCTURE = "infrastructure"  # port, NCCL, disk: the machine, not the candidate
@@ -55,6 +55,7 @@ class Source(StrEnum):
     LIMIT = "limit"  # a limit of ours, which may have been too short
     STOP = "stop"  # the tuner was stopped, or ended
     TABLE = "table"  # a replay's row
+    BATCH = "batch"  # the sequences that were seen in a script's steps
 
     @classmethod
     def of_evidence(cls, text: str) -> Source | None:

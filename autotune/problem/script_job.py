@@ -3,12 +3,66 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
+from typing import Any
 
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec
 from autotune.problem.script import candidate_of_config, config_path
+
+UNCOUNTED = "the sequences of the script's batches cannot be counted: no tensor is among what its model is given"
+
+
+@dataclass(frozen=True)
+class Counted:
+    """How what is seen in a script's steps is counted, against the batch sizes that it was told."""
+
+    unit: str  # `rows` of a forward's tensors, the `sequences` in them, or empty where nothing could be counted
+    per_sample: float  # of these, for each sample of the micro-batch: 2 where a loss compares pairs
+    micros_per_accumulation: float  # forwards with a backward, for each step of accumulation
+
+    @classmethod
+    def of(cls, profile: dict[str, Any]) -> Counted:
+        """Of a profile; one that an earlier version has stored knew rows alone."""
+        per_sample = profile.get("rows_per_sample", 1.0)
+        return cls(profile.get("counted", "rows"), per_sample, profile.get("micros_per_accumulation", 1.0))
+
+
+def batch_seen(facts: dict[str, Any]) -> dict[str, Any]:
+    """The script's own micro-batch and accumulation, and how they are counted (the fields of `Counted`).
+
+    What its config says is believed where what was seen is a multiple of it. A loop that takes its batch from elsewhere
+    has what was seen.
+
+    Args:
+        facts: `micro_batch` and `accumulation` of the config; `micros`, `rows` and `sequences` of a rank's step.
+    """
+    micro_batch, accumulation = facts["micro_batch"], facts["accumulation"]
+    micros = facts.get("micros") or accumulation
+    seen = {unit: facts.get(unit) or 0 for unit in ("rows", "sequences")}
+    told = micro_batch * accumulation
+
+    def answer(unit: str, per_sample: float) -> dict[str, Any]:
+        return {
+            "micro_batch": micro_batch,
+            "accumulation": accumulation,
+            "counted": unit,
+            "rows_per_sample": per_sample,
+            "micros_per_accumulation": micros / accumulation,
+        }
+
+    if not seen["rows"]:
+        return answer("", 1)
+    for unit, count in seen.items():
+        if count >= told and count % told == 0:
+            return answer(unit, count // told)
+    if seen["rows"] % accumulation == 0:
+        micro_batch = seen["rows"] // accumulation
+    else:
+        micro_batch, accumulation = max(1, seen["rows"] // micros), micros
+    return answer("rows", 1)
 
 
 def unknown_job(script: Script, hardware: Hardware) -> Job:

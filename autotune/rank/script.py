@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,12 @@ from autotune.errors import Cause, Unusable
 from autotune.group.protocol import Channel, Message
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Phase
+from autotune.problem.script_job import UNCOUNTED, Counted
 from autotune.rank import timing
 from autotune.rank.base import EXIT_REPORTED, BaseRank, leave
 from autotune.rank.execution import run_script
 from autotune.rank.hooks import Hooks
+from autotune.rank.hooks.batches import Sizes
 from autotune.rank.hooks.context import Context
 from autotune.rank.measuring import certify_save, checkpoint, load, measure_as, run_as, say_goodbye
 from autotune.rank.timing import Request
@@ -28,6 +31,7 @@ from autotune.rank.timing import Request
 WARMUP_STEPS = 2  # batches of a script differ in length: its step times never settle as synthetic ones do
 _MIN_STEPS = 2  # measured steps without which a script that has ended was not measured
 _PROGRESS_SECONDS = 0.5
+MOST_SHORT = 0.25  # of the steps may have a smaller batch
 
 # Trackers and uploads are off, each by the variable that its documentation names.
 _QUIET_ENVIRONMENT = {
@@ -48,9 +52,15 @@ _QUIET_ENVIRONMENT = {
 class Batch:
     """What one rank trained on in one optimizer step."""
 
-    micro_batches: int = 0
-    rows: int = 0  # sequences
+    micro_batches: int = 0  # forwards, of which backwards follow
+    rows: int = 0
+    sequences: int = 0  # more than rows where they are packed
     tokens: int = 0
+
+    def add(self, sizes: Sizes) -> None:
+        self.rows += sizes.rows
+        self.sequences += sizes.sequences
+        self.tokens += sizes.tokens
 
 
 class ScriptRank(BaseRank):
@@ -65,7 +75,8 @@ class ScriptRank(BaseRank):
         self.request: Request | None = None  # what to measure; heard before the first batch
         self.batch = Batch()  # of the step that runs
         self.timed: list[tuple[float, Batch]] = []  # seconds and batch of every measured step
-        self.widest_tokens = 0  # of a sequence
+        self.widest_tokens = 0  # of a row
+        self.short_steps = 0  # whose last micro-batch was smaller
         self.saved_tensors: SavedTensors | None = None
         self._steps_left = 0  # until the ranks compare their clocks
         self._step_began = self._measuring_began = 0.0
@@ -110,11 +121,11 @@ class ScriptRank(BaseRank):
         self.own_device.note()
         load(self, engine)
 
-    def forward(self, rows: int, tokens: int) -> None:
+    def forward(self, sizes: Sizes) -> None:
         self._await_request()
-        self.batch.rows += rows
-        self.batch.tokens += tokens
-        self.widest_tokens = max(self.widest_tokens, tokens // rows if rows else 0)
+        self.batch.add(sizes)
+        if sizes.rows:
+            self.widest_tokens = max(self.widest_tokens, sizes.tokens // sizes.rows)
 
     def entered(self, phase: Phase) -> None:
         if phase is Phase.INIT:
@@ -122,8 +133,9 @@ class ScriptRank(BaseRank):
             self.fault(phase)
             return
         self._await_request()  # a loop may call the module and not the engine
-        if phase is Phase.BACKWARD:
-            # Of forwards a micro-batch may have several (TRL's KTO); accelerate calls the engine's step at boundaries alone.
+        if phase is Phase.BACKWARD and self.phase is not Phase.BACKWARD:
+            # A micro-batch may have several forwards (TRL's KTO), several losses, and a backward that no engine is called for;
+            # accelerate calls the engine's step at boundaries alone.
             self.batch.micro_batches += 1
             if self.saved_tensors is not None:
                 self.saved_tensors.close()
@@ -139,8 +151,10 @@ class ScriptRank(BaseRank):
         device.note()
         seconds = time.perf_counter() - self._step_began
         self.steps += 1
-        if self.steps == 1 and self.candidate is not None:
-            check_batch(self.batch, self.candidate, self.script.profile.get("rows_per_sample", 1.0))
+        if self.candidate is not None:
+            self.short_steps += check_batch(self.batch, self.candidate, self.script.profile)
+            if self.short_steps > max(1, MOST_SHORT * self.steps):
+                raise Unusable("the script's batches are often smaller than it was told to make them", Cause.BATCH)
         if self.steps == WARMUP_STEPS:
             self._steps_left = timing.stretch(self.request, 0.0, 0, self.agree(seconds))
             self._measuring_began = time.perf_counter()
@@ -187,10 +201,14 @@ class ScriptRank(BaseRank):
         device = self.own_device
         device.synchronize()
         batches = [batch for _, batch in self.timed]
+        if self.candidate is None:
+            check_steady([batch.rows for batch in batches])
         tokens = statistics.fmean(batch.tokens for batch in batches)
+        # of a step, as most are: the last one of a data set may be smaller
         facts: dict[str, Any] = {
-            "micros": statistics.fmean(batch.micro_batches for batch in batches),
-            "rows": statistics.fmean(batch.rows for batch in batches),
+            "micros": statistics.mode(batch.micro_batches for batch in batches),
+            "rows": statistics.mode(batch.rows for batch in batches),
+            "sequences": statistics.mode(batch.sequences for batch in batches),
             "tokens": tokens,
             "widest": self.widest_tokens,
         }
@@ -226,30 +244,57 @@ _MISSING_DEEPSPEED = (
 )
 
 
-def check_batch(batch: Batch, candidate: Candidate, rows_per_sample: float) -> None:
-    """Checks a step's batch against the one that the candidate asks for: the speed of another would be taken for its own.
-    A batch without tensors among its forward's arguments tells nothing and passes.
+def check_batch(batch: Batch, candidate: Candidate, profile: dict[str, Any]) -> bool:
+    """Checks what a rank trained on in one step against what the candidate asks for: the speed of another batch would be
+    taken for its own.
 
     Args:
-        rows_per_sample: sequences that the script makes of one sample of its data, as its first run has shown.
+        profile: what the script's first run has shown, see `problem.script_job.Counted`.
+
+    Returns:
+        Whether a micro-batch of the step was smaller than asked for, as the last of a data set is.
 
     Raises:
         Unusable: another number of micro-batches or sequences was trained.
     """
-    if not batch.micro_batches or not batch.rows:
-        return
-    if batch.micro_batches != candidate.accumulation:
+    counted = Counted.of(profile)
+    micro_batches = candidate.accumulation * counted.micros_per_accumulation
+    if batch.micro_batches and abs(batch.micro_batches - micro_batches) > 0.5:
         raise Unusable(
-            f"the script accumulated {batch.micro_batches} micro-batches where {candidate.accumulation} were asked "
-            "for: say which flag sets it, like --map gradient_accumulation_steps=--FLAG",
+            f"the script accumulated {batch.micro_batches} micro-batches where {micro_batches:g} were asked for: say which "
+            "flag sets it, like --map gradient_accumulation_steps=--FLAG",
             Cause.BATCH,
         )
-    asked, got = candidate.micro_batch * candidate.accumulation, batch.rows / rows_per_sample
-    if got > asked + 0.5 or got < asked - candidate.micro_batch + 0.5:  # a data set's last batch may be smaller
+    if not counted.unit:
+        if (profile["micro_batch"], profile["accumulation"]) != (candidate.micro_batch, candidate.accumulation):
+            raise Unusable(UNCOUNTED, Cause.BATCH)
+        return False
+    micro_batch = candidate.micro_batch * counted.per_sample
+    # one row a forward: its samples are laid end to end
+    flat = candidate.micro_batch > 1 and batch.rows == batch.micro_batches
+    unit = "sequences" if flat else counted.unit
+    asked, got = micro_batch * candidate.accumulation, getattr(batch, unit)
+    if got > asked + 0.5 or got < asked - micro_batch + 0.5:
         raise Unusable(
-            f"the script gave {batch.rows} sequences a step where {asked * rows_per_sample:g} were asked for: say which "
+            f"the script gave {got} {unit} a step where {asked:g} were asked for: say which "
             "flag sets the batch, like --map train_micro_batch_size_per_gpu=--FLAG",
             Cause.BATCH,
+        )
+    return bool(got < asked - 0.5)
+
+
+def check_steady(rows: Sequence[int]) -> None:
+    """Checks the rows of a script's own steps: of one that trains on more and more a speed says nothing.
+
+    Raises:
+        Unusable: they differ by more than a last batch now and then.
+    """
+    usual = statistics.mode(rows)
+    smaller = sum(one < usual for one in rows)
+    if max(rows) > usual or smaller > max(1, MOST_SHORT * len(rows)):
+        raise Unusable(
+            f"the script's batch changes from step to step ({min(rows)} to {max(rows)} rows a rank): no step's time can be "
+            "compared with another's; give it a constant batch"
         )
 
 

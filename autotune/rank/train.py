@@ -25,6 +25,7 @@ from autotune.rank.base import BaseRank, greet, leave
 from autotune.rank.checkpoints import load_any
 from autotune.rank.execution import run_script
 from autotune.rank.hooks import Hooks
+from autotune.rank.hooks.batches import Sizes
 from autotune.rank.hooks.context import Context
 
 _PROGRESS_SECONDS = 0.2
@@ -119,7 +120,7 @@ class TrainRank(BaseRank):
         if phase is Phase.INIT:
             self.enter(phase)
 
-    def forward(self, rows: int, tokens: int) -> None:
+    def forward(self, sizes: Sizes) -> None:
         pass
 
     def stepped(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch
 from autotune.errors import Cause, Unusable
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Script
-from autotune.rank.script import WARMUP_STEPS, Batch, SavedTensors, check_batch
+from autotune.rank.script import WARMUP_STEPS, Batch, SavedTensors, check_batch, check_steady
 from tests.conftest import make_candidate, make_job
 from tests.rank.conftest import Parent, Rank, make_spec
 
@@ -143,27 +144,46 @@ def test_out_of_memory_is_reported_though_the_script_catches_it(parent: Parent, 
 
 
 @pytest.mark.parametrize(
-    ("batch", "rows_per_sample", "says"),
+    ("batch", "profile", "says"),
     [
-        (Batch(3, 12, 96), 1.0, None),
-        (Batch(3, 24, 96), 2.0, None),
-        (Batch(3, 9, 96), 1.0, None),  # the data set's end: one micro-batch is smaller
-        (Batch(0, 12, 96), 1.0, None),  # its loop calls neither the engine's backward …
-        (Batch(3, 0, 0), 1.0, None),  # … nor are tensors among the arguments of its forward
-        (Batch(2, 12, 96), 1.0, "accumulated 2 micro-batches where 3 were asked for"),
-        (Batch(3, 8, 96), 1.0, "gave 8 sequences a step where 12 were asked for"),
-        (Batch(3, 13, 96), 1.0, "gave 13 sequences"),
-        (Batch(3, 12, 96), 2.0, "where 24 were asked for"),
+        (Batch(3, 12, 12, 96), {}, None),
+        (Batch(3, 24, 24, 96), {"rows_per_sample": 2}, None),
+        (Batch(3, 9, 9, 96), {}, None),  # the data set's end: one micro-batch is smaller
+        (Batch(0, 12, 12, 96), {}, None),  # an old DeepSpeed, whose backward nobody sees
+        (Batch(3, 12, 15, 96), {}, None),  # packed rows
+        (Batch(3, 3, 12, 96), {}, None),  # laid end to end in one
+        (Batch(3, 3, 12, 96), {"counted": "sequences"}, None),
+        (Batch(6, 12, 12, 96), {"micros_per_accumulation": 2}, None),
+        (Batch(2, 12, 12, 96), {}, "accumulated 2 micro-batches where 3 were asked for"),
+        (Batch(3, 8, 8, 96), {}, "gave 8 rows a step where 12 were asked for"),
+        (Batch(3, 13, 13, 96), {}, "gave 13 rows"),
+        (Batch(0, 2, 2, 96), {}, "gave 2 rows"),
+        (Batch(3, 3, 3, 96), {}, "gave 3 sequences"),
+        (Batch(3, 12, 12, 96), {"rows_per_sample": 2}, "where 24 were asked for"),
+        (Batch(3, 0, 0, 0), {"counted": ""}, "cannot be counted"),
     ],
 )
-def test_the_batch_is_the_candidates(batch: Batch, rows_per_sample: float, says: str | None) -> None:
-    candidate = make_candidate(1, 4, 3)
+def test_the_batch_is_the_candidates(batch: Batch, profile: dict[str, Any], says: str | None) -> None:
+    candidate, profile = make_candidate(1, 4, 3), {"micro_batch": 2, "accumulation": 6, **profile}
     if says is None:
-        check_batch(batch, candidate, rows_per_sample)
+        assert check_batch(batch, candidate, profile) == (batch.sequences < 12)
     else:
         with pytest.raises(Unusable, match=says) as caught:
-            check_batch(batch, candidate, rows_per_sample)
+            check_batch(batch, candidate, profile)
         assert caught.value.cause is Cause.BATCH
+
+
+def test_a_batch_that_is_its_own_needs_no_counting() -> None:
+    profile = {"micro_batch": 4, "accumulation": 3, "counted": ""}
+    assert not check_batch(Batch(3, 0, 0, 0), make_candidate(1, 4, 3), profile)
+
+
+@pytest.mark.parametrize(
+    ("rows", "steady"), [([8] * 5, True), ([8, 8, 3, 8], True), ([8, 9, 8], False), ([8, 3, 8, 3], False)]
+)
+def test_a_script_whose_batch_changes(rows: list[int], steady: bool) -> None:
+    with nullcontext() if steady else pytest.raises(Unusable, match="changes from step to step"):
+        check_steady(rows)
 
 
 def test_what_a_forward_keeps_is_counted_once_and_without_parameters() -> None:

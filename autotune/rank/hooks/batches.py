@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from autotune.errors import Unusable
@@ -25,28 +27,63 @@ def batch_of(config: dict[str, Any], ranks: int) -> tuple[int, int] | None:
     return micro, steps
 
 
-def rows_and_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
-    """Sequences and tokens of a batch, from a forward's arguments; (0, 0) where no tensor is among them.
+@dataclass(frozen=True)
+class Sizes:
+    """What one forward is given: rows of its tensors, the sequences in them, and tokens."""
 
-    A packed batch is one long row; its sequences start where `position_ids` are 0.
+    rows: int = 0
+    sequences: int = 0  # more than rows where they are packed
+    tokens: int = 0
+
+
+def sizes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes:
+    """Of a batch, from a forward's arguments; zeros where no tensor is among them, however deep in lists, mappings and
+    objects.
+
+    The sequences of packed rows start where `position_ids` are 0, or are said by flash attention's `cu_seq_lens_q`.
     """
     import torch
 
-    inputs = [*args, *kwargs.values()]
-    for value in inputs:
-        if isinstance(value, dict):
-            return rows_and_tokens((), value)
-    tensors = [value for value in inputs if isinstance(value, torch.Tensor) and value.dim() > 0]
-    if not tensors:
-        return 0, 0
-    first = kwargs.get("input_ids")
-    first = first if isinstance(first, torch.Tensor) else tensors[0]
+    named: dict[str, Any] = {}
+    for name, leaf in _leaves([*args, kwargs]):
+        named.setdefault(name, leaf)
+    first = named.get("input_ids", next(iter(named.values()), None))
+    if first is None:
+        return Sizes()
+    if isinstance(first, list):  # sequences of unlike lengths, one by one
+        return Sizes(len(first), len(first), sum(int(one.numel()) for one in first))
     rows = int(first.shape[0])
     tokens = int(first.numel()) if first.dim() == 2 and not first.is_floating_point() else rows
-    positions = kwargs.get("position_ids")
-    if rows == 1 and isinstance(positions, torch.Tensor):
-        rows = max(1, int((positions == 0).sum()))
-    return rows, tokens
+    positions, borders = named.get("position_ids"), named.get("cu_seq_lens_q")
+    sequences = rows
+    if isinstance(borders, torch.Tensor):
+        sequences = int(borders.numel()) - 1
+    elif isinstance(positions, torch.Tensor) and positions.shape == first.shape:
+        sequences = int((positions == 0).sum())
+    return Sizes(rows, max(rows, sequences), tokens)
+
+
+def _leaves(value: Any, name: str = "", depth: int = 4) -> Iterator[tuple[str, Any]]:
+    """(name, tensor of one dimension or more) of all in a value; a list of vectors of unlike lengths is one leaf."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        if value.dim() > 0:
+            yield name, value
+    elif isinstance(value, torch.nn.Module | str | bytes) or not depth:
+        return
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, str(key), depth - 1)
+    elif isinstance(value, list | tuple):
+        vectors = [one for one in value if isinstance(one, torch.Tensor) and one.dim() == 1]
+        if len(vectors) == len(value) and len({len(one) for one in vectors}) > 1:
+            yield name, vectors
+            return
+        for inner in value:
+            yield from _leaves(inner, name, depth - 1)
+    elif hasattr(value, "__dict__"):  # a batch of the script's own class
+        yield from _leaves(vars(value), name, depth - 1)
 
 
 def padded(args: tuple[Any, ...], kwargs: dict[str, Any], longest: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job, Script
+from autotune.problem.outcome import Phase
 from autotune.rank.hooks.patches import Patches
 from autotune.rank.hooks.watcher import Watcher
 
@@ -27,6 +28,8 @@ class Context:
 
     collective_timeout: datetime.timedelta = datetime.timedelta()  # of the process group
     engine: Any = None  # the DeepSpeed engine that trains, once it is built
+    inside: Phase | None = None  # which method of that engine runs
+    module_hook: Any = None  # the handle of the hook on its module
     config_seen: bool = False  # the watcher has been told the script's own config
     through_arguments: bool = False  # TrainingArguments carry the batch sizes
     loader_prepared: bool = False  # accelerate has prepared the script's own loader

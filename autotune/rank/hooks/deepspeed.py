@@ -13,11 +13,13 @@ from typing import Any
 
 from autotune.errors import Unusable
 from autotune.problem.outcome import Phase
-from autotune.rank.hooks.batches import batch_of, padded, rows_and_tokens
+from autotune.rank.hooks.batches import batch_of, padded, sizes_of
 from autotune.rank.hooks.config import merged
 from autotune.rank.hooks.context import Context
 
 _WATCHED = (("forward", Phase.FORWARD), ("backward", Phase.BACKWARD), ("step", Phase.STEP))
+# Of deepspeed 0.18.2 and later: what runs first in a backward that the script begins by `loss.backward()`.
+_LOSS_BACKWARD = "_backward_prologue"
 _SAVES = ("save_checkpoint", "save_16bit_model")
 
 
@@ -30,6 +32,9 @@ def install(context: Context) -> None:
     patches.wrap(deepspeed, "initialize", functools.partial(_initialize, context))
     for name, phase in _WATCHED:
         patches.wrap(DeepSpeedEngine, name, functools.partial(_watched, context, phase))
+    if hasattr(DeepSpeedEngine, _LOSS_BACKWARD):
+        patches.wrap(DeepSpeedEngine, _LOSS_BACKWARD, functools.partial(_loss_backward, context))
+    patches.wrap(DeepSpeedEngine, "compile", functools.partial(_compile, context))
     if context.quiet:
         for name in _SAVES:
             patches.wrap(DeepSpeedEngine, name, lambda original, engine, *args, **kwargs: True)
@@ -72,6 +77,9 @@ def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, *
         context.watcher.failed(error)
         raise
     context.engine = made[0]
+    context.module_hook = context.engine.module.register_forward_pre_hook(
+        functools.partial(_see_module, context), with_kwargs=True
+    )
     context.watcher.built(context.engine, engine_facts(context, optimizer))
     return made
 
@@ -109,20 +117,57 @@ def _watched(
     """A method of an engine; the watcher sees those of the engine that trains, while it trains."""
     if engine is not context.engine or not engine.module.training:
         return original(engine, *args, **kwargs)
-    boundary = phase is Phase.STEP and engine.is_gradient_accumulation_boundary()
+    boundary = phase is Phase.STEP and _steps(engine)
     if phase is Phase.FORWARD:
         if context.script.worst_case:
             kwargs = padded(args, kwargs, _longest_tokens(context))
-        context.watcher.forward(*rows_and_tokens(args, kwargs))
-    context.watcher.entered(phase)
+        _see(context, args, kwargs)
+    else:
+        context.watcher.entered(phase)
+    context.inside = phase
     try:
         result = original(engine, *args, **kwargs)
     except BaseException as error:
         context.watcher.failed(error)
         raise
+    finally:
+        context.inside = None
     if boundary:
         context.watcher.stepped()
     return result
+
+
+def _loss_backward(context: Context, original: Callable[..., Any], engine: Any, /) -> Any:
+    """The beginning of a backward, whoever has called it."""
+    return original(engine) if context.inside else _watched(context, Phase.BACKWARD, original, engine)
+
+
+def _steps(engine: Any) -> bool:
+    """Whether `engine.step` makes the optimizer's step; with `managed_gradient_accumulation: false` it always does."""
+    managed = getattr(engine, "managed_gradient_accumulation", None)
+    return (managed is not None and not managed()) or bool(engine.is_gradient_accumulation_boundary())
+
+
+def _see(context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward of the engine that trains; one without gradients (a reference, a generation) trains on nothing."""
+    import torch
+
+    if torch.is_grad_enabled():
+        context.watcher.forward(sizes_of(args, kwargs))
+        context.watcher.entered(Phase.FORWARD)
+
+
+def _see_module(context: Context, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward of the module that the script calls past its engine."""
+    if context.inside is None and module.training:
+        _see(context, args, kwargs)
+
+
+def _compile(context: Context, original: Callable[..., Any], engine: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """A module compiled in place would have our hook in its graph."""
+    if engine is context.engine and context.module_hook is not None:
+        context.module_hook.remove()
+    return original(engine, *args, **kwargs)
 
 
 def _longest_tokens(context: Context) -> int:

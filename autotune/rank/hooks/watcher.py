@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from autotune.problem.outcome import Phase
+from autotune.rank.hooks.batches import Sizes
 
 
 class Watcher(Protocol):
@@ -19,11 +20,11 @@ class Watcher(Protocol):
     def built(self, engine: Any, facts: dict[str, Any]) -> None:
         """The engine that trains exists; for its facts see `deepspeed.engine_facts`."""
 
-    def forward(self, rows: int, tokens: int) -> None:
-        """A forward of the training begins: sequences and tokens of its batch."""
+    def forward(self, sizes: Sizes) -> None:
+        """A forward that gradients are taken of begins, with what it is given."""
 
     def entered(self, phase: Phase) -> None:
-        """INIT, FORWARD, BACKWARD or STEP begins."""
+        """INIT, FORWARD, BACKWARD or STEP begins; a backward may be told more than once."""
 
     def stepped(self) -> None:
         """An optimizer step is done."""

@@ -12,6 +12,7 @@ import pytest
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Script
 from autotune.problem.outcome import Phase
+from autotune.rank.hooks.batches import Sizes
 from autotune.rank.hooks.context import Context
 from tests.conftest import make_job
 
@@ -37,8 +38,8 @@ class Recorder:
     def built(self, engine: Any, facts: dict[str, Any]) -> None:
         self.seen.append(["built", facts])
 
-    def forward(self, rows: int, tokens: int) -> None:
-        self.seen.append(["rows and tokens", rows, tokens])
+    def forward(self, sizes: Sizes) -> None:
+        self.seen.append(["rows and tokens", sizes.rows, sizes.tokens])
 
     def entered(self, phase: Phase) -> None:
         self.seen.append([str(phase)])

@@ -1,10 +1,12 @@
+from collections import UserDict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from autotune.errors import Unusable
-from autotune.rank.hooks.batches import batch_of, padded, rows_and_tokens
+from autotune.rank.hooks.batches import Sizes, batch_of, padded, sizes_of
 
 MICRO, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 
@@ -34,21 +36,31 @@ IDS = torch.ones(3, 7, dtype=torch.long)
 @pytest.mark.parametrize(
     ("args", "kwargs", "found"),
     [
-        ((), {"input_ids": IDS, "labels": IDS}, (3, 21)),
-        ((IDS,), {}, (3, 21)),
-        ((), {"x": torch.ones(4, 16)}, (4, 4)),  # of an image or a vector a row is a token
-        ((), {"scale": torch.ones(()), "x": torch.ones(4, 3, 8, 8)}, (4, 4)),
-        (({"input_ids": IDS},), {"other": torch.ones(9)}, (3, 21)),
-        ((), {"mask": torch.ones(9, 1), "input_ids": IDS}, (3, 21)),
-        ((1, "text"), {}, (0, 0)),
-        ((), {}, (0, 0)),
+        ((), {"input_ids": IDS, "labels": IDS}, (3, 3, 21)),
+        ((IDS,), {}, (3, 3, 21)),
+        ((), {"x": torch.ones(4, 16)}, (4, 4, 4)),  # of an image or a vector a row is a token
+        ((), {"scale": torch.ones(()), "x": torch.ones(4, 3, 8, 8)}, (4, 4, 4)),
+        (({"input_ids": IDS},), {"other": torch.ones(9)}, (3, 3, 21)),
+        ((), {"mask": torch.ones(9, 1), "input_ids": IDS}, (3, 3, 21)),
+        ((SimpleNamespace(name="a batch", ids=IDS),), {}, (3, 3, 21)),
+        ((UserDict(input_ids=IDS),), {}, (3, 3, 21)),
+        (([IDS, IDS[:1]],), {}, (3, 3, 21)),  # inputs and something else
+        (([IDS[0], IDS[0, :2], IDS[0, :4]],), {}, (3, 3, 13)),  # sequences of unlike lengths
+        ((1, "text"), {}, (0, 0, 0)),
+        ((), {}, (0, 0, 0)),
         # three sequences, packed
-        ((), {"input_ids": IDS[:1], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1]])}, (3, 7)),
-        ((), {"input_ids": IDS, "position_ids": torch.arange(7).expand(3, 7)}, (3, 21)),
+        ((), {"input_ids": IDS[:1], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1]])}, (1, 3, 7)),
+        ((), {"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 3, 5, 7])}, (1, 3, 7)),
+        ((), {"input_ids": IDS, "position_ids": torch.arange(7).expand(3, 7)}, (3, 3, 21)),
+        (
+            (),
+            {"input_ids": IDS, "position_ids": torch.arange(7).expand(3, 3, 7)},
+            (3, 3, 21),
+        ),  # of a picture: three axes
     ],
 )
-def test_rows_and_tokens(args: tuple[Any, ...], kwargs: dict[str, Any], found: tuple[int, int]) -> None:
-    assert rows_and_tokens(args, kwargs) == found
+def test_what_a_forward_is_given(args: tuple[Any, ...], kwargs: dict[str, Any], found: tuple[int, int, int]) -> None:
+    assert sizes_of(args, kwargs) == Sizes(*found)
 
 
 def test_padding_is_computed_and_not_learnt() -> None:

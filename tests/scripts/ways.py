@@ -1,0 +1,282 @@
+"""Training loops as people write them, a few lines each: `ways.py WAY --deepspeed_config ds.json [batch=4]`.
+
+tests/test_ways.py knows how many sequences a step of each trains on.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+TOKENS, WORDS = 8, 64
+STEPS = 60
+
+
+class Net(torch.nn.Module):
+    """Gives its mean logit as the loss, alone or in whatever a way wants."""
+
+    def __init__(self, wrap: Any = lambda loss: loss) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(WORDS, 16)
+        self.head = torch.nn.Linear(16, WORDS)
+        self.wrap = wrap
+
+    def forward(self, input_ids: Any, position_ids: Any = None) -> Any:
+        return self.wrap(self.head(self.embed(input_ids)).square().mean())
+
+
+class Data(torch.utils.data.Dataset[torch.Tensor]):
+    def __init__(self, size: int = 4096) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        if place >= self.size:
+            raise IndexError(place)
+        return torch.full((TOKENS,), place % WORDS)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(Data())
+
+
+@dataclasses.dataclass
+class Bag:
+    """A batch of the script's own class."""
+
+    name: str
+    ids: torch.Tensor
+
+
+class BagNet(Net):
+    def forward(self, bag: Any) -> Any:  # type: ignore[override]
+        return super().forward(bag.ids if isinstance(bag, Bag) else torch.tensor(bag))
+
+
+def ids(rows: int, tokens: int = TOKENS) -> torch.Tensor:
+    return torch.randint(0, WORDS, (rows, tokens))
+
+
+def engine_of(args: argparse.Namespace, net: torch.nn.Module | None = None, **more: Any) -> Any:
+    net = Net() if net is None else net
+    made = deepspeed.initialize(args=args, model=net, model_parameters=net.parameters(), **more)
+    return made if more else made[0]
+
+
+def train(engine: Any, batches: Any) -> None:
+    for batch in batches:
+        engine.backward(engine(batch))
+        engine.step()
+
+
+def micro(engine: Any) -> int:
+    return int(engine.train_micro_batch_size_per_gpu())
+
+
+# -- the ways ------------------------------------------------------------------------------------------------------------
+
+
+def engine_backward(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    train(engine, (ids(micro(engine)) for _ in range(STEPS)))
+
+
+def loss_backward(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    for _ in range(STEPS):
+        engine(ids(micro(engine))).backward()
+        engine.step()
+
+
+def loss_backward_of_its_own_batch(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    for _ in range(STEPS):
+        engine(ids(2)).backward()
+        engine.step()
+
+
+def constant_batch(args: argparse.Namespace) -> None:
+    train(engine_of(args), (ids(4) for _ in range(STEPS)))
+
+
+def accumulation_by_hand(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    for _ in range(STEPS):
+        for _ in range(3):
+            engine.backward(engine(ids(micro(engine))))
+        engine.step()
+
+
+def two_forwards(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    for _ in range(STEPS):
+        engine.backward(engine(ids(micro(engine))) + engine(ids(micro(engine))))
+        engine.step()
+
+
+def several_losses(args: argparse.Namespace) -> None:
+    engine = engine_of(args, Net(lambda loss: (loss, 2 * loss)))
+    for _ in range(STEPS):
+        one, other = engine(ids(micro(engine)))
+        (one + other).backward() if args.loss else engine.backward(one + 0.1 * other)
+        engine.step()
+
+
+def tuple_output(args: argparse.Namespace) -> None:
+    engine = engine_of(args, Net(lambda loss: (loss, "logits")))
+    for _ in range(STEPS):
+        engine.backward(engine(ids(micro(engine)))[0])
+        engine.step()
+
+
+def objects(args: argparse.Namespace) -> None:
+    engine = engine_of(args, BagNet())
+    train(engine, (Bag("a batch", ids(micro(engine))) for _ in range(STEPS)))
+
+
+def plain_lists(args: argparse.Namespace) -> None:
+    engine = engine_of(args, BagNet())
+    train(engine, (ids(micro(engine)).tolist() for _ in range(STEPS)))
+
+
+def flattened(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    for _ in range(STEPS):
+        places = torch.arange(TOKENS).repeat(micro(engine))[None]
+        engine.backward(engine(ids(1, places.shape[1]), position_ids=places))
+        engine.step()
+
+
+def packed(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    for step in range(STEPS):
+        places = torch.cat([torch.arange(2 + step % 3), torch.arange(6 - step % 3)]).repeat(micro(engine), 1)
+        engine.backward(engine(ids(micro(engine)), position_ids=places))
+        engine.step()
+
+
+def iterable_dataset(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    train(engine, DataLoader(Stream(), batch_size=micro(engine)))
+
+
+def generator(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+
+    def endless() -> Iterator[torch.Tensor]:
+        while True:
+            yield ids(engine.train_batch_size() // engine.gradient_accumulation_steps() // 2)
+
+    train(engine, endless())
+
+
+def own_sampler(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    data = Data()
+    train(engine, DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), micro(engine), drop_last=True)))
+
+
+def loader_before(args: argparse.Namespace) -> None:
+    with open(args.deepspeed_config) as file:
+        loader = DataLoader(Data(), batch_size=json.load(file)["train_micro_batch_size_per_gpu"])
+    train(engine_of(args), loader)
+
+
+def deepspeed_io(args: argparse.Namespace) -> None:
+    engine, _, loader, _ = engine_of(args, training_data=Data())
+    train(engine, loader)
+
+
+def from_yaml(args: argparse.Namespace) -> None:
+    import yaml
+
+    with open("train.yaml") as file:
+        rows = yaml.safe_load(file)["batch"]
+    train(engine_of(args), (ids(rows) for _ in range(STEPS)))
+
+
+def from_a_setting(args: argparse.Namespace) -> None:
+    settings = dict(text.split("=") for text in args.settings)
+    train(engine_of(args), (ids(int(settings["batch"])) for _ in range(STEPS)))
+
+
+def smaller_last_batch(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    for _ in range(STEPS):
+        train(engine, DataLoader(Data(16 * micro(engine) - 1), batch_size=micro(engine)))
+
+
+def curriculum(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    train(engine, (ids(micro(engine), 4 + step // 2) for step in range(STEPS)))
+
+
+def evaluation_between(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    for _ in range(STEPS):
+        train(engine, [ids(micro(engine))])
+        engine.eval()
+        with torch.no_grad():
+            engine(ids(16))
+        engine.train()
+
+
+def reference_without_gradients(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    for _ in range(STEPS):
+        with torch.no_grad():
+            engine(ids(5))
+        train(engine, [ids(micro(engine))])
+
+
+def compiled(args: argparse.Namespace) -> None:
+    engine = engine_of(args, torch.compile(Net(), backend="eager"))
+    train(engine, (ids(micro(engine)) for _ in range(STEPS)))
+
+
+def compiled_in_place(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    engine.compile(backend="eager")
+    train(engine, (ids(micro(engine)) for _ in range(STEPS)))
+
+
+def past_the_engine(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    for _ in range(STEPS):
+        engine.backward(engine.module(ids(micro(engine))))
+        engine.step()
+
+
+def unlike_lengths(args: argparse.Namespace) -> None:
+    engine = engine_of(args, Net())
+    engine.module.forward = lambda rows: Net.forward(engine.module, torch.cat(rows))
+    train(engine, ([torch.arange(3 + place) for place in range(micro(engine))] for _ in range(STEPS)))
+
+
+def growing_batch(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    train(engine, (ids(micro(engine) + step // 4) for step in range(STEPS)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("way")
+    parser.add_argument("settings", nargs="*")
+    parser.add_argument("--loss", action="store_true")
+    deepspeed.add_config_arguments(parser)
+    args = parser.parse_args()
+    deepspeed.init_distributed()
+    torch.manual_seed(0)
+    globals()[args.way](args)
+
+
+if __name__ == "__main__":
+    main()
