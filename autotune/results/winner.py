@@ -55,19 +55,25 @@ def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hard
         )
     own = next((r.candidate for r in records if r.note == AS_IS), None)
     if own is not None and own in times:
-        lines.append(f"  {times[own]:.2f}x {AS_IS}: {own}")
+        lines.append(f"  {times[own]:.2f}x {AS_IS}: {own}{_other_batch(own, record.candidate, job)}")
     elif own == record.candidate:
         lines.append(f"  {AS_IS} has this config already")
     return lines
 
 
+def _other_batch(own: Candidate, winner: Candidate, job: Job) -> str:
+    """That the two take steps of unlike size, where they do."""
+    mine, theirs = (one.micro_batch * one.accumulation * job.ranks for one in (winner, own))
+    return "" if mine == theirs else f" (in tokens/s: its steps are of {theirs} samples, the winner's of {mine})"
+
+
 def _times_others(winner: Record, records: list[Record]) -> dict[Candidate, float]:
-    """How many times as fast the winner is as each other config: both as verified, or both as searched, since a machine's
-    pace may change between the two."""
+    """How many times the tokens a second of each other config the winner has: both as verified, or both as searched, since a
+    machine's pace may change between the two."""
     speeds: dict[str, dict[Candidate, float]] = {VERIFY: {}, SEARCH: {}}
     for record in records:
         if record.outcome and record.outcome.measurement and record.role in speeds:
-            speeds[record.role][record.candidate] = record.outcome.measurement.samples_per_second
+            speeds[record.role][record.candidate] = record.outcome.measurement.tokens_per_second
     mine = winner.candidate
     times: dict[Candidate, float] = {}
     for found in speeds.values():

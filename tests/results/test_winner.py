@@ -29,7 +29,11 @@ def test_the_margin_compares_what_was_measured_alike() -> None:
     assert last == "  +3.4 % against the next best, 4.0x the slowest of 3 that fit"
     own = record(5, SEARCH, 8, 200.0, AS_IS)
     last = winner_lines(slowed, [*searched, slowed, own], make_job(), hardware)[-1]
-    assert last == f"  2.00x the script as it is: {make_candidate(0, 8)}"
+    other = "(in tokens/s: its steps are of 16 samples, the winner's of 2)"
+    assert last == f"  2.00x the script as it is: {make_candidate(0, 8)} {other}"
+    alike = Record(5, make_candidate(1, 1), own.outcome, SEARCH, AS_IS)
+    last = winner_lines(slowed, [*searched, slowed, alike], make_job(), hardware)[-1]
+    assert last == f"  2.00x the script as it is: {make_candidate(1, 1)}"
     kept = record(6, SEARCH, 1, 400.0, AS_IS)
     assert winner_lines(slowed, [kept, slowed], make_job(), hardware)[-1].endswith("has this config already")
     assert "next best" not in winner_lines(slowed, [slowed], make_job(), hardware)[-1]
