@@ -87,7 +87,7 @@ def run_setup(request: Request) -> Setup:
     if request.isolation not in ("fork", "spawn"):
         raise UserError(f"--isolation {request.isolation}: expected fork or spawn")
     tuned = _what_is_tuned(request)
-    name = request.study or study_name(tuned.job, tuned.hardware)
+    name = request.study or study_name(tuned.job, tuned.hardware, request.global_batch_size)
     return Setup(
         job=tuned.job,
         hardware=tuned.hardware,
@@ -168,11 +168,18 @@ def launch_setup(request: Request) -> LaunchSetup:
     )
 
 
-def study_name(job: Job, hardware: Hardware) -> str:
-    """The same for the same job on the same machine, so that the same command resumes."""
+def study_name(job: Job, hardware: Hardware, global_batch_size: int | None = None) -> str:
+    """The same for the same job on the same machine, so that the same command resumes.
+
+    Args:
+        global_batch_size: as asked for: of a script the job is not known yet.
+    """
     key = hashlib.sha256(json.dumps(identity(job, hardware), sort_keys=True).encode()).hexdigest()[:6]
     if job.script:
-        key = job.script.key[:6]
+        cap = hardware.memory_cap_bytes
+        asked = [f"{what}{value}" for what, value in (("b", global_batch_size), ("c", cap)) if value]
+        key = hashlib.sha256(" ".join([job.script.key, *asked]).encode()).hexdigest() if asked else job.script.key
+        key = key[:6]
     return f"{job.model.name}-{hardware.count}x{hardware.facts or hardware.device}-{key}"
 
 

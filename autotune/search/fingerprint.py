@@ -117,6 +117,8 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
     lines = []
     for key in sorted({*old, *new}, key=str):
         before, after = old.get(key), new.get(key)
+        if isinstance(before, list | tuple) and isinstance(after, list | tuple):  # JSON has no tuples
+            before, after = dict(enumerate(before)), dict(enumerate(after))
         if isinstance(before, dict) and isinstance(after, dict):
             lines += differences(before, after, f"{prefix}{key}.")
         elif before != after:

@@ -14,6 +14,8 @@ from tests.conftest import make_job
 
 def test_every_leaf_that_differs_is_named() -> None:
     assert differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 2}, "c": 2}) == ["a.b: 1 -> 2"]
+    assert differences({"a": [1, [2, 3]]}, {"a": (1, (2, 4), 5)}) == ["a.1.1: 3 -> 4", "a.2: null -> 5"]
+    assert differences({"a": [1]}, {"a": (1,)}) == []
     assert differences({"a": 1}, {"b": {"c": 2}}) == ["a: 1 -> null", 'b: null -> {"c": 2}']
     (line,) = differences({"a": "x" * 100}, {"a": None})
     assert len(line) < 80
