@@ -222,8 +222,9 @@ def test_a_batch_that_the_script_ignores_is_noticed(scripts: Scripts, tmp_path: 
     assert "--map train_micro_batch_size_per_gpu" in found.script.profile["batch_note"]
     space = for_job(load_space("cpu_demo"), job_of(found.script, scripts.hardware, None))
     assert space.knobs["train_micro_batch_size_per_gpu"].values == (2,)
-    with pytest.raises(UserError, match="--map train_micro_batch_size_per_gpu"):
-        scripts.measure(found, make_candidate(1, 8, 2))
+    outcome = scripts.measure(found, make_candidate(1, 8, 2))
+    assert (outcome.kind, outcome.source) == (Kind.INVALID, Source.BATCH)
+    assert "--map train_micro_batch_size_per_gpu" in outcome.reason
 
 
 @pytest.mark.parametrize(
@@ -297,7 +298,7 @@ def test_forwards_that_train_nothing_are_no_micro_batches(scripts: Scripts, tmp_
         """
     script = write(tmp_path, "train.py", textwrap.dedent(MODEL) + textwrap.dedent(text))
     found = scripts.probe([script], tmp_path)
-    assert found.script.profile["rows_per_sample"] == 2
+    assert found.script.profile["rows_per_sample"] == 1
     assert not found.script.profile["batch_note"]
     assert scripts.measure(found, make_candidate(1, 4, 3)).ok
 
