@@ -16,7 +16,7 @@ from autotune.problem.candidate import ALLOCATOR_VARIABLES, Candidate
 from autotune.problem.fitting import for_job
 from autotune.problem.hardware import detect
 from autotune.problem.job import Script
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import Kind, Source
 from autotune.problem.script import carried
 from autotune.problem.script_job import job_of, own_candidate, unknown_job
 from autotune.problem.space_file import load_space
