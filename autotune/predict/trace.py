@@ -45,7 +45,7 @@ def cache_key(job: Job, fused_loss: bool = False) -> str:
         "versions": versions,
         "version": VERSION,
         **({"fused_loss": True} if fused_loss else {}),
-        **({"lora": asdict(job.lora)} if job.lora else {}),
+        **({"lora": job.to_json()["lora"]} if job.lora else {}),
         **({"attention": job.attention} if job.attention else {}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]

@@ -28,19 +28,21 @@ class Lora:
     rank: int
     targets: tuple[str, ...] = ("all-linear",)  # names of modules, or that word
     alpha: int | None = None  # None: twice the rank
+    saved: tuple[str, ...] = ()  # names of modules that are trained whole beside the adapters (peft's modules_to_save)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Lora:
-        return cls(data["rank"], tuple(data["targets"]), data["alpha"])
+        return cls(data["rank"], tuple(data["targets"]), data["alpha"], tuple(data.get("saved", ())))
 
     def __str__(self) -> str:
         """As `parse_lora` reads it."""
         targets = "" if self.targets == ("all-linear",) else f",targets={'+'.join(self.targets)}"
-        return f"r={self.rank}{targets}" + (f",alpha={self.alpha}" if self.alpha is not None else "")
+        saved = f",saved={'+'.join(self.saved)}" if self.saved else ""
+        return f"r={self.rank}{targets}" + (f",alpha={self.alpha}" if self.alpha is not None else "") + saved
 
 
 def parse_lora(text: str) -> Lora:
-    """`r=16,targets=all-linear,alpha=32`; several targets are joined by `+`.
+    """`r=16,targets=all-linear,alpha=32,saved=lm_head`; several modules are joined by `+`.
 
     Raises:
         UserError: the text is not written like that, or the rank is out of range.
@@ -48,8 +50,8 @@ def parse_lora(text: str) -> Lora:
     values: dict[str, str] = {}
     for part in text.split(","):
         key, equals, value = part.strip().partition("=")
-        if not equals or key not in ("r", "targets", "alpha") or not value:
-            raise UserError(f"LoRA {text}: expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32")
+        if not equals or key not in ("r", "targets", "alpha", "saved") or not value:
+            raise UserError(f"LoRA {text}: expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32,saved=lm_head")
         values[key] = value
     try:
         rank, alpha = int(values.get("r", "16")), int(values["alpha"]) if "alpha" in values else None
@@ -57,7 +59,8 @@ def parse_lora(text: str) -> Lora:
         raise UserError(f"LoRA {text}: r and alpha are whole numbers") from None
     if not 1 <= rank <= 4096:
         raise UserError(f"LoRA {text}: r is between 1 and 4096")
-    return Lora(rank, tuple(values.get("targets", "all-linear").split("+")), alpha)
+    saved = tuple(values["saved"].split("+")) if "saved" in values else ()
+    return Lora(rank, tuple(values.get("targets", "all-linear").split("+")), alpha, saved)
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,8 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         data = dataclasses.asdict(self)
+        if data["lora"] and not data["lora"]["saved"]:
+            del data["lora"]["saved"]
         for name in ("script", "workload", "lora", "attention", "compiled", "lengths", "packed"):
             if not data[name]:
                 del data[name]  # what is not used does not make an older study another's

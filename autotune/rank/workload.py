@@ -120,7 +120,11 @@ def adapted(model: Any, job: Job) -> Any:
 
     targets = "all-linear" if job.lora.targets == ("all-linear",) else list(job.lora.targets)
     config = LoraConfig(
-        r=job.lora.rank, lora_alpha=job.lora.alpha or 2 * job.lora.rank, target_modules=targets, task_type="CAUSAL_LM"
+        r=job.lora.rank,
+        lora_alpha=job.lora.alpha or 2 * job.lora.rank,
+        target_modules=targets,
+        modules_to_save=list(job.lora.saved) or None,
+        task_type="CAUSAL_LM",
     )
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
