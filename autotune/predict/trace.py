@@ -22,6 +22,7 @@ from autotune.files import write_atomically
 from autotune.predict.closed_form import closed_form_trace, profile_trace
 from autotune.predict.passes import Trace
 from autotune.problem.job import Job
+from autotune.problem.tasks import CAUSAL
 from autotune.processes import package_environment
 
 __all__ = ["VERSION", "Trace", "cache_folder", "cache_key", "trace_job", "traceable"]
@@ -34,8 +35,8 @@ def cache_folder() -> Path:
     return Path(root).expanduser() / "autotune" / "traces"
 
 
-def cache_key(job: Job, fused_loss: bool = False) -> str:
-    """A hash of all that decides a trace: model, sequence length, precision, and the versions of what runs it."""
+def cache_key(job: Job, fused_loss: bool = False, device: str = "cuda") -> str:
+    """A hash of all that decides a trace: model, sequence length, precision, task, and the versions of what runs it."""
     versions = {name: metadata.version(name) for name in ("torch", "transformers")}
     parts = {
         "model": asdict(job.model),
@@ -44,8 +45,11 @@ def cache_key(job: Job, fused_loss: bool = False) -> str:
         "versions": versions,
         "version": VERSION,
         **({"fused_loss": True} if fused_loss else {}),
+        **({"device": device} if device != "cuda" else {}),
         **({"lora": asdict(job.lora)} if job.lora else {}),
         **({"attention": job.attention} if job.attention else {}),
+        **({"task": job.task} if job.task != CAUSAL else {}),
+        **({"image_size": job.image_size} if job.image_size else {}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
@@ -57,7 +61,7 @@ _RUNS_ANYWHERE = (None, "eager", "sdpa")
 _SIXTEEN_BITS = ("flash_attention_2", "flash_attention_3")  # "FlashAttention only support fp16 and bf16 data type"
 
 
-def trace_job(job: Job, *, fused_loss: bool = False, timeout_seconds: float = 300.0) -> Trace:
+def trace_job(job: Job, *, fused_loss: bool = False, device: str = "cuda", timeout_seconds: float = 300.0) -> Trace:
     """The job's trace: from the cache, or made in a process of its own.
 
     A model that cannot be traced here (a kernel that needs a GPU, an operator that needs values, a process that died) gets
@@ -65,6 +69,7 @@ def trace_job(job: Job, *, fused_loss: bool = False, timeout_seconds: float = 30
 
     Args:
         fused_loss: the loss is taken from the 16-bit logits in place, as fused cross-entropy kernels do.
+        device: whose kernels are counted; `cpu` has no fused attention with dropout.
 
     Raises:
         UserError: the configuration names no model that could be built anywhere.
@@ -79,10 +84,11 @@ def trace_job(job: Job, *, fused_loss: bool = False, timeout_seconds: float = 30
     replaced = asked not in _RUNS_ANYWHERE
     if replaced:
         job = dataclasses.replace(job, attention="sdpa")
-    path = cache_folder() / f"{cache_key(job, fused_loss)}.json"
+    path = cache_folder() / f"{cache_key(job, fused_loss, device)}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return Trace.from_json(json.loads(path.read_text()))
-    answer = _ask_tracer(job, ["--fused-loss"] if fused_loss else [], timeout_seconds)
+    options = ["--fused-loss"] * fused_loss + ["--cpu"] * (device == "cpu")
+    answer = _ask_tracer(job, options, timeout_seconds)
     if "trace" in answer:
         with contextlib.suppress(OSError):
             write_atomically(path, json.dumps(answer["trace"]))
