@@ -54,7 +54,7 @@ def traced(
     cases: Sequence[Case], told: Callable[[int, int], None] | None = None
 ) -> tuple[list[Case], list[tuple[Case, str]]]:
     """(cases whose model can be traced or estimated, why of the others)."""
-    trace_jobs([(case.job, case.loss == "fused") for case in cases], told)
+    trace_jobs([(case.job, case.loss) for case in cases], told)
     good, bad = [], []
     for case in cases:
         try:
@@ -75,7 +75,7 @@ def _trace(case: Case) -> Trace:
         case.loss,
     )
     if key not in _TRACES:
-        _TRACES[key] = trace_job(case.job, fused_loss=case.loss == "fused")
+        _TRACES[key] = trace_job(case.job, loss=case.loss)
     return _TRACES[key]
 
 

@@ -48,7 +48,7 @@ class Predictor:
 
     def __init__(self, job: Job, hardware: Hardware, trace: Trace | None = None) -> None:
         self.job, self.hardware = job, hardware
-        self.trace = trace if trace is not None else trace_job(job)
+        self.trace = trace if trace is not None else trace_job(job, device=hardware.device)
         self._traces: dict[tuple[object, ...], Trace] = {(None,) * len(TRACED_KNOBS): self.trace}
         self._refused: dict[tuple[object, ...], str] = {}  # ways of making the model that cannot be, and why
         widen = 1.0 if self.trace.exact else UNTRACED
@@ -199,7 +199,7 @@ class Predictor:
         """The trace of a way of making the model, of which the candidate is one; the job's own where it cannot be made."""
         if way not in self._traces:
             try:
-                self._traces[way] = trace_job(under(self.job, candidate))
+                self._traces[way] = trace_job(under(self.job, candidate), device=self.hardware.device)
             except UserError as error:
                 self._refused[way] = str(error)
                 self._traces[way] = self.trace
