@@ -227,7 +227,7 @@ class Predictor:
 
     def fits(self, table: Table) -> Flags:
         """Which candidates are expected to stay under the device's ceiling and the host's limit."""
-        host_all = table.host * self.job.ranks
+        host_all = table.host * self.job.ranks / self.hardware.nodes  # of one node
         return (table.peak <= self.hardware.ceiling_bytes) & (host_all <= host_limit_bytes(self.hardware))
 
     def predict(self, candidate: Candidate) -> Prediction:
