@@ -88,6 +88,73 @@ def parameters_of(spec: ModelSpec) -> float:
     return float(spec.parameters or _parameters(spec.name))
 
 
+# Architectures whose code before 2025 made logits 32-bit (`logits.float()`, transformers 4.30 to 4.46) before it shifted
+# them; all others took the loss from a shifted copy in the model's own precision (gpt2, gpt_neox, bloom, falcon, opt, mpt, and
+# the models' own code of Qwen, Baichuan2 and InternLM).
+UPCAST = [
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "gemma",
+    "gemma2",
+    "phi",
+    "phi3",
+    "gptj",
+    "gpt_neo",
+    "glm",
+    "starcoder2",
+    "olmo",
+]
+OWN_CODE_16_BIT = ("qwen-1.8b", "qwen-7b", "qwen-14b", "qwen-72b", "baichuan", "internlm")
+# Models of 2023 and before: a figure of one that bears no date is taken to be of the code of its day.
+OF_2023 = tuple(
+    [
+        "llama-7b",
+        "llama-13b",
+        "llama-30b",
+        "llama-65b",
+        "llama-2",
+        "codellama",
+        "qwen-",
+        "qwen1.5",
+        "baichuan",
+        "chatglm",
+        "falcon",
+        "bloom",
+        "pythia",
+        "opt-",
+        "gpt",
+        "mpt",
+        "mistral-7b",
+        "internlm",
+        "yi-",
+        "openllama",
+        "stablelm",
+        "redpajama",
+        "starcoder",
+        "deepseek-llm",
+        "phi-1.5",
+        "phi-2",
+        "tinyllama",
+    ]
+)
+SHIFTS_SINCE = 2025  # from transformers 4.50 (March 2025) on labels are shifted and logits are not
+
+
+def loss_of(row: Row, model: ModelSpec) -> str:
+    """How the model's code of that time took its loss: one of `trace.LOSSES`."""
+    years = [
+        int(year)
+        for year in re.findall(r"\b(20[12]\d)(?:-\d\d|\b)", row["source_path_or_section"] + " " + row["notes"])
+    ]
+    old = max(years) < SHIFTS_SINCE if years else model.name.startswith(OF_2023)
+    if not old:
+        return "own"
+    upcast = model.config["model_type"] in UPCAST and not model.name.startswith(OWN_CODE_16_BIT)
+    return "shifted32" if upcast else "shifted16"
+
+
 # What people write -> the row of autotune's table. The first that is found counts; the memory decides between two.
 GPUS = {
     "a100-40": "a100-40gb",

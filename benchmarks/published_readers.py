@@ -7,7 +7,8 @@
 * `single` and `ddp` without DeepSpeed train in the weights' own type: torch keeps no master weights. Autocast is taken for
   16-bit weights with 32-bit masters, which takes the same 16 bytes a parameter.
 * fp16 without DeepSpeed is autocast: gradients in fp16 cannot be unscaled (torch.amp.GradScaler).
-* `fsdp` is stage 3: full shard gathers block by block (no prefetch of more than one).
+* `fsdp` is stage 3 with a block as the unit (`_as_fsdp`).
+* Logits are made 32-bit or not as the model's code of the figure's year did (`published_models.loss_of`).
 * DeepSpeed's configs are those of transformers' examples: buckets `auto`, that is hidden_size^2, with `overlap_comm`.
 * Unknown checkpointing is off, unknown accumulation 1: every framework's default. Unknown attention is transformers' own choice.
 * A LoRA of unknown rank or targets has peft's defaults (rank 8), on query and value.
@@ -20,7 +21,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from published_models import gpu_of, model_of
+from published_models import gpu_of, loss_of, model_of, parameters_of
 from published_rows import (
     LeftOut,
     Length,
@@ -38,6 +39,7 @@ from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH,
 from autotune.problem.hardware import Hardware, gpu_table
 from autotune.problem.job import Job, Lora
 from autotune.problem.models import ModelSpec
+from autotune.problem.tasks import ANSWERS, CAUSAL, CLASSIFICATION, MASKED, default_task
 from autotune.units import GIB
 
 HOST_BYTES = 4096 * GIB  # sources do not say what main memory a machine has: it never decides
@@ -67,7 +69,8 @@ class Settings:
     checkpointing: bool | None = None
     lora: Lora | None = None
     attention: str | None = None
-    loss: str = "own"  # own: the model's; fused: from 16-bit logits in place, or without them
+    loss: str = "own"  # one of `trace.LOSSES`
+    task: str = CAUSAL
     compiled: bool = False
     rate_is: str | None = None  # total or per_gpu, where the figure's kind leaves it open
     tried: int | None = None  # the micro-batch that a `max_micro_batch` row says fails
@@ -129,8 +132,24 @@ def settings_of(row: Row) -> Settings:
         "liger", "chunked c", "fused cross", "fused linear", "no full logits", "chunked lm_head"
     ) and not row.says("no liger"):
         s.loss = "fused"
+    else:
+        s.loss = loss_of(row, s.model)
+    s.task = _task(row, s.model)
     s.compiled = row.says("torch.compile")
     return s
+
+
+def _task(row: Row, model: ModelSpec) -> str:
+    """What the model is trained for: as the row says, or as its configuration is published for."""
+    text = row["model"].lower()
+    for words, task in (
+        (("classif",), CLASSIFICATION),
+        (("qa head", "question"), ANSWERS),
+        (("masked", "mlm"), MASKED),
+    ):
+        if any(word in text for word in words):
+            return task
+    return default_task(model.config)
 
 
 def _parallel(row: Row, s: Settings) -> None:
@@ -206,7 +225,16 @@ def _lora(row: Row) -> Lora | None:
     names = targets.group(1).split(",") if targets else []
     if "all-linear" in text or "all linear" in text:
         names = ["all-linear"]
-    return Lora(int(rank.group(1)) if rank else 8, tuple(names) or ("q", "v"))
+    saved = re.search(r"trainable ([\w,]+)", text)
+    whole = tuple(_SAVED.get(name, name) for name in saved.group(1).split(",")) if saved else ()
+    return Lora(int(rank.group(1)) if rank else 8, tuple(names) or ("q", "v"), saved=whole)
+
+
+_SAVED = {
+    "wte": "embed_tokens",
+    "embed": "embed_tokens",
+    "embedding": "embed_tokens",
+}  # names elsewhere -> in llama-like classes
 
 
 # Modules as papers and other code bases call them -> as transformers' llama-like classes do.
@@ -355,6 +383,7 @@ def _job(s: Settings, hardware: Hardware) -> Job:
         lora=lora,
         attention=attention,
         compiled=s.compiled,
+        task=s.task,
         lengths=s.lengths,
         packed=s.packed and bool(s.lengths),
     )
@@ -377,8 +406,30 @@ def _candidate(s: Settings) -> Candidate:
         if s.stage == 3:
             knobs["offload_param"] = "cpu" if s.offload_param else "none"
             knobs["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * hidden**2)
+            knobs |= {} if s.deepspeed else _as_fsdp(s.model)
     knobs |= s.zero
     return Candidate.of(knobs)
+
+
+def _as_fsdp(model: ModelSpec) -> dict[str, Any]:
+    """torch's FullyShardedDataParallel, wrapped block by block, in ZeRO-3's words.
+
+    The root's own parameters (embedding and head) stay whole from forward to backward, and beside the block that runs the
+    next one is gathered (torch/distributed/fsdp: the root is not resharded; BackwardPrefetch.BACKWARD_PRE). A block's
+    gradients are reduced together.
+    """
+    text = model.config.get("text_config") or model.config
+    layers = int(next(text[k] for k in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if k in text))
+    vocabulary = int(text.get("vocab_size", 0))
+    ends = vocabulary * hidden_size(model) * (1 if text.get("tie_word_embeddings") else 2)
+    block = max(1, int((parameters_of(model) - ends) / layers))
+    zero = "zero_optimization.stage3_"
+    return {
+        "reduce_bucket_size": block,
+        zero + "prefetch_bucket_size": block,
+        zero + "max_live_parameters": ends + 2 * block,
+        zero + "max_reuse_distance": ends + 2 * block,
+    }
 
 
 def hidden_size(model: ModelSpec) -> int:

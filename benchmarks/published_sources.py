@@ -69,10 +69,6 @@ def qwen(row: Row, s: Settings) -> None:
     in bf16. `s/it` is Trainer's, an optimizer step.
     """
     s.length = s.length and Length(s.length.longest, True)
-    if "trainable wte" in row["lora"]:
-        raise LeftOut("embedding and head trained beside adapters")
-    if s.quantity == "decision" and row.unknown("seq_len"):
-        raise LeftOut("sequence length not stated")
 
 
 def gist(row: Row, s: Settings) -> None:
@@ -160,6 +156,8 @@ def torchtune(row: Row, s: Settings) -> None:
     of all GPUs: 3497 on each of 8 for a 70B model would be six times an A100's peak. Recipes on one GPU and the README's
     optimizer AdamW are torch's; `fused=True` stands in the yaml where it does.
     """
+    if s.loss != "fused":
+        s.loss = "shifted32"  # modules/transformer.py: `self.output(h).float()`; the recipe shifts a contiguous copy
     s.rate_is = "total" if "total_or_per_gpu" in row["figure_kind"] else None
     if row.says("no optimizer_in_bwd"):
         return

@@ -14,6 +14,7 @@ import contextlib
 import json
 import multiprocessing
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
