@@ -166,7 +166,8 @@ def row_lines(scored: Sequence[Scored], after: Sequence[Scored]) -> list[dict[st
     return found
 
 
-def as_json(one: Scored) -> dict[str, Any]:
+def as_json(one: Scored, after: Scored | None) -> dict[str, Any]:
+    """One row's figure in bytes or seconds, uncalibrated and after the source's first row (None where it is that row)."""
     case = one.case
     return {
         "id": case.row.id,
@@ -176,11 +177,13 @@ def as_json(one: Scored) -> dict[str, Any]:
         "measured": case.value,
         "predicted": one.predicted,
         "interval": [one.low, one.high],
-        "candidate": str(case.candidate),
+        "calibrated": after and after.predicted,
+        "calibrated_interval": after and [after.low, after.high],
         "model": case.job.model.name,
         "seq_len": case.job.seq_len,
         "ranks": case.job.ranks,
-        "doubts": list(case.doubts),
+        "candidate": str(case.candidate),
+        "doubts": ", ".join(case.doubts),
     }
 
 
@@ -192,7 +195,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=TABLE, metavar="FILE", help="another table in the same columns")
     parser.add_argument("--source", default="", metavar="TEXT", help="only sources whose name has this text")
     parser.add_argument("--kind", choices=KINDS, help="only figures of this kind")
-    parser.add_argument("--rows", action="store_true", help="prints every row")
+    parser.add_argument("--rows", action="store_true", help="every row too, printed and in --json")
     arguments = parse(parser, source=SMALL_SOURCE)
     try:
         rows = read_table(arguments.csv)
@@ -221,20 +224,20 @@ def judge(arguments: argparse.Namespace, rows: Sequence[Row]) -> None:
     for (_, why), count in left.items():
         reasons[why] += count
     print_table("rows left out", [{"why": why, "rows": count} for why, count in reasons.most_common()])
+    result: dict[str, Any] = {
+        "uncalibrated": lines(before),
+        "calibrated": lines(after),
+        "targets": verdicts(before, after),
+        "left_out": [{"source": name, "why": why, "rows": n} for (name, why), n in sorted(left.items())],
+    }
+    if arguments.rows:
+        later = {id(one.case): one for one in after}
+        result["rows"] = [as_json(one, later.get(id(one.case))) for one in before]
+    write_json(arguments.json, result)
     for line in unreadable:
         print(f"error: {arguments.csv}: {line}", file=sys.stderr)
-    write_json(
-        arguments.json,
-        {
-            "table": arguments.csv.name,
-            "uncalibrated": lines(before),
-            "calibrated": lines(after),
-            "targets": verdicts(before, after),
-            "left_out": [{"source": s, "why": why, "rows": n} for (s, why), n in sorted(left.items())],
-            "unreadable": unreadable,
-            "rows": {"uncalibrated": [as_json(one) for one in before], "calibrated": [as_json(one) for one in after]},
-        },
-    )
+    if unreadable:
+        raise SystemExit(2)
 
 
 def _told(made: int, of: int) -> None:

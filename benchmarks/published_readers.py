@@ -6,6 +6,7 @@
 * Memory columns without a method mean what nvidia-smi shows.
 * `single` and `ddp` without DeepSpeed train in the weights' own type: torch keeps no master weights. Autocast is taken for
   16-bit weights with 32-bit masters, which takes the same 16 bytes a parameter.
+* FSDP in bf16 keeps 32-bit shards (torch.distributed.fsdp.MixedPrecision casts what it gathers), unless a row says `pure`.
 * fp16 without DeepSpeed is autocast: gradients in fp16 cannot be unscaled (torch.amp.GradScaler).
 * `fsdp` is stage 3 with a block as the unit (`_as_fsdp`).
 * Logits are made 32-bit or not as the model's code of the figure's year did (`published_models.loss_of`).
@@ -186,8 +187,10 @@ def _precision(row: Row, s: Settings) -> None:
     if "fp32 weights" in text and not mixed:
         s.precision = "fp32"
     if s.precision in ("bf16", "fp16"):
-        plain = not s.deepspeed and not mixed and s.precision == "bf16"
-        s.masters = not ("pure" in text or "-true" in text or "states" in text or plain)
+        sharded = not s.deepspeed and s.stage == 3
+        plain = not s.deepspeed and not mixed and s.precision == "bf16" and not sharded
+        pure = "pure" in text or "-true" in text or "states" in text or row.says("pure bf16", "states are bf16")
+        s.masters = not (pure or plain)
     if "bf16_master_weights_and_grads" in text:
         s.masters = True
         s.config = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
