@@ -26,7 +26,7 @@ from autotune.processes import package_environment
 
 __all__ = ["VERSION", "Trace", "cache_folder", "cache_key", "trace_job", "traceable"]
 
-VERSION = 4  # of what the tracer finds: raise it when that changes
+VERSION = 5  # of what the tracer finds: raise it when that changes
 
 
 def cache_folder() -> Path:
@@ -44,7 +44,8 @@ def cache_key(job: Job, fused_loss: bool = False) -> str:
         "versions": versions,
         "version": VERSION,
         **({"fused_loss": True} if fused_loss else {}),
-        **({"lora": asdict(job.lora)} if job.lora else {}),
+        **({"lora": job.lora.to_json(), "plain": job.plain and job.lora.fp32} if job.lora else {}),
+        **({"autocast": job.autocast} if job.autocast else {}),
         **({"attention": job.attention} if job.attention else {}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]

@@ -120,9 +120,14 @@ def adapted(model: Any, job: Job) -> Any:
 
     targets = "all-linear" if job.lora.targets == ("all-linear",) else list(job.lora.targets)
     config = LoraConfig(
-        r=job.lora.rank, lora_alpha=job.lora.alpha or 2 * job.lora.rank, target_modules=targets, task_type="CAUSAL_LM"
+        r=job.lora.rank,
+        lora_alpha=job.lora.alpha or 2 * job.lora.rank,
+        target_modules=targets,
+        lora_dropout=job.lora.dropout,
+        task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, config, autocast_adapter_dtype=False)
+    # DeepSpeed's engine would make them 16 bits again
+    return get_peft_model(model, config, autocast_adapter_dtype=job.lora.fp32 and job.plain)
 
 
 def build(job: Job, device: torch.device, ds_config: dict[str, Any]) -> tuple[torch.nn.Module, Source]:
