@@ -80,7 +80,7 @@ class Breakdowns:
             step_interval=(step / spread, step * spread),
             time=time,
             samples_per_second=float(table.samples[i]),
-            binding=self._binding(peak, host * self.ranks, time, i),
+            binding=self._binding(peak, host * self.ranks / self.hardware.nodes, time, i),
             fits=bool(self.fits[i]),
             exact=self.exact[i],
         )

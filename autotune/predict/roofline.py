@@ -183,7 +183,7 @@ def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
 
 
 def host_limit_bytes(hardware: Hardware) -> float:
-    """What all ranks together may offload to the host: what it had left, less 2 GiB a rank and at least 4, for what a process
-    and its libraries hold whatever is offloaded."""
-    own = max(4, 2 * hardware.count) * GIB
+    """What the ranks of one node together may offload to its host: what it had left, less 2 GiB a rank and at least 4, for
+    what a process and its libraries hold whatever is offloaded."""
+    own = max(4, 2 * hardware.per_node) * GIB
     return max(0.0, hardware.host_memory_bytes - own) if hardware.device == "cuda" else np.inf

@@ -323,7 +323,7 @@ class Proposer:
         """(n,) each: whether the device's memory, and whether the host's, is predicted to be too small beyond doubt."""
         table = self._predictions()
         hopeless = table.peak - HOPELESS_SIGMAS * table.peak_sigma > self.hardware.capacity_bytes
-        return hopeless, table.host * self.job.ranks > 1.1 * host_limit_bytes(self.hardware)
+        return hopeless, table.host * self.job.ranks / self.hardware.nodes > 1.1 * host_limit_bytes(self.hardware)
 
     def _worth(self, alive: Flags | None = None) -> tuple[Floats, Floats]:
         """(gain a second, gain) of measuring each candidate; the first is minus infinity where it is ruled out.
