@@ -37,10 +37,10 @@ _NCCL_GIB = {"nvlink": (Prior(0.45, 0.15), Prior(0.55, 0.2)), "pcie": (Prior(0.2
 MEASURED_OVERHEAD_GIB = 0.03  # standard deviation of an overhead that ranks have measured from inside
 
 # Logarithms of factors on full rates; a matrix product reaches 60 to 70 % of a GPU's peak, a stream of memory or of a
-# link 75 to 85 %. The tail is in tokens, and the hidden share is a logit.
+# link 75 to 85 %. The hidden share is a logit.
 TIME = {
     "products": Prior(np.log(1 / 0.62), 0.25),
-    "tail": Prior(np.log(500.0), 1.0),
+    "tail": Prior(np.log(1 / 0.8), 0.8),
     "moved": Prior(np.log(1 / 0.8), 0.35),
     "starts": Prior(0.0, 0.4),
     "comm": Prior(np.log(1 / 0.7), 0.4),
@@ -50,6 +50,7 @@ TIME = {
     "cpu_adam": Prior(0.4, 0.6),
     "optimizer": Prior(np.log(1 / 0.7), 0.3),
     "collectives": Prior(0.0, 0.8),
+    "loop": Prior(0.0, 0.7),
 }
 _CPU_SIGMA = 1.2  # a CPU's rates are guesses until the first trial
 # Standard deviations of what no formula knows: the logarithm of a small factor for each kind of config, and slopes. In a
