@@ -41,6 +41,14 @@ def option(help: str, *names: str) -> Any:
 # what is trained
 Model = Annotated[Text, option("Shipped name (`autotune models`), folder or config.json, or Hub id.")]
 Workload = Annotated[Text, option("package.module:function that returns (model, batches) instead of a model.")]
+Task = Annotated[
+    Text,
+    option(
+        "causal-lm, masked-lm, classification, token-classification, question-answering, seq2seq or image-text; default: "
+        "what the model's configuration is for."
+    ),
+]
+ImageSize = Annotated[int | None, option("Height and width of images in pixels, where the configuration has none.")]
 SeqLen = Annotated[Text, option("Tokens a sequence, or max; default 2048 (CPU ranks: 64).")]
 Precision = Annotated[Text, option("bf16, fp16 or fp32; default: the best the device has.")]
 Optimizer = Annotated[str, option("adamw, adam, fused_adam, lion, sgd or adagrad.")]
@@ -140,6 +148,8 @@ def run(
     max_trials: MaxTrials = None,
     out: WinnerFile = None,
     isolation: Isolation = "fork",
+    task: Task = None,
+    image_size: ImageSize = None,
     trust_remote_code: TrustRemoteCode = False,
     tolerance: Tolerance = "1%",
     exhaustive: Exhaustive = False,
@@ -187,6 +197,8 @@ def plan(
     lora: Lora = None,
     attention: Attention = None,
     workload: Workload = None,
+    task: Task = None,
+    image_size: ImageSize = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
@@ -208,6 +220,8 @@ def plan(
 def launch(
     words: LaunchWords,
     model: PlannedModel = None,
+    task: Task = None,
+    image_size: ImageSize = None,
     gpus: Gpus = None,
     device: Device = "auto",
     seq_len: SeqLen = None,

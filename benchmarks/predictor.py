@@ -221,7 +221,7 @@ def published_run(row: dict[str, str]) -> Run:
     memory = int(float(row["gpu_mem_gb"]) * GIB)
     hardware = Hardware("cuda", facts.name, count, memory, None, 2**40, facts.name, headroom=0.0, rates=rates)
     job = Job(mpt(row), count, int(row["seq_len"]), "bf16")
-    trace = trace_job(job, fused_loss=True)  # llm-foundry's default
+    trace = trace_job(job, loss="fused")  # llm-foundry's default
     micro_batch, accumulation = int(row["micro_batch"]), int(row["grad_accum"])
     candidate = Candidate.of(
         {

@@ -22,6 +22,7 @@ from autotune.problem.script import make_script
 from autotune.problem.script_job import unknown_job
 from autotune.problem.space import SearchSpace
 from autotune.problem.space_file import load_space
+from autotune.problem.tasks import image_size_of, task_of
 from autotune.search.fingerprint import identity
 from autotune.units import parse_bytes, parse_duration, parse_share
 
@@ -65,6 +66,8 @@ class Request:
     lengths: Path | None = None
     packed: bool = False
     workload: str | None = None
+    task: str | None = None  # None: what the model's configuration is for
+    image_size: int | None = None
     max_restarts: int = 10
     hang_timeout: str = "30m"
     convert: bool = False
@@ -252,6 +255,8 @@ def _script_job(request: Request, hardware: Hardware) -> Job:
         "--lengths": request.lengths,
         "--packing": request.packed,
         "--workload": request.workload,
+        "--task": request.task,
+        "--image-size": request.image_size,
     }
     _refuse(options, "with a script: the script itself says it")
     if request.global_batch_size is not None and request.global_batch_size % hardware.count:
@@ -267,6 +272,7 @@ def _named_job(request: Request, hardware: Hardware) -> Job:
     model = _model(request)
     base = load_ds_config(request.ds_config) if request.ds_config else {}
     lengths = load_lengths(request.lengths) if request.lengths else ()
+    task = task_of(model.config, request.task, model.name)
     batch = request.global_batch_size
     if batch is None and isinstance(base.get("train_batch_size"), int):
         batch = base["train_batch_size"]
@@ -284,6 +290,8 @@ def _named_job(request: Request, hardware: Hardware) -> Job:
         lengths=lengths,
         packed=request.packed,
         workload=request.workload,
+        task=task,
+        image_size=image_size_of(model.config, task, request.image_size, model.name),
     )
     for option, value in (("--lora", job.lora), ("--attn", job.attention)):
         if package := missing_package(value):
@@ -301,6 +309,8 @@ def _model(request: Request) -> ModelSpec:
             "--attn": request.attention,
             "--lengths": request.lengths,
             "--packing": request.packed,
+            "--task": request.task,
+            "--image-size": request.image_size,
         }
         _refuse(options, "with --workload: the function itself makes model and batches")
         return workload_spec(request.workload)

@@ -25,7 +25,7 @@ class Pass:
     in_use: list[float]
     after_forward: tuple[float, float]  # fixed, per sequence: what forward leaves for backward
     flops: tuple[float, float]  # forward, backward with recomputation; of one sequence, matrix products
-    attention: tuple[float, float]  # the same of fused attention kernels, before a causal mask halves it
+    attention: tuple[float, float]  # of fused attention kernels; bidirectional ones twice, as a causal mask halves it
     moved: tuple[tuple[float, float], tuple[float, float]]  # bytes of other operators: (fixed, a sequence) each phase
     operators: tuple[float, float]  # how many kernels each phase starts
 

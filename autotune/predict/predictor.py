@@ -48,7 +48,7 @@ class Predictor:
 
     def __init__(self, job: Job, hardware: Hardware, trace: Trace | None = None) -> None:
         self.job, self.hardware = job, hardware
-        self.trace = trace if trace is not None else trace_job(job)
+        self.trace = trace if trace is not None else trace_job(job, device=hardware.device)
         self._traces: dict[tuple[object, ...], Trace] = {(None,) * len(TRACED_KNOBS): self.trace}
         self._refused: dict[tuple[object, ...], str] = {}  # ways of making the model that cannot be, and why
         widen = 1.0 if self.trace.exact else UNTRACED
@@ -73,6 +73,19 @@ class Predictor:
         if outcome.measurement is not None or outcome.kind is Kind.OOM_DEVICE:
             self._seen[candidate] = outcome
             self._stale = True
+
+    def believe(self, memory: Predictor | None = None, time: Predictor | None = None) -> None:
+        """Takes over what predictors of other jobs on like machines have learnt; `observe` would begin anew.
+
+        Their residuals count for as much as the jobs are alike (`prepared.job_features`).
+        """
+        self._stale = False
+        if memory is not None:
+            memory.calibrate()
+            self._memory, self._memory_near = memory._memory, memory._memory_near
+        if time is not None:
+            time.calibrate()
+            self._time, self._time_near = time._time, time._time_near
 
     def calibrate(self) -> None:
         """Fits the constants to all Outcomes seen."""
@@ -186,7 +199,7 @@ class Predictor:
         """The trace of a way of making the model, of which the candidate is one; the job's own where it cannot be made."""
         if way not in self._traces:
             try:
-                self._traces[way] = trace_job(under(self.job, candidate))
+                self._traces[way] = trace_job(under(self.job, candidate), device=self.hardware.device)
             except UserError as error:
                 self._refused[way] = str(error)
                 self._traces[way] = self.trace

@@ -12,6 +12,7 @@ from typing import Any
 
 from autotune.errors import UserError
 from autotune.problem.models import ModelSpec
+from autotune.problem.tasks import CAUSAL, SEQ2SEQ, TASKS
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 # `adamw` is torch's, fused: what Hugging Face's Trainer uses by default; offloaded, DeepSpeed replaces it by its own.
@@ -28,19 +29,21 @@ class Lora:
     rank: int
     targets: tuple[str, ...] = ("all-linear",)  # names of modules, or that word
     alpha: int | None = None  # None: twice the rank
+    saved: tuple[str, ...] = ()  # names of modules that are trained whole beside the adapters (peft's modules_to_save)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Lora:
-        return cls(data["rank"], tuple(data["targets"]), data["alpha"])
+        return cls(data["rank"], tuple(data["targets"]), data["alpha"], tuple(data.get("saved", ())))
 
     def __str__(self) -> str:
         """As `parse_lora` reads it."""
         targets = "" if self.targets == ("all-linear",) else f",targets={'+'.join(self.targets)}"
-        return f"r={self.rank}{targets}" + (f",alpha={self.alpha}" if self.alpha is not None else "")
+        saved = f",saved={'+'.join(self.saved)}" if self.saved else ""
+        return f"r={self.rank}{targets}" + (f",alpha={self.alpha}" if self.alpha is not None else "") + saved
 
 
 def parse_lora(text: str) -> Lora:
-    """`r=16,targets=all-linear,alpha=32`; several targets are joined by `+`.
+    """`r=16,targets=all-linear,alpha=32,saved=lm_head`; several modules are joined by `+`.
 
     Raises:
         UserError: the text is not written like that, or the rank is out of range.
@@ -48,8 +51,8 @@ def parse_lora(text: str) -> Lora:
     values: dict[str, str] = {}
     for part in text.split(","):
         key, equals, value = part.strip().partition("=")
-        if not equals or key not in ("r", "targets", "alpha") or not value:
-            raise UserError(f"LoRA {text}: expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32")
+        if not equals or key not in ("r", "targets", "alpha", "saved") or not value:
+            raise UserError(f"LoRA {text}: expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32,saved=lm_head")
         values[key] = value
     try:
         rank, alpha = int(values.get("r", "16")), int(values["alpha"]) if "alpha" in values else None
@@ -57,7 +60,8 @@ def parse_lora(text: str) -> Lora:
         raise UserError(f"LoRA {text}: r and alpha are whole numbers") from None
     if not 1 <= rank <= 4096:
         raise UserError(f"LoRA {text}: r is between 1 and 4096")
-    return Lora(rank, tuple(values.get("targets", "all-linear").split("+")), alpha)
+    saved = tuple(values["saved"].split("+")) if "saved" in values else ()
+    return Lora(rank, tuple(values.get("targets", "all-linear").split("+")), alpha, saved)
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class Job:
 
     model: ModelSpec
     ranks: int
-    seq_len: int  # tokens a sequence
+    seq_len: int  # tokens a sequence, an image's included; of an encoder-decoder those of the source, and of the target
     precision: str = "bf16"
     optimizer: str = "adamw"
     global_batch_size: int | None = None  # sequences an optimizer step, over all ranks
@@ -126,6 +130,8 @@ class Job:
     compiled: bool = False  # DeepSpeed's engine.compile()
     lengths: tuple[tuple[int, int], ...] = ()  # (tokens, how often) of a data set; `seq_len` is then the longest
     packed: bool = False  # sequences of those lengths are laid end to end until a row of `seq_len` is full
+    task: str = CAUSAL  # one of `tasks.TASKS`: the head and its loss
+    image_size: int | None = None  # pixels of an image's height and width, where the configuration does not tell
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -138,6 +144,10 @@ class Job:
             raise UserError(f"--optimizer {self.optimizer}: expected one of {', '.join(OPTIMIZERS)}")
         if self.attention is not None and self.attention not in ATTENTIONS:
             raise UserError(f"--attn {self.attention}: expected one of {', '.join(ATTENTIONS)}")
+        if self.task not in TASKS:
+            raise UserError(f"--task {self.task}: expected one of {', '.join(TASKS)}")
+        if self.packed and self.task != CAUSAL:
+            raise UserError(f"--packing is for --task {CAUSAL}: sequences of {self.task} are not laid end to end")
         if self.packed and not self.lengths:
             raise UserError("--packing needs to know how long sequences are: give --lengths FILE")
         if self.global_batch_size is not None:
@@ -153,9 +163,13 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         data = dataclasses.asdict(self)
-        for name in ("script", "workload", "lora", "attention", "compiled", "lengths", "packed"):
+        if data["lora"] and not data["lora"]["saved"]:
+            del data["lora"]["saved"]
+        for name in ("script", "workload", "lora", "attention", "compiled", "lengths", "packed", "image_size"):
             if not data[name]:
                 del data[name]  # what is not used does not make an older study another's
+        if self.task == CAUSAL:
+            del data["task"]
         return data
 
     @classmethod
@@ -180,12 +194,14 @@ class Job:
 
     @property
     def tokens_per_sample(self) -> float:
-        """Mean tokens a sequence, without padding; for a script the mean of its first steps, over all forwards of a sample."""
+        """Mean tokens a sequence, without padding, of an encoder-decoder source and target together; for a script the mean of
+        its first steps, over all forwards of a sample."""
         if self.script is not None and self.script.profile.get("tokens_per_sample"):
             return float(self.script.profile["tokens_per_sample"])
+        sides = 2 if self.task == SEQ2SEQ else 1  # source and target
         if not self.lengths:
-            return float(self.seq_len)
-        return sum(tokens * count for tokens, count in self.lengths) / sum(count for _, count in self.lengths)
+            return float(sides * self.seq_len)
+        return sides * sum(tokens * count for tokens, count in self.lengths) / sum(count for _, count in self.lengths)
 
     @property
     def samples_per_row(self) -> float:
@@ -197,7 +213,9 @@ class Job:
         """One line for people."""
         batch = f"global batch {self.global_batch_size}" if self.global_batch_size else "batch free"
         optimizer = "its own optimizer" if self.script else self.optimizer
-        extras = [f"LoRA of rank {self.lora.rank}"] if self.lora else []
+        extras = [self.task] if self.task != CAUSAL else []
+        extras += [f"images of {self.image_size} pixels"] if self.image_size else []
+        extras += [f"LoRA of rank {self.lora.rank}"] if self.lora else []
         extras += [self.attention] if self.attention else []
         extras += ["compiled"] if self.compiled else []
         tokens = f"{self.seq_len} tokens"
@@ -249,12 +267,29 @@ def load_lengths(path: Path) -> tuple[tuple[int, int], ...]:
     return tuple(sorted((+merged).items()))
 
 
+# Positions that count from behind the padding token's id on (RoBERTa's), and those that are relative: T5's `n_positions` is
+# what it was pretrained with.
+_FROM_PADDING = (
+    "roberta",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "roberta-prelayernorm",
+    "camembert",
+    "data2vec-text",
+    "xmod",
+)
+_RELATIVE = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
+
+
 def longest_sequence(config: dict[str, Any]) -> int | None:
     """The model's longest sequence in tokens, as its configuration says."""
     text = config.get("text_config") or config
+    if config.get("model_type") in _RELATIVE:
+        return None
+    taken = (text.get("pad_token_id") or 0) + 1 if config.get("model_type") in _FROM_PADDING else 0
     for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx"):
         if isinstance(text.get(key), int):
-            return int(text[key])
+            return int(text[key]) - taken
     return None
 
 

@@ -13,7 +13,7 @@ from autotune.predict.trace import trace_job
 from autotune.predict.tracer import Untraceable, trace_model
 from autotune.problem.job import parse_lora
 from autotune.problem.models import ModelSpec, resolve_model
-from autotune.rank.workload import causal_model, transformers_config
+from autotune.rank.building import task_model, transformers_config
 from tests.conftest import make_job
 from tests.predict.recorded import SEQ_LEN, recorded_trace
 
@@ -192,7 +192,7 @@ def test_a_rank_builds_the_kernel_that_was_asked_for_in_16_bits(
     asked: dict[str, object] = {}
     monkeypatch.setattr(AutoModelForCausalLM, "from_config", lambda config, **kept: asked.update(kept))
     job = replace(make_job(precision=precision), attention="flash_attention_2")
-    causal_model(transformers_config(job.model), job)
+    task_model(transformers_config(job.model), job)
     assert asked["attn_implementation"] == "flash_attention_2"
     assert asked["dtype"] == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
