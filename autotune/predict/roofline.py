@@ -30,6 +30,12 @@ HOP_SECONDS, NODE_HOP_SECONDS = 1.9e-6, 4.0e-6
 # Two V100 or A100 share a PCIe switch with one way to the host (DGX-1 and DGX A100 topologies); from Hopper on each GPU
 # has its own.
 _SHARED_UPLINK = ("v100", "a100", "a800")
+# Of the listed peak, what the best matrix products reach (maximum achievable matmul FLOPS: stas00/ml-engineering,
+# compute/accelerator; B200 there 1745 of 2250 TFLOP/s). GeForce cards are listed at their rated boost clock and run above it.
+_ACHIEVABLE = {"a100": 0.86, "a800": 0.86, "h100": 0.80, "h800": 0.80, "h200": 0.80, "b200": 0.78} | dict.fromkeys(
+    ("rtx20", "rtx30", "rtx40", "rtx50"), 1.0
+)
+_ACHIEVABLE_ELSEWHERE = 0.85
 # What the processor does before a GPU can do anything, in seconds. An operator of an eager model: 10 us in forward and 8 in
 # backward of a Llama of 64 channels (torch 2.13, an EPYC core at 1 thread, no kernel to launch; with checkpointing 14 on
 # average), and 5 more to launch a CUDA kernel. A published floor agrees: Qwen 1.8B at 256 to 1024 tokens (QwenLM/Qwen).
@@ -42,7 +48,9 @@ MODULE_SECONDS = 1.6e-4
 # and itself) and four kernels.
 MODULES_AN_OPERATOR = 0.335
 REDUCED_SECONDS = 2.5e-5  # ZeRO-1 and 2, a gradient: the hook that puts it into its bucket (same measurement)
-COMPILED_STARTS = 0.3  # of an eager model's kernels are left: pointwise operators are fused
+# Of an eager model's kernels and of the bytes they move, what is left when compiled: chains of pointwise operators (norms,
+# rotation, activation and gate) become one kernel each.
+COMPILED_STARTS, COMPILED_MOVED = 0.3, 0.45
 # Data and the loop, by micro-batch (collating, copying, reading the loss: transformers' Trainer looks whether it is
 # finite every time) and by step (clipping, the schedule, zero_grad), and what an optimizer does a tensor in Python
 # (same measurement: plain data parallel 60 us, ZeRO's flat parts 20).
@@ -72,7 +80,10 @@ class Rates:
         link = min(facts.link_gb_per_s, hardware.network_gb_per_s) if hardware.nodes > 1 else facts.link_gb_per_s
         shared = facts.name.startswith(_SHARED_UPLINK) and hardware.per_node > 1
         pcie = facts.pcie_gb_per_s / (2 if shared else 1)
-        return cls(flops * 1e12, facts.memory_gb_per_s * 1e9, link * 1e9, pcie * 1e9, OPERATOR_SECONDS)
+        reached = next(
+            (share for name, share in _ACHIEVABLE.items() if facts.name.startswith(name)), _ACHIEVABLE_ELSEWHERE
+        )
+        return cls(flops * reached * 1e12, facts.memory_gb_per_s * 1e9, link * 1e9, pcie * 1e9, OPERATOR_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -126,6 +137,7 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
         either(plain.moved[0][0] + plain.moved[1][0], again.moved[0][0] + again.moved[1][0])
         + either(plain.moved[0][1] + plain.moved[1][1], again.moved[0][1] + again.moved[1][1]) * rows
     ) / rates.memory
+    moved = moved * np.where(c.compiled > 0, COMPILED_MOVED, 1.0)
     one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
     starts = _starts(trace, c, rates)
     out, parameters_out = c.offload_optimizer > 0, three & (c.offload_param > 0)
@@ -155,7 +167,7 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
         / rates.pcie,
         pcie_step=np.where(out, width * part + np.where(one, width * part, 0.0), 0.0) / rates.pcie,
         optimizer=np.where(out, 0.0, elements * step_bytes / rates.memory),
-        cpu_adam=np.where(out, total / CPU_ADAM_ELEMENTS_PER_S, 0.0),
+        cpu_adam=np.where(out, total / hardware.nodes / CPU_ADAM_ELEMENTS_PER_S, 0.0),
         nvme=((c.offload_optimizer == 2) * 2 * (4 + states) * part + (c.offload_param == 2) * 2 * width * part)
         / (NVME_GB_PER_S * 1e9),
         collectives=((buckets + gathers) * (ranks > 1) + groups) * (BUCKET_SECONDS + _hops_seconds(hardware)),
@@ -219,7 +231,11 @@ def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
     # what a step sends once runs beside the last backward; the gathering of what was updated does not
     exposed = exposed + np.maximum(step - hidden * compute * 0.66, (1 - hidden * 0.66) * step)
     total = compute * c.accumulation
-    offload = k["pcie"] * (w.pcie_micro * c.accumulation + w.pcie_step) + k["cpu_adam"] * w.cpu_adam + w.nvme
+    # ZeRO-3 fetches ahead and sends gradients on a stream of their own; ZeRO-2 waits for each to add to it
+    lies_beside = hidden * (c.stage == 3)
+    pcie = k["pcie"] * w.pcie_micro
+    pcie = np.maximum(pcie - lies_beside * compute, (1 - lies_beside) * pcie)
+    offload = pcie * c.accumulation + k["pcie"] * w.pcie_step + k["cpu_adam"] * w.cpu_adam + w.nvme
     return Spent(
         forward=total * w.forward_share,
         recompute=total * w.recompute_share,
