@@ -72,16 +72,16 @@ def shown(name: str, kind: str, scored: Sequence[Scored], rank: bool) -> dict[st
     decided = f"{s['right']}/{s['right'] + s['wrong']}" if "right" in s else None
     correlation = spearman(scored) if rank else None
     return {
-        "source": name,
+        "source": name.split("/")[-1],
         "kind": kind,
         "rows": s["rows"],
-        "median %": percent(s.get("median")),
+        "mid %": percent(s.get("median")),
         "p90 %": percent(s.get("p90")),
         "bias %": percent(s.get("bias")),
-        "in 95 %": percent(s.get("inside")),
-        "width %": percent(s.get("half_width")),
+        "in %": percent(s.get("inside")),
+        "± %": percent(s.get("half_width")),
         "right": decided,
-        "Spearman": f"{correlation:.3f}" if correlation is not None else None,
+        "rho": f"{correlation:.3f}" if correlation is not None else None,
     }
 
 
@@ -126,7 +126,7 @@ def verdicts(before: Sequence[Scored], after: Sequence[Scored]) -> list[dict[str
     if decisions:
         share = sum(one.right for one in decisions) / len(decisions)
         found.append({**judged("fits or not: right", share, ">= 95 %"), "met": "yes" if share >= RIGHT else "no"})
-    ranks = [float(line["Spearman"]) for line in lines(before) if line["Spearman"]]
+    ranks = [float(line["rho"]) for line in lines(before) if line["rho"]]
     if ranks:
         good = sum(rank >= SPEARMAN for rank in ranks)
         found.append(
@@ -205,6 +205,12 @@ def main() -> None:
     judge(arguments, rows)
 
 
+LEGEND = (
+    "mid, p90: median and 90th percentile of the error; bias: median of predicted over measured, less 1; in: measured inside\n"
+    "the 95 % interval; ±: median half-width of intervals; right: fits or not; rho: Spearman, of 8 rows or more"
+)
+
+
 def judge(arguments: argparse.Namespace, rows: Sequence[Row]) -> None:
     rows = [row for row in rows if arguments.source.lower() in source_of(row).name.lower()]
     cases, left, unreadable = cases_in(rows)
@@ -217,6 +223,7 @@ def judge(arguments: argparse.Namespace, rows: Sequence[Row]) -> None:
     before, after = uncalibrated(cases), calibrated(cases)
     if arguments.rows:
         print_table("every row (GiB, seconds)", row_lines(before, after), keys=2)
+    print(LEGEND)
     print_table("without calibration (* held out)", lines(before), keys=2)
     print_table("after the first row of each source (* held out)", lines(after), keys=2)
     print_table("targets", verdicts(before, after))

@@ -86,14 +86,20 @@ def parameters_of(spec: ModelSpec) -> float:
 SHIFTS_SINCE = 2025  # from transformers 4.50 (March 2025) on labels are shifted and logits are not
 
 
+def year_of(row: Row, model: ModelSpec) -> int:
+    """When the figure was measured: the latest year that the row names, or that in which its model was new (2023 stands for
+    before 2024, 2025 for since)."""
+    years = re.findall(r"\b(20[12]\d)(?!\d)", row["source_path_or_section"] + " " + row["notes"])
+    if years:
+        return max(int(year) for year in years)
+    return 2023 if model.name.startswith(tuple(_data()["losses"]["of_2023"])) else 2025
+
+
 def loss_of(row: Row, model: ModelSpec) -> str:
     """How the model's code took its loss when the figure was measured: one of `trace.LOSSES`."""
-    code = _data()["losses"]
-    text = row["source_path_or_section"] + " " + row["notes"]
-    years = [int(year) for year in re.findall(r"\b(20[12]\d)(?!\d)", text)]
-    old = max(years) < SHIFTS_SINCE if years else model.name.startswith(tuple(code["of_2023"]))
-    if not old:
+    if year_of(row, model) >= SHIFTS_SINCE:
         return "own"
+    code = _data()["losses"]
     own_code = model.name.startswith(tuple(code["own_code_16_bit"]))
     return "shifted32" if model.config["model_type"] in code["upcast"] and not own_code else "shifted16"
 

@@ -12,7 +12,8 @@
 * Logits are made 32-bit or not as the model's code of the figure's year did (`published_models.loss_of`).
 * DeepSpeed's configs are those of transformers' examples: buckets `auto`, that is hidden_size^2, with `overlap_comm`.
 * Unknown checkpointing is off, unknown accumulation 1: every framework's default. Unknown attention is transformers' own choice.
-* A LoRA of unknown rank or targets has peft's defaults (rank 8), on query and value.
+* A LoRA of unknown rank, targets or dropout has peft's defaults (8, query and value, none). Outside DeepSpeed its weights are
+  fp32 since peft 0.12 (August 2024, `autocast_adapter_dtype`) and of the model's type before.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from published_models import gpu_of, loss_of, model_of, parameters_of
+from published_models import gpu_of, loss_of, model_of, parameters_of, year_of
 from published_rows import (
     LeftOut,
     Length,
@@ -45,6 +46,7 @@ from autotune.units import GIB
 
 HOST_BYTES = 4096 * GIB  # sources do not say what main memory a machine has: it never decides
 GPUS_A_NODE = 8
+FP32_ADAPTERS_SINCE = 2025  # the first whole year with peft 0.12
 
 
 @dataclass
@@ -126,6 +128,12 @@ def settings_of(row: Row) -> Settings:
     if not checkpointing.startswith("unknown"):
         s.checkpointing = checkpointing.startswith(("yes", "true", "on"))
     s.lora = _lora(row)
+    if (
+        s.lora
+        and not s.deepspeed
+        and ("fp32 adapters" in row["precision"] or year_of(row, s.model) >= FP32_ADAPTERS_SINCE)
+    ):
+        s.lora = dataclasses.replace(s.lora, fp32=s.precision != "fp32")
     attention = bare(row["attention"])
     for word, name in (("flash", "flash_attention_2"), ("sdpa", "sdpa"), ("eager", "eager")):
         s.attention = s.attention or (name if attention.startswith(word) else None)

@@ -84,7 +84,9 @@ def test_many_jobs_are_traced_by_one_process(
 ) -> None:
     monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
     broken = replace(make_job(), model=ModelSpec("none", {"model_type": "no-such-model"}, "a test"))
-    lora = make_job(precision="bf16", lora=parse_lora("r=4,targets=q_proj,saved=lm_head"), attention="flash_attention_2")
+    lora = make_job(
+        precision="bf16", lora=parse_lora("r=4,targets=q_proj,saved=lm_head"), attention="flash_attention_2"
+    )
     told = []
     jobs = [(make_job(), "own"), (make_job(ranks=1), "own"), (make_job(), "fused"), (broken, "own"), (lora, "own")]
     trace_jobs(jobs, lambda made, of: told.append((made, of)))
