@@ -396,7 +396,7 @@ def test_a_table_with_one_unknown_unit_still_counts_the_others(
     out, err = capsys.readouterr()
     assert err.count("error:") == 1
     assert "row 2 (line 3): column unit: 'bananas'" in err
-    assert "someone/else" in out
+    assert "else " in out
     assert "llama-2-7b" in out
     assert (tmp_path / "out.json").exists()
 
@@ -423,7 +423,7 @@ def test_only_one_kind(
     path = table(tmp_path / "own.csv", PLAIN, step)
     assert run(monkeypatch, "--csv", str(path), "--kind", "step") == 0
     out = capsys.readouterr().out
-    assert "peak" not in out.split("targets")[0]
+    assert " peak " not in out
     assert max(map(len, out.splitlines())) <= 100
 
 
