@@ -206,8 +206,9 @@ def main() -> None:
 
 
 LEGEND = (
-    "mid, p90: median and 90th percentile of the error; bias: median of predicted over measured, less 1; in: measured inside\n"
-    "the 95 % interval; ±: median half-width of intervals; right: fits or not; rho: Spearman, of 8 rows or more"
+    "mid, p90: median and 90th percentile of the error; bias: median of predicted over measured, less 1;\n"
+    "in: measured inside the 95 % interval; ±: median half-width of the intervals; right: fits or not;\n"
+    "rho: Spearman, of 8 rows or more"
 )
 
 
