@@ -249,12 +249,34 @@ def test_a_source_without_a_reader_is_read_by_its_columns() -> None:
         ("bf16", "fsdp", {}),  # MixedPrecision keeps 32-bit shards
         ("bf16-true", "fsdp", {"bf16": {"enabled": False}}),
         ("bf16", "zero2", {}),
-        ("fp16 autocast", "ddp", {}),
+        ("fp16 autocast", "ddp", {"torch_autocast": {"enabled": True, "dtype": "float16"}}),
+        ("bf16-mixed (fp32 weights, autocast)", "single", {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
+        (
+            "fp16",
+            "single",
+            {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+        ),  # no GradScaler for 16-bit gradients
+        ("fp32 weights (4 B/param)", "single", {}),
     ],
 )
 def test_who_keeps_master_weights(precision: str, parallel: str, config: dict[str, object]) -> None:
     case = only(precision=precision, parallel=parallel, n_gpus="2" if parallel != "single" else "1")
-    assert case.job.base_config == config
+    assert {key: value for key, value in case.job.base_config.items() if key != "optimizer"} == config
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "parallel", "found"),
+    [
+        ("AdamW", "single", {"type": "AdamW", "params": {"torch_adam": True}}),  # foreach
+        ("AdamW (fused)", "single", None),
+        ("AdamW", "zero2", None),
+        ("bnb Adam8bit", "ddp", {"type": "adamw8bit"}),
+        ("Adafactor", "single", {"type": "adafactor"}),
+    ],
+)
+def test_optimizers(optimizer: str, parallel: str, found: dict[str, object] | None) -> None:
+    case = only(optimizer=optimizer, parallel=parallel, n_gpus="1" if parallel == "single" else "2")
+    assert case.job.base_config.get("optimizer") == found
 
 
 @pytest.mark.parametrize(
