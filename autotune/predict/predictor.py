@@ -74,6 +74,19 @@ class Predictor:
             self._seen[candidate] = outcome
             self._stale = True
 
+    def believe(self, memory: Predictor | None = None, time: Predictor | None = None) -> None:
+        """Takes over what predictors of other jobs on like machines have learnt; `observe` would begin anew.
+
+        Their residuals count for as much as the jobs are alike (`prepared.job_features`).
+        """
+        self._stale = False
+        if memory is not None:
+            memory.calibrate()
+            self._memory, self._memory_near = memory._memory, memory._memory_near
+        if time is not None:
+            time.calibrate()
+            self._time, self._time_near = time._time, time._time_near
+
     def calibrate(self) -> None:
         """Fits the constants to all Outcomes seen."""
         if not self._stale:

@@ -39,7 +39,8 @@ class Prepared:
         c = columns_of(candidates, job)
         b = bill(job, trace, c, hardware.device)
         doubt = doubt_of(b, candidates, guessed)
-        return cls(c, b, work(job, hardware, trace, c), quirks_of(c), features_of(c), doubt)
+        features = np.hstack([features_of(c), np.tile(job_features(job, trace), (len(candidates), 1))])
+        return cls(c, b, work(job, hardware, trace, c), quirks_of(c), features, doubt)
 
     @classmethod
     def joined(cls, parts: list[Prepared], at: list[list[int]]) -> Prepared:
@@ -109,6 +110,12 @@ def quirks_of(c: Columns) -> Floats:
     }
     rows: Floats = np.array([columns[name] for name in QUIRKS], dtype=np.float64)
     return rows.T
+
+
+def job_features(job: Job, trace: Trace) -> Floats:
+    """(job features,): how alike two jobs are. Within a study they are all the same and change no distance."""
+    elements = max(sum(trace.parameters) + trace.frozen, 1)
+    return np.array([0.5 * np.log2(elements), 0.3 * np.log2(job.seq_len), 0.3 * np.log2(job.ranks), job.element_bytes])
 
 
 def features_of(c: Columns) -> Floats:

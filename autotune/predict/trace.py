@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +25,7 @@ from autotune.predict.passes import Trace
 from autotune.problem.job import Job
 from autotune.processes import package_environment
 
-__all__ = ["VERSION", "Trace", "cache_folder", "cache_key", "trace_job", "traceable"]
+__all__ = ["VERSION", "Trace", "cache_folder", "cache_key", "trace_job", "trace_jobs", "traceable"]
 
 VERSION = 4  # of what the tracer finds: raise it when that changes
 
@@ -57,6 +58,9 @@ _RUNS_ANYWHERE = (None, "eager", "sdpa")
 _SIXTEEN_BITS = ("flash_attention_2", "flash_attention_3")  # "FlashAttention only support fp16 and bf16 data type"
 
 
+_NO_GPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+
+
 def trace_job(job: Job, *, fused_loss: bool = False, timeout_seconds: float = 300.0) -> Trace:
     """The job's trace: from the cache, or made in a process of its own.
 
@@ -75,11 +79,8 @@ def trace_job(job: Job, *, fused_loss: bool = False, timeout_seconds: float = 30
         )
     if job.script and not traceable(job.script.profile):
         return profile_trace(job)
-    asked = job.attention or job.model.config.get("attn_implementation")
-    replaced = asked not in _RUNS_ANYWHERE
-    if replaced:
-        job = dataclasses.replace(job, attention="sdpa")
-    path = cache_folder() / f"{cache_key(job, fused_loss)}.json"
+    job, replaced = _runnable(job)
+    path = _cache_path(job, fused_loss)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return Trace.from_json(json.loads(path.read_text()))
     answer = _ask_tracer(job, ["--fused-loss"] if fused_loss else [], timeout_seconds)
@@ -97,13 +98,71 @@ def trace_job(job: Job, *, fused_loss: bool = False, timeout_seconds: float = 30
     return closed_form_trace(job, why, sizes)
 
 
+def _runnable(job: Job) -> tuple[Job, bool]:
+    """(the job with an attention that runs without a GPU, whether that is another than its own)."""
+    asked = job.attention or job.model.config.get("attn_implementation")
+    if asked in _RUNS_ANYWHERE:
+        return job, False
+    return dataclasses.replace(job, attention="sdpa"), True
+
+
+def _cache_path(job: Job, fused_loss: bool) -> Path:
+    return cache_folder() / f"{cache_key(job, fused_loss)}.json"
+
+
+def trace_jobs(jobs: Sequence[tuple[Job, bool]], told: Callable[[int, int], None] | None = None) -> None:
+    """Fills the cache for many (job, fused loss) at once: torch is imported once, and both cores trace.
+
+    A job that cannot be traced is left to `trace_job`, which says why.
+
+    Args:
+        told: called with (traces made, traces to make) after each.
+    """
+    missing = {}
+    for job, fused_loss in jobs:
+        job, _ = _runnable(job)
+        path = _cache_path(job, fused_loss)
+        if not path.exists():
+            missing[path] = {"job": job.to_json(), "options": ["--fused-loss"] if fused_loss else []}
+    if not missing:
+        return
+    paths = list(missing)
+    with subprocess.Popen(
+        [sys.executable, "-m", "autotune.predict.tracer", "--many"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**package_environment(), **_NO_GPU, "TRANSFORMERS_VERBOSITY": "error"},
+        text=True,
+    ) as tracing:
+        assert tracing.stdin
+        assert tracing.stdout
+        tracing.stdin.write(json.dumps(list(missing.values())))
+        tracing.stdin.close()
+        for made, line in enumerate(_json_lines(tracing.stdout), start=1):
+            if "trace" in line:
+                with contextlib.suppress(OSError):
+                    write_atomically(paths[line["at"]], json.dumps(line["trace"]))
+            if told:
+                told(made, len(paths))
+
+
+def _json_lines(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The objects among lines: a model's code may print, too."""
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict) and "at" in found:
+                yield found
+
+
 def _ask_tracer(job: Job, options: list[str], timeout_seconds: float) -> dict[str, Any]:
     """What the tracing process answers: `trace`; `untraceable` with the reason, and the parameters' `sizes` where they could
     be told; or `impossible` with the configuration's error. A process that dies or hangs counts as `untraceable`.
 
     It sees no GPU, unless only sizes are asked for: those of a model that insists on one.
     """
-    hidden = {} if "--sizes" in options else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    hidden = {} if "--sizes" in options else _NO_GPU
     try:
         done = subprocess.run(
             [sys.executable, "-m", "autotune.predict.tracer", *options],

@@ -1,4 +1,5 @@
-"""The process that traces a model: `python -m autotune.predict.tracer [--fused-loss | --sizes] < JOB.json > ANSWER.json`.
+"""The process that traces a model: `python -m autotune.predict.tracer [--fused-loss | --sizes] < JOB.json > ANSWER.json`;
+`--many` reads a list of jobs with their options and writes an answer a line.
 
 The model's forward and backward run under fake tensors: no memory is taken and nothing is computed, operators only work
 out shapes. Two runs, at micro-batches of two and three sequences, give every allocation as
@@ -329,12 +330,12 @@ def _plain_masks() -> Iterator[None]:
 # -- the process ---------------------------------------------------------------------------------------------------------
 
 
-def answer_to(job: Job, options: list[str]) -> dict[str, Any]:
+def answer_to(job: Job, options: list[str], workers: int = 2) -> dict[str, Any]:
     """`trace`; `untraceable` with the reason, and `sizes` of the parameters where they can be told; or `impossible`."""
     try:
         if "--sizes" in options:
             return {"sizes": _parameters(job, _configuration(job), "cpu")}
-        return {"trace": trace_model(job, fused_loss="--fused-loss" in options, workers=2).to_json()}
+        return {"trace": trace_model(job, fused_loss="--fused-loss" in options, workers=workers).to_json()}
     except Impossible as error:
         return {"impossible": str(error)}
     except Untraceable as error:
@@ -344,12 +345,31 @@ def answer_to(job: Job, options: list[str]) -> dict[str, Any]:
         return answer
 
 
+def answer_all(asked: list[dict[str, Any]], workers: int) -> Iterator[dict[str, Any]]:
+    """An answer for each `{"job", "options"}` as it is found, with its place as `at`. Each worker traces one job at a time:
+    torch and transformers are imported once for all."""
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        yield from pool.imap_unordered(_answer_at, enumerate(asked))
+
+
+def _answer_at(one: tuple[int, dict[str, Any]]) -> dict[str, Any]:
+    at, asked = one
+    try:
+        return {"at": at, **answer_to(Job.from_json(asked["job"]), asked["options"], workers=1)}
+    except Exception as error:  # one model's code must not end the others
+        return {"at": at, "untraceable": _line(error)}
+
+
 def _line(error: BaseException) -> str:
     said = " ".join(str(error).split())[:300]  # some say what is wrong in their second line
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def main() -> None:
+    if "--many" in sys.argv:
+        for answer in answer_all(json.loads(sys.stdin.read()), workers=2):
+            print(json.dumps(answer), flush=True)
+        return
     job = Job.from_json(json.loads(sys.stdin.read()))
     print(json.dumps(answer_to(job, sys.argv[1:])))
 

@@ -1,0 +1,390 @@
+"""A row of a published table as a case: Job, Hardware, Candidate, and the figure that was measured.
+
+`settings_of` makes the best of the columns, for any source. What a column leaves open is filled by the source's own code
+(`published_sources.py`), and else by the defaults here, each with its reason:
+
+* Memory columns without a method mean what nvidia-smi shows.
+* `single` and `ddp` without DeepSpeed train in the weights' own type: torch keeps no master weights. Autocast is taken for
+  16-bit weights with 32-bit masters, which takes the same 16 bytes a parameter.
+* fp16 without DeepSpeed is autocast: gradients in fp16 cannot be unscaled (torch.amp.GradScaler).
+* `fsdp` is stage 3: full shard gathers block by block (no prefetch of more than one).
+* DeepSpeed's configs are those of transformers' examples: buckets `auto`, that is hidden_size^2, with `overlap_comm`.
+* Unknown checkpointing is off, unknown accumulation 1: every framework's default. Unknown attention is transformers' own choice.
+* A LoRA of unknown rank or targets has peft's defaults (rank 8), on query and value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from published_models import gpu_of, model_of
+from published_rows import (
+    LeftOut,
+    Length,
+    Row,
+    Unreadable,
+    bare,
+    length,
+    memory_bytes,
+    quantity_of,
+    step_seconds,
+    whole,
+)
+
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
+from autotune.problem.hardware import Hardware, gpu_table
+from autotune.problem.job import Job, Lora
+from autotune.problem.models import ModelSpec
+from autotune.units import GIB
+
+HOST_BYTES = 4096 * GIB  # sources do not say what main memory a machine has: it never decides
+GPUS_A_NODE = 8
+
+
+@dataclass
+class Settings:
+    """What a row trains and how; None where the source does not say."""
+
+    quantity: str
+    model: ModelSpec | None = None
+    gpus: int | None = None
+    nodes: int | None = None
+    length: Length | None = None
+    lengths: tuple[tuple[int, int], ...] = ()
+    packed: bool = False
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    precision: str | None = None  # of arithmetic
+    masters: bool | None = None  # whether 32-bit weights are kept
+    optimizer: str | None = None
+    stage: int | None = None
+    deepspeed: bool = False
+    offload_optimizer: bool = False
+    offload_param: bool = False
+    checkpointing: bool | None = None
+    lora: Lora | None = None
+    attention: str | None = None
+    loss: str = "own"  # own: the model's; fused: from 16-bit logits in place, or without them
+    compiled: bool = False
+    rate_is: str | None = None  # total or per_gpu, where the figure's kind leaves it open
+    tried: int | None = None  # the micro-batch that a `max_micro_batch` row says fails
+    zero: dict[str, Any] = field(default_factory=dict)  # further keys of zero_optimization
+    config: dict[str, Any] = field(default_factory=dict)  # further keys of the DeepSpeed config
+    doubts: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One figure and all that predicts it."""
+
+    row: Row
+    job: Job
+    hardware: Hardware
+    candidate: Candidate
+    loss: str
+    quantity: str  # allocated, reserved, nvml: bytes of one GPU; step: seconds; decision: 1 ran, 0 did not
+    value: float
+    doubts: tuple[str, ...] = ()
+
+    @property
+    def configuration(self) -> tuple[Job, Candidate]:
+        return self.job, self.candidate
+
+
+# -- columns ---------------------------------------------------------------------------------------------------------
+
+
+def settings_of(row: Row) -> Settings:
+    """What the columns of a row of any source say.
+
+    Raises:
+        LeftOut: the row is of something that is not predicted.
+        Unreadable: a cell that nobody could read.
+    """
+    s = Settings(quantity_of(row))
+    s.model, guessed = model_of(row)
+    s.doubts += [f"{s.model.name} stands for {row['model']}"] if guessed else []
+    s.gpus = whole(row, "n_gpus")
+    s.length = length(row)
+    s.packed = "packing" in row["seq_len"]
+    s.micro_batch, s.accumulation = whole(row, "micro_batch"), whole(row, "grad_accum")
+    _parallel(row, s)
+    _precision(row, s)
+    _optimizer(row, s)
+    s.offload_optimizer = bare(row["offload_optimizer"]) in ("cpu", "yes", "true")
+    s.offload_param = bare(row["offload_param"]) in ("cpu", "yes", "true")
+    checkpointing = bare(row["checkpointing"])
+    if "selective" in checkpointing:
+        raise LeftOut("selective checkpointing")
+    if not checkpointing.startswith("unknown"):
+        s.checkpointing = checkpointing.startswith(("yes", "true", "on"))
+    s.lora = _lora(row)
+    attention = bare(row["attention"])
+    for word, name in (("flash", "flash_attention_2"), ("sdpa", "sdpa"), ("eager", "eager")):
+        s.attention = s.attention or (name if attention.startswith(word) else None)
+    if row.says(
+        "liger", "chunked c", "fused cross", "fused linear", "no full logits", "chunked lm_head"
+    ) and not row.says("no liger"):
+        s.loss = "fused"
+    s.compiled = row.says("torch.compile")
+    return s
+
+
+def _parallel(row: Row, s: Settings) -> None:
+    text = row["parallel"].lower()
+    if re.search(r"ulysses|\bsp\d|\btp\d|tensor|pipeline|\bpp\d|megatron|sequence parallel [2-9]", text):
+        raise LeftOut("tensor, pipeline or sequence parallel")
+    if row.says("ulysses", "sequence parallel 2", "sequence parallel 4", "sequence parallel 8"):
+        raise LeftOut("tensor, pipeline or sequence parallel")
+    zero = re.search(r"zero-?\s?(?:stage\s*)?([0-3])(?!\d)", text)
+    if "fsdp" in text or "full_shard" in text:
+        s.stage = 3
+        if "shard_grad_op" in text:
+            s.stage = 2
+    elif zero:
+        s.stage, s.deepspeed = int(zero.group(1)), True
+    elif re.match(r"single|none|ddp|dp|data|plain|1 gpu", text):
+        s.stage = 0
+        s.gpus = 1 if s.gpus is None and text.startswith("single") else s.gpus
+    elif s.gpus == 1 and row.unknown("parallel"):
+        s.stage = 0
+    nodes = re.search(r"(\d+) nodes", text + " " + row["notes"].lower())
+    s.nodes = int(nodes.group(1)) if nodes else None
+
+
+def _precision(row: Row, s: Settings) -> None:
+    text = row["precision"].lower()
+    mixed = any(word in text for word in ("mixed", "autocast", "amp", "fp32 master", "fp32 weights"))
+    if text.startswith(("fp32", "float32", "tf32")) or "unknown (fp32" in text:
+        s.precision = "fp32"
+    elif text.startswith(("fp16", "float16", "half")) or "fp16 likely" in text:
+        s.precision = "fp16"
+    elif "bf16" in text or "bfloat16" in text:
+        s.precision = "bf16"
+    if "fp32 weights" in text and not mixed:
+        s.precision = "fp32"
+    if s.precision in ("bf16", "fp16"):
+        plain = not s.deepspeed and not mixed and s.precision == "bf16"
+        s.masters = not ("pure" in text or "-true" in text or "states" in text or plain)
+    if "bf16_master_weights_and_grads" in text:
+        s.masters = True
+        s.config = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+
+
+# Names of optimizers -> the Job's, or the type of DeepSpeed's config that no Job names.
+_OPTIMIZERS = (
+    (r"8bit|8-bit", "adamw8bit"),
+    (r"adafactor", "adafactor"),
+    (r"muon", "muon"),
+    (r"lion", "lion"),
+    (r"sgd", "sgd"),
+    (r"adagrad", "adagrad"),
+    (r"adam", "adamw"),
+)
+
+
+def _optimizer(row: Row, s: Settings) -> None:
+    text = row["optimizer"].lower()
+    s.optimizer = next((name for pattern, name in _OPTIMIZERS if re.search(pattern, text)), None)
+    if row.says("in backward", column="optimizer") or row.says("optimizer in backward", "optimizer_in_bwd on"):
+        raise LeftOut("optimizer steps in backward")
+    if row.says("activation offloading"):
+        raise LeftOut("activations offloaded to the host")
+
+
+def _lora(row: Row) -> Lora | None:
+    text = row["lora"].lower()
+    if "frozen" in text:
+        raise LeftOut("part of the model is frozen without adapters")
+    if re.match(r"none|no\b|full|unknown \(looks full", text) or not text or text == "unknown":
+        return None
+    rank = re.search(r"(?:r|rank)\s*=\s*(\d+)", text)
+    targets = re.search(r"targets?\s*=\s*([\w,\-]+)", text)
+    names = targets.group(1).split(",") if targets else []
+    if "all-linear" in text or "all linear" in text:
+        names = ["all-linear"]
+    return Lora(int(rank.group(1)) if rank else 8, tuple(names) or ("q", "v"))
+
+
+# Modules as papers and other code bases call them -> as transformers' llama-like classes do.
+_TARGETS = {
+    "q": ("q_proj",),
+    "k": ("k_proj",),
+    "v": ("v_proj",),
+    "o": ("o_proj",),
+    "proj": ("o_proj",),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+    "c_attn": ("q_proj", "k_proj", "v_proj"),
+    "w_pack": ("q_proj", "k_proj", "v_proj"),
+    "query_key_value": ("q_proj", "k_proj", "v_proj"),
+    "default": ("q_proj", "k_proj", "v_proj"),
+    "c_proj": ("o_proj", "down_proj"),
+    "w1": ("up_proj",),
+    "w2": ("gate_proj",),
+    "head": ("lm_head",),
+    "output": ("lm_head",),
+}
+# Where an architecture has other names: (query, key, value), output, MLP.
+_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
+    "gpt_neox": {"qkv": ("query_key_value",), "o": ("dense",), "mlp": ("dense_h_to_4h", "dense_4h_to_h")},
+    "bloom": {"qkv": ("query_key_value",), "o": ("dense",), "mlp": ("dense_h_to_4h", "dense_4h_to_h")},
+    "falcon": {"qkv": ("query_key_value",), "o": ("dense",), "mlp": ("dense_h_to_4h", "dense_4h_to_h")},
+    "gpt2": {"qkv": ("c_attn",), "o": ("c_proj",), "mlp": ("c_fc",)},
+    "gpt_bigcode": {"qkv": ("c_attn",), "o": ("c_proj",), "mlp": ("c_fc",)},
+    "mpt": {"qkv": ("Wqkv",), "o": ("out_proj",), "mlp": ("up_proj", "down_proj")},
+    "phi": {"o": ("dense",), "mlp": ("fc1", "fc2")},
+    "opt": {"o": ("out_proj",), "mlp": ("fc1", "fc2")},
+    "phi3": {"qkv": ("qkv_proj",), "o": ("o_proj",), "mlp": ("gate_up_proj", "down_proj")},
+    "glm": {"mlp": ("gate_up_proj", "down_proj")},
+    "gptj": {"o": ("out_proj",), "mlp": ("fc_in", "fc_out")},
+    "gpt_neo": {"o": ("out_proj",), "mlp": ("c_fc", "c_proj")},
+}
+
+
+def targets_in(model: ModelSpec, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of modules as this model has them."""
+    own = _NAMES.get(str(model.config["model_type"]), {})
+    found: list[str] = []
+    for name in names:
+        for module in _TARGETS.get(name.lower(), (name,)):
+            if module in ("q_proj", "k_proj", "v_proj") and "qkv" in own:
+                found += own["qkv"]
+            elif module == "o_proj" and "o" in own:
+                found += own["o"]
+            elif module in ("gate_proj", "up_proj", "down_proj") and "mlp" in own:
+                found += own["mlp"]
+            else:
+                found.append(module)
+    return tuple(dict.fromkeys(found))
+
+
+# -- cases -----------------------------------------------------------------------------------------------------------
+
+
+def cases_of(row: Row, s: Settings) -> list[Case]:
+    """The row's figure with all that predicts it; two where it says of one micro-batch that it runs and of the next that it
+    does not.
+
+    Raises:
+        LeftOut: the source does not say what a prediction needs.
+        Unreadable: a cell that nobody could read.
+    """
+    for value, what in ((s.gpus, "number of GPUs"), (s.length, "sequence length"), (s.micro_batch, "micro-batch")):
+        if value is None:
+            raise LeftOut(f"{what} not stated")
+    if s.stage is None:
+        raise LeftOut("ZeRO stage not stated")
+    if s.quantity == "step" and s.length and not s.length.full and not s.lengths:
+        raise LeftOut("speed over rows of unknown length")
+    hardware = _hardware(row, s)
+    job = _job(s, hardware)
+    candidate = _candidate(s)
+    assert s.gpus
+    assert s.length
+    assert s.micro_batch
+    assert s.model
+
+    def case(candidate: Candidate, value: float) -> Case:
+        return Case(row, job, hardware, candidate, s.loss, s.quantity, value, tuple(s.doubts))
+
+    if s.quantity == "decision":
+        ran = not bare(row["figure_kind"]).startswith("oom") and "oom" not in row["value"].lower()
+        if not row["figure_kind"].startswith("max_micro_batch"):
+            return [case(candidate, float(ran))]
+        fails = s.tried or s.micro_batch + 1
+        return [case(candidate, 1.0), case(candidate.but(**{MICRO_BATCH: fails}), 0.0)]
+    if s.quantity == "step":
+        samples = s.micro_batch * (s.accumulation or 1) * s.gpus
+        tokens = samples * job.tokens_per_sample * job.samples_per_row
+        seconds = step_seconds(row, samples=samples, tokens=tokens, gpus=s.gpus, rate_is=s.rate_is)
+        return [case(candidate, seconds)]
+    return [case(candidate, memory_bytes(row, s.gpus))]
+
+
+def _hardware(row: Row, s: Settings) -> Hardware:
+    facts, gib = gpu_of(row)
+    if facts is None and s.quantity == "step":
+        raise LeftOut("GPU not stated")
+    if gib is None and s.quantity == "decision":
+        raise LeftOut("the GPU's memory is not stated")
+    rates = facts or gpu_table()["a100-80gb"]  # memory hardly depends on which card it is
+    assert s.gpus
+    nodes = s.nodes or max(1, -(-s.gpus // GPUS_A_NODE))
+    known = {f.name for f in dataclasses.fields(Hardware)}
+    extra = {"nodes": nodes} if "nodes" in known and s.gpus % nodes == 0 else {}
+    return Hardware(
+        device="cuda",
+        name=row["gpu"] or "unknown",
+        count=s.gpus,
+        memory_bytes=int((gib or rates.memory_gib) * GIB),
+        memory_cap_bytes=None,
+        host_memory_bytes=HOST_BYTES,
+        facts=rates.name,
+        headroom=0.0,
+        bf16=rates.bf16,
+        **extra,
+    )
+
+
+def _job(s: Settings, hardware: Hardware) -> Job:
+    assert s.gpus
+    assert s.length
+    assert s.model
+    precision = s.precision or ("bf16" if hardware.bf16 else "fp16")
+    config = dict(s.config)
+    masters = s.masters if s.masters is not None else s.deepspeed
+    if precision != "fp32" and not masters and not s.deepspeed:
+        config[precision] = {"enabled": False}
+    optimizer = s.optimizer or "adamw"
+    if optimizer not in ("adamw", "adam", "fused_adam", "lion", "sgd", "adagrad"):
+        config["optimizer"], optimizer = {"type": optimizer}, "adamw"
+    lora = dataclasses.replace(s.lora, targets=targets_in(s.model, s.lora.targets)) if s.lora else None
+    attention = s.attention
+    if attention == "flash_attention_2" and (precision == "fp32" or s.model.config["model_type"] == "bloom"):
+        attention = None  # what has no such kernel runs transformers' own choice
+    return Job(
+        s.model,
+        s.gpus,
+        s.length.longest,
+        precision,
+        optimizer,
+        base_config=config,
+        lora=lora,
+        attention=attention,
+        compiled=s.compiled,
+        lengths=s.lengths,
+        packed=s.packed and bool(s.lengths),
+    )
+
+
+def _candidate(s: Settings) -> Candidate:
+    assert s.micro_batch
+    assert s.stage is not None
+    assert s.model
+    knobs: dict[str, Any] = {
+        "zero_stage": s.stage,
+        MICRO_BATCH: s.micro_batch,
+        ACCUMULATION: s.accumulation or 1,
+        CHECKPOINTING: bool(s.checkpointing),
+    }
+    if s.stage:
+        hidden = hidden_size(s.model)
+        knobs |= {"reduce_bucket_size": hidden**2, "overlap_comm": True, "contiguous_gradients": True}
+        knobs["offload_optimizer"] = "cpu" if s.offload_optimizer else "none"
+        if s.stage == 3:
+            knobs["offload_param"] = "cpu" if s.offload_param else "none"
+            knobs["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * hidden**2)
+    knobs |= s.zero
+    return Candidate.of(knobs)
+
+
+def hidden_size(model: ModelSpec) -> int:
+    """Width of the model, by which transformers fills the buckets that a DeepSpeed config calls `auto`."""
+    text = model.config.get("text_config") or model.config
+    return int(next(text[k] for k in ("hidden_size", "n_embd", "d_model", "dim") if k in text))
+
+
+__all__ = ["Case", "Settings", "Unreadable", "cases_of", "hidden_size", "settings_of", "targets_in"]
