@@ -24,6 +24,7 @@ from published_scores import MEMORY, Scored, calibrated, spearman, summary, trac
 from published_sources import read, source_of
 
 from autotune.errors import UserError
+from autotune.predict.known_error import JobKind
 
 TABLE = DATA / "gpu_published.csv"
 # Issue: on rows of trust A and B. Shares of the measured value.
@@ -180,6 +181,7 @@ def as_json(one: Scored) -> dict[str, Any]:
         "model": case.job.model.name,
         "seq_len": case.job.seq_len,
         "ranks": case.job.ranks,
+        "job_kind": vars(JobKind.of(case.job, case.candidate, case.hardware)),
         "doubts": list(case.doubts),
     }
 

@@ -158,10 +158,12 @@ def _unlocks(wanted: Prediction, setup: PlanSetup, predictor: Predictor) -> list
             if one.fits:
                 found.append(f"{what} ({token_speed(one, job)})")
     if job.global_batch_size is None:
-        more = dataclasses.replace(job, ranks=job.ranks + 1)
-        grown = dataclasses.replace(hardware, count=hardware.count + 1)
+        step = 1 if hardware.nodes == 1 else hardware.per_node
+        more = dataclasses.replace(job, ranks=job.ranks + step)
+        nodes = hardware.nodes + (hardware.nodes > 1)
+        grown = dataclasses.replace(hardware, count=hardware.count + step, nodes=nodes)
         if Predictor(more, grown, predictor.trace).predict(candidate).fits:
-            found.append("one more GPU")
+            found.append("one more GPU" if hardware.nodes == 1 else "one more node")
     missing = wanted.peak_bytes - hardware.ceiling_bytes
     if hardware.device == "cuda" and missing > 0:
         needed = wanted.peak_bytes / (1 - hardware.headroom) / GIB

@@ -45,7 +45,7 @@ def planned_hardware(
         hardware = named_hardware(name.strip(), count, headroom=headroom, nodes=nodes)
     if memory_cap_bytes is not None and memory_cap_bytes > hardware.capacity_bytes:
         raise UserError(
-            f"--memory-cap {format_bytes(memory_cap_bytes)} is above the {format_bytes(hardware.capacity_bytes)} of a "
+            f"--memory-cap {format_bytes(memory_cap_bytes)} is above the {format_bytes(hardware.capacity_bytes)} of one "
             f"{hardware.name}: give less, or leave it out"
         )
     host = host_memory_bytes or hardware.host_memory_bytes

@@ -30,6 +30,7 @@ class Elsewhere:
     def __init__(self, space: SearchSpace, predictor: Predictor, candidates: Sequence[Candidate], table: Table) -> None:
         self.space, self.first = space, predictor
         self.families = _families(candidates, table)
+        self._known: dict[int | None, list[Candidate]] = {}  # by a rank's share of the global batch
 
     def candidates(self, job: Job) -> list[Candidate]:
         """What is tried of the space for this job; none where its global batch cannot be split.
@@ -37,6 +38,12 @@ class Elsewhere:
         Without a global batch, only the fewest and the most micro-batches a step: the most for speed, the fewest because
         accumulated gradients take memory.
         """
+        share = None if job.global_batch_size is None else job.global_batch_size // job.ranks
+        if share not in self._known:
+            self._known[share] = self._candidates(job)
+        return self._known[share]
+
+    def _candidates(self, job: Job) -> list[Candidate]:
         try:
             pairs = self.space.rungs(job)
         except UserError:

@@ -45,6 +45,7 @@ class KnownError:
     """Errors of one figure, as shares of what was measured, before any calibration."""
 
     rows: int
+    sources: int
     median: float
     inside: float  # share of the rows inside the 95 % interval
 
@@ -85,7 +86,7 @@ def _table() -> dict[tuple[JobKind | None, str], KnownError]:
     data = json.loads((resources.files("autotune") / "data" / "predictor_error.json").read_text())
     return {
         (JobKind(**row["kind"]) if row["kind"] else None, row["figure"]): KnownError(
-            row["rows"], row["median"], row["inside"]
+            row["rows"], row["sources"], row["median"], row["inside"]
         )
         for row in data["errors"]
     }

@@ -95,13 +95,20 @@ class Outlook:
         return value * low / self.tokens_per_second, value * high / self.tokens_per_second
 
     def to_json(self) -> dict[str, Any]:
+        """For programs; bytes, seconds, shares and dollars, null where something is not known."""
+        one = self.prediction
         return {
             "gpu": self.hardware.name,
             "gpus": self.hardware.count,
             "nodes": self.hardware.nodes,
+            "candidate": one.candidate.as_dict,
+            "tokens_per_second": self.tokens_per_second,
             "tokens_per_second_interval": list(self.tokens_interval),
             "mfu": self.mfu,
             "mfu_interval": list(self.mfu_interval) if self.mfu_interval else None,
+            "peak_bytes": round(one.peak_bytes),
+            "peak_interval": [round(v) for v in one.peak_interval],
+            "host_bytes_per_node": round(self.host_bytes),
             "tokens": self.tokens,
             "hours": self.hours,
             "hours_interval": list(self.hours_interval),
@@ -109,8 +116,7 @@ class Outlook:
             "price_source": f"{self.price.source}, {self.price.date}".rstrip(", ") if self.price else None,
             "usd": self.usd,
             "usd_interval": list(self.usd_interval) if self.usd_interval else None,
-            "host_bytes_per_node": round(self.host_bytes),
-            **prediction_json(self.prediction, self.job),
+            "binding": one.binding,
         }
 
 

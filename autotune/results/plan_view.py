@@ -11,6 +11,7 @@ from rich.text import Text
 
 from autotune.predict.known_error import KnownError, KnownErrors
 from autotune.predict.prediction import Prediction
+from autotune.problem.candidate import CHECKPOINTING, MODEL_KNOBS, RUNG_KNOBS, Candidate, describe
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.results.plan import CardPlan, HostNeed, Interval, Outlook, Plan
@@ -28,16 +29,25 @@ _COLOURS = {
     "context and communication": "red",
     "host": "white",
 }
+_SHORT = {  # in the legend
+    "parameters": "weights",
+    "optimizer": "states",
+    "gathered parameters": "gathered",
+    "temporaries": "temporary",
+    "context and communication": "context",
+}
+_DECIDING = (*RUNG_KNOBS, *MODEL_KNOBS, "zero_stage", CHECKPOINTING, "offload_optimizer", "offload_param")
+WIDTH = 100  # columns at most
 BAR = 36  # characters for a device's whole memory
 CARDS = 8  # of the table of cards, besides the one asked for
 
 
 def show_plan(plan: Plan, out: Console) -> None:
     """Prints one plan, at most 100 columns wide."""
-    _line(out, Text(plan.job.summary, style="bold"))
-    _line(out, _machine(plan))
+    _put(out, Text(plan.job.summary, style="bold"))
+    _put(out, _machine(plan))
     if plan.note:
-        out.print(plan.note, style="yellow", markup=False, highlight=False)
+        _put(out, Text(plan.note, style="yellow"))
     out.print()
     _show_answer(plan, out)
     _show_gains(plan, out)
@@ -45,10 +55,6 @@ def show_plan(plan: Plan, out: Console) -> None:
     _show_best(plan, out)
     _show_host(plan, out)
     _show_cards(plan, out)
-
-
-def _line(out: Console, text: Text) -> None:
-    out.print(text, highlight=False, overflow="fold")
 
 
 def _machine(plan: Plan) -> Text:
@@ -62,7 +68,7 @@ def _machine(plan: Plan) -> Text:
 def _show_answer(plan: Plan, out: Console) -> None:
     outlook = plan.outlook
     if outlook is None:
-        _line(out, Text("nothing of the space is predicted to fit", style="bold yellow"))
+        _put(out, Text("nothing of the space is predicted to fit", style="bold yellow"))
         _show_enough(plan, out)
         return
     grid = Table.grid(padding=(0, 2))
@@ -70,7 +76,8 @@ def _show_answer(plan: Plan, out: Console) -> None:
     grid.add_column(overflow="fold")
     for name, text in _answers(plan, outlook):
         grid.add_row(name, Text(text))
-    out.print(grid)
+    _put(out, grid)
+    out.print()
 
 
 def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str]]:
@@ -102,7 +109,7 @@ def _show_enough(plan: Plan, out: Console) -> None:
     """What would be enough, where the machine is not."""
     stage = min(plan.stages, key=lambda one: one.smallest.peak_bytes)
     one = stage.smallest
-    _line(
+    _put(
         out,
         Text(
             f"nearest: {one.candidate} with {one.peak_bytes / GIB:.1f} of {plan.hardware.capacity_bytes / GIB:.1f} GiB a GPU"
@@ -114,7 +121,7 @@ def _show_enough(plan: Plan, out: Console) -> None:
         ),
     )
     if plan.errors:
-        _line(out, Text(f"measured: {describe_errors(plan.errors)}"))
+        _put(out, Text(f"measured: {describe_errors(plan.errors)}"))
 
 
 def _cost(outlook: Outlook) -> str:
@@ -145,11 +152,15 @@ def _named_errors(peak: KnownError | None, step: KnownError | None) -> str:
     if peak is None and step is None:
         return ""
     return ", ".join(
-        f"{name} off by {error.median:.0%} (median of {error.rows} published rows)"
-        if error
-        else f"no measured {name} of this kind"
+        f"{name} off by {error.median:.0%} ({_rows(error)})" if error else f"no measured {name} of this kind"
         for name, error in named
     )
+
+
+def _rows(error: KnownError) -> str:
+    if error.rows == 1:
+        return "1 published row"
+    return f"median of {error.rows} published rows, {error.sources} source{'s' if error.sources > 1 else ''}"
 
 
 def _show_gains(plan: Plan, out: Console) -> None:
@@ -157,16 +168,18 @@ def _show_gains(plan: Plan, out: Console) -> None:
         return
     if not plan.gains:
         if plan.own:
-            _line(out, Text("nothing tried would give 2 % more speed\n", style="dim"))
+            _put(out, Text("nothing tried would give 2 % more speed\n", style="dim"))
         return
-    table = _table("what would help most")
-    table.add_column("speed", justify="right")
-    table.add_column("a token", justify="right")
-    table.add_column("", overflow="fold")
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    _put(out, Text("what would help most, by speed", style="bold"))
     for gain in plan.gains:
-        usd = f"{gain.usd_share:+.0%} $" if gain.usd_share is not None else ""
-        table.add_row(f"+{gain.share:.0%}", usd, gain.what + (f"; {gain.detail}" if gain.detail else ""))
-    out.print(table)
+        usd = f" (cost {gain.usd_share:+.0%})" if gain.usd_share is not None else ""
+        faster = f"{1 + gain.share:.1f} x" if gain.share >= 1 else f"+{gain.share:.0%}"
+        table.add_row(f" {faster}", Text(gain.what + usd + (f"; {gain.detail}" if gain.detail else "")))
+    _put(out, table)
+    out.print()
 
 
 def _show_best(plan: Plan, out: Console) -> None:
@@ -181,33 +194,34 @@ def _show_best(plan: Plan, out: Console) -> None:
         low, high = one.peak_interval
         spread = 100 * (one.step_interval[1] / one.step_seconds - 1)
         table.add_row(
-            str(one.candidate),
+            short(one.candidate),
             _rate(one.samples_per_second * plan.job.tokens_per_sample),
             f"{one.step_seconds:.3g} s ±{spread:.0f} %",
             f"{one.peak_bytes / GIB:.1f} ({low / GIB:.0f} to {high / GIB:.0f})",
             one.binding,
         )
-    out.print(table)
+    _put(out, table)
+    out.print()
 
 
 def _show_stages(plan: Plan, out: Console) -> None:
     hardware = plan.hardware
-    _line(out, Text(f"largest micro-batch by stage; the bar is {_gib(hardware.capacity_bytes)} of a GPU", style="bold"))
+    _put(out, Text(f"largest micro-batch by stage; the bar is {_gib(hardware.capacity_bytes)} of a GPU", style="bold"))
     for stage in plan.stages:
         one = stage.fitting or stage.smallest
         what = f"mb {one.candidate.micro_batch}" if stage.fitting else "none fits"
         line = Text(f" ZeRO {stage.stage}  {what:<10}")
         line.append(bar(one, hardware))
         line.append(f"  {one.peak_bytes / GIB:.1f} GiB, {token_speed(one, plan.job)}")
-        _line(out, line)
+        _put(out, line)
         for unlock in stage.unlocks:
-            _line(out, Text(f"         {unlock}", style="dim"))
+            _put(out, Text(f"         {unlock}", style="dim"))
     legend = Text(" ")
     for name, colour in _COLOURS.items():
         if any((s.fitting or s.smallest).memory.get(name, 0) > 0.005 * hardware.capacity_bytes for s in plan.stages):
             legend.append("█", style=colour)
-            legend.append(f" {name}  ".replace(" and ", " + "))
-    out.print(legend, highlight=False)
+            legend.append(f" {_SHORT.get(name, name)} ")
+    _put(out, legend)
     out.print()
 
 
@@ -227,13 +241,13 @@ def bar(one: Prediction, hardware: Hardware) -> Text:
 def _show_host(plan: Plan, out: Console) -> None:
     if not plan.host:
         return
-    _line(out, Text("main memory a node for offload, pinned blocks as they are rounded", style="bold"))
+    _put(out, Text("main memory a node for offload, pinned blocks as they are rounded", style="bold"))
     limit = plan.hardware.host_memory_bytes
     for need in plan.host:
         enough = "fits" if need.fits_device and need.bytes_per_node <= limit else _lacks(need)
         what = "optimizer and parameters" if need.parameters else "optimizer"
         style = "" if enough == "fits" else "dim"
-        _line(out, Text(f" ZeRO {need.stage}  {what:<25} {_gib(need.bytes_per_node):>9}  {enough}", style=style))
+        _put(out, Text(f" ZeRO {need.stage}  {what:<25} {_gib(need.bytes_per_node):>9}  {enough}", style=style))
     out.print()
 
 
@@ -243,28 +257,28 @@ def _lacks(need: HostNeed) -> str:
 
 def _show_cards(plan: Plan, out: Console) -> None:
     if plan.own is not None:
-        out.print(Text(f"fewest {plan.own.gpu}", style="bold"), end=": ", highlight=False)
-        _line(out, Text(_fewest(plan.own)))
+        _put(out, Text(f"fewest {plan.own.gpu}: ", style="bold").append(_fewest(plan.own), style="not bold"))
     usable = [card for card in plan.cards if card.best]
     if not usable:
         if plan.cards:
-            _line(out, Text("no card that is known would do, in up to 8 machines of 8", style="yellow"))
+            _put(out, Text("no card that is known would do, in up to 8 machines of 8", style="yellow"))
         return
-    chosen = usable[:CARDS]
-    chosen += [card for card in usable[CARDS:] if card.gpu == plan.hardware.facts]
+    chosen = [card for at, card in enumerate(usable) if at < CARDS or card.gpu == plan.hardware.facts]
     table = _table(f"cheapest cards for {format_count(plan.tokens)} tokens")
-    for name, justify in (("card", "left"), ("fewest", "right"), ("cheapest", "right"), ("tokens/s", "right")):
+    for name, justify in (("card", "left"), ("fits from", "right"), ("GPUs", "right"), ("tokens/s", "right")):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for name in ("$ an hour", "time", "cost"):
         table.add_column(name, justify="right", no_wrap=True)
     for card in chosen:
         own = card.gpu == plan.hardware.facts
         table.add_row(*_card_row(card), style="bold" if own else "")
-    out.print(table)
+    _put(out, table)
+    out.print()
     dear = ", ".join(card.gpu for card in plan.cards if card.best and card.best.price is None)
-    note = "fewest: +cpu needs offload; cheapest: of 1, 2, 4, 8 or whole nodes of 8. Prices are rough, on demand"
+    note = "GPUs: the cheapest of 1, 2, 4, 8 or whole nodes of 8 within 30 days; +cpu: with offload. "
+    note += "Prices are rough, on demand"
     note += f"; none known for {dear}" if dear else ""
-    out.print(note, style="dim", highlight=False)
+    _put(out, Text(note, style="dim"))
 
 
 def _card_row(card: CardPlan) -> list[str]:
@@ -285,7 +299,7 @@ def _card_row(card: CardPlan) -> list[str]:
 def _fewest(card: CardPlan) -> str:
     parts = []
     if card.fewest:
-        parts.append(f"{_count(card.fewest)} ({card.fewest.prediction.candidate})")
+        parts.append(f"{_count(card.fewest)} ({short(card.fewest.prediction.candidate)})")
     offloading = card.fewest_offloading
     if offloading and (card.fewest is None or offloading.hardware.count < card.fewest.hardware.count):
         need = _gib(offloading.host_bytes)
@@ -316,14 +330,20 @@ def show_comparison(plans: list[Plan], out: Console) -> None:
         low, high = outlook.tokens_interval
         table.add_row(
             machine,
-            str(outlook.prediction.candidate),
+            short(outlook.prediction.candidate),
             f"{_rate(outlook.tokens_per_second)} ({_rate(low)} to {_rate(high)})",
             f"{outlook.mfu:.0%}" if outlook.mfu is not None else "",
             f"{outlook.prediction.peak_bytes / GIB:.1f}",
             format_hours(outlook.hours),
             format_usd(outlook.usd) if outlook.usd is not None else "",
         )
-    out.print(table)
+    _put(out, table)
+    out.print()
+
+
+def short(candidate: Candidate) -> str:
+    """The knobs that decide memory and speed, without buckets and the like."""
+    return describe({name: value for name, value in candidate.knobs if name in _DECIDING})
 
 
 def token_speed(one: Prediction, job: Job) -> str:
@@ -332,7 +352,13 @@ def token_speed(one: Prediction, job: Job) -> str:
 
 
 def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
+    )
+
+
+def _put(out: Console, what: Table | Text) -> None:
+    out.print(what, highlight=False, width=min(WIDTH, out.width), overflow="fold")
 
 
 def _rate(number: float) -> str:

@@ -1,0 +1,79 @@
+"""Writes `autotune/data/predictor_error.json`: the predictor's median error on published rows, by kind of job.
+
+    python benchmarks/published.py --json benchmarks/results/published.json
+    python benchmarks/published_error.py [--of FILE] [--write FILE]
+
+`autotune plan` shows these errors beside what it predicts for jobs of the same kind. They are those without calibration, of
+all rows that `published.py` could use, held-out sources among them.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, command_line, parse, print_table
+
+from autotune.predict.known_error import FIGURES, JobKind
+
+SHIPPED = Path(__file__).parent.parent / "autotune" / "data" / "predictor_error.json"
+
+
+def errors(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The error of each figure for each kind of job, and for every kind together (`kind` null), as shares.
+
+    Args:
+        rows: as `published.py` writes them under rows.uncalibrated.
+    """
+    groups: dict[tuple[JobKind | None, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["kind"] in FIGURES:
+            for kind in (None, JobKind(**row["job_kind"])):
+                groups.setdefault((kind, row["kind"]), []).append(row)
+    return [
+        {
+            "kind": vars(kind) if kind else None,
+            "figure": figure,
+            "rows": len(own),
+            "sources": len({row["source"] for row in own}),
+            "median": round(statistics.median(abs(row["predicted"] / row["measured"] - 1) for row in own), 4),
+            "inside": round(
+                sum(row["interval"][0] <= row["measured"] <= row["interval"][1] for row in own) / len(own), 4
+            ),
+        }
+        for (kind, figure), own in sorted(groups.items(), key=lambda item: (str(item[0][0] or ""), item[0][1]))
+    ]
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument(
+        "--of", type=Path, default=RESULTS / "published.json", metavar="FILE", help="what it is made of"
+    )
+    parser.add_argument("--write", type=Path, default=SHIPPED, metavar="FILE", help="where it goes")
+    arguments = parse(parser)
+    try:
+        found = errors(json.loads(arguments.of.read_text())["rows"]["uncalibrated"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(f"error: {arguments.of}: no result of published.py ({type(error).__name__}: {error})", file=sys.stderr)
+        raise SystemExit(2) from None
+    print_table(
+        "errors by kind of job",
+        [{**one, "kind": str(JobKind(**one["kind"])) if one["kind"] else "every kind"} for one in found],
+        keys=2,
+    )
+    data = {
+        "source": "benchmarks/published_error.py, from benchmarks/published.py without calibration",
+        "errors": found,
+    }
+    for path in [arguments.json] if arguments.json else [] if arguments.small else [arguments.write]:
+        lines = ",\n".join("  " + json.dumps(one) for one in found)
+        path.write_text(f'{{\n "source": {json.dumps(data["source"])},\n "errors": [\n{lines}\n ]\n}}\n')
+
+
+if __name__ == "__main__":
+    main()
