@@ -9,6 +9,7 @@ all rows that `published.py` could use, held-out sources among them.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, command_line, parse, print_table
+from common import RESULTS, print_table
 
 from autotune.predict.known_error import FIGURES, JobKind
 
@@ -50,12 +51,12 @@ def errors(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--of", type=Path, default=RESULTS / "published.json", metavar="FILE", help="what it is made of"
     )
     parser.add_argument("--write", type=Path, default=SHIPPED, metavar="FILE", help="where it goes")
-    arguments = parse(parser)
+    arguments = parser.parse_args()
     try:
         found = errors(json.loads(arguments.of.read_text())["rows"]["uncalibrated"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -66,13 +67,9 @@ def main() -> None:
         [{**one, "kind": str(JobKind(**one["kind"])) if one["kind"] else "every kind"} for one in found],
         keys=2,
     )
-    data = {
-        "source": "benchmarks/published_error.py, from benchmarks/published.py without calibration",
-        "errors": found,
-    }
-    for path in [arguments.json] if arguments.json else [] if arguments.small else [arguments.write]:
-        lines = ",\n".join("  " + json.dumps(one) for one in found)
-        path.write_text(f'{{\n "source": {json.dumps(data["source"])},\n "errors": [\n{lines}\n ]\n}}\n')
+    lines = ",\n".join("  " + json.dumps(one) for one in found)
+    source = json.dumps("benchmarks/published_error.py, of what benchmarks/published.py finds without calibration")
+    arguments.write.write_text(f'{{\n "source": {source},\n "errors": [\n{lines}\n ]\n}}\n')
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,14 +17,15 @@ from autotune.problem.job import Job
 from autotune.problem.space import SearchSpace
 
 _PLENTY = 2**50  # bytes of main memory that hold whatever is offloaded
+_DECIDING = ("zero_stage", CHECKPOINTING, "offload_optimizer", "offload_param", *TRACED_KNOBS)
 Family = tuple[tuple[str, Value], ...]
 
 
 class Elsewhere:
     """Predicts one job on machines other than the one it was first predicted for.
 
-    Of the space's families it keeps, for each stage, checkpointing and offload, the one that is nearest to DeepSpeed's
-    defaults and the one that was fastest on the first machine: what is left out moves a prediction by a few per cent.
+    Of the space's families it keeps, for each stage, checkpointing and offload, the one that was fastest on the first
+    machine and the one that took the least memory there: what is left out moves a prediction by a few per cent.
     """
 
     def __init__(self, space: SearchSpace, predictor: Predictor, candidates: Sequence[Candidate], table: Table) -> None:
@@ -81,6 +82,7 @@ class Tried:
         self.hardware, self.job, self.table = hardware, predictor.job, table
         self._predictor, self._candidates = predictor, candidates
         self._fits = predictor.fits(table)
+        self._told: dict[int, Prediction] = {}
 
     def fastest(self, *, offload: bool = True, any_host: bool = False) -> int | None:
         """The place of the fastest that fits, or None.
@@ -98,7 +100,9 @@ class Tried:
 
     def prediction(self, place: int) -> Prediction:
         """With its breakdowns."""
-        return self._predictor.predict(self._candidates[place])
+        if place not in self._told:
+            self._told[place] = self._predictor.predict(self._candidates[place])
+        return self._told[place]
 
 
 def host_bytes_per_node(host_bytes_per_rank: float, hardware: Hardware) -> float:
@@ -108,27 +112,16 @@ def host_bytes_per_node(host_bytes_per_rank: float, hardware: Hardware) -> float
 
 
 def _families(candidates: Sequence[Candidate], table: Table) -> list[Family]:
-    """Of the candidates' families, per stage, checkpointing, offload and way of making the model: plain and fastest."""
+    """Of the candidates' families, per stage, checkpointing, offload and way of making the model: fastest and smallest."""
     speed: dict[Family, float] = {}
-    for candidate, samples in zip(candidates, table.samples, strict=True):
-        speed[candidate.family] = max(speed.get(candidate.family, 0.0), float(samples))
+    size: dict[Family, float] = {}
+    for candidate, samples, peak in zip(candidates, table.samples.tolist(), table.peak.tolist(), strict=True):
+        family = candidate.family
+        speed[family] = max(speed.get(family, 0.0), samples)
+        size[family] = min(size.get(family, peak), peak)
     groups: dict[tuple[object, ...], list[Family]] = {}
     for family in speed:
         knobs = dict(family)
-        decides = ("zero_stage", CHECKPOINTING, "offload_optimizer", "offload_param", *TRACED_KNOBS)
-        groups.setdefault(tuple(knobs.get(name) for name in decides), []).append(family)
-    kept: Iterable[Family] = (
-        chosen for group in groups.values() for chosen in (min(group, key=_unusual), max(group, key=speed.__getitem__))
-    )
-    return list(dict.fromkeys(kept))
-
-
-def _unusual(family: Family) -> tuple[float, ...]:
-    """How far from DeepSpeed's defaults."""
-    knobs = dict(family)
-    return (
-        abs(float(knobs.get("reduce_bucket_size", 5e8)) - 5e8),
-        abs(float(knobs.get("sub_group_size", 1e9)) - 1e9),
-        float(not knobs.get("contiguous_gradients", True)),
-        float(not knobs.get("overlap_comm", True)),
-    )
+        groups.setdefault(tuple(knobs.get(name) for name in _DECIDING), []).append(family)
+    both = ((max(group, key=speed.__getitem__), min(group, key=size.__getitem__)) for group in groups.values())
+    return list(dict.fromkeys(family for pair in both for family in pair))
