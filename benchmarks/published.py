@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common import command_line, parse, print_table, write_json
+from published_error import errors
 from published_models import DATA
 from published_readers import Case
 from published_rows import LeftOut, Row, Unreadable, read_table
@@ -24,7 +25,6 @@ from published_scores import MEMORY, Scored, calibrated, spearman, summary, trac
 from published_sources import read, source_of
 
 from autotune.errors import UserError
-from autotune.predict.known_error import JobKind
 
 TABLE = DATA / "gpu_published.csv"
 # Issue: on rows of trust A and B. Shares of the measured value.
@@ -181,7 +181,6 @@ def as_json(one: Scored) -> dict[str, Any]:
         "model": case.job.model.name,
         "seq_len": case.job.seq_len,
         "ranks": case.job.ranks,
-        "job_kind": vars(JobKind.of(case.job, case.candidate, case.hardware)),
         "doubts": list(case.doubts),
     }
 
@@ -232,6 +231,7 @@ def judge(arguments: argparse.Namespace, rows: Sequence[Row]) -> None:
             "uncalibrated": lines(before),
             "calibrated": lines(after),
             "targets": verdicts(before, after),
+            "by_kind": errors((kind_of(one.case), one) for one in before),
             "left_out": [{"source": s, "why": why, "rows": n} for (s, why), n in sorted(left.items())],
             "unreadable": unreadable,
             "rows": {"uncalibrated": [as_json(one) for one in before], "calibrated": [as_json(one) for one in after]},

@@ -18,33 +18,33 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, print_table
+from published_scores import Scored
+from published_sources import source_of
 
 from autotune.predict.known_error import FIGURES, JobKind
 
 SHIPPED = Path(__file__).parent.parent / "autotune" / "data" / "predictor_error.json"
 
 
-def errors(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def errors(scored: Iterable[tuple[str, Scored]]) -> list[dict[str, Any]]:
     """The error of each figure for each kind of job, and for every kind together (`kind` null), as shares.
 
     Args:
-        rows: as `published.py` writes them under rows.uncalibrated.
+        scored: each with its figure; of those that are not in FIGURES there is no error.
     """
-    groups: dict[tuple[JobKind | None, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        if row["kind"] in FIGURES:
-            for kind in (None, JobKind(**row["job_kind"])):
-                groups.setdefault((kind, row["kind"]), []).append(row)
+    groups: dict[tuple[JobKind | None, str], list[Scored]] = {}
+    for figure, one in scored:
+        if figure in FIGURES:
+            for kind in (None, JobKind.of(one.case.job, one.case.candidate, one.case.hardware)):
+                groups.setdefault((kind, figure), []).append(one)
     return [
         {
             "kind": vars(kind) if kind else None,
             "figure": figure,
             "rows": len(own),
-            "sources": len({row["source"] for row in own}),
-            "median": round(statistics.median(abs(row["predicted"] / row["measured"] - 1) for row in own), 4),
-            "inside": round(
-                sum(row["interval"][0] <= row["measured"] <= row["interval"][1] for row in own) / len(own), 4
-            ),
+            "sources": len({source_of(one.case.row).name for one in own}),
+            "median": round(statistics.median(one.error for one in own), 4),
+            "inside": round(sum(one.inside for one in own) / len(own), 4),
         }
         for (kind, figure), own in sorted(groups.items(), key=lambda item: (str(item[0][0] or ""), item[0][1]))
     ]
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, default=SHIPPED, metavar="FILE", help="where it goes")
     arguments = parser.parse_args()
     try:
-        found = errors(json.loads(arguments.of.read_text())["rows"]["uncalibrated"])
+        found = json.loads(arguments.of.read_text())["by_kind"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"error: {arguments.of}: no result of published.py ({type(error).__name__}: {error})", file=sys.stderr)
         raise SystemExit(2) from None
