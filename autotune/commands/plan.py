@@ -10,7 +10,7 @@ from autotune.commands.plan_gains import gains
 from autotune.commands.plan_machines import Machines
 from autotune.commands.request import Request, plan_setups
 from autotune.commands.setup import PlanSetup
-from autotune.predict.elsewhere import Elsewhere, host_bytes_per_node
+from autotune.predict.elsewhere import PLENTY, Elsewhere, host_bytes_per_node
 from autotune.predict.known_error import known_errors
 from autotune.predict.predictor import Prediction, Predictor, Table
 from autotune.predict.trace import Trace
@@ -98,14 +98,11 @@ def _host_needs(setup: PlanSetup, predictor: Predictor, candidates: list[Candida
                 smallest[key] = c
     if not smallest:
         return ()
-    hardware = setup.hardware
+    hardware, ways = setup.hardware, sorted(smallest)
+    roomy = Predictor(setup.job, dataclasses.replace(hardware, host_memory_bytes=PLENTY), predictor.trace)
     return tuple(
-        HostNeed(
-            stage, parameters, host_bytes_per_node(one.host_bytes, hardware), one.peak_bytes <= hardware.ceiling_bytes
-        )
-        for (stage, parameters), one in zip(
-            sorted(smallest), predictor.predict_many([smallest[key] for key in sorted(smallest)]), strict=True
-        )
+        HostNeed(stage, parameters, host_bytes_per_node(one.host_bytes, hardware), one.fits)
+        for (stage, parameters), one in zip(ways, roomy.predict_many([smallest[way] for way in ways]), strict=True)
     )
 
 

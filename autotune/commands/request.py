@@ -24,7 +24,6 @@ from autotune.problem.script import make_script
 from autotune.problem.script_job import unknown_job
 from autotune.problem.space import SearchSpace
 from autotune.problem.space_file import load_space
-from autotune.results.plan import TOKENS
 from autotune.search.fingerprint import identity
 from autotune.units import parse_bytes, parse_count, parse_duration, parse_share
 
@@ -128,7 +127,7 @@ def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]
     headroom = parse_share(request.headroom or DEFAULT_HEADROOM)
     host = parse_bytes(request.host_memory) if request.host_memory else None
     cap = parse_bytes(request.memory_cap) if request.memory_cap else None
-    tokens = parse_count(request.tokens, "--tokens") if request.tokens is not None else TOKENS
+    tokens = parse_count(request.tokens, "--tokens") if request.tokens is not None else PlanSetup.tokens
     if request.price is not None and not 0 < request.price <= 10_000:
         raise UserError(f"--price {request.price:g}: expected dollars of one GPU and hour, above 0")
     setups = []

@@ -16,7 +16,7 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.space import SearchSpace
 
-_PLENTY = 2**50  # bytes of main memory that hold whatever is offloaded
+PLENTY = 2**50  # bytes of main memory that hold whatever is offloaded
 _DECIDING = ("zero_stage", CHECKPOINTING, "offload_optimizer", "offload_param", *TRACED_KNOBS)
 Family = tuple[tuple[str, Value], ...]
 
@@ -71,7 +71,7 @@ class Elsewhere:
         candidates = self.candidates(job)
         if not candidates:
             return None
-        predictor = Predictor(job, dataclasses.replace(hardware, host_memory_bytes=_PLENTY), self.first.trace)
+        predictor = Predictor(job, dataclasses.replace(hardware, host_memory_bytes=PLENTY), self.first.trace)
         return Tried(hardware, predictor, candidates, predictor.table(candidates))
 
 
@@ -107,7 +107,7 @@ class Tried:
 
 def host_bytes_per_node(host_bytes_per_rank: float, hardware: Hardware) -> float:
     """Main memory that a node needs: what its ranks offload, pinning included, and what their processes hold besides."""
-    own = _PLENTY - host_limit_bytes(dataclasses.replace(hardware, host_memory_bytes=_PLENTY))
+    own = PLENTY - host_limit_bytes(dataclasses.replace(hardware, host_memory_bytes=PLENTY))
     return host_bytes_per_rank * hardware.per_node + own
 
 
