@@ -129,7 +129,11 @@ def measure_lora(most: int | None) -> list[dict[str, Any]]:
     ):
         job = Job(resolve_model(model), ranks, 64, precision, lora=parse_lora(lora))
         groups = [
-            [Candidate.of({"train_micro_batch_size_per_gpu": batch, "gradient_accumulation_steps": 1, **SMALL, **knobs})]
+            [
+                Candidate.of(
+                    {"train_micro_batch_size_per_gpu": batch, "gradient_accumulation_steps": 1, **SMALL, **knobs}
+                )
+            ]
             for knobs, batch in lora_rows()[:most]
         ]
         rows += measured(job, groups, {"lora": lora})

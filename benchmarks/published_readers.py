@@ -6,12 +6,14 @@
 * Memory columns without a method mean what nvidia-smi shows.
 * `single` and `ddp` without DeepSpeed train in the weights' own type: torch keeps no master weights. Autocast is taken for
   16-bit weights with 32-bit masters, which takes the same 16 bytes a parameter.
+* FSDP in bf16 keeps 32-bit shards (torch.distributed.fsdp.MixedPrecision casts what it gathers), unless a row says `pure`.
 * fp16 without DeepSpeed is autocast: gradients in fp16 cannot be unscaled (torch.amp.GradScaler).
 * `fsdp` is stage 3 with a block as the unit (`_as_fsdp`).
 * Logits are made 32-bit or not as the model's code of the figure's year did (`published_models.loss_of`).
 * DeepSpeed's configs are those of transformers' examples: buckets `auto`, that is hidden_size^2, with `overlap_comm`.
 * Unknown checkpointing is off, unknown accumulation 1: every framework's default. Unknown attention is transformers' own choice.
-* A LoRA of unknown rank or targets has peft's defaults (rank 8), on query and value.
+* A LoRA of unknown rank, targets or dropout has peft's defaults (8, query and value, none). Outside DeepSpeed its weights are
+  fp32 since peft 0.12 (August 2024, `autocast_adapter_dtype`) and of the model's type before.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from published_models import gpu_of, loss_of, model_of, parameters_of
+from published_models import gpu_of, loss_of, model_of, parameters_of, year_of
 from published_rows import (
     LeftOut,
     Length,
@@ -44,6 +46,7 @@ from autotune.units import GIB
 
 HOST_BYTES = 4096 * GIB  # sources do not say what main memory a machine has: it never decides
 GPUS_A_NODE = 8
+FP32_ADAPTERS_SINCE = 2025  # the first whole year with peft 0.12
 
 
 @dataclass
@@ -125,6 +128,12 @@ def settings_of(row: Row) -> Settings:
     if not checkpointing.startswith("unknown"):
         s.checkpointing = checkpointing.startswith(("yes", "true", "on"))
     s.lora = _lora(row)
+    if (
+        s.lora
+        and not s.deepspeed
+        and ("fp32 adapters" in row["precision"] or year_of(row, s.model) >= FP32_ADAPTERS_SINCE)
+    ):
+        s.lora = dataclasses.replace(s.lora, fp32=s.precision != "fp32")
     attention = bare(row["attention"])
     for word, name in (("flash", "flash_attention_2"), ("sdpa", "sdpa"), ("eager", "eager")):
         s.attention = s.attention or (name if attention.startswith(word) else None)
@@ -186,8 +195,10 @@ def _precision(row: Row, s: Settings) -> None:
     if "fp32 weights" in text and not mixed:
         s.precision = "fp32"
     if s.precision in ("bf16", "fp16"):
-        plain = not s.deepspeed and not mixed and s.precision == "bf16"
-        s.masters = not ("pure" in text or "-true" in text or "states" in text or plain)
+        sharded = not s.deepspeed and s.stage == 3
+        plain = not s.deepspeed and not mixed and s.precision == "bf16" and not sharded
+        pure = "pure" in text or "-true" in text or "states" in text or row.says("pure bf16", "states are bf16")
+        s.masters = not (pure or plain)
     if "bf16_master_weights_and_grads" in text:
         s.masters = True
         s.config = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}

@@ -6,6 +6,7 @@ are read by the columns alone, as is any table of `--csv`.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -66,8 +67,9 @@ def qwen(row: Row, s: Settings) -> None:
     """QwenLM/Qwen: finetune.py and finetune/*.sh.
 
     Every row is padded to model_max_length (finetune.py, preprocess). Single-GPU scripts run without DeepSpeed on weights
-    in bf16. `s/it` is Trainer's, an optimizer step.
+    in bf16. `s/it` is Trainer's, an optimizer step. LoraArguments: lora_dropout 0.05.
     """
+    with_dropout(s, 0.05)
     s.length = s.length and Length(s.length.longest, True)
 
 
@@ -108,6 +110,31 @@ def ml_sys(row: Row, s: Settings) -> None:
             s.zero["zero_optimization.stage3_prefetch_bucket_size"] = int(5e8)
 
 
+def with_dropout(s: Settings, share: float) -> None:
+    if s.lora:
+        s.lora = dataclasses.replace(s.lora, dropout=share)
+
+
+def litgpt(row: Row, s: Settings) -> None:
+    """Lightning-AI/litgpt: finetune/lora.py (lora_dropout 0.05); its loss is computed in chunks of the head's output.
+
+    Of `bf16-mixed` LoRA the frozen weights are fp32 and cast at each use, which no Job describes.
+    """
+    with_dropout(s, 0.05)
+    s.loss = "fused"
+    if s.lora and "mixed" in row["precision"]:
+        raise LeftOut("frozen 32-bit weights under autocast")
+
+
+def peft(row: Row, s: Settings) -> None:
+    """huggingface/peft: docs/source/accelerate/{deepspeed,fsdp}.md (lora_dropout 0.1, packed to 2048), and
+    method_comparison/MetaMathQA (torch 2.13, transformers 5.13: a loss of today's code)."""
+    if "Llama-2-70b" in row["model"]:
+        with_dropout(s, 0.1)
+    if row.says("transformers 5"):
+        s.loss = "own"
+
+
 # Token statistics of ms-swift's benchmark data: mean and standard deviation (docs/source_en/LLM/Benchmark.md).
 _SWIFT_MEAN, _SWIFT_DEVIATION, _SWIFT_LEAST = 3234.4, 2547.5, 91
 
@@ -117,8 +144,10 @@ def ms_swift(row: Row, s: Settings) -> None:
 
     swift drops what is longer than max_length (`truncation_strategy` "delete", the default of 2024), so the others' lengths
     are those of a lognormal below it, with the statistics that the page prints. Several GPUs of that page are
-    `device_map`'s pipeline. The comments on top of scripts are rounded; one that equals the card says nothing.
+    `device_map`'s pipeline. The comments on top of scripts are rounded; one that equals the card says nothing. SftArguments:
+    lora_dropout_p 0.05.
     """
+    with_dropout(s, 0.05)
     if "Benchmark.md" in row["source_path_or_section"]:
         if s.gpus and s.gpus > 1:
             raise LeftOut("tensor, pipeline or sequence parallel")
@@ -178,6 +207,8 @@ READERS: dict[str, Callable[[Row, Settings], None]] = {
     "chenyaofo gist": gist,
     "IST-DASLab/llmq": llmq,
     "justin-aj/ml-sys": ml_sys,
+    "Lightning-AI/litgpt": litgpt,
+    "huggingface/peft": peft,
     "modelscope/ms-swift": ms_swift,
     "pytorch/torchtune": torchtune,
     "InternLM/InternEvo": internevo,

@@ -38,12 +38,12 @@ _NCCL_GIB = {"nvlink": (Prior(0.45, 0.15), Prior(0.55, 0.2)), "pcie": (Prior(0.2
 MEASURED_OVERHEAD_GIB = 0.03  # standard deviation of an overhead that ranks have measured from inside
 
 # Logarithms of factors on full rates; a matrix product reaches 60 to 70 % of a GPU's peak, a stream of memory or of a
-# link 75 to 85 %. The tail is in tokens, and the hidden share is a logit.
+# link 75 to 85 %. The hidden share is a logit.
 TIME = {
-    "products": Prior(np.log(1 / 0.62), 0.25),
-    "tail": Prior(np.log(500.0), 1.0),
-    "moved": Prior(np.log(1 / 0.8), 0.35),
-    "starts": Prior(0.0, 0.4),
+    "products": Prior(np.log(1 / 0.85), 0.1),
+    "tail": Prior(np.log(1 / 0.8), 0.6),
+    "moved": Prior(np.log(1 / 0.8), 0.25),
+    "starts": Prior(0.0, 0.25),
     "comm": Prior(np.log(1 / 0.7), 0.4),
     "reduce": Prior(np.log(0.8), 0.4),
     "hidden": Prior(0.4, 0.8),
@@ -51,14 +51,16 @@ TIME = {
     "cpu_adam": Prior(0.4, 0.6),
     "optimizer": Prior(np.log(1 / 0.7), 0.3),
     "collectives": Prior(0.0, 0.8),
+    "loop": Prior(0.0, 0.7),
 }
 _CPU_SIGMA = 1.2  # a CPU's rates are guesses until the first trial
 # Standard deviations of what no formula knows: the logarithm of a small factor for each kind of config, and slopes. In a
 # fit they follow TIME.
 QUIRKS = {
-    "stage1": 0.2,
-    "stage2": 0.2,
-    "stage3": 0.2,
+    "machine": 0.1,
+    "stage1": 0.07,
+    "stage2": 0.07,
+    "stage3": 0.07,
     "checkpointed": 0.05,
     "offloaded": 0.1,
     "parameters out": 0.1,
@@ -67,9 +69,10 @@ QUIRKS = {
     "bucket": 0.03,
     "sub-group": 0.02,
     "contiguous": 0.03,
-    "compiled": 0.3,
-    "adapted": 0.1,
-    "packed": 0.15,
+    "compiled": 0.15,
+    "adapted": 0.07,
+    "packed": 0.1,
+    "nodes": 0.03,
 }
 
 

@@ -132,7 +132,7 @@ class Breakdowns:
 
     def _time(self, i: int) -> dict[str, float]:
         """Seconds by cause, scaled to the step that the table predicts."""
-        causes = ("forward", "backward", "recompute", "communication", "optimizer", "offload")
+        causes = ("forward", "backward", "recompute", "communication", "optimizer", "offload", "loop")
         return {name: float(getattr(self.spent, name)[i]) * self.slower[i] for name in causes}
 
     def _binding(self, needed: float, host_of_all: float, time: dict[str, float], i: int) -> str:
@@ -150,5 +150,6 @@ class Breakdowns:
             "communication": time["communication"],
             "optimizer": time["optimizer"],
             "offload": time["offload"],
+            "the training loop": time["loop"],
         }
         return max(causes, key=causes.__getitem__)

@@ -40,7 +40,7 @@ class Prepared:
         b = bill(job, trace, c, hardware.device)
         doubt = doubt_of(b, candidates, guessed)
         features = np.hstack([features_of(c), np.tile(job_features(job, trace), (len(candidates), 1))])
-        return cls(c, b, work(job, hardware, trace, c), quirks_of(c), features, doubt)
+        return cls(c, b, work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt)
 
     @classmethod
     def joined(cls, parts: list[Prepared], at: list[list[int]]) -> Prepared:
@@ -89,10 +89,11 @@ def doubt_of(b: Bill, candidates: Sequence[Candidate], guessed: bool) -> Floats:
     return np.asarray(np.hypot(of_states, of_activations))
 
 
-def quirks_of(c: Columns) -> Floats:
+def quirks_of(c: Columns, nodes: int = 1) -> Floats:
     """(n, quirks): how far each of `constants.QUIRKS` applies to each candidate, in their order."""
     zero = c.stage > 0
     columns = {
+        "machine": np.ones(len(c)),
         "stage1": c.stage == 1,
         "stage2": c.stage == 2,
         "stage3": c.stage == 3,
@@ -107,6 +108,7 @@ def quirks_of(c: Columns) -> Floats:
         "compiled": c.compiled,
         "adapted": c.lora > 0,
         "packed": c.packed,
+        "nodes": np.full(len(c), np.log2(nodes)),
     }
     rows: Floats = np.array([columns[name] for name in QUIRKS], dtype=np.float64)
     return rows.T

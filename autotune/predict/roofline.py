@@ -23,7 +23,38 @@ CPU_ADAM_ELEMENTS_PER_S = 1e9
 # (Dao 2023, FlashAttention-2, figures 4 and 6).
 ATTENTION_SHARE = 0.5 / 0.7
 NVME_GB_PER_S = 2.0
-BUCKET_SECONDS = 3e-5  # to start one collective
+BUCKET_SECONDS = 3e-5  # to start one collective within a node
+# A ring passes every rank: seconds a hop within a node and from node to node (NCCL's own table of latencies, tuning.cc,
+# protocol LL128: 1.9 us over NVLink and 4.0 us over the network, beside 14 us to start).
+HOP_SECONDS, NODE_HOP_SECONDS = 1.9e-6, 4.0e-6
+# Two V100 or A100 share a PCIe switch with one way to the host (DGX-1 and DGX A100 topologies); from Hopper on each GPU
+# has its own.
+_SHARED_UPLINK = ("v100", "a100", "a800")
+# Of the listed peak, what the best matrix products reach (maximum achievable matmul FLOPS: stas00/ml-engineering,
+# compute/accelerator; B200 there 1745 of 2250 TFLOP/s). GeForce cards are listed at their rated boost clock and run above it.
+_ACHIEVABLE = {"a100": 0.86, "a800": 0.86, "h100": 0.80, "h800": 0.80, "h200": 0.80, "b200": 0.78} | dict.fromkeys(
+    ("rtx20", "rtx30", "rtx40", "rtx50"), 1.0
+)
+_ACHIEVABLE_ELSEWHERE = 0.85
+# What the processor does before a GPU can do anything, in seconds. An operator of an eager model: 10 us in forward and 8 in
+# backward of a Llama of 64 channels (torch 2.13, an EPYC core at 1 thread, no kernel to launch; with checkpointing 14 on
+# average), and 5 more to launch a CUDA kernel. A published floor agrees: Qwen 1.8B at 256 to 1024 tokens (QwenLM/Qwen).
+OPERATOR_SECONDS = 2e-5
+# ZeRO-3's hooks around a module's forward, recomputation or backward (fetch_sub_module, release_sub_module and what they
+# wrap: partitioned_param_coordinator.py and parameter_offload.py of deepspeed 0.19.8): 110 to 150 us on the same core over
+# 4 ranks whose collectives do nothing, for Llama and for its adapters alike.
+MODULE_SECONDS = 1.6e-4
+# Modules called for a kernel of forward: 162 for 483 in 12 layers of Llama. An adapter of peft has four more (dropout, A, B
+# and itself) and four kernels.
+MODULES_AN_OPERATOR = 0.335
+REDUCED_SECONDS = 2.5e-5  # ZeRO-1 and 2, a gradient: the hook that puts it into its bucket (same measurement)
+# Of an eager model's kernels and of the bytes they move, what is left when compiled: chains of pointwise operators (norms,
+# rotation, activation and gate) become one kernel each.
+COMPILED_STARTS, COMPILED_MOVED = 0.3, 0.45
+# Data and the loop, by micro-batch (collating, copying, reading the loss: transformers' Trainer looks whether it is
+# finite every time) and by step (clipping, the schedule, zero_grad), and what an optimizer does a tensor in Python
+# (same measurement: plain data parallel 60 us, ZeRO's flat parts 20).
+MICRO_SECONDS, STEP_SECONDS, TENSOR_SECONDS, PART_SECONDS = 4e-3, 1e-2, 6e-5, 2e-5
 
 
 @dataclass(frozen=True)
@@ -45,9 +76,14 @@ class Rates:
         flops = facts.fp32_tflops if precision == "fp32" else facts.tflops
         if precision == "bf16" and not facts.bf16:
             flops = facts.fp32_tflops
-        return cls(
-            flops * 1e12, facts.memory_gb_per_s * 1e9, facts.link_gb_per_s * 1e9, facts.pcie_gb_per_s * 1e9, 5e-6
+        # A ring enters every node once, over all its adapters together, and passes every GPU's own link once.
+        link = min(facts.link_gb_per_s, hardware.network_gb_per_s) if hardware.nodes > 1 else facts.link_gb_per_s
+        shared = facts.name.startswith(_SHARED_UPLINK) and hardware.per_node > 1
+        pcie = facts.pcie_gb_per_s / (2 if shared else 1)
+        reached = next(
+            (share for name, share in _ACHIEVABLE.items() if facts.name.startswith(name)), _ACHIEVABLE_ELSEWHERE
         )
+        return cls(flops * reached * 1e12, facts.memory_gb_per_s * 1e9, link * 1e9, pcie * 1e9, OPERATOR_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -55,8 +91,8 @@ class Work:
     """What a candidate's step consists of, in seconds at full rates; one entry a candidate.
 
     Per micro-batch: products, their tail (products a token: what small batches waste), moved (other operators), starts
-    (kernels), gather_micro and reduce_micro (communication), pcie_micro. Per step: gather_step, reduce_step,
-    optimizer, cpu_adam, pcie_step, nvme, collectives.
+    (what the processor does to start kernels), gather_micro and reduce_micro (communication), pcie_micro. Per step:
+    gather_step, reduce_step, optimizer, cpu_adam, pcie_step, nvme, collectives, loop (the training loop's own work).
     """
 
     forward_share: Floats  # of products, without recomputation
@@ -75,6 +111,7 @@ class Work:
     cpu_adam: Floats
     nvme: Floats
     collectives: Floats
+    loop: Floats
     hides: Floats  # 1 where communication runs beside computation
 
 
@@ -100,8 +137,9 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
         either(plain.moved[0][0] + plain.moved[1][0], again.moved[0][0] + again.moved[1][0])
         + either(plain.moved[0][1] + plain.moved[1][1], again.moved[0][1] + again.moved[1][1]) * rows
     ) / rates.memory
-    starts = either(sum(plain.operators), sum(again.operators)) * rates.operator_seconds
+    moved = moved * np.where(c.compiled > 0, COMPILED_MOVED, 1.0)
     one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
+    starts = _starts(trace, c, rates)
     out, parameters_out = c.offload_optimizer > 0, three & (c.offload_param > 0)
     # Buckets are all-reduced at stages 0 to 2 (use_multi_rank_bucket_allreduce), 1 and 2 gather what was updated;
     # stage 3 gathers for forward and for backward and scatters the gradients, every micro-batch.
@@ -118,7 +156,7 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
         forward_share=either(forward / whole_pass[0], forward / whole_pass[1]),
         recompute_share=either(0.0, 1 - whole_pass[0] / whole_pass[1]),
         products=products,
-        tail=products / (c.micro_batch * c.tokens),
+        tail=either(*whole_pass) / job.seq_len * width / 2 / rates.memory,
         moved=moved,
         starts=starts,
         gather_micro=np.where(three, 2 * once, zero),
@@ -129,12 +167,34 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
         / rates.pcie,
         pcie_step=np.where(out, width * part + np.where(one, width * part, 0.0), 0.0) / rates.pcie,
         optimizer=np.where(out, 0.0, elements * step_bytes / rates.memory),
-        cpu_adam=np.where(out, total / CPU_ADAM_ELEMENTS_PER_S, 0.0),
+        cpu_adam=np.where(out, total / hardware.nodes / CPU_ADAM_ELEMENTS_PER_S, 0.0),
         nvme=((c.offload_optimizer == 2) * 2 * (4 + states) * part + (c.offload_param == 2) * 2 * width * part)
         / (NVME_GB_PER_S * 1e9),
-        collectives=(buckets * (ranks > 1) + gathers * (ranks > 1) + groups) * BUCKET_SECONDS,
+        collectives=((buckets + gathers) * (ranks > 1) + groups) * (BUCKET_SECONDS + _hops_seconds(hardware)),
+        loop=c.accumulation * MICRO_SECONDS
+        + STEP_SECONDS
+        + len(trace.parameters) * np.where(c.stage == 0, TENSOR_SECONDS, PART_SECONDS),
         hides=np.where(c.overlap > 0, 1.0, 0.0),  # at every stage: without it one stream does both
     )
+
+
+def _hops_seconds(hardware: Hardware) -> float:
+    """What passing every rank adds to a collective beyond one node; that of a node is part of starting it."""
+    extra = hardware.nodes - 1
+    return extra * (NODE_HOP_SECONDS + (hardware.per_node - 1) * HOP_SECONDS)
+
+
+def _starts(trace: Trace, c: Columns, rates: Rates) -> Floats:
+    """Seconds of the processor to start a micro-batch's kernels, ZeRO's hooks included."""
+    plain, again = trace.plain.operators, trace.of(True).operators
+    checkpointing = c.checkpointing > 0
+    operators = np.where(checkpointing, sum(again), sum(plain)) * np.where(c.compiled > 0, COMPILED_STARTS, 1.0)
+    tensors = float(len(trace.parameters))
+    adapters = np.where(c.lora > 0, 2 * tensors, 0.0)  # two trained tensors and four modules each
+    modules = MODULES_AN_OPERATOR * np.maximum(plain[0] - adapters, 0.0) + adapters
+    passes = np.where(checkpointing, 3.0, 2.0)
+    hooks = np.select([c.stage == 3, c.stage > 0], [modules * passes * MODULE_SECONDS, tensors * REDUCED_SECONDS], 0.0)
+    return np.asarray(operators * rates.operator_seconds + hooks)
 
 
 @dataclass(frozen=True)
@@ -147,18 +207,20 @@ class Spent:
     communication: Floats  # exposed
     optimizer: Floats
     offload: Floats
+    loop: Floats  # data and the training loop itself
     launch_bound: Floats  # 1 where starting kernels takes longer than running them
     moved_share: Floats  # of computation: operators bound by memory bandwidth
 
     @property
     def step(self) -> Floats:
-        return self.forward + self.backward + self.recompute + self.communication + self.optimizer + self.offload
+        computation = self.forward + self.backward + self.recompute
+        return computation + self.communication + self.optimizer + self.offload + self.loop
 
 
 def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
-    """Seconds from work and the constants `k`, all as factors on the work at full rates (`tail` in tokens,
-    `hidden` the share of communication that can run beside computation); (..., 1) constants give (..., n) seconds."""
-    products = k["products"] * (w.products + k["tail"] * w.tail)
+    """Seconds from work and the constants `k`, all as factors on the work at full rates (`hidden` is the share of
+    communication that can run beside computation); (..., 1) constants give (..., n) seconds."""
+    products = k["products"] * w.products + k["tail"] * w.tail
     moved = k["moved"] * w.moved
     starts = k["starts"] * w.starts
     compute = np.sqrt(np.sqrt(np.square((products + moved) ** 2) + np.square(starts**2)))  # the larger, smoothly
@@ -169,7 +231,11 @@ def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
     # what a step sends once runs beside the last backward; the gathering of what was updated does not
     exposed = exposed + np.maximum(step - hidden * compute * 0.66, (1 - hidden * 0.66) * step)
     total = compute * c.accumulation
-    offload = k["pcie"] * (w.pcie_micro * c.accumulation + w.pcie_step) + k["cpu_adam"] * w.cpu_adam + w.nvme
+    # ZeRO-3 fetches ahead and sends gradients on a stream of their own; ZeRO-2 waits for each to add to it
+    lies_beside = hidden * (c.stage == 3)
+    pcie = k["pcie"] * w.pcie_micro
+    pcie = np.maximum(pcie - lies_beside * compute, (1 - lies_beside) * pcie)
+    offload = pcie * c.accumulation + k["pcie"] * w.pcie_step + k["cpu_adam"] * w.cpu_adam + w.nvme
     return Spent(
         forward=total * w.forward_share,
         recompute=total * w.recompute_share,
@@ -177,6 +243,7 @@ def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
         communication=exposed + k["collectives"] * w.collectives,
         optimizer=k["optimizer"] * w.optimizer,
         offload=offload,
+        loop=k["loop"] * w.loop,
         launch_bound=np.where(starts > products + moved, 1.0, 0.0),
         moved_share=moved / (products + moved),
     )

@@ -344,7 +344,9 @@ def answer_to(job: Job, options: list[str], workers: int = 2) -> dict[str, Any]:
     try:
         if "--sizes" in options:
             return {"sizes": _sizes(job, "cpu")}
-        return {"trace": trace_model(job, fused_loss="--fused-loss" in options, workers=2).to_json()}
+        device = "cpu" if "--cpu" in options else "cuda"
+        loss = options[options.index("--loss") + 1] if "--loss" in options else "own"
+        return {"trace": trace_model(job, loss=loss, device=device, workers=workers).to_json()}
     except Impossible as error:
         return {"impossible": str(error)}
     except Untraceable as error:
@@ -363,6 +365,21 @@ def _sizes(job: Job, device: str) -> tuple[list[int], int]:
 def _line(error: BaseException) -> str:
     said = " ".join(str(error).split())[:300]  # some say what is wrong in their second line
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def answer_all(asked: list[dict[str, Any]], workers: int) -> Iterator[dict[str, Any]]:
+    """An answer for each `{"job", "options"}` as it is found, with its place as `at`. Each worker traces one job at a time:
+    torch and transformers are imported once for all."""
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        yield from pool.imap_unordered(_answer_at, enumerate(asked))
+
+
+def _answer_at(one: tuple[int, dict[str, Any]]) -> dict[str, Any]:
+    at, asked = one
+    try:
+        return {"at": at, **answer_to(Job.from_json(asked["job"]), asked["options"], workers=1)}
+    except Exception as error:  # one model's code must not end the others
+        return {"at": at, "untraceable": _line(error)}
 
 
 def main() -> None:

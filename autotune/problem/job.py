@@ -68,7 +68,7 @@ def parse_lora(text: str) -> Lora:
     for part in text.split(","):
         key, equals, value = part.strip().partition("=")
         if not equals or key not in ("r", "targets", "alpha", "saved", "dropout", "dtype") or not value:
-            raise UserError(f"LoRA {text}: expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32,saved=lm_head")
+            raise UserError(f"LoRA {text}: expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32")
         values[key] = value
     try:
         rank, alpha = int(values.get("r", "16")), int(values["alpha"]) if "alpha" in values else None
