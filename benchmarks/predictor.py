@@ -345,7 +345,7 @@ def landscapes(amount: Amount, folder: Path) -> list[dict[str, Any]]:
             others[order[: amount.known]] = False
             errors.append(float(np.median(abs(table.peak / peak - 1)[others])))
             ranks.append(spearman(table.step[others & ok], step[others & ok]))
-            lost += bool(table.peak[best] - HOPELESS_SIGMAS * table.peak_sigma[best] > hardware.capacity_bytes)
+            lost += bool(table.needed[best] - HOPELESS_SIGMAS * table.peak_sigma[best] > hardware.capacity_bytes)
         rank = statistics.median(ranks)
         found += about(
             f"landscape {landscape.name}, {amount.known} rows, {amount.seeds} orders",

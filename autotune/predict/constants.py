@@ -14,17 +14,18 @@ REPEAT_MEMORY, REPEAT_TIME = 0.004, 0.02  # the same candidate measured twice
 UNTRACED = 3.0  # times as wide are intervals for a model that could not be traced
 UNREAD_STATES = 0.15  # of parameters, gradients and states, where a key is set that no formula reads
 
-# Factors on the lines of ZeRO's bill. What the caching allocator adds to activations is 7 to 20 % with memory to spare
-# (benchmarks/allocator.py replays traces through its rules); at the limit, where it counts, it gives cached blocks back
-# first.
+# Factors on the lines of ZeRO's bill, and `cached`: blocks that the caching allocator keeps beside what is in use, as a share of
+# all that comes and goes within a step.
 MEMORY = {
     "states": Prior(1.0, 0.02),
     "buckets": Prior(1.0, 0.2),
     "gathered": Prior(1.0, 0.3),
     "temporaries": Prior(1.0, 0.25),
-    "activations": Prior(1.04, 0.08),
+    "activations": Prior(1.0, 0.05),
     "recomputed": Prior(1.0, 0.15),
+    "cached": Prior(0.08, 0.06),
 }
+STUCK = 0.3  # of the cached blocks cannot be given back, for they share a segment with used ones
 MEMORY_CONSTANTS = ("overhead", *MEMORY)  # in the order of a fit
 # The context of one process. With CUDA's lazy loading 0.4 to 0.6 GiB; of cuBLAS's workspaces, 8 MiB a handle and stream
 # and 32 from Hopper on, a few come on top.
