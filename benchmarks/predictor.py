@@ -34,7 +34,7 @@ from autotune.predict.tracer import trace_model
 from autotune.predict.zero import bill
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect, named_gpu
-from autotune.problem.job import Job
+from autotune.problem.job import Job, parse_lora
 from autotune.problem.models import ModelSpec, resolve_model
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.space_file import load_space
@@ -121,8 +121,15 @@ def live_tensors(amount: Amount, measure: bool) -> list[dict[str, Any]]:
 
 def live_error(row: dict[str, Any]) -> float:
     """How far the bytes of live tensors at their peak are off; on CPU ranks host and device are one."""
-    base = row.get("base_config", {})
-    job = Job(resolve_model(row["model"]), row["ranks"], row["seq_len"], row["precision"], base_config=base)
+    base, lora = row.get("base_config", {}), row.get("lora")
+    job = Job(
+        resolve_model(row["model"]),
+        row["ranks"],
+        row["seq_len"],
+        row["precision"],
+        base_config=base,
+        lora=parse_lora(lora) if lora else None,
+    )
     predicted = bill(job, trace_job(job), columns_of([Candidate.of(row["candidate"])], job))
     at = [i for i, name in enumerate(predicted.moments) if name != "init"]
     peak = float(predicted.peaks()[at, 0].max() + predicted.host[0])

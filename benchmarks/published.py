@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common import command_line, parse, print_table, write_json
+from published_error import errors
 from published_models import DATA
 from published_readers import Case
 from published_rows import LeftOut, Row, Unreadable, read_table
@@ -72,16 +73,16 @@ def shown(name: str, kind: str, scored: Sequence[Scored], rank: bool) -> dict[st
     decided = f"{s['right']}/{s['right'] + s['wrong']}" if "right" in s else None
     correlation = spearman(scored) if rank else None
     return {
-        "source": name,
+        "source": name.split("/")[-1],
         "kind": kind,
         "rows": s["rows"],
-        "median %": percent(s.get("median")),
+        "mid %": percent(s.get("median")),
         "p90 %": percent(s.get("p90")),
         "bias %": percent(s.get("bias")),
-        "in 95 %": percent(s.get("inside")),
-        "width %": percent(s.get("half_width")),
+        "in %": percent(s.get("inside")),
+        "± %": percent(s.get("half_width")),
         "right": decided,
-        "Spearman": f"{correlation:.3f}" if correlation is not None else None,
+        "rho": f"{correlation:.3f}" if correlation is not None else None,
     }
 
 
@@ -126,7 +127,7 @@ def verdicts(before: Sequence[Scored], after: Sequence[Scored]) -> list[dict[str
     if decisions:
         share = sum(one.right for one in decisions) / len(decisions)
         found.append({**judged("fits or not: right", share, ">= 95 %"), "met": "yes" if share >= RIGHT else "no"})
-    ranks = [float(line["Spearman"]) for line in lines(before) if line["Spearman"]]
+    ranks = [float(line["rho"]) for line in lines(before) if line["rho"]]
     if ranks:
         good = sum(rank >= SPEARMAN for rank in ranks)
         found.append(
@@ -166,7 +167,8 @@ def row_lines(scored: Sequence[Scored], after: Sequence[Scored]) -> list[dict[st
     return found
 
 
-def as_json(one: Scored) -> dict[str, Any]:
+def as_json(one: Scored, after: Scored | None) -> dict[str, Any]:
+    """One row's figure in bytes or seconds, uncalibrated and after the source's first row (None where it is that row)."""
     case = one.case
     return {
         "id": case.row.id,
@@ -176,11 +178,13 @@ def as_json(one: Scored) -> dict[str, Any]:
         "measured": case.value,
         "predicted": one.predicted,
         "interval": [one.low, one.high],
-        "candidate": str(case.candidate),
+        "calibrated": after and after.predicted,
+        "calibrated_interval": after and [after.low, after.high],
         "model": case.job.model.name,
         "seq_len": case.job.seq_len,
         "ranks": case.job.ranks,
-        "doubts": list(case.doubts),
+        "candidate": str(case.candidate),
+        "doubts": ", ".join(case.doubts),
     }
 
 
@@ -192,7 +196,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=TABLE, metavar="FILE", help="another table in the same columns")
     parser.add_argument("--source", default="", metavar="TEXT", help="only sources whose name has this text")
     parser.add_argument("--kind", choices=KINDS, help="only figures of this kind")
-    parser.add_argument("--rows", action="store_true", help="prints every row")
+    parser.add_argument("--rows", action="store_true", help="every row too, printed and in --json")
     arguments = parse(parser, source=SMALL_SOURCE)
     try:
         rows = read_table(arguments.csv)
@@ -200,6 +204,13 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     judge(arguments, rows)
+
+
+LEGEND = (
+    "mid, p90: median and 90th percentile of the error; bias: median of predicted over measured, less 1;\n"
+    "in: measured inside the 95 % interval; ±: median half-width of the intervals; right: fits or not;\n"
+    "rho: Spearman, of 8 rows or more"
+)
 
 
 def judge(arguments: argparse.Namespace, rows: Sequence[Row]) -> None:
@@ -214,6 +225,7 @@ def judge(arguments: argparse.Namespace, rows: Sequence[Row]) -> None:
     before, after = uncalibrated(cases), calibrated(cases)
     if arguments.rows:
         print_table("every row (GiB, seconds)", row_lines(before, after), keys=2)
+    print(LEGEND)
     print_table("without calibration (* held out)", lines(before), keys=2)
     print_table("after the first row of each source (* held out)", lines(after), keys=2)
     print_table("targets", verdicts(before, after))
@@ -221,20 +233,21 @@ def judge(arguments: argparse.Namespace, rows: Sequence[Row]) -> None:
     for (_, why), count in left.items():
         reasons[why] += count
     print_table("rows left out", [{"why": why, "rows": count} for why, count in reasons.most_common()])
+    result: dict[str, Any] = {
+        "uncalibrated": lines(before),
+        "calibrated": lines(after),
+        "targets": verdicts(before, after),
+        "by_kind": errors((kind_of(one.case), one) for one in before),
+        "left_out": [{"source": name, "why": why, "rows": n} for (name, why), n in sorted(left.items())],
+    }
+    if arguments.rows:
+        later = {id(one.case): one for one in after}
+        result["rows"] = [as_json(one, later.get(id(one.case))) for one in before]
+    write_json(arguments.json, result)
     for line in unreadable:
         print(f"error: {arguments.csv}: {line}", file=sys.stderr)
-    write_json(
-        arguments.json,
-        {
-            "table": arguments.csv.name,
-            "uncalibrated": lines(before),
-            "calibrated": lines(after),
-            "targets": verdicts(before, after),
-            "left_out": [{"source": s, "why": why, "rows": n} for (s, why), n in sorted(left.items())],
-            "unreadable": unreadable,
-            "rows": {"uncalibrated": [as_json(one) for one in before], "calibrated": [as_json(one) for one in after]},
-        },
-    )
+    if unreadable:
+        raise SystemExit(2)
 
 
 def _told(made: int, of: int) -> None:

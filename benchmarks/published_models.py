@@ -6,12 +6,11 @@ import json
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from published_rows import LeftOut, Row, bare
 
-from autotune.predict.closed_form import closed_form_trace
 from autotune.problem.hardware import GpuFacts, gpu_table
-from autotune.problem.job import Job
 from autotune.problem.models import ModelSpec, shipped_models
 
 DATA = Path(__file__).parent / "data" / "published"
@@ -19,9 +18,14 @@ NEAR = 0.25  # a model of unknown name is taken for one of its family whose size
 
 
 @cache
+def _data() -> dict[str, Any]:
+    return dict(json.loads((DATA / "models.json").read_text()))
+
+
+@cache
 def known_models() -> dict[str, ModelSpec]:
     """All models, by the keys of their names and aliases."""
-    data = json.loads((DATA / "models.json").read_text())
+    data = _data()
     found = {}
     for name, spec in shipped_models().items():
         if not name.startswith("tiny-"):
@@ -74,18 +78,30 @@ def nearest(models: list[ModelSpec], billions: float) -> ModelSpec | None:
     return best[2] if best and best[0] <= NEAR else None
 
 
-@cache
-def _parameters(name: str) -> float:
-    spec = next(spec for spec in known_models().values() if spec.name == name)
-    try:
-        return float(sum(closed_form_trace(Job(spec, 1, 128), "", None).parameters))
-    except Exception:
-        return 0.0
-
-
 def parameters_of(spec: ModelSpec) -> float:
-    """Elements of a known model, from its shape."""
-    return float(spec.parameters or _parameters(spec.name))
+    """Elements of a known model, as transformers builds it."""
+    return float(spec.parameters or _data()["models"][spec.name]["parameters"])
+
+
+SHIFTS_SINCE = 2025  # from transformers 4.50 (March 2025) on labels are shifted and logits are not
+
+
+def year_of(row: Row, model: ModelSpec) -> int:
+    """When the figure was measured: the latest year that the row names, or that in which its model was new (2023 stands for
+    before 2024, 2025 for since)."""
+    years = re.findall(r"\b(20[12]\d)(?!\d)", row["source_path_or_section"] + " " + row["notes"])
+    if years:
+        return max(int(year) for year in years)
+    return 2023 if model.name.startswith(tuple(_data()["losses"]["of_2023"])) else 2025
+
+
+def loss_of(row: Row, model: ModelSpec) -> str:
+    """How the model's code took its loss when the figure was measured: one of `trace.LOSSES`."""
+    if year_of(row, model) >= SHIFTS_SINCE:
+        return "own"
+    code = _data()["losses"]
+    own_code = model.name.startswith(tuple(code["own_code_16_bit"]))
+    return "shifted32" if model.config["model_type"] in code["upcast"] and not own_code else "shifted16"
 
 
 # What people write -> the row of autotune's table. The first that is found counts; the memory decides between two.
@@ -137,7 +153,7 @@ def gpu_of(row: Row) -> tuple[GpuFacts | None, float | None]:
     name = next((row_name for words, row_name in GPUS.items() if words.replace("-", "") in text), None)
     if text.startswith("unknown"):
         name = None
-    if name == "a100-80gb" and ((gib is not None and gib <= 40) or "40gb" in text):
+    if name == "a100-80gb" and ((gib is not None and 30 < gib <= 40) or "40gb" in text):
         name = "a100-40gb"
     if name == "v100-32gb" and ((gib is not None and gib <= 16) or "16gb" in text):
         name = "v100-16gb"

@@ -4,13 +4,15 @@
 (`published_sources.py`), and else by the defaults here, each with its reason:
 
 * Memory columns without a method mean what nvidia-smi shows.
-* `single` and `ddp` without DeepSpeed train in the weights' own type: torch keeps no master weights. Autocast is taken for
-  16-bit weights with 32-bit masters, which takes the same 16 bytes a parameter.
+* `single` and `ddp` in bf16 without DeepSpeed train in the weights' own type: torch keeps no master weights.
+* FSDP in bf16 keeps 32-bit shards (torch.distributed.fsdp.MixedPrecision casts what it gathers), unless a row says `pure`.
 * fp16 without DeepSpeed is autocast: gradients in fp16 cannot be unscaled (torch.amp.GradScaler).
-* `fsdp` is stage 3: full shard gathers block by block (no prefetch of more than one).
+* `fsdp` is stage 3 with a block as the unit (`_as_fsdp`).
+* Logits are made 32-bit or not as the model's code of the figure's year did (`published_models.loss_of`).
 * DeepSpeed's configs are those of transformers' examples: buckets `auto`, that is hidden_size^2, with `overlap_comm`.
 * Unknown checkpointing is off, unknown accumulation 1: every framework's default. Unknown attention is transformers' own choice.
-* A LoRA of unknown rank or targets has peft's defaults (rank 8), on query and value.
+* A LoRA of unknown rank, targets or dropout has peft's defaults (8, query and value, none). Outside DeepSpeed its weights are
+  fp32 since peft 0.12 (August 2024, `autocast_adapter_dtype`) and of the model's type before.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from published_models import gpu_of, model_of
+from published_models import gpu_of, loss_of, model_of, parameters_of, year_of
 from published_rows import (
     LeftOut,
     Length,
@@ -38,10 +40,12 @@ from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH,
 from autotune.problem.hardware import Hardware, gpu_table
 from autotune.problem.job import Job, Lora
 from autotune.problem.models import ModelSpec
+from autotune.problem.tasks import ANSWERS, CAUSAL, CLASSIFICATION, MASKED, default_task
 from autotune.units import GIB
 
 HOST_BYTES = 4096 * GIB  # sources do not say what main memory a machine has: it never decides
 GPUS_A_NODE = 8
+FP32_ADAPTERS_SINCE = 2025  # the first whole year with peft 0.12
 
 
 @dataclass
@@ -67,7 +71,8 @@ class Settings:
     checkpointing: bool | None = None
     lora: Lora | None = None
     attention: str | None = None
-    loss: str = "own"  # own: the model's; fused: from 16-bit logits in place, or without them
+    loss: str = "own"  # one of `trace.LOSSES`
+    task: str = CAUSAL
     compiled: bool = False
     rate_is: str | None = None  # total or per_gpu, where the figure's kind leaves it open
     tried: int | None = None  # the micro-batch that a `max_micro_batch` row says fails
@@ -122,6 +127,12 @@ def settings_of(row: Row) -> Settings:
     if not checkpointing.startswith("unknown"):
         s.checkpointing = checkpointing.startswith(("yes", "true", "on"))
     s.lora = _lora(row)
+    if (
+        s.lora
+        and not s.deepspeed
+        and ("fp32 adapters" in row["precision"] or year_of(row, s.model) >= FP32_ADAPTERS_SINCE)
+    ):
+        s.lora = dataclasses.replace(s.lora, fp32=s.precision != "fp32")
     attention = bare(row["attention"])
     for word, name in (("flash", "flash_attention_2"), ("sdpa", "sdpa"), ("eager", "eager")):
         s.attention = s.attention or (name if attention.startswith(word) else None)
@@ -129,8 +140,24 @@ def settings_of(row: Row) -> Settings:
         "liger", "chunked c", "fused cross", "fused linear", "no full logits", "chunked lm_head"
     ) and not row.says("no liger"):
         s.loss = "fused"
+    else:
+        s.loss = loss_of(row, s.model)
+    s.task = _task(row, s.model)
     s.compiled = row.says("torch.compile")
     return s
+
+
+def _task(row: Row, model: ModelSpec) -> str:
+    """What the model is trained for: as the row says, or as its configuration is published for."""
+    text = row["model"].lower()
+    for words, task in (
+        (("classif",), CLASSIFICATION),
+        (("qa head", "question"), ANSWERS),
+        (("masked", "mlm"), MASKED),
+    ):
+        if any(word in text for word in words):
+            return task
+    return default_task(model.config)
 
 
 def _parallel(row: Row, s: Settings) -> None:
@@ -156,23 +183,26 @@ def _parallel(row: Row, s: Settings) -> None:
 
 
 def _precision(row: Row, s: Settings) -> None:
+    """Type of the arithmetic, and whether weights are kept in 32 bits: as masters, or as the weights under autocast."""
     text = row["precision"].lower()
-    mixed = any(word in text for word in ("mixed", "autocast", "amp", "fp32 master", "fp32 weights"))
-    if text.startswith(("fp32", "float32", "tf32")) or "unknown (fp32" in text:
-        s.precision = "fp32"
-    elif text.startswith(("fp16", "float16", "half")) or "fp16 likely" in text:
+    mixed = any(word in text for word in ("mixed", "autocast", "amp", "fp32 weights"))
+    if text.startswith(("fp16", "float16", "half")) or "fp16 likely" in text:
         s.precision = "fp16"
-    elif "bf16" in text or "bfloat16" in text:
+    elif text.startswith(("bf16", "bfloat16")) or "bf16" in text.split("(")[0]:
         s.precision = "bf16"
-    if "fp32 weights" in text and not mixed:
+    elif "fp32" in text or "float32" in text:
         s.precision = "fp32"
-    if s.precision in ("bf16", "fp16"):
-        plain = not s.deepspeed and not mixed and s.precision == "bf16"
-        s.masters = not ("pure" in text or "-true" in text or "states" in text or plain)
+    if s.precision in ("bf16", "fp16") and not s.deepspeed and "fp32 adapters" not in text:
+        pure = any(word in text for word in ("pure", "-true", "states")) or row.says("pure bf16", "states are bf16")
+        s.masters = not pure and ("fp32 master" in text or s.stage == 3)
+        if not pure and not s.masters and (mixed or s.precision == "fp16"):
+            s.config["torch_autocast"] = {"enabled": True, "dtype": _TORCH_TYPES[s.precision]}
+            s.precision = "fp32"
     if "bf16_master_weights_and_grads" in text:
-        s.masters = True
-        s.config = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+        s.config["bf16"] = {"bf16_master_weights_and_grads": True}
 
+
+_TORCH_TYPES = {"fp16": "float16", "bf16": "bfloat16"}
 
 # Names of optimizers -> the Job's, or the type of DeepSpeed's config that no Job names.
 _OPTIMIZERS = (
@@ -188,6 +218,11 @@ _OPTIMIZERS = (
 
 def _optimizer(row: Row, s: Settings) -> None:
     text = row["optimizer"].lower()
+    # torch's AdamW takes its foreach form on CUDA unless it is told to fuse (torch 2.0 to 2.13); transformers' own AdamW
+    # (`adamw_hf`) goes parameter by parameter, and its Trainer fuses since version 5
+    loops = any(word in text for word in ("fused", "_hf", "8bit", "8-bit", "paged")) or row.says("transformers 5")
+    if "adam" in text and not loops and not s.deepspeed:
+        s.config["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}
     s.optimizer = next((name for pattern, name in _OPTIMIZERS if re.search(pattern, text)), None)
     if row.says("in backward", column="optimizer") or row.says("optimizer in backward", "optimizer_in_bwd on"):
         raise LeftOut("optimizer steps in backward")
@@ -206,7 +241,16 @@ def _lora(row: Row) -> Lora | None:
     names = targets.group(1).split(",") if targets else []
     if "all-linear" in text or "all linear" in text:
         names = ["all-linear"]
-    return Lora(int(rank.group(1)) if rank else 8, tuple(names) or ("q", "v"))
+    saved = re.search(r"trainable ([\w,]+)", text)
+    whole = tuple(_SAVED.get(name, name) for name in saved.group(1).split(",")) if saved else ()
+    return Lora(int(rank.group(1)) if rank else 8, tuple(names) or ("q", "v"), saved=whole)
+
+
+_SAVED = {
+    "wte": "embed_tokens",
+    "embed": "embed_tokens",
+    "embedding": "embed_tokens",
+}  # names elsewhere -> in llama-like classes
 
 
 # Modules as papers and other code bases call them -> as transformers' llama-like classes do.
@@ -355,6 +399,7 @@ def _job(s: Settings, hardware: Hardware) -> Job:
         lora=lora,
         attention=attention,
         compiled=s.compiled,
+        task=s.task,
         lengths=s.lengths,
         packed=s.packed and bool(s.lengths),
     )
@@ -377,8 +422,30 @@ def _candidate(s: Settings) -> Candidate:
         if s.stage == 3:
             knobs["offload_param"] = "cpu" if s.offload_param else "none"
             knobs["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * hidden**2)
+            knobs |= {} if s.deepspeed else _as_fsdp(s.model)
     knobs |= s.zero
     return Candidate.of(knobs)
+
+
+def _as_fsdp(model: ModelSpec) -> dict[str, Any]:
+    """torch's FullyShardedDataParallel, wrapped block by block, in ZeRO-3's words.
+
+    The root's own parameters (embedding and head) stay whole from forward to backward, and beside the block that runs the
+    next one is gathered (torch/distributed/fsdp: the root is not resharded; BackwardPrefetch.BACKWARD_PRE). A block's
+    gradients are reduced together.
+    """
+    text = model.config.get("text_config") or model.config
+    layers = int(next(text[k] for k in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if k in text))
+    vocabulary = int(text.get("vocab_size", 0))
+    ends = vocabulary * hidden_size(model) * (1 if text.get("tie_word_embeddings") else 2)
+    block = max(1, int((parameters_of(model) - ends) / layers))
+    zero = "zero_optimization.stage3_"
+    return {
+        "reduce_bucket_size": block,
+        zero + "prefetch_bucket_size": block,
+        zero + "max_live_parameters": ends + 2 * block,
+        zero + "max_reuse_distance": ends + 2 * block,
+    }
 
 
 def hidden_size(model: ModelSpec) -> int:

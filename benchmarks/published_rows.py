@@ -181,7 +181,7 @@ def value_of(row: Row) -> float:
         Unreadable: there is no number.
     """
     found = list(numbers_of(row["value"]))
-    if not found or found[0] <= 0:
+    if not found or found[0] <= 0 or row["value"].startswith("-"):
         raise Unreadable("value", f"{row['value']!r} is no positive number")
     if "+" in row["value"]:
         return max(found)

@@ -6,6 +6,7 @@ are read by the columns alone, as is any table of `--csv`.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -66,13 +67,10 @@ def qwen(row: Row, s: Settings) -> None:
     """QwenLM/Qwen: finetune.py and finetune/*.sh.
 
     Every row is padded to model_max_length (finetune.py, preprocess). Single-GPU scripts run without DeepSpeed on weights
-    in bf16. `s/it` is Trainer's, an optimizer step.
+    in bf16. `s/it` is Trainer's, an optimizer step. LoraArguments: lora_dropout 0.05.
     """
+    with_dropout(s, 0.05)
     s.length = s.length and Length(s.length.longest, True)
-    if "trainable wte" in row["lora"]:
-        raise LeftOut("embedding and head trained beside adapters")
-    if s.quantity == "decision" and row.unknown("seq_len"):
-        raise LeftOut("sequence length not stated")
 
 
 def gist(row: Row, s: Settings) -> None:
@@ -92,8 +90,11 @@ def gist(row: Row, s: Settings) -> None:
 def llmq(row: Row, s: Settings) -> None:
     """IST-DASLab/llmq, benchmarks/{1,4}x4090: LLaMA-Factory's stage pt on packed rows of 1024, yaml and JSON beside.
 
-    The JSONs set bf16_master_weights_and_grads and offload with pinning; buckets are DeepSpeed's `auto`.
+    The JSONs set bf16_master_weights_and_grads and offload with pinning; buckets are `auto` at ZeRO-3 and 5e8 at ZeRO-2.
     """
+    if s.stage == 2:
+        s.zero = {"reduce_bucket_size": int(5e8), "allgather_bucket_size": int(5e8)}
+        s.zero["zero_optimization.round_robin_gradients"] = True
     if row.says("computed by the authors from the second step"):
         raise LeftOut("repeats another row in another unit")
 
@@ -112,6 +113,26 @@ def ml_sys(row: Row, s: Settings) -> None:
             s.zero["zero_optimization.stage3_prefetch_bucket_size"] = int(5e8)
 
 
+def with_dropout(s: Settings, share: float) -> None:
+    if s.lora:
+        s.lora = dataclasses.replace(s.lora, dropout=share)
+
+
+def litgpt(row: Row, s: Settings) -> None:
+    """Lightning-AI/litgpt: finetune/lora.py (lora_dropout 0.05); its loss is computed in chunks of the head's output."""
+    with_dropout(s, 0.05)
+    s.loss = "fused"
+
+
+def peft(row: Row, s: Settings) -> None:
+    """huggingface/peft: docs/source/accelerate/{deepspeed,fsdp}.md (lora_dropout 0.1, packed to 2048), and
+    method_comparison/MetaMathQA (torch 2.13, transformers 5.13: a loss of today's code)."""
+    if "Llama-2-70b" in row["model"]:
+        with_dropout(s, 0.1)
+    if row.says("transformers 5"):
+        s.loss = "own"
+
+
 # Token statistics of ms-swift's benchmark data: mean and standard deviation (docs/source_en/LLM/Benchmark.md).
 _SWIFT_MEAN, _SWIFT_DEVIATION, _SWIFT_LEAST = 3234.4, 2547.5, 91
 
@@ -121,8 +142,10 @@ def ms_swift(row: Row, s: Settings) -> None:
 
     swift drops what is longer than max_length (`truncation_strategy` "delete", the default of 2024), so the others' lengths
     are those of a lognormal below it, with the statistics that the page prints. Several GPUs of that page are
-    `device_map`'s pipeline. The comments on top of scripts are rounded; one that equals the card says nothing.
+    `device_map`'s pipeline. The comments on top of scripts are rounded; one that equals the card says nothing. SftArguments:
+    lora_dropout_p 0.05.
     """
+    with_dropout(s, 0.05)
     if "Benchmark.md" in row["source_path_or_section"]:
         if s.gpus and s.gpus > 1:
             raise LeftOut("tensor, pipeline or sequence parallel")
@@ -160,6 +183,8 @@ def torchtune(row: Row, s: Settings) -> None:
     of all GPUs: 3497 on each of 8 for a 70B model would be six times an A100's peak. Recipes on one GPU and the README's
     optimizer AdamW are torch's; `fused=True` stands in the yaml where it does.
     """
+    if s.loss != "fused":
+        s.loss = "shifted32"  # modules/transformer.py: `self.output(h).float()`; the recipe shifts a contiguous copy
     s.rate_is = "total" if "total_or_per_gpu" in row["figure_kind"] else None
     if row.says("no optimizer_in_bwd"):
         return
@@ -175,12 +200,21 @@ def internevo(row: Row, s: Settings) -> None:
         raise LeftOut("states sharded within a node only")
 
 
+def vectorlm(row: Row, s: Settings) -> None:
+    """VectorInstitute/vectorlm: weights are loaded in bf16 and sharded as they are: the same settings fit an 8B model, trained
+    whole, on one 80 GB card."""
+    s.masters = False
+
+
 READERS: dict[str, Callable[[Row, Settings], None]] = {
     "QwenLM/Qwen": qwen,
     "chenyaofo gist": gist,
     "IST-DASLab/llmq": llmq,
     "justin-aj/ml-sys": ml_sys,
+    "Lightning-AI/litgpt": litgpt,
+    "huggingface/peft": peft,
     "modelscope/ms-swift": ms_swift,
     "pytorch/torchtune": torchtune,
     "InternLM/InternEvo": internevo,
+    "VectorInstitute/vectorlm": vectorlm,
 }

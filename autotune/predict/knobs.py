@@ -37,6 +37,7 @@ class Columns:
     prefetch: Floats
     max_live: Floats
     max_reuse: Floats
+    persistence: Floats
     attention: Floats  # which of ATTENTIONS; -1 for transformers' choice
     compiled: Floats
     lora: Floats  # the adapters' rank; 0 for full training
@@ -53,6 +54,7 @@ class Columns:
     pinned_optimizer: Floats
     pinned_param: Floats
     round_robin: Floats
+    own_linear: Floats  # stage 3 replaces torch's linear by one that saves its input even where the weight is frozen
     immediate: Floats  # BF16_Optimizer adds each gradient to its 32-bit sum as soon as it is made
 
     def __len__(self) -> int:
@@ -80,9 +82,9 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
             for raw, c in zip(raws, candidates, strict=True)
         ]
     )
-    prefetch, max_live, max_reuse = (
+    prefetch, max_live, max_reuse, persistence = (
         column(zero + name, ZERO_DEFAULTS[zero + name])
-        for name in ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
+        for name in ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_param_persistence_threshold")
     )
     micro_batch = np.array([float(c.micro_batch) for c in candidates])
     packed = np.array([float(raw.get(PACKING, job.packed)) for raw in raws])
@@ -103,6 +105,7 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
         prefetch,
         max_live,
         max_reuse,
+        persistence,
         np.array([float(kinds.index(raw.get(ATTENTION, job.attention))) for raw in raws]) - 1,
         np.array([float(raw.get(COMPILED, job.compiled)) for raw in raws]),
         np.array([ranks[one] for one in loras]),
@@ -144,6 +147,7 @@ def _placement(raws: list[dict[str, Any]], job: Job) -> dict[str, Floats]:
 
     return {
         "secondary": np.maximum(1.0, numbers("zero_hpz_partition_size", 1.0)),
+        "own_linear": _flags(raws, job, zero + "memory_efficient_linear", True),
         "round_robin": _flags(raws, job, zero + "round_robin_gradients"),
         "offload_ratio": numbers("offload_optimizer.ratio", 1.0),
         "pinned_optimizer": _flags(raws, job, zero + "offload_optimizer.pin_memory", True),

@@ -117,7 +117,7 @@ class Work:
 
 def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
     """The work of every candidate."""
-    rates = Rates.of(hardware, job.precision)
+    rates = Rates.of(hardware, {"float16": "fp16", "bfloat16": "bf16"}.get(job.autocast or "", job.precision))
     ranks = float(job.ranks)
     share = (ranks - 1) / ranks
     width = job.element_bytes

@@ -32,7 +32,7 @@ __all__ = ["LOSSES", "VERSION", "Trace", "cache_folder", "cache_key", "trace_job
 # kernels do; and, as the code of models did it before 2025, from a shifted copy of the logits in 32 or in 16 bits.
 LOSSES = ("own", "fused", "shifted32", "shifted16")
 
-VERSION = 4  # of what the tracer finds: raise it when that changes
+VERSION = 5  # of what the tracer finds: raise it when that changes
 
 
 def cache_folder() -> Path:
@@ -51,7 +51,9 @@ def cache_key(job: Job, loss: str = "own", device: str = "cuda") -> str:
         "version": VERSION,
         **({"loss": loss} if loss != "own" else {}),
         **({"device": device} if device != "cuda" else {}),
-        **({"lora": job.to_json()["lora"]} if job.lora else {}),
+        **({"lora": job.lora.to_json()} if job.lora else {}),
+        **({"plain": True} if job.lora and job.lora.fp32 and job.plain else {}),
+        **({"autocast": job.autocast} if job.autocast else {}),
         **({"attention": job.attention} if job.attention else {}),
         **({"task": job.task} if job.task != CAUSAL else {}),
         **({"image_size": job.image_size} if job.image_size else {}),

@@ -14,6 +14,7 @@ import contextlib
 import json
 import multiprocessing
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +91,14 @@ def trace_model(
         passes = [_one_pass(*arguments) for arguments in both]
     plain = passes[0]
     assert plain is not None
-    return Trace(parameters, frozen, plain, passes[1], largest=max(parameters, default=0))
+    return Trace(
+        parameters,
+        sum(frozen),
+        plain,
+        passes[1],
+        largest=max(parameters, default=0),
+        frozen_sizes=frozen,
+    )
 
 
 def allocations(job: Job, checkpointing: bool, micro_batch: int, layers: int) -> list[tuple[int, int]]:
@@ -117,8 +125,8 @@ def _configuration(job: Job) -> Any:
         raise Untraceable(_line(error)) from None
 
 
-def _parameters(job: Job, config: Any, device: str = "meta") -> tuple[list[int], int]:
-    """(elements of each trainable parameter, elements of all frozen ones).
+def _parameters(job: Job, config: Any, device: str = "meta") -> tuple[list[int], list[int]]:
+    """(elements of each trainable parameter, elements of each frozen one).
 
     Raises:
         Impossible: transformers has no model of the job's task for the configuration.
@@ -132,7 +140,7 @@ def _parameters(job: Job, config: Any, device: str = "meta") -> tuple[list[int],
     except Exception as error:  # a builder of the user's own may raise anything
         raise Untraceable(_line(error)) from None
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    return [n for n, trained in sizes if trained], sum(n for n, trained in sizes if not trained)
+    return [n for n, trained in sizes if trained], [n for n, trained in sizes if not trained]
 
 
 def _one_pass(
@@ -165,6 +173,21 @@ def _run_both(job: Job, config: Any, checkpointing: bool, options: _Options) -> 
 
 
 # -- one run -------------------------------------------------------------------------------------------------------------
+
+
+class _Passed(torch.autograd.Function):
+    """The same tensor; `made` is called when its gradient is made. As DeepSpeed's hooks do it, so that what one module
+    gives back is told from what others that read the same tensor do."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, made: Any) -> Any:
+        ctx.made = made
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.made()
+        return gradients[0], None
 
 
 class _CountedTensors(LiveTensors):
@@ -243,11 +266,14 @@ def _run(
                 live.add(tensor)
             run.base = live.bytes
             run.forget_operators()
+            run.passed = _Passed.apply
             follow(model, run)
             live.watch = run.saw
             live.events = run.allocations if keep_events else None
-            loss = _loss(job, model, batches, micro_batch, options.loss)
+            with _autocast(job):
+                loss = _loss(job, model, batches, micro_batch, options.loss)
             run.after_forward = live.bytes - run.base
+            run.frozen_only = 0.0 if checkpointing else run.dropped_inputs()  # checkpoints drop them in any case
             run.phase = BACKWARD
             loss.backward()
             live.watch = live.events = None
@@ -283,6 +309,13 @@ def _build(job: Job, config: Any) -> tuple[Any, Any]:
     return adapted(model, job), None
 
 
+def _autocast(job: Job) -> contextlib.AbstractContextManager[Any]:
+    """torch's autocast for CUDA, as far as the CPU's has the same operators: matrix products and attention in 16 bits."""
+    if job.autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast("cpu", dtype=getattr(torch, job.autocast))
+
+
 def _loss(job: Job, model: Any, batches: Any, micro_batch: int, loss: str) -> Any:
     if batches is not None:
         return forward(model, to_device(next(iter(batches(micro_batch))), torch.device("cpu")))
@@ -310,7 +343,7 @@ def answer_to(job: Job, options: list[str], workers: int = 2) -> dict[str, Any]:
     """`trace`; `untraceable` with the reason, and `sizes` of the parameters where they can be told; or `impossible`."""
     try:
         if "--sizes" in options:
-            return {"sizes": _parameters(job, _configuration(job), "cpu")}
+            return {"sizes": _sizes(job, "cpu")}
         device = "cpu" if "--cpu" in options else "cuda"
         loss = options[options.index("--loss") + 1] if "--loss" in options else "own"
         return {"trace": trace_model(job, loss=loss, device=device, workers=workers).to_json()}
@@ -319,8 +352,19 @@ def answer_to(job: Job, options: list[str], workers: int = 2) -> dict[str, Any]:
     except Untraceable as error:
         answer: dict[str, Any] = {"untraceable": str(error)}
         with contextlib.suppress(Impossible, Untraceable):
-            answer["sizes"] = _parameters(job, _configuration(job))
+            answer["sizes"] = _sizes(job, "meta")
         return answer
+
+
+def _sizes(job: Job, device: str) -> tuple[list[int], int]:
+    """(elements of each trainable parameter, elements of all frozen ones)."""
+    trained, frozen = _parameters(job, _configuration(job), device)
+    return trained, sum(frozen)
+
+
+def _line(error: BaseException) -> str:
+    said = " ".join(str(error).split())[:300]  # some say what is wrong in their second line
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def answer_all(asked: list[dict[str, Any]], workers: int) -> Iterator[dict[str, Any]]:
@@ -336,11 +380,6 @@ def _answer_at(one: tuple[int, dict[str, Any]]) -> dict[str, Any]:
         return {"at": at, **answer_to(Job.from_json(asked["job"]), asked["options"], workers=1)}
     except Exception as error:  # one model's code must not end the others
         return {"at": at, "untraceable": _line(error)}
-
-
-def _line(error: BaseException) -> str:
-    said = " ".join(str(error).split())[:300]  # some say what is wrong in their second line
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def main() -> None:

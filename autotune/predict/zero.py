@@ -178,7 +178,7 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
                     np.maximum(t.kept_buckets, t.standing + buckets),
                     np.where(t.three & (t.ranks > 1), np.maximum(gathered, used), 0.0),
                     np.maximum(t.kept, held),
-                    np.maximum(0.0, fixed + each * c.micro_batch),
+                    np.maximum(0.0, fixed + each * c.micro_batch) + _kept_inputs(t, run, each),
                 )
     held, buckets = _pending(t, t.whole, done=True)
     flat = min(t.total, REDUCE_ELEMENTS) * (t.width + np.where(t.sent != t.width, t.sent, 0.0))
@@ -186,6 +186,14 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
     # the one flat tensor of BF16_Optimizer is reduced as it is, in the dtype that is sent
     held = np.where(t.bf16_optimizer & (t.sent != t.accumulated), held + t.sent * t.total, held)
     moments.add("backward", every, t.standing + buckets, gathered, held, moments.zero)
+
+
+def _kept_inputs(t: _Terms, run: Pass, each: float) -> Floats:
+    """Bytes of inputs of frozen linear layers that DeepSpeed's own linear keeps at stage 3 (runtime/zero/linear.py,
+    LinearFunctionForZeroStage3.forward) at a point where a sequence holds `each` bytes of activations."""
+    fixed, per_sequence = run.frozen_only
+    share = min(1.0, max(0.0, each / run.after_forward[1])) if run.after_forward[1] > 0 else 1.0
+    return np.where(t.three & (t.columns.own_linear > 0), share * (fixed + per_sequence * t.columns.micro_batch), 0.0)
 
 
 def _add_step(t: _Terms, moments: _Moments, gradients: Floats) -> None:
@@ -235,7 +243,7 @@ def _host(t: _Terms) -> Floats:
     accumulating = t.accumulates & (c.stage == 2) & ~t.compact & (t.master == 4)
     # each parameter has a buffer of its own
     pins = (c.pinned_optimizer > 0) & t.on_gpu
-    each = np.where(pins, _sum_of_blocks(t, t.width), t.width * t.total) / t.ranks
+    each = np.where(pins, _sum_of_blocks(t.trace.parameters, t.width), t.width * t.total) / t.ranks
     of_two = of_optimizer(masters) + of_optimizer(t.width * t.part) + of_optimizer(masters) + of_optimizer(largest)
     of_two = of_two + np.where(accumulating, each, 0.0)
     # stage 3 pins the gradients of its sub-groups one by one, and its flat buffer; its masters are not pinned
@@ -248,14 +256,20 @@ def _host(t: _Terms) -> Floats:
     original = np.where(t.out & on_host & t.on_gpu, np.maximum(t.master, t.accumulated) * t.part, 0.0)
     host = host + np.maximum(0.0, original - states)
     # parameters are pinned one by one, then moved into one flat buffer; the allocator keeps the first blocks
+    one_by_one = (c.pinned_param > 0) & t.on_gpu
     flat = pinned(t.width * t.part, c.pinned_param)
-    left = np.where((c.pinned_param > 0) & t.on_gpu, _sum_of_blocks(t, t.width / t.ranks), 0.0)
-    return np.asarray(host + np.where(t.parameters_out, flat + left, 0.0), dtype=np.float64)
+    left = np.where(one_by_one, _sum_of_blocks(t.trace.parameters, t.width / t.ranks), 0.0)
+    # frozen ones stay where they were pinned (stage3.py, _create_fp16_partitions_with_defragmentation)
+    shares = _sum_of_blocks(t.trace.every_size, t.width / t.ranks) - _sum_of_blocks(
+        t.trace.parameters, t.width / t.ranks
+    )
+    frozen = np.where(one_by_one, shares, t.width * t.trace.frozen / t.ranks)
+    return np.asarray(host + np.where(t.parameters_out, flat + left + frozen, 0.0), dtype=np.float64)
 
 
-def _sum_of_blocks(t: _Terms, width: float) -> float:
-    """Bytes of a pinned block for every parameter, of `width` bytes an element."""
-    return float(pinned_bytes(width * np.array(t.trace.parameters, dtype=np.float64)).sum())
+def _sum_of_blocks(sizes: list[int], width: float) -> float:
+    """Bytes of a pinned block for every parameter of these elements, of `width` bytes an element."""
+    return float(pinned_bytes(width * np.array(sizes, dtype=np.float64)).sum())
 
 
 def _points(run: Pass, phase: int) -> list[tuple[float, float, float, float]]:
@@ -317,13 +331,25 @@ def bypassing(trace: Trace, c: Columns, width: float | Floats, grads: float | Fl
 
 
 def gathered_bytes(trace: Trace, c: Columns, width: float, ranks: float) -> Floats:
-    """Bytes of parameters that stage 3 holds whole at the turn from forward to backward.
+    """Bytes of parameters that stage 3 holds whole at the turn from forward to backward, frozen ones among them.
 
     Those used again within `max_reuse_distance` elements are not released, no more than `max_live_parameters` are held,
-    and one prefetch runs ahead. With one rank the partition is the whole parameter, and nothing is copied.
+    and one prefetch runs ahead; the smallest are never released. With one rank the partition is the whole parameter, and
+    nothing is copied.
     """
     if ranks == 1:
         return np.zeros(len(c))
-    total = float(sum(trace.parameters))
-    kept = np.minimum(total, np.minimum(c.max_reuse / 2, c.max_live) + c.prefetch)
-    return width * np.maximum(kept, np.minimum(total, trace.largest + c.prefetch))
+    sizes = trace.every_size
+    total = float(sum(sizes))
+    kept = np.minimum(np.minimum(c.max_reuse / 2, c.max_live) + c.prefetch, total)
+    # the head, mostly the largest, is used again at once
+    at_least = np.where(c.max_reuse > 0, np.maximum(kept, np.minimum(total, max(sizes) + c.prefetch)), kept)
+    return width * np.minimum(total, at_least + persistent(trace, c))
+
+
+def persistent(trace: Trace, c: Columns) -> Floats:
+    """Elements of the parameters that stage 3 always holds whole: those of at most
+    `stage3_param_persistence_threshold` elements."""
+    sizes = np.sort(np.array(trace.every_size, dtype=np.float64))
+    upwards = np.concatenate([[0.0], np.cumsum(sizes)])
+    return np.asarray(upwards[np.searchsorted(sizes, c.persistence, side="right")])
