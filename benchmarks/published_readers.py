@@ -206,6 +206,8 @@ _TORCH_TYPES = {"fp16": "float16", "bf16": "bfloat16"}
 
 # Names of optimizers -> the Job's, or the type of DeepSpeed's config that no Job names.
 _OPTIMIZERS = (
+    (r"paged.*8-?bit", "pagedadamw8bit"),
+    (r"paged", "pagedadamw"),
     (r"8bit|8-bit", "adamw8bit"),
     (r"adafactor", "adafactor"),
     (r"muon", "muon"),
@@ -219,10 +221,10 @@ _OPTIMIZERS = (
 def _optimizer(row: Row, s: Settings) -> None:
     text = row["optimizer"].lower()
     # torch's AdamW takes its foreach form on CUDA unless it is told to fuse (torch 2.0 to 2.13); transformers' own AdamW
-    # (`adamw_hf`) goes parameter by parameter, and its Trainer fuses since version 5
-    loops = any(word in text for word in ("fused", "_hf", "8bit", "8-bit", "paged")) or row.says("transformers 5")
-    if "adam" in text and not loops and not s.deepspeed:
-        s.config["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}
+    # (`adamw_hf`) goes parameter by parameter, as if fused, and its Trainer fuses since version 5
+    if "adam" in text and not s.deepspeed:
+        fused = any(word in text for word in ("fused", "_hf")) or row.says("transformers 5")
+        s.config["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True, **({"fused": True} if fused else {})}}
     s.optimizer = next((name for pattern, name in _OPTIMIZERS if re.search(pattern, text)), None)
     if row.says("in backward", column="optimizer") or row.says("optimizer in backward", "optimizer_in_bwd on"):
         raise LeftOut("optimizer steps in backward")

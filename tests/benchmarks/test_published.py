@@ -268,7 +268,8 @@ def test_who_keeps_master_weights(precision: str, parallel: str, config: dict[st
     ("optimizer", "parallel", "found"),
     [
         ("AdamW", "single", {"type": "AdamW", "params": {"torch_adam": True}}),  # foreach
-        ("AdamW (fused)", "single", None),
+        ("AdamW (fused)", "single", {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}),
+        ("paged_adamw_8bit", "single", {"type": "pagedadamw8bit"}),
         ("AdamW", "zero2", None),
         ("bnb Adam8bit", "ddp", {"type": "adamw8bit"}),
         ("Adafactor", "single", {"type": "adafactor"}),
