@@ -95,13 +95,15 @@ def year_of(row: Row, model: ModelSpec) -> int:
     return 2023 if model.name.startswith(tuple(_data()["losses"]["of_2023"])) else 2025
 
 
-def loss_of(row: Row, model: ModelSpec) -> str:
+def loss_of(row: Row, model: ModelSpec, autocast: bool) -> str:
     """How the model's code took its loss when the figure was measured: one of `trace.LOSSES`."""
     if year_of(row, model) >= SHIFTS_SINCE:
         return "own"
     code = _data()["losses"]
     own_code = model.name.startswith(tuple(code["own_code_16_bit"]))
-    return "shifted32" if model.config["model_type"] in code["upcast"] and not own_code else "shifted16"
+    if model.config["model_type"] in code["upcast"] and not own_code:
+        return "shifted32"
+    return "shifted-cast" if autocast else "shifted16"
 
 
 # What people write -> the row of autotune's table. The first that is found counts; the memory decides between two.

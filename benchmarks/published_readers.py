@@ -8,6 +8,8 @@
 * FSDP in bf16 keeps 32-bit shards (torch.distributed.fsdp.MixedPrecision casts what it gathers), unless a row says `pure`.
 * fp16 without DeepSpeed is autocast: gradients in fp16 cannot be unscaled (torch.amp.GradScaler).
 * `fsdp` is stage 3 with a block as the unit (`_as_fsdp`).
+* Without DeepSpeed transformers' Trainer runs forward under autocast also of 16-bit weights (`bf16=True`), unless a row says
+  `pure`: cross entropy is then taken in 32 bits.
 * Logits are made 32-bit or not as the model's code of the figure's year did (`published_models.loss_of`).
 * DeepSpeed's configs are those of transformers' examples: buckets `auto`, that is hidden_size^2, with `overlap_comm`.
 * Unknown checkpointing is off, unknown accumulation 1: every framework's default. Unknown attention is transformers' own choice.
@@ -141,7 +143,7 @@ def settings_of(row: Row) -> Settings:
     ) and not row.says("no liger"):
         s.loss = "fused"
     else:
-        s.loss = loss_of(row, s.model)
+        s.loss = loss_of(row, s.model, autocast=not s.deepspeed and "pure" not in row["precision"].lower())
     s.task = _task(row, s.model)
     s.compiled = row.says("torch.compile")
     return s
