@@ -149,6 +149,8 @@ def ms_swift(row: Row, s: Settings) -> None:
     if "Benchmark.md" in row["source_path_or_section"]:
         if s.gpus and s.gpus > 1:
             raise LeftOut("tensor, pipeline or sequence parallel")
+        if s.loss == "shifted16":
+            s.loss = "shifted-cast"  # swift's trainer is transformers': autocast, also of weights that are pure bf16
         if s.length:
             s.lengths = lognormal(_SWIFT_MEAN, _SWIFT_DEVIATION, _SWIFT_LEAST, s.length.longest)
             s.length = Length(s.length.longest, False)

@@ -314,8 +314,8 @@ def test_the_loss_is_as_the_code_of_the_time_took_it() -> None:
     assert only(model="llama-2-7b", notes="measured 2026-01").loss == "own"
     assert only(model="Qwen-7B").loss == "shifted-cast"  # its own code, under Trainer's autocast
     assert only(model="Qwen-7B", parallel="zero2", n_gpus="2").loss == "shifted16"
-    assert only(model="llama-3.1-8b").loss == "own"
-    assert only(model="llama-3.1-8b", notes="HEAD of 2024-07").loss == "shifted32"
+    assert only(model="llama-3.2-3b").loss == "own"
+    assert only(model="llama-3.2-3b", notes="torch 2.5.1").loss == "shifted32"
     assert only(model="llama-3.1-8b", notes="liger kernel").loss == "fused"
 
 
