@@ -81,7 +81,7 @@ def gist(row: Row, s: Settings) -> None:
     """
     if "zero++" in row["parallel"].lower():
         raise LeftOut("ZeRO++")
-    if s.stage == 2 and s.micro_batch == 1 and not s.offload_optimizer and s.quantity == "allocated":
+    if s.stage == 2 and s.micro_batch == 1 and s.offload_optimizer == "none" and s.quantity == "allocated":
         raise LeftOut("suspicious by GPU_PUBLISHED.md")
     if s.micro_batch == 8 and s.accumulation and s.accumulation > 1:
         raise LeftOut("suspicious by GPU_PUBLISHED.md")
