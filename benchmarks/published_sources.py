@@ -183,9 +183,9 @@ def torchtune(row: Row, s: Settings) -> None:
 
     Weights, gradients and states are all bf16 (`dtype: bf16` in every recipe named). Tokens a second of a README table are
     of all GPUs: 3497 on each of 8 for a 70B model would be six times an A100's peak. AdamW is torch's, with `fused: True` in the
-    recipes of autumn 2024 (llama3_1/8B_lora_single_device.yaml). The table of techniques adds them up.
+    recipes of that commit (November 2024; llama3_1/8B_lora_single_device.yaml). The table of techniques adds them up.
     """
-    if "2024-11" in row["source_path_or_section"] and "params" in s.config.get("optimizer", {}):
+    if "482734bd5" in row["source_path_or_section"] and "params" in s.config.get("optimizer", {}):
         s.config["optimizer"]["params"]["fused"] = True
     if row.says("8-bit adamw"):
         raise LeftOut("optimizer steps in backward")  # and its activations are on the host
