@@ -36,7 +36,6 @@ from autotune.rank.live import LiveTensors
 from autotune.rank.synthetic import one_batch, to_device
 from autotune.rank.workload import forward, own_workload
 
-
 MOST_SECONDS = 300  # that one of many traces may take
 
 
