@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common import command_line, parse, print_table, write_json
+from published_error import errors
 from published_models import DATA
 from published_readers import Case
 from published_rows import LeftOut, Row, Unreadable, read_table
@@ -236,6 +237,7 @@ def judge(arguments: argparse.Namespace, rows: Sequence[Row]) -> None:
         "uncalibrated": lines(before),
         "calibrated": lines(after),
         "targets": verdicts(before, after),
+        "by_kind": errors((kind_of(one.case), one) for one in before),
         "left_out": [{"source": name, "why": why, "rows": n} for (name, why), n in sorted(left.items())],
     }
     if arguments.rows:

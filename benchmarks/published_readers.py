@@ -4,11 +4,12 @@
 (`published_sources.py`), and else by the defaults here, each with its reason:
 
 * Memory columns without a method mean what nvidia-smi shows.
-* `single` and `ddp` without DeepSpeed train in the weights' own type: torch keeps no master weights. Autocast is taken for
-  16-bit weights with 32-bit masters, which takes the same 16 bytes a parameter.
+* `single` and `ddp` in bf16 without DeepSpeed train in the weights' own type: torch keeps no master weights.
 * FSDP in bf16 keeps 32-bit shards (torch.distributed.fsdp.MixedPrecision casts what it gathers), unless a row says `pure`.
 * fp16 without DeepSpeed is autocast: gradients in fp16 cannot be unscaled (torch.amp.GradScaler).
 * `fsdp` is stage 3 with a block as the unit (`_as_fsdp`).
+* Without DeepSpeed transformers' Trainer runs forward under autocast also of 16-bit weights (`bf16=True`), unless a row says
+  `pure`: cross entropy is then taken in 32 bits.
 * Logits are made 32-bit or not as the model's code of the figure's year did (`published_models.loss_of`).
 * DeepSpeed's configs are those of transformers' examples: buckets `auto`, that is hidden_size^2, with `overlap_comm`.
 * Unknown checkpointing is off, unknown accumulation 1: every framework's default. Unknown attention is transformers' own choice.
@@ -142,7 +143,7 @@ def settings_of(row: Row) -> Settings:
     ) and not row.says("no liger"):
         s.loss = "fused"
     else:
-        s.loss = loss_of(row, s.model)
+        s.loss = loss_of(row, s.model, autocast=not s.deepspeed and "pure" not in row["precision"].lower())
     s.task = _task(row, s.model)
     s.compiled = row.says("torch.compile")
     return s
@@ -184,28 +185,31 @@ def _parallel(row: Row, s: Settings) -> None:
 
 
 def _precision(row: Row, s: Settings) -> None:
+    """Type of the arithmetic, and whether weights are kept in 32 bits: as masters, or as the weights under autocast."""
     text = row["precision"].lower()
-    mixed = any(word in text for word in ("mixed", "autocast", "amp", "fp32 master", "fp32 weights"))
-    if text.startswith(("fp32", "float32", "tf32")) or "unknown (fp32" in text:
-        s.precision = "fp32"
-    elif text.startswith(("fp16", "float16", "half")) or "fp16 likely" in text:
+    mixed = any(word in text for word in ("mixed", "autocast", "amp", "fp32 weights"))
+    if text.startswith(("fp16", "float16", "half")) or "fp16 likely" in text:
         s.precision = "fp16"
-    elif "bf16" in text or "bfloat16" in text:
+    elif text.startswith(("bf16", "bfloat16")) or "bf16" in text.split("(")[0]:
         s.precision = "bf16"
-    if "fp32 weights" in text and not mixed:
+    elif "fp32" in text or "float32" in text:
         s.precision = "fp32"
-    if s.precision in ("bf16", "fp16"):
-        sharded = not s.deepspeed and s.stage == 3
-        plain = not s.deepspeed and not mixed and s.precision == "bf16" and not sharded
-        pure = "pure" in text or "-true" in text or "states" in text or row.says("pure bf16", "states are bf16")
-        s.masters = not (pure or plain)
+    if s.precision in ("bf16", "fp16") and not s.deepspeed and "fp32 adapters" not in text:
+        pure = any(word in text for word in ("pure", "-true", "states")) or row.says("pure bf16", "states are bf16")
+        s.masters = not pure and ("fp32 master" in text or s.stage == 3)
+        if not pure and not s.masters and (mixed or s.precision == "fp16"):
+            s.config["torch_autocast"] = {"enabled": True, "dtype": _TORCH_TYPES[s.precision]}
+            s.precision = "fp32"
     if "bf16_master_weights_and_grads" in text:
-        s.masters = True
-        s.config = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+        s.config["bf16"] = {"bf16_master_weights_and_grads": True}
 
+
+_TORCH_TYPES = {"fp16": "float16", "bf16": "bfloat16"}
 
 # Names of optimizers -> the Job's, or the type of DeepSpeed's config that no Job names.
 _OPTIMIZERS = (
+    (r"paged.*8-?bit", "pagedadamw8bit"),
+    (r"paged", "pagedadamw"),
     (r"8bit|8-bit", "adamw8bit"),
     (r"adafactor", "adafactor"),
     (r"muon", "muon"),
@@ -218,6 +222,11 @@ _OPTIMIZERS = (
 
 def _optimizer(row: Row, s: Settings) -> None:
     text = row["optimizer"].lower()
+    # torch's AdamW takes its foreach form on CUDA unless it is told to fuse (torch 2.0 to 2.13); transformers' own AdamW
+    # (`adamw_hf`) goes parameter by parameter, as if fused, and its Trainer fuses since version 5
+    if "adam" in text and not s.deepspeed:
+        fused = any(word in text for word in ("fused", "_hf")) or row.says("transformers 5")
+        s.config["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True, **({"fused": True} if fused else {})}}
     s.optimizer = next((name for pattern, name in _OPTIMIZERS if re.search(pattern, text)), None)
     if row.says("in backward", column="optimizer") or row.says("optimizer in backward", "optimizer_in_bwd on"):
         raise LeftOut("optimizer steps in backward")

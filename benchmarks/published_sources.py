@@ -90,8 +90,11 @@ def gist(row: Row, s: Settings) -> None:
 def llmq(row: Row, s: Settings) -> None:
     """IST-DASLab/llmq, benchmarks/{1,4}x4090: LLaMA-Factory's stage pt on packed rows of 1024, yaml and JSON beside.
 
-    The JSONs set bf16_master_weights_and_grads and offload with pinning; buckets are DeepSpeed's `auto`.
+    The JSONs set bf16_master_weights_and_grads and offload with pinning; buckets are `auto` at ZeRO-3 and 5e8 at ZeRO-2.
     """
+    if s.stage == 2:
+        s.zero = {"reduce_bucket_size": int(5e8), "allgather_bucket_size": int(5e8)}
+        s.zero["zero_optimization.round_robin_gradients"] = True
     if row.says("computed by the authors from the second step"):
         raise LeftOut("repeats another row in another unit")
 
@@ -116,14 +119,9 @@ def with_dropout(s: Settings, share: float) -> None:
 
 
 def litgpt(row: Row, s: Settings) -> None:
-    """Lightning-AI/litgpt: finetune/lora.py (lora_dropout 0.05); its loss is computed in chunks of the head's output.
-
-    Of `bf16-mixed` LoRA the frozen weights are fp32 and cast at each use, which no Job describes.
-    """
+    """Lightning-AI/litgpt: finetune/lora.py (lora_dropout 0.05); its loss is computed in chunks of the head's output."""
     with_dropout(s, 0.05)
     s.loss = "fused"
-    if s.lora and "mixed" in row["precision"]:
-        raise LeftOut("frozen 32-bit weights under autocast")
 
 
 def peft(row: Row, s: Settings) -> None:
@@ -151,6 +149,8 @@ def ms_swift(row: Row, s: Settings) -> None:
     if "Benchmark.md" in row["source_path_or_section"]:
         if s.gpus and s.gpus > 1:
             raise LeftOut("tensor, pipeline or sequence parallel")
+        if s.loss == "shifted16":
+            s.loss = "shifted-cast"  # swift's trainer is transformers': autocast, also of weights that are pure bf16
         if s.length:
             s.lengths = lognormal(_SWIFT_MEAN, _SWIFT_DEVIATION, _SWIFT_LEAST, s.length.longest)
             s.length = Length(s.length.longest, False)
@@ -202,6 +202,12 @@ def internevo(row: Row, s: Settings) -> None:
         raise LeftOut("states sharded within a node only")
 
 
+def vectorlm(row: Row, s: Settings) -> None:
+    """VectorInstitute/vectorlm: weights are loaded in bf16 and sharded as they are: the same settings fit an 8B model, trained
+    whole, on one 80 GB card."""
+    s.masters = False
+
+
 READERS: dict[str, Callable[[Row, Settings], None]] = {
     "QwenLM/Qwen": qwen,
     "chenyaofo gist": gist,
@@ -212,4 +218,5 @@ READERS: dict[str, Callable[[Row, Settings], None]] = {
     "modelscope/ms-swift": ms_swift,
     "pytorch/torchtune": torchtune,
     "InternLM/InternEvo": internevo,
+    "VectorInstitute/vectorlm": vectorlm,
 }

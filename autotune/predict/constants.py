@@ -40,15 +40,15 @@ MEASURED_OVERHEAD_GIB = 0.03  # standard deviation of an overhead that ranks hav
 # Logarithms of factors on full rates; a matrix product reaches 60 to 70 % of a GPU's peak, a stream of memory or of a
 # link 75 to 85 %. The hidden share is a logit.
 TIME = {
-    "products": Prior(np.log(1 / 0.85), 0.1),
-    "tail": Prior(np.log(1 / 0.8), 0.6),
+    "products": Prior(np.log(1 / 0.8), 0.1),
+    "tail": Prior(np.log(1 / 0.8), 0.8),
     "moved": Prior(np.log(1 / 0.8), 0.25),
     "starts": Prior(0.0, 0.25),
     "comm": Prior(np.log(1 / 0.7), 0.4),
     "reduce": Prior(np.log(0.8), 0.4),
     "hidden": Prior(0.4, 0.8),
     "pcie": Prior(np.log(1 / 0.7), 0.4),
-    "cpu_adam": Prior(0.4, 0.6),
+    "cpu_adam": Prior(0.4, 0.8),
     "optimizer": Prior(np.log(1 / 0.7), 0.3),
     "collectives": Prior(0.0, 0.8),
     "loop": Prior(0.0, 0.7),

@@ -78,7 +78,7 @@ class Rates:
             flops = facts.fp32_tflops
         # A ring enters every node once, over all its adapters together, and passes every GPU's own link once.
         link = min(facts.link_gb_per_s, hardware.network_gb_per_s) if hardware.nodes > 1 else facts.link_gb_per_s
-        shared = facts.name.startswith(_SHARED_UPLINK) and hardware.per_node > 1
+        shared = hardware.rates is None and facts.name.startswith(_SHARED_UPLINK) and hardware.per_node > 1
         pcie = facts.pcie_gb_per_s / (2 if shared else 1)
         reached = next(
             (share for name, share in _ACHIEVABLE.items() if facts.name.startswith(name)), _ACHIEVABLE_ELSEWHERE
@@ -117,7 +117,7 @@ class Work:
 
 def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
     """The work of every candidate."""
-    rates = Rates.of(hardware, job.precision)
+    rates = Rates.of(hardware, {"float16": "fp16", "bfloat16": "bf16"}.get(job.autocast or "", job.precision))
     ranks = float(job.ranks)
     share = (ranks - 1) / ranks
     width = job.element_bytes

@@ -91,14 +91,7 @@ def trace_model(
         passes = [_one_pass(*arguments) for arguments in both]
     plain = passes[0]
     assert plain is not None
-    return Trace(
-        parameters,
-        sum(frozen),
-        plain,
-        passes[1],
-        largest=max(parameters, default=0),
-        frozen_sizes=frozen,
-    )
+    return Trace(parameters, sum(frozen), plain, passes[1], largest=max(parameters, default=0), frozen_sizes=frozen)
 
 
 def allocations(job: Job, checkpointing: bool, micro_batch: int, layers: int) -> list[tuple[int, int]]:
@@ -329,6 +322,8 @@ def _loss(job: Job, model: Any, batches: Any, micro_batch: int, loss: str) -> An
     if loss == "shifted32":
         logits = logits.float()
     shifted = logits[..., :-1, :].contiguous()
+    if loss == "shifted-cast":
+        shifted = shifted.float()
     return torch.nn.functional.cross_entropy(shifted.view(-1, shifted.shape[-1]), labels[..., 1:].reshape(-1))
 
 

@@ -249,12 +249,35 @@ def test_a_source_without_a_reader_is_read_by_its_columns() -> None:
         ("bf16", "fsdp", {}),  # MixedPrecision keeps 32-bit shards
         ("bf16-true", "fsdp", {"bf16": {"enabled": False}}),
         ("bf16", "zero2", {}),
-        ("fp16 autocast", "ddp", {}),
+        ("fp16 autocast", "ddp", {"torch_autocast": {"enabled": True, "dtype": "float16"}}),
+        ("bf16-mixed (fp32 weights, autocast)", "single", {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
+        (
+            "fp16",
+            "single",
+            {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+        ),  # no GradScaler for 16-bit gradients
+        ("fp32 weights (4 B/param)", "single", {}),
     ],
 )
 def test_who_keeps_master_weights(precision: str, parallel: str, config: dict[str, object]) -> None:
     case = only(precision=precision, parallel=parallel, n_gpus="2" if parallel != "single" else "1")
-    assert case.job.base_config == config
+    assert {key: value for key, value in case.job.base_config.items() if key != "optimizer"} == config
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "parallel", "found"),
+    [
+        ("AdamW", "single", {"type": "AdamW", "params": {"torch_adam": True}}),  # foreach
+        ("AdamW (fused)", "single", {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}),
+        ("paged_adamw_8bit", "single", {"type": "pagedadamw8bit"}),
+        ("AdamW", "zero2", None),
+        ("bnb Adam8bit", "ddp", {"type": "adamw8bit"}),
+        ("Adafactor", "single", {"type": "adafactor"}),
+    ],
+)
+def test_optimizers(optimizer: str, parallel: str, found: dict[str, object] | None) -> None:
+    case = only(optimizer=optimizer, parallel=parallel, n_gpus="1" if parallel == "single" else "2")
+    assert case.job.base_config.get("optimizer") == found
 
 
 @pytest.mark.parametrize(
@@ -289,9 +312,10 @@ def test_the_largest_micro_batch_is_two_decisions() -> None:
 def test_the_loss_is_as_the_code_of_the_time_took_it() -> None:
     assert only(model="llama-2-7b").loss == "shifted32"  # a model of 2023, no date
     assert only(model="llama-2-7b", notes="measured 2026-01").loss == "own"
-    assert only(model="Qwen-7B").loss == "shifted16"  # its own code
-    assert only(model="llama-3.1-8b").loss == "own"
-    assert only(model="llama-3.1-8b", notes="HEAD of 2024-07").loss == "shifted32"
+    assert only(model="Qwen-7B").loss == "shifted-cast"  # its own code, under Trainer's autocast
+    assert only(model="Qwen-7B", parallel="zero2", n_gpus="2").loss == "shifted16"
+    assert only(model="llama-3.2-3b").loss == "own"
+    assert only(model="llama-3.2-3b", notes="torch 2.5.1").loss == "shifted32"
     assert only(model="llama-3.1-8b", notes="liger kernel").loss == "fused"
 
 

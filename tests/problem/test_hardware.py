@@ -410,7 +410,7 @@ def test_nodes_share_the_devices_and_have_a_network_each() -> None:
     found = named_hardware("a100-80gb", 16, nodes=2)
     assert (found.per_node, found.network_gb_per_s) == (8, 200.0)
     assert found.host_memory_bytes == 256 * GIB  # of one node
-    assert "16 x a100-80gb" in str(found) and "on 2 nodes" in str(found)
+    assert str(found) == "16 x a100-80gb (79.99 GiB) on 2 nodes"
     assert Hardware.from_json(found.to_json()) == found
     assert named_hardware("h100", 8, nodes=2).network_gb_per_s == 200.0  # an adapter a GPU
     assert named_hardware("rtx4090", 8, nodes=2).network_gb_per_s == 12.5
