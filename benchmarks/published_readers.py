@@ -68,8 +68,8 @@ class Settings:
     optimizer: str | None = None
     stage: int | None = None
     deepspeed: bool = False
-    offload_optimizer: bool = False
-    offload_param: bool = False
+    offload_optimizer: str = "none"
+    offload_param: str = "none"
     checkpointing: bool | None = None
     lora: Lora | None = None
     attention: str | None = None
@@ -114,20 +114,22 @@ def settings_of(row: Row) -> Settings:
     s = Settings(quantity_of(row))
     s.model, guessed = model_of(row)
     s.doubts += [f"{s.model.name} stands for {row['model']}"] if guessed else []
+    _only_what_is_modelled(row)
     s.gpus = whole(row, "n_gpus")
     s.length = length(row)
     s.packed = "packing" in row["seq_len"]
     s.micro_batch, s.accumulation = whole(row, "micro_batch"), whole(row, "grad_accum")
+    if s.micro_batch and s.gpus and re.search("global|total", row["micro_batch"].lower()):
+        s.micro_batch = max(1, s.micro_batch // (s.gpus * (s.accumulation or 1)))
     _parallel(row, s)
     _precision(row, s)
     _optimizer(row, s)
-    s.offload_optimizer = bare(row["offload_optimizer"]) in ("cpu", "yes", "true")
-    s.offload_param = bare(row["offload_param"]) in ("cpu", "yes", "true")
+    s.offload_optimizer, s.offload_param = _offloaded(row["offload_optimizer"]), _offloaded(row["offload_param"])
     checkpointing = bare(row["checkpointing"])
     if "selective" in checkpointing:
         raise LeftOut("selective checkpointing")
     if not checkpointing.startswith("unknown"):
-        s.checkpointing = checkpointing.startswith(("yes", "true", "on"))
+        s.checkpointing = checkpointing.startswith(("yes", "true", "on", "full"))
     s.lora = _lora(row)
     if (
         s.lora
@@ -149,6 +151,21 @@ def settings_of(row: Row) -> Settings:
     return s
 
 
+def _offloaded(text: str) -> str:
+    return "nvme" if "nvme" in bare(text) else "cpu" if bare(text) in ("cpu", "yes", "true") else "none"
+
+
+def _only_what_is_modelled(row: Row) -> None:
+    """Raises:
+    LeftOut: weights are quantised, or what is trained beside them is no LoRA.
+    """
+    text = " ".join(row[column].lower() for column in ("model", "precision", "lora"))
+    if re.search(r"4-?bit|8-?bit|\bnf4|qlora|int4|int8|gptq|awq|\bfp8|float8|mxfp", text):
+        raise LeftOut("quantised weights or arithmetic")
+    if re.search(r"dora\b|ia3|ia\^3|prefix|prompt|adalora|loha|lokr|vera\b|galore|lisa\b|bitfit", row["lora"].lower()):
+        raise LeftOut("adapters other than LoRA")
+
+
 def _task(row: Row, model: ModelSpec) -> str:
     """What the model is trained for: as the row says, or as its configuration is published for."""
     text = row["model"].lower()
@@ -168,7 +185,7 @@ def _parallel(row: Row, s: Settings) -> None:
         raise LeftOut("tensor, pipeline or sequence parallel")
     if row.says("ulysses", "sequence parallel 2", "sequence parallel 4", "sequence parallel 8"):
         raise LeftOut("tensor, pipeline or sequence parallel")
-    zero = re.search(r"zero-?\s?(?:stage\s*)?([0-3])(?!\d)", text)
+    zero = re.search(r"(?:zero|stage)[-_ ]*(?:stage)?[-_ ]*([0-3])(?!\d)", text)
     if "fsdp" in text or "full_shard" in text:
         s.stage = 3
         if "shard_grad_op" in text:
@@ -192,8 +209,10 @@ def _precision(row: Row, s: Settings) -> None:
         s.precision = "fp16"
     elif text.startswith(("bf16", "bfloat16")) or "bf16" in text.split("(")[0]:
         s.precision = "bf16"
-    elif "fp32" in text or "float32" in text:
+    elif "fp32" in text or "float32" in text or "tf32" in text:
         s.precision = "fp32"
+    elif "fp16" in text:
+        s.precision = "fp16"
     if s.precision in ("bf16", "fp16") and not s.deepspeed and "fp32 adapters" not in text:
         pure = any(word in text for word in ("pure", "-true", "states")) or row.says("pure bf16", "states are bf16")
         s.masters = not pure and ("fp32 master" in text or s.stage == 3)
@@ -240,7 +259,7 @@ def _lora(row: Row) -> Lora | None:
         raise LeftOut("part of the model is frozen without adapters")
     if re.match(r"none|no\b|full|unknown \(looks full", text) or not text or text == "unknown":
         return None
-    rank = re.search(r"(?:r|rank)\s*=\s*(\d+)", text)
+    rank = re.search(r"\b(?:r|rank)\s*[=: ]\s*(\d+)", text)
     targets = re.search(r"targets?\s*=\s*([\w,\-]+)", text)
     names = targets.group(1).split(",") if targets else []
     if "all-linear" in text or "all linear" in text:
@@ -422,9 +441,9 @@ def _candidate(s: Settings) -> Candidate:
     if s.stage:
         hidden = hidden_size(s.model)
         knobs |= {"reduce_bucket_size": hidden**2, "overlap_comm": True, "contiguous_gradients": True}
-        knobs["offload_optimizer"] = "cpu" if s.offload_optimizer else "none"
+        knobs["offload_optimizer"] = s.offload_optimizer
         if s.stage == 3:
-            knobs["offload_param"] = "cpu" if s.offload_param else "none"
+            knobs["offload_param"] = s.offload_param
             knobs["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * hidden**2)
             knobs |= {} if s.deepspeed else _as_fsdp(s.model)
     knobs |= s.zero

@@ -129,10 +129,13 @@ def whole(row: Row, column: str) -> int | None:
     """
     if row.unknown(column):
         return None
-    found = re.search(r"\d[\d,]*", bare(row[column]) or row[column])
+    text = bare(row[column]) or row[column].lower()
+    found = re.search(r"\d[\d,]*", text)
     if found is None:
         raise Unreadable(column, f"{row[column]!r} has no number")
     number = int(found.group().replace(",", ""))
+    if product := re.match(r"(\d+)(?: nodes?)? ?[x*] ?(\d+)", text):  # 2 nodes x 8
+        number = int(product.group(1)) * int(product.group(2))
     if number < 1:
         raise Unreadable(column, f"{row[column]!r} is below 1")
     return number
@@ -151,7 +154,7 @@ def length(row: Row) -> Length | None:
     if row.unknown("seq_len"):
         return None
     text = row["seq_len"].lower()
-    numbers = [int(n) for n in re.findall(r"\d+", bare(text))]
+    numbers = [int(n) * (1024 if thousands else 1) for n, thousands in re.findall(r"(\d+)(k\b)?", bare(text))]
     varies = any(word in text for word in ("<", "variable", "max ", "up to", "unpacked", "at most", "~"))
     inside = re.search(r"max\D{0,12}(\d+)", text)
     if not numbers and inside:

@@ -68,6 +68,7 @@ def closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
         ("512 (script default, presumed)", 512, True),
         ("8192 (packing)", 8192, True),
         ("<=256 + short target", 256, False),
+        ("32k", 32768, True),
     ],
 )
 def test_lengths(text: str, longest: int, full: bool) -> None:
@@ -242,6 +243,31 @@ def test_a_source_without_a_reader_is_read_by_its_columns() -> None:
 
 
 @pytest.mark.parametrize(
+    ("parallel", "stage"),
+    [
+        ("zero3", 3),
+        ("ZeRO-2", 2),
+        ("DeepSpeed ZeRO stage 1", 1),
+        ("deepspeed stage3 (per default)", 3),
+        ("fsdp full_shard", 3),
+        ("ddp", 0),
+        ("zero++ on zero3", 3),
+    ],
+)
+def test_stages(parallel: str, stage: int) -> None:
+    case = only(parallel=parallel, n_gpus="2 nodes x 8", offload_optimizer="nvme", offload_param="cpu")
+    assert case.candidate.stage == stage
+    assert case.job.ranks == 16
+    assert case.candidate.offload_optimizer == ("nvme" if stage else "none")
+    assert case.candidate.offload_param == ("cpu" if stage == 3 else "none")
+
+
+def test_a_global_batch_is_shared_by_the_gpus() -> None:
+    case = only(micro_batch="64 (global)", n_gpus="8", parallel="ddp", grad_accum="2")
+    assert case.candidate.micro_batch == 4
+
+
+@pytest.mark.parametrize(
     ("precision", "parallel", "config"),
     [
         ("bf16 (pure bf16 weights, grads, states)", "single", {"bf16": {"enabled": False}}),
@@ -288,6 +314,9 @@ def test_optimizers(optimizer: str, parallel: str, found: dict[str, object] | No
         ({"micro_batch": "unknown"}, "micro-batch"),
         ({"parallel": "unknown", "n_gpus": "2"}, "ZeRO stage"),
         ({"parallel": "tp4 dp2"}, "parallel"),
+        ({"lora": "QLoRA r=8"}, "quantised"),
+        ({"precision": "fp8"}, "quantised"),
+        ({"lora": "DoRA r=8"}, "other than LoRA"),
         ({"checkpointing": "selective"}, "selective"),
         ({"figure_kind": "step_s", "unit": "s", "seq_len": "<=512"}, "rows of unknown length"),
         ({"figure_kind": "step_s", "unit": "s", "gpu": "unknown"}, "GPU not stated"),
