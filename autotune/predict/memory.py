@@ -33,12 +33,12 @@ def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats
     """(allocated, cached) in bytes: (..., moments, n) at constants (..., constants)."""
     k = {name: constants[..., i, None, None] for i, name in enumerate(MEMORY_CONSTANTS)}
     b = p.bill
-    held = k["states"] * (b.parameters + b.gradients + b.optimizer)
+    held = k["scale"] * k["states"] * (b.parameters + b.gradients + b.optimizer)
     if hardware.device == "cpu":  # host and device are one
         held = held + b.host
     factor = k["activations"] * np.where(p.columns.checkpointing > 0, k["recomputed"], 1.0)
     passing = k["buckets"] * b.buckets + k["gathered"] * b.gathered + k["temporaries"] * b.temporaries
-    passing = passing + factor * b.activations
+    passing = k["scale"] * (passing + factor * b.activations)
     return np.asarray(held + passing), np.asarray(k["cached"] * passing)
 
 
@@ -61,7 +61,7 @@ def peaks(p: Prepared, hardware: Hardware, constants: Floats) -> Peaks:
 def slopes(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, Floats]:
     """(n, constants) derivatives by the constants of what NVML would show on a card without end, and of what torch allocates.
 
-    Both are linear in the constants, but for which moment it is and for `cached`.
+    Both are linear in each constant, but for which moment it is.
     """
     allocated, cached = _moments(p, hardware, constants)
     k, b = dict(zip(MEMORY_CONSTANTS, constants, strict=True)), p.bill
@@ -75,8 +75,13 @@ def slopes(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, 
         passing = {name: getattr(b, name)[at, every] for name in ("buckets", "gathered", "temporaries")}
         passing["activations"] = activations * np.where(again, k["recomputed"], 1.0)
         passing["recomputed"] = np.where(again, k["activations"] * activations, 0.0)
-        by_name = {name: (1 + kept) * size for name, size in passing.items()}
+        by_name = {name: k["scale"] * (1 + kept) * size for name, size in passing.items()}
         in_all = sum(k[name] * passing[name] for name in ("buckets", "gathered", "temporaries", "activations"))
-        by_name |= {"overhead": np.full(len(every), GIB * shown), "states": states, "cached": shown * in_all}
+        by_name |= {
+            "overhead": np.full(len(every), GIB * shown),
+            "scale": k["states"] * states + (1 + kept) * in_all,
+            "states": k["scale"] * states,
+            "cached": shown * k["scale"] * in_all,
+        }
         found.append(np.array([by_name[name] for name in MEMORY_CONSTANTS]).T)
     return found[0], found[1]

@@ -101,9 +101,8 @@ class Breakdowns:
         return max(0.0, size - SIGMAS * sigma), min(high, card) if peak <= card else high
 
     def _memory(self, candidate: Candidate, i: int, at: int) -> dict[str, float]:
-        """Bytes at moment `at` by what they hold."""
+        """Bytes at moment `at` by what they hold; they add up to the peak. The allocator has what nothing else has."""
         k, b = self.memory_constants, self.prepared.bill
-        fragmentation = k["activations"] * (k["recomputed"] if candidate.checkpointing else 1.0)
         memory = {
             "parameters": b.parameters[i],
             "gradients": b.gradients[i],
@@ -112,23 +111,14 @@ class Breakdowns:
             "buckets": k["buckets"] * b.buckets[at, i],
             "gathered parameters": k["gathered"] * b.gathered[at, i],
             "temporaries": k["temporaries"] * b.temporaries[at, i],
-            "allocator": (fragmentation - 1) * b.activations[at, i]
-            + (k["states"] - 1) * (b.parameters[i] + b.gradients[i] + b.optimizer[i])
-            + k["cached"]
-            * (
-                fragmentation * b.activations[at, i]
-                + k["buckets"] * b.buckets[at, i]
-                + k["gathered"] * b.gathered[at, i]
-                + k["temporaries"] * b.temporaries[at, i]
-            ),
-            "context and communication": k["overhead"] * GIB,
         }
         if self.hardware.device == "cpu":
             memory["host"] = b.host[i]
-        # blocks that the card has no room for are not kept
-        given_back = max(0.0, sum(float(v) for v in memory.values()) - float(self.table.peak[i]))
-        memory["allocator"] -= min(given_back, max(0.0, float(memory["allocator"])))
-        return {name: float(value) for name, value in memory.items()}
+        overhead = k["overhead"] * GIB
+        tensors, whole = sum(float(size) for size in memory.values()), float(self.table.peak[i]) - overhead
+        less = min(1.0, whole / tensors) if tensors > 0 else 1.0  # a calibration may believe that all is a bit less
+        memory = {name: less * float(size) for name, size in memory.items()}
+        return {**memory, "allocator": max(0.0, whole - tensors), "context and communication": float(overhead)}
 
     def _time(self, i: int) -> dict[str, float]:
         """Seconds by cause, scaled to the step that the table predicts."""
