@@ -40,7 +40,7 @@ MEASURED_OVERHEAD_GIB = 0.03  # standard deviation of an overhead that ranks hav
 # link 75 to 85 %. The hidden share is a logit.
 TIME = {
     "products": Prior(np.log(1 / 0.8), 0.1),
-    "tail": Prior(np.log(1 / 0.8), 0.8),
+    "tail": Prior(np.log(1 / 0.8), 0.7),
     "moved": Prior(np.log(1 / 0.8), 0.25),
     "starts": Prior(0.0, 0.25),
     "comm": Prior(np.log(1 / 0.7), 0.4),
