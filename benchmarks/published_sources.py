@@ -143,7 +143,8 @@ def ms_swift(row: Row, s: Settings) -> None:
     """modelscope/ms-swift, docs/source_en/LLM/Benchmark.md and best practices.
 
     swift drops what is longer than max_length (`truncation_strategy` "delete", the default of 2024), so the others' lengths
-    are those of a lognormal below it, with the statistics that the page prints. Several GPUs of that page are
+    are those of a lognormal below it, with the statistics that the page prints. Two moments tell little of the mean below a cut
+    far to the left: steps at a max_length below the mean are left out. Several GPUs of that page are
     `device_map`'s pipeline. The comments on top of scripts are rounded; one that equals the card says nothing. SftArguments:
     lora_dropout_p 0.05.
     """
@@ -153,6 +154,8 @@ def ms_swift(row: Row, s: Settings) -> None:
             raise LeftOut("tensor, pipeline or sequence parallel")
         if s.loss == "shifted16":
             s.loss = "shifted-cast"  # swift's trainer is transformers': autocast, also of weights that are pure bf16
+        if s.length and s.quantity == "step" and s.length.longest < _SWIFT_MEAN:
+            raise LeftOut("speed over rows of unknown length")
         if s.length:
             s.lengths = lognormal(_SWIFT_MEAN, _SWIFT_DEVIATION, _SWIFT_LEAST, s.length.longest)
             s.length = Length(s.length.longest, False)
