@@ -203,6 +203,9 @@ def memory_bytes(row: Row, gpus: int) -> float:
     size = float(MEMORY_UNITS[word.group()])
     if word.group() == "gb" and row.says("/1e9", "decimal gb", "/ 1e9"):
         size = 1e9
+    # Two A100-80GB are said to use 162 GB, more than their 2 x 80 GiB: thousands of nvidia-smi's MiB
+    if row.source.startswith("QwenLM/Qwen") and word.group() == "gb":
+        size = 1000.0 * MIB
     total = any(text in row["unit"].lower() for text in ("sum", "total"))
     return value_of(row) * size / (gpus if total else 1)
 
