@@ -42,10 +42,10 @@ MEASURED_OVERHEAD_GIB = 0.03  # standard deviation of an overhead that ranks hav
 # Logarithms of factors on full rates; a matrix product reaches 60 to 70 % of a GPU's peak, a stream of memory or of a
 # link 75 to 85 %. The hidden share is a logit.
 TIME = {
-    "products": Prior(np.log(1 / 0.8), 0.1),
-    "tail": Prior(np.log(1 / 0.8), 0.8),
+    "products": Prior(np.log(1 / 0.83), 0.1),
+    "tail": Prior(np.log(1.4), 0.9),
     "moved": Prior(np.log(1 / 0.8), 0.25),
-    "starts": Prior(0.0, 0.25),
+    "starts": Prior(0.0, 0.22),
     "comm": Prior(np.log(1 / 0.7), 0.4),
     "reduce": Prior(np.log(0.8), 0.4),
     "hidden": Prior(0.4, 0.8),
@@ -59,20 +59,20 @@ _CPU_SIGMA = 1.2  # a CPU's rates are guesses until the first trial
 # Standard deviations of what no formula knows: the logarithm of a small factor for each kind of config, and slopes. In a
 # fit they follow TIME.
 QUIRKS = {
-    "machine": 0.1,
-    "stage1": 0.07,
-    "stage2": 0.07,
-    "stage3": 0.07,
+    "machine": 0.09,
+    "stage1": 0.06,
+    "stage2": 0.06,
+    "stage3": 0.06,
     "checkpointed": 0.05,
     "offloaded": 0.1,
     "parameters out": 0.1,
     "overlapped": 0.05,
-    "micro-batch": 0.03,
+    "micro-batch": 0.05,
     "bucket": 0.03,
     "sub-group": 0.02,
     "contiguous": 0.03,
     "compiled": 0.15,
-    "adapted": 0.07,
+    "adapted": 0.05,
     "packed": 0.1,
     "nodes": 0.03,
 }
