@@ -424,9 +424,14 @@ def _job(s: Settings, hardware: Hardware) -> Job:
         attention=attention,
         compiled=s.compiled,
         task=s.task,
-        lengths=s.lengths,
+        lengths=s.lengths or _varied(s.length),
         packed=s.packed and bool(s.lengths),
     )
+
+
+def _varied(length: Length) -> tuple[tuple[int, int], ...]:
+    """Rows that are not all full, of which only the longest is known; their speed is left out, so only that they differ counts."""
+    return () if length.full or length.longest < 2 else ((length.longest // 2, 1), (length.longest, 1))
 
 
 def _candidate(s: Settings) -> Candidate:

@@ -124,6 +124,8 @@ def litgpt(row: Row, s: Settings) -> None:
     """Lightning-AI/litgpt: finetune/lora.py (lora_dropout 0.05); its loss is computed in chunks of the head's output."""
     with_dropout(s, 0.05)
     s.loss = "fused"
+    if row.says("init/flattening peak") and s.quantity == "allocated":
+        raise LeftOut("peak of loading the model, not of training")
 
 
 def peft(row: Row, s: Settings) -> None:

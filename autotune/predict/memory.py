@@ -39,7 +39,9 @@ def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats
     factor = k["activations"] * np.where(p.columns.checkpointing > 0, k["recomputed"], 1.0)
     passing = k["buckets"] * b.buckets + k["gathered"] * b.gathered + k["temporaries"] * b.temporaries
     passing = k["scale"] * (passing + factor * b.activations)
-    return np.asarray(held + passing), np.asarray(k["cached"] * passing)
+    step = np.array([float(name == "step") for name in b.moments])[:, None]
+    kept = step * b.left + b.holes if hardware.device == "cuda" else 0.0
+    return np.asarray(held + passing), np.asarray(k["cached"] * passing + kept)
 
 
 def moments(p: Prepared, hardware: Hardware, constants: Floats) -> Floats:
