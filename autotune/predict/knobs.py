@@ -84,7 +84,12 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
     )
     prefetch, max_live, max_reuse, persistence = (
         column(zero + name, ZERO_DEFAULTS[zero + name])
-        for name in ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_param_persistence_threshold")
+        for name in (
+            "stage3_prefetch_bucket_size",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_param_persistence_threshold",
+        )
     )
     micro_batch = np.array([float(c.micro_batch) for c in candidates])
     packed = np.array([float(raw.get(PACKING, job.packed)) for raw in raws])

@@ -86,7 +86,9 @@ class Trace:
     exact: bool = True  # False: a closed-form estimate, with a reason
     note: str = ""
     largest: int = field(default=0)  # elements of the largest trainable parameter
-    frozen_sizes: list[int] = field(default_factory=list)  # elements of each frozen one; empty where only their sum is known
+    frozen_sizes: list[int] = field(
+        default_factory=list
+    )  # elements of each frozen one; empty where only their sum is known
 
     @property
     def every_size(self) -> list[int]:
@@ -105,7 +107,13 @@ class Trace:
             if value is None:
                 return None
             pairs = ("after_forward", "flops", "attention", "operators", "frozen_only")
-            return Pass(**{**value, **{k: tuple(value[k]) for k in pairs if k in value}, "moved": tuple(map(tuple, value["moved"]))})
+            return Pass(
+                **{
+                    **value,
+                    **{k: tuple(value[k]) for k in pairs if k in value},
+                    "moved": tuple(map(tuple, value["moved"])),
+                }
+            )
 
         plain = restore(data["plain"])
         assert plain is not None

@@ -16,9 +16,10 @@ from autotune.units import GIB
 
 # Rates of a CPU rank until the first trial corrects them: flops, bytes and bytes a second of one rank.
 CPU_TFLOPS, CPU_MEMORY_GB_PER_S, CPU_LINK_GB_PER_S = 0.04, 6.0, 1.0
-# DeepSpeed's CPU Adam is bound by the host's memory: about 1e9 parameters a second over a node's ranks together
-# (DeepSpeed's own table for CPU-Adam on one socket: 1e9 parameters in 0.25 s to 1 s).
-CPU_ADAM_ELEMENTS_PER_S = 1e9
+# DeepSpeed's CPU Adam is bound by the host's memory: masters and states read and written, a gradient read, a weight written
+# (30 bytes an element in 16 bits). 1e9 parameters took 0.23 s on the two sockets of a DGX-2 (Ren et al. 2021, ZeRO-Offload,
+# table 4). With few cores a rank, as where OMP_NUM_THREADS is 1, it takes many times as long: the prior is wide.
+HOST_MEMORY_GB_PER_S = 120.0
 # A causal mask lets fused attention skip half of its work, at about 0.7 of the efficiency of a plain product
 # (Dao 2023, FlashAttention-2, figures 4 and 6).
 ATTENTION_SHARE = 0.5 / 0.7
@@ -31,10 +32,8 @@ HOP_SECONDS, NODE_HOP_SECONDS = 1.9e-6, 4.0e-6
 # has its own.
 _SHARED_UPLINK = ("v100", "a100", "a800")
 # Of the listed peak, what the best matrix products reach (maximum achievable matmul FLOPS: stas00/ml-engineering,
-# compute/accelerator; B200 there 1745 of 2250 TFLOP/s). GeForce cards are listed at their rated boost clock and run above it.
-_ACHIEVABLE = {"a100": 0.86, "a800": 0.86, "h100": 0.80, "h800": 0.80, "h200": 0.80, "b200": 0.78} | dict.fromkeys(
-    ("rtx20", "rtx30", "rtx40", "rtx50"), 1.0
-)
+# compute/accelerator; B200 there 1745 of 2250 TFLOP/s). GeForce and RTX cards are listed at their rated boost clock and run above it.
+_ACHIEVABLE = {"a100": 0.86, "a800": 0.86, "h100": 0.80, "h800": 0.80, "h200": 0.80, "b200": 0.78, "rtx": 1.0}
 _ACHIEVABLE_ELSEWHERE = 0.85
 # What the processor does before a GPU can do anything, in seconds. An operator of an eager model: 10 us in forward and 8 in
 # backward of a Llama of 64 channels (torch 2.13, an EPYC core at 1 thread, no kernel to launch; with checkpointing 14 on
@@ -150,6 +149,7 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
     groups = np.where(three, part / np.minimum(c.sub_group, part), 1.0)
     elements = np.where(c.stage == 0, total, part)
     step_bytes = 2 * (4 + states) + 4 + 2 * width  # master and states read and written, gradient read, weight written
+    host_bytes = 2 * (c.master + states * c.state_share) + 4 + width
     back = np.where(two | three, width * part, 0.0)  # gradients leave the device every micro-batch
     accumulating = np.where(two & (c.accumulation > 1), 2.0, 1.0)  # stage 2 fetches the sum back to add to it
     return Work(
@@ -167,7 +167,7 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
         / rates.pcie,
         pcie_step=np.where(out, width * part + np.where(one, width * part, 0.0), 0.0) / rates.pcie,
         optimizer=np.where(out, 0.0, elements * step_bytes / rates.memory),
-        cpu_adam=np.where(out, total / hardware.nodes / CPU_ADAM_ELEMENTS_PER_S, 0.0),
+        cpu_adam=np.where(out, total / hardware.nodes * host_bytes / (HOST_MEMORY_GB_PER_S * 1e9), 0.0),
         nvme=((c.offload_optimizer == 2) * 2 * (4 + states) * part + (c.offload_param == 2) * 2 * width * part)
         / (NVME_GB_PER_S * 1e9),
         collectives=((buckets + gathers) * (ranks > 1) + groups) * (BUCKET_SECONDS + _hops_seconds(hardware)),

@@ -91,14 +91,7 @@ def trace_model(
         passes = [_one_pass(*arguments) for arguments in both]
     plain = passes[0]
     assert plain is not None
-    return Trace(
-        parameters,
-        sum(frozen),
-        plain,
-        passes[1],
-        largest=max(parameters, default=0),
-        frozen_sizes=frozen,
-    )
+    return Trace(parameters, sum(frozen), plain, passes[1], largest=max(parameters, default=0), frozen_sizes=frozen)
 
 
 def allocations(job: Job, checkpointing: bool, micro_batch: int, layers: int) -> list[tuple[int, int]]:

@@ -31,7 +31,9 @@ class Lora:
     alpha: int | None = None  # None: twice the rank
     saved: tuple[str, ...] = ()  # names of modules that are trained whole beside the adapters (peft's modules_to_save)
     dropout: float = 0.0  # of what each adapter reads: a copy of it and a mask are kept for backward
-    fp32: bool = False  # adapters in 32 bits on 16-bit weights, as peft makes them; DeepSpeed's engine makes all 16 bits again
+    fp32: bool = (
+        False  # adapters in 32 bits on 16-bit weights, as peft makes them; DeepSpeed's engine makes all 16 bits again
+    )
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Lora:
@@ -229,7 +231,11 @@ class Job:
         section = self.base_config.get("torch_autocast")
         if not isinstance(section, dict) or section.get("enabled") is not True:
             return None
-        return "float16" if str(section.get("dtype", "bfloat16")).removeprefix("torch.") in ("float16", "fp16") else "bfloat16"
+        return (
+            "float16"
+            if str(section.get("dtype", "bfloat16")).removeprefix("torch.") in ("float16", "fp16")
+            else "bfloat16"
+        )
 
     @property
     def optimizer_kind(self) -> str:
