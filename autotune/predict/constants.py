@@ -59,7 +59,7 @@ QUIRKS = {
     "machine": 0.09,
     "stage1": 0.06,
     "stage2": 0.06,
-    "stage3": 0.06,
+    "stage3": 0.08,
     "checkpointed": 0.05,
     "offloaded": 0.1,
     "parameters out": 0.1,

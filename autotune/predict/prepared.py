@@ -11,6 +11,7 @@ import numpy as np
 
 from autotune.predict.constants import MEMORY, QUIRKS, UNREAD_STATES, UNTRACED
 from autotune.predict.knobs import Columns, Floats, columns_of
+from autotune.predict.optimizers import stepper
 from autotune.predict.passes import Trace
 from autotune.predict.roofline import Work, work
 from autotune.predict.unread import unread_knobs
@@ -117,7 +118,8 @@ def quirks_of(c: Columns, nodes: int = 1) -> Floats:
 def job_features(job: Job, trace: Trace) -> Floats:
     """(job features,): how alike two jobs are. Within a study they are all the same and change no distance."""
     elements = max(sum(trace.parameters) + trace.frozen, 1)
-    return np.array([0.5 * np.log2(elements), 0.3 * np.log2(job.seq_len), 0.3 * np.log2(job.ranks), job.element_bytes])
+    sizes = [0.5 * np.log2(elements), 0.3 * np.log2(job.seq_len), 0.3 * np.log2(job.ranks)]
+    return np.array([*sizes, job.element_bytes, 2.0 * bool(job.autocast), 0.3 * stepper(job).state_bytes])
 
 
 def features_of(c: Columns) -> Floats:
