@@ -39,7 +39,7 @@ MEASURED_OVERHEAD_GIB = 0.03  # standard deviation of an overhead that ranks hav
 # Logarithms of factors on full rates; a matrix product reaches 60 to 70 % of a GPU's peak, a stream of memory or of a
 # link 75 to 85 %. The hidden share is a logit.
 TIME = {
-    "products": Prior(np.log(1 / 0.83), 0.1),
+    "products": Prior(np.log(1 / 0.86), 0.1),
     "tail": Prior(np.log(1.4), 0.9),
     "moved": Prior(np.log(1 / 0.8), 0.25),
     "starts": Prior(0.0, 0.22),
