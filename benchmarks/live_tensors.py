@@ -1,8 +1,9 @@
-"""Measures live tensor bytes of real DeepSpeed on CPU ranks: `python benchmarks/live_tensors.py [--own-keys | --lora] [--json FILE]`.
+"""Measures live tensor bytes of real DeepSpeed on CPU ranks: `python benchmarks/live_tensors.py [--json FILE]`.
 
 What the predictor's memory is held against: two models, one and two ranks, every stage, offload, checkpointing, buckets,
-fp32 and bf16; with `--own-keys` instead one model under keys that people set in their own DeepSpeed config, with `--lora` one of which
-only adapters are trained. Every engine measures two micro-batches; operators are slowed by counting, so speed is not recorded.
+fp32 and bf16; with `--own-keys` instead one model under keys that people set in their own DeepSpeed config, with `--lora`
+models of which only adapters are trained. Every engine measures two micro-batches; operators are slowed by counting, so speed
+is not recorded.
 """
 
 from __future__ import annotations

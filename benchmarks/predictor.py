@@ -93,6 +93,7 @@ def live_tensors(amount: Amount, measure: bool) -> list[dict[str, Any]]:
         subprocess.run([sys.executable, script, "--json", str(path)], check=True)
     rows = [row for row in json.loads(path.read_text())["rows"] if row["live"]][: amount.live_rows]
     own_keys = json.loads((DATA / "live_tensors_keys_cpu.json").read_text())["rows"][: amount.live_rows]
+    adapters = json.loads((DATA / "live_tensors_lora_cpu.json").read_text())["rows"][: amount.live_rows]
     ours, deepspeed, accelerate = [], [], []
     for row in rows:
         job = Job(resolve_model(row["model"]), row["ranks"], row["seq_len"], row["precision"])
@@ -102,6 +103,7 @@ def live_tensors(amount: Amount, measure: bool) -> list[dict[str, Any]]:
             deepspeed.append(abs(deepspeed_says(candidate, trace, job) / real - 1))
         accelerate.append(abs(accelerate_says(trace, job) / real - 1))
     under_keys = [live_error(row) for row in own_keys]
+    of_adapters = [live_error(row) for row in adapters]
     on_same = [e for e, row in zip(ours, rows, strict=True) if Candidate.of(row["candidate"]).stage >= 2]
     return [
         *about(
@@ -113,6 +115,11 @@ def live_tensors(amount: Amount, measure: bool) -> list[dict[str, Any]]:
             f"the same under keys of a user's own config, {len(own_keys)} candidates",
             at_most("live bytes at peak, median error", statistics.median(under_keys), 0.02),
             at_most("live bytes at peak, worst error", max(under_keys), 0.08),
+        ),
+        *about(
+            f"the same of which only adapters are trained, {len(adapters)} candidates",
+            at_most("live bytes at peak, median error", statistics.median(of_adapters), 0.02),
+            at_most("live bytes at peak, worst error", max(of_adapters), 0.08),
         ),
         *about(f"DeepSpeed's estimate_zero2/3, {len(on_same)} of those rows", five_times(deepspeed, on_same)),
         *about(f"accelerate estimate-memory, {len(rows)} rows", five_times(accelerate, ours)),
@@ -345,7 +352,7 @@ def landscapes(amount: Amount, folder: Path) -> list[dict[str, Any]]:
             others[order[: amount.known]] = False
             errors.append(float(np.median(abs(table.peak / peak - 1)[others])))
             ranks.append(spearman(table.step[others & ok], step[others & ok]))
-            lost += bool(table.peak[best] - HOPELESS_SIGMAS * table.peak_sigma[best] > hardware.capacity_bytes)
+            lost += bool(table.needed[best] - HOPELESS_SIGMAS * table.peak_sigma[best] > hardware.capacity_bytes)
         rank = statistics.median(ranks)
         found += about(
             f"landscape {landscape.name}, {amount.known} rows, {amount.seeds} orders",

@@ -83,25 +83,33 @@ def parameters_of(spec: ModelSpec) -> float:
     return float(spec.parameters or _data()["models"][spec.name]["parameters"])
 
 
+TORCH_OF_2025 = (2, 6)  # released in January
 SHIFTS_SINCE = 2025  # from transformers 4.50 (March 2025) on labels are shifted and logits are not
 
 
 def year_of(row: Row, model: ModelSpec) -> int:
-    """When the figure was measured: the latest year that the row names, or that in which its model was new (2023 stands for
-    before 2024, 2025 for since)."""
-    years = re.findall(r"\b(20[12]\d)(?!\d)", row["source_path_or_section"] + " " + row["notes"])
+    """When the figure was measured: the latest year that the row names, the year of the torch that it names, or that in which
+    its model was new (2023 and 2024 stand for before 2025, 2025 for since)."""
+    text = row["source_path_or_section"] + " " + row["notes"]
+    years = [int(year) for year in re.findall(r"\b(20[12]\d)(?!\d)", text)]
+    years += [
+        2024 if tuple(map(int, version.split("."))) < TORCH_OF_2025 else 2025
+        for version in re.findall(r"torch (2\.\d+)", text)
+    ]
     if years:
-        return max(int(year) for year in years)
-    return 2023 if model.name.startswith(tuple(_data()["losses"]["of_2023"])) else 2025
+        return max(years)
+    return 2023 if model.name.startswith(tuple(_data()["losses"]["before_2025"])) else 2025
 
 
-def loss_of(row: Row, model: ModelSpec) -> str:
+def loss_of(row: Row, model: ModelSpec, autocast: bool) -> str:
     """How the model's code took its loss when the figure was measured: one of `trace.LOSSES`."""
     if year_of(row, model) >= SHIFTS_SINCE:
         return "own"
     code = _data()["losses"]
     own_code = model.name.startswith(tuple(code["own_code_16_bit"]))
-    return "shifted32" if model.config["model_type"] in code["upcast"] and not own_code else "shifted16"
+    if model.config["model_type"] in code["upcast"] and not own_code:
+        return "shifted32"
+    return "shifted-cast" if autocast else "shifted16"
 
 
 # What people write -> the row of autotune's table. The first that is found counts; the memory decides between two.

@@ -8,6 +8,8 @@
 * FSDP in bf16 keeps 32-bit shards (torch.distributed.fsdp.MixedPrecision casts what it gathers), unless a row says `pure`.
 * fp16 without DeepSpeed is autocast: gradients in fp16 cannot be unscaled (torch.amp.GradScaler).
 * `fsdp` is stage 3 with a block as the unit (`_as_fsdp`).
+* Without DeepSpeed transformers' Trainer runs forward under autocast also of 16-bit weights (`bf16=True`), unless a row says
+  `pure`: cross entropy is then taken in 32 bits.
 * Logits are made 32-bit or not as the model's code of the figure's year did (`published_models.loss_of`).
 * DeepSpeed's configs are those of transformers' examples: buckets `auto`, that is hidden_size^2, with `overlap_comm`.
 * Unknown checkpointing is off, unknown accumulation 1: every framework's default. Unknown attention is transformers' own choice.
@@ -66,8 +68,8 @@ class Settings:
     optimizer: str | None = None
     stage: int | None = None
     deepspeed: bool = False
-    offload_optimizer: bool = False
-    offload_param: bool = False
+    offload_optimizer: str = "none"
+    offload_param: str = "none"
     checkpointing: bool | None = None
     lora: Lora | None = None
     attention: str | None = None
@@ -75,6 +77,7 @@ class Settings:
     task: str = CAUSAL
     compiled: bool = False
     rate_is: str | None = None  # total or per_gpu, where the figure's kind leaves it open
+    gigabyte: float = GIB  # what the source's GB is in bytes
     tried: int | None = None  # the micro-batch that a `max_micro_batch` row says fails
     zero: dict[str, Any] = field(default_factory=dict)  # further keys of zero_optimization
     config: dict[str, Any] = field(default_factory=dict)  # further keys of the DeepSpeed config
@@ -112,20 +115,22 @@ def settings_of(row: Row) -> Settings:
     s = Settings(quantity_of(row))
     s.model, guessed = model_of(row)
     s.doubts += [f"{s.model.name} stands for {row['model']}"] if guessed else []
+    _only_what_is_modelled(row)
     s.gpus = whole(row, "n_gpus")
     s.length = length(row)
     s.packed = "packing" in row["seq_len"]
     s.micro_batch, s.accumulation = whole(row, "micro_batch"), whole(row, "grad_accum")
+    if s.micro_batch and s.gpus and re.search("global|total", row["micro_batch"].lower()):
+        s.micro_batch = max(1, s.micro_batch // (s.gpus * (s.accumulation or 1)))
     _parallel(row, s)
     _precision(row, s)
     _optimizer(row, s)
-    s.offload_optimizer = bare(row["offload_optimizer"]) in ("cpu", "yes", "true")
-    s.offload_param = bare(row["offload_param"]) in ("cpu", "yes", "true")
+    s.offload_optimizer, s.offload_param = _offloaded(row["offload_optimizer"]), _offloaded(row["offload_param"])
     checkpointing = bare(row["checkpointing"])
     if "selective" in checkpointing:
         raise LeftOut("selective checkpointing")
     if not checkpointing.startswith("unknown"):
-        s.checkpointing = checkpointing.startswith(("yes", "true", "on"))
+        s.checkpointing = checkpointing.startswith(("yes", "true", "on", "full"))
     s.lora = _lora(row)
     if (
         s.lora
@@ -141,10 +146,25 @@ def settings_of(row: Row) -> Settings:
     ) and not row.says("no liger"):
         s.loss = "fused"
     else:
-        s.loss = loss_of(row, s.model)
+        s.loss = loss_of(row, s.model, autocast=not s.deepspeed and "pure" not in row["precision"].lower())
     s.task = _task(row, s.model)
     s.compiled = row.says("torch.compile")
     return s
+
+
+def _offloaded(text: str) -> str:
+    return "nvme" if "nvme" in bare(text) else "cpu" if bare(text) in ("cpu", "yes", "true") else "none"
+
+
+def _only_what_is_modelled(row: Row) -> None:
+    """Raises:
+    LeftOut: weights are quantised, or what is trained beside them is no LoRA.
+    """
+    text = " ".join(row[column].lower() for column in ("model", "precision", "lora"))
+    if re.search(r"4-?bit|8-?bit|\bnf4|qlora|int4|int8|gptq|awq|\bfp8|float8|mxfp", text):
+        raise LeftOut("quantised weights or arithmetic")
+    if re.search(r"dora\b|ia3|ia\^3|prefix|prompt|adalora|loha|lokr|vera\b|galore|lisa\b|bitfit", row["lora"].lower()):
+        raise LeftOut("adapters other than LoRA")
 
 
 def _task(row: Row, model: ModelSpec) -> str:
@@ -166,7 +186,7 @@ def _parallel(row: Row, s: Settings) -> None:
         raise LeftOut("tensor, pipeline or sequence parallel")
     if row.says("ulysses", "sequence parallel 2", "sequence parallel 4", "sequence parallel 8"):
         raise LeftOut("tensor, pipeline or sequence parallel")
-    zero = re.search(r"zero-?\s?(?:stage\s*)?([0-3])(?!\d)", text)
+    zero = re.search(r"(?:zero|stage)[-_ ]*(?:stage)?[-_ ]*([0-3])(?!\d)", text)
     if "fsdp" in text or "full_shard" in text:
         s.stage = 3
         if "shard_grad_op" in text:
@@ -190,8 +210,10 @@ def _precision(row: Row, s: Settings) -> None:
         s.precision = "fp16"
     elif text.startswith(("bf16", "bfloat16")) or "bf16" in text.split("(")[0]:
         s.precision = "bf16"
-    elif "fp32" in text or "float32" in text:
+    elif "fp32" in text or "float32" in text or "tf32" in text:
         s.precision = "fp32"
+    elif "fp16" in text:
+        s.precision = "fp16"
     if s.precision in ("bf16", "fp16") and not s.deepspeed and "fp32 adapters" not in text:
         pure = any(word in text for word in ("pure", "-true", "states")) or row.says("pure bf16", "states are bf16")
         s.masters = not pure and ("fp32 master" in text or s.stage == 3)
@@ -206,6 +228,8 @@ _TORCH_TYPES = {"fp16": "float16", "bf16": "bfloat16"}
 
 # Names of optimizers -> the Job's, or the type of DeepSpeed's config that no Job names.
 _OPTIMIZERS = (
+    (r"paged.*8-?bit", "pagedadamw8bit"),
+    (r"paged", "pagedadamw"),
     (r"8bit|8-bit", "adamw8bit"),
     (r"adafactor", "adafactor"),
     (r"muon", "muon"),
@@ -219,10 +243,10 @@ _OPTIMIZERS = (
 def _optimizer(row: Row, s: Settings) -> None:
     text = row["optimizer"].lower()
     # torch's AdamW takes its foreach form on CUDA unless it is told to fuse (torch 2.0 to 2.13); transformers' own AdamW
-    # (`adamw_hf`) goes parameter by parameter, and its Trainer fuses since version 5
-    loops = any(word in text for word in ("fused", "_hf", "8bit", "8-bit", "paged")) or row.says("transformers 5")
-    if "adam" in text and not loops and not s.deepspeed:
-        s.config["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}
+    # (`adamw_hf`) goes parameter by parameter, as if fused, and its Trainer fuses since version 5
+    if "adam" in text and not s.deepspeed:
+        fused = any(word in text for word in ("fused", "_hf")) or row.says("transformers 5")
+        s.config["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True, **({"fused": True} if fused else {})}}
     s.optimizer = next((name for pattern, name in _OPTIMIZERS if re.search(pattern, text)), None)
     if row.says("in backward", column="optimizer") or row.says("optimizer in backward", "optimizer_in_bwd on"):
         raise LeftOut("optimizer steps in backward")
@@ -236,7 +260,7 @@ def _lora(row: Row) -> Lora | None:
         raise LeftOut("part of the model is frozen without adapters")
     if re.match(r"none|no\b|full|unknown \(looks full", text) or not text or text == "unknown":
         return None
-    rank = re.search(r"(?:r|rank)\s*=\s*(\d+)", text)
+    rank = re.search(r"\b(?:r|rank)\s*[=: ]\s*(\d+)", text)
     targets = re.search(r"targets?\s*=\s*([\w,\-]+)", text)
     names = targets.group(1).split(",") if targets else []
     if "all-linear" in text or "all linear" in text:
@@ -345,7 +369,7 @@ def cases_of(row: Row, s: Settings) -> list[Case]:
         tokens = samples * job.tokens_per_sample * job.samples_per_row
         seconds = step_seconds(row, samples=samples, tokens=tokens, gpus=s.gpus, rate_is=s.rate_is)
         return [case(candidate, seconds)]
-    return [case(candidate, memory_bytes(row, s.gpus))]
+    return [case(candidate, memory_bytes(row, s.gpus, hardware.memory_bytes, s.gigabyte))]
 
 
 def _hardware(row: Row, s: Settings) -> Hardware:
@@ -400,9 +424,14 @@ def _job(s: Settings, hardware: Hardware) -> Job:
         attention=attention,
         compiled=s.compiled,
         task=s.task,
-        lengths=s.lengths,
+        lengths=s.lengths or _varied(s.length),
         packed=s.packed and bool(s.lengths),
     )
+
+
+def _varied(length: Length) -> tuple[tuple[int, int], ...]:
+    """Rows that are not all full, of which only the longest is known; their speed is left out, so only that they differ counts."""
+    return () if length.full or length.longest < 2 else ((length.longest // 2, 1), (length.longest, 1))
 
 
 def _candidate(s: Settings) -> Candidate:
@@ -418,9 +447,9 @@ def _candidate(s: Settings) -> Candidate:
     if s.stage:
         hidden = hidden_size(s.model)
         knobs |= {"reduce_bucket_size": hidden**2, "overlap_comm": True, "contiguous_gradients": True}
-        knobs["offload_optimizer"] = "cpu" if s.offload_optimizer else "none"
+        knobs["offload_optimizer"] = s.offload_optimizer
         if s.stage == 3:
-            knobs["offload_param"] = "cpu" if s.offload_param else "none"
+            knobs["offload_param"] = s.offload_param
             knobs["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * hidden**2)
             knobs |= {} if s.deepspeed else _as_fsdp(s.model)
     knobs |= s.zero

@@ -129,10 +129,13 @@ def whole(row: Row, column: str) -> int | None:
     """
     if row.unknown(column):
         return None
-    found = re.search(r"\d[\d,]*", bare(row[column]) or row[column])
+    text = bare(row[column]) or row[column].lower()
+    found = re.search(r"\d[\d,]*", text)
     if found is None:
         raise Unreadable(column, f"{row[column]!r} has no number")
     number = int(found.group().replace(",", ""))
+    if product := re.match(r"(\d+)(?: nodes?)? ?[x*] ?(\d+)", text):  # 2 nodes x 8
+        number = int(product.group(1)) * int(product.group(2))
     if number < 1:
         raise Unreadable(column, f"{row[column]!r} is below 1")
     return number
@@ -151,7 +154,7 @@ def length(row: Row) -> Length | None:
     if row.unknown("seq_len"):
         return None
     text = row["seq_len"].lower()
-    numbers = [int(n) for n in re.findall(r"\d+", bare(text))]
+    numbers = [int(n) * (1024 if thousands else 1) for n, thousands in re.findall(r"(\d+)(k\b)?", bare(text))]
     varies = any(word in text for word in ("<", "variable", "max ", "up to", "unpacked", "at most", "~"))
     inside = re.search(r"max\D{0,12}(\d+)", text)
     if not numbers and inside:
@@ -188,8 +191,16 @@ def value_of(row: Row) -> float:
     return sum(found[:2]) / 2 if "-" in row["value"].strip("-") and len(found) > 1 else found[0]
 
 
-def memory_bytes(row: Row, gpus: int) -> float:
+# What a `GB` can be, from the largest down; the first in which the figure fits the card counts.
+GIGABYTES = (GIB, 1000 * MIB, 1e9)
+
+
+def memory_bytes(row: Row, gpus: int, card_bytes: float = float("inf"), gigabyte: float = GIB) -> float:
     """The figure in bytes of one GPU.
+
+    Args:
+        card_bytes: all memory of one GPU; a figure in GB that is more is in smaller GB.
+        gigabyte: bytes of the source's GB, where that is known.
 
     Raises:
         Unreadable: the unit is none of memory.
@@ -197,11 +208,14 @@ def memory_bytes(row: Row, gpus: int) -> float:
     word = re.match(r"[a-z]+", row["unit"].lower().replace("_", " "))
     if word is None or word.group() not in MEMORY_UNITS:
         raise Unreadable("unit", f"{row['unit']!r} is none of memory ({', '.join(MEMORY_UNITS)})")
-    size = float(MEMORY_UNITS[word.group()])
-    if word.group() == "gb" and row.says("/1e9", "decimal gb", "/ 1e9"):
-        size = 1e9
     total = any(text in row["unit"].lower() for text in ("sum", "total"))
-    return value_of(row) * size / (gpus if total else 1)
+    value = value_of(row) / (gpus if total else 1)
+    if word.group() not in ("gb", "g"):
+        return value * MEMORY_UNITS[word.group()]
+    if row.says("/1e9", "decimal gb", "/ 1e9"):
+        gigabyte = 1e9
+    sizes = [size for size in GIGABYTES if size <= gigabyte]
+    return next((value * size for size in sizes if value * size <= card_bytes), value * sizes[-1])
 
 
 def step_seconds(row: Row, *, samples: float, tokens: float, gpus: int, rate_is: str | None) -> float:

@@ -14,21 +14,27 @@ REPEAT_MEMORY, REPEAT_TIME = 0.004, 0.02  # the same candidate measured twice
 UNTRACED = 3.0  # times as wide are intervals for a model that could not be traced
 UNREAD_STATES = 0.15  # of parameters, gradients and states, where a key is set that no formula reads
 
-# Factors on the lines of ZeRO's bill. What the caching allocator adds to activations is 7 to 20 % with memory to spare
-# (benchmarks/allocator.py replays traces through its rules); at the limit, where it counts, it gives cached blocks back
-# first.
+# Factors on the lines of ZeRO's bill, and `cached`: blocks that the caching allocator keeps beside what is in use, as a share of
+# all that comes and goes within a step.
 MEMORY = {
+    # of all that torch allocates: what the settings and versions of a training change without anyone saying so
+    "scale": Prior(1.0, 0.05),
     "states": Prior(1.0, 0.02),
     "buckets": Prior(1.0, 0.2),
     "gathered": Prior(1.0, 0.3),
     "temporaries": Prior(1.0, 0.25),
-    "activations": Prior(1.04, 0.08),
+    "activations": Prior(1.0, 0.05),
     "recomputed": Prior(1.0, 0.15),
+    "cached": Prior(0.10, 0.08),
 }
+# Batches of changing length leave blocks of every size behind, which none that comes later fits (rows of modelscope/ms-swift:
+# torch reserves up to twice what it allocates beside the weights, and all of the card where it can).
+CACHED_OF_MANY_LENGTHS = Prior(1.0, 0.5)
+STUCK = 0.3  # of the cached blocks cannot be given back, for they share a segment with used ones
 MEMORY_CONSTANTS = ("overhead", *MEMORY)  # in the order of a fit
-# The context of one process. With CUDA's lazy loading 0.4 to 0.6 GiB; of cuBLAS's workspaces, 8 MiB a handle and stream
-# and 32 from Hopper on, a few come on top.
-_CONTEXT_GIB = {"cuda": Prior(0.55, 0.2), "cpu": Prior(0.40, 0.1)}
+# The context of one process. With CUDA's lazy loading (torch 2 on CUDA 11.7 and later) 0.4 to 0.6 GiB, with all kernels loaded
+# 1.3 (transformers' guide to training on one GPU, on a V100 in 2022 and 2023: rows of huggingface/transformers).
+_CONTEXT_GIB = {"cuda": Prior(0.7, 0.3), "cpu": Prior(0.40, 0.1)}
 _HOPPER_ON, _HOPPER_GIB = ("h100", "h200", "b200"), 0.1
 # NCCL's buffers grow with its channels, and those with the link, but hardly with the ranks of a node beyond two (its
 # maintainer in NVIDIA/nccl issue 986). Measured: 0.53 GiB between two and 0.67 among four A100 on NVLink (issue 964); 0.99
@@ -97,6 +103,7 @@ def memory_priors(job: Job, hardware: Hardware, widen: float, unread: bool = Fal
         **MEMORY,
         "activations": Prior(MEMORY["activations"].mean, MEMORY["activations"].sigma * max(widen, wider)),
         "states": Prior(MEMORY["states"].mean, UNREAD_STATES if unread else MEMORY["states"].sigma),
+        "cached": CACHED_OF_MANY_LENGTHS if len(job.lengths) > 1 and not job.packed else MEMORY["cached"],
     }
     return [overhead_prior(hardware, job.ranks), *factors.values()]
 

@@ -146,7 +146,10 @@ class _ModuleUse:
         self._inputs = sum(wanted)
         if type(module).__name__ == "Linear":  # torch's own, which calls torch.nn.functional.linear
             self._counters.read(args[0])
-        return tuple(self._counters.passed(one, self._made_gradient) if yes else one for one, yes in zip(args, wanted))
+        return tuple(
+            self._counters.passed(one, self._made_gradient) if yes else one
+            for one, yes in zip(args, wanted, strict=True)
+        )
 
     def _begin_forward(self, *_: Any) -> None:
         self._gather()

@@ -48,7 +48,7 @@ class Columns:
     )
     communicated: Floats
     master: Floats
-    state_share: Floats  # of an optimizer's states in 32 bits
+    state_share: Floats  # of an optimizer's states in 32 bits; those of plain torch are as wide as its weights
     secondary: Floats  # ranks over which hpZ keeps a second set of parameters; 1 for none
     offload_ratio: Floats  # of the sub-groups whose states are on the host where the optimizer is offloaded
     pinned_optimizer: Floats
@@ -136,8 +136,10 @@ def _precisions(raws: list[dict[str, Any]], job: Job) -> dict[str, Floats]:
     return {
         "accumulated": of("data_types.grad_accum_dtype"),
         "communicated": of("communication_data_type"),
-        "master": np.where(_flags(raws, job, low), 2.0, 4.0),
-        "state_share": np.where(_flags(raws, job, "bf16.bf16_optimizer_states"), 0.5, 1.0),
+        "master": np.where(job.plain, 0.0, np.where(_flags(raws, job, low), 2.0, 4.0)),
+        "state_share": np.where(
+            job.plain, job.trained_bytes / 4, np.where(_flags(raws, job, "bf16.bf16_optimizer_states"), 0.5, 1.0)
+        ),
         "immediate": _flags(raws, job, "bf16.immediate_grad_update"),
     }
 

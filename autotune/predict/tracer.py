@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from autotune.rank.building import DTYPES, adapted, task_model, transformers_con
 from autotune.rank.live import LiveTensors
 from autotune.rank.synthetic import one_batch, to_device
 from autotune.rank.workload import forward, own_workload
+
+MOST_SECONDS = 300  # that one of many traces may take
 
 
 class Untraceable(Exception):
@@ -322,6 +325,8 @@ def _loss(job: Job, model: Any, batches: Any, micro_batch: int, loss: str) -> An
     if loss == "shifted32":
         logits = logits.float()
     shifted = logits[..., :-1, :].contiguous()
+    if loss == "shifted-cast":
+        shifted = shifted.float()
     return torch.nn.functional.cross_entropy(shifted.view(-1, shifted.shape[-1]), labels[..., 1:].reshape(-1))
 
 
@@ -369,10 +374,18 @@ def answer_all(asked: list[dict[str, Any]], workers: int) -> Iterator[dict[str, 
 
 def _answer_at(one: tuple[int, dict[str, Any]]) -> dict[str, Any]:
     at, asked = one
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(MOST_SECONDS)
     try:
         return {"at": at, **answer_to(Job.from_json(asked["job"]), asked["options"], workers=1)}
     except Exception as error:  # one model's code must not end the others
         return {"at": at, "untraceable": _line(error)}
+    finally:
+        signal.alarm(0)
+
+
+def _too_long(*_: Any) -> None:
+    raise Untraceable(f"no trace within {MOST_SECONDS} s")
 
 
 def main() -> None:

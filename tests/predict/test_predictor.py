@@ -259,7 +259,7 @@ def test_a_way_that_can_only_be_estimated_is_predicted_wider(monkeypatch: pytest
     job, hardware = make_job(precision="bf16"), named_hardware("rtx4090", 2)
     candidates = [make_candidate(2, 4096, attention=kind) for kind in ("sdpa", "eager")]
 
-    def only_sdpa(job: Job) -> Trace:
+    def only_sdpa(job: Job, **_: object) -> Trace:
         return closed_form_trace(job, "a test") if job.attention == "eager" else trace_job(job)
 
     sure = Predictor(job, hardware).table(candidates)
