@@ -9,7 +9,7 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 
 MEMORY_NOISE = 0.025  # of a peak, before calibration
-TIME_NOISE = 0.08  # of the logarithm of a step's seconds
+TIME_NOISE = 0.10  # of the logarithm of a step's seconds
 REPEAT_MEMORY, REPEAT_TIME = 0.004, 0.02  # the same candidate measured twice
 UNTRACED = 3.0  # times as wide are intervals for a model that could not be traced
 UNREAD_STATES = 0.15  # of parameters, gradients and states, where a key is set that no formula reads
@@ -45,10 +45,10 @@ MEASURED_OVERHEAD_GIB = 0.03  # standard deviation of an overhead that ranks hav
 # Logarithms of factors on full rates; a matrix product reaches 60 to 70 % of a GPU's peak, a stream of memory or of a
 # link 75 to 85 %. The hidden share is a logit.
 TIME = {
-    "products": Prior(np.log(1 / 0.83), 0.1),
+    "products": Prior(np.log(1 / 0.86), 0.1),
     "tail": Prior(np.log(1.4), 0.9),
-    "moved": Prior(np.log(1 / 0.8), 0.25),
-    "starts": Prior(0.0, 0.22),
+    "moved": Prior(np.log(1 / 0.8), 0.2),
+    "starts": Prior(0.0, 0.2),
     "comm": Prior(np.log(1 / 0.7), 0.4),
     "reduce": Prior(np.log(0.8), 0.4),
     "hidden": Prior(0.4, 0.8),
@@ -62,10 +62,10 @@ _CPU_SIGMA = 1.2  # a CPU's rates are guesses until the first trial
 # Standard deviations of what no formula knows: the logarithm of a small factor for each kind of config, and slopes. In a
 # fit they follow TIME.
 QUIRKS = {
-    "machine": 0.09,
+    "machine": 0.07,
     "stage1": 0.06,
     "stage2": 0.06,
-    "stage3": 0.06,
+    "stage3": 0.08,
     "checkpointed": 0.05,
     "offloaded": 0.1,
     "parameters out": 0.1,

@@ -11,6 +11,7 @@ import numpy as np
 
 from autotune.predict.constants import MEMORY, QUIRKS, UNREAD_STATES, UNTRACED
 from autotune.predict.knobs import Columns, Floats, columns_of
+from autotune.predict.optimizers import stepper
 from autotune.predict.passes import Trace
 from autotune.predict.roofline import Work, work
 from autotune.predict.unread import unread_knobs
@@ -39,7 +40,7 @@ class Prepared:
         c = columns_of(candidates, job)
         b = bill(job, trace, c, hardware.device)
         doubt = doubt_of(b, candidates, guessed)
-        features = np.hstack([features_of(c), np.tile(job_features(job, trace), (len(candidates), 1))])
+        features = np.hstack([features_of(c), np.tile(job_features(job, hardware, trace), (len(candidates), 1))])
         return cls(c, b, work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt)
 
     @classmethod
@@ -114,10 +115,13 @@ def quirks_of(c: Columns, nodes: int = 1) -> Floats:
     return rows.T
 
 
-def job_features(job: Job, trace: Trace) -> Floats:
-    """(job features,): how alike two jobs are. Within a study they are all the same and change no distance."""
+def job_features(job: Job, hardware: Hardware, trace: Trace) -> Floats:
+    """(job features,): how alike two jobs and their machines are. Within a study they are all the same and change no distance."""
     elements = max(sum(trace.parameters) + trace.frozen, 1)
-    return np.array([0.5 * np.log2(elements), 0.3 * np.log2(job.seq_len), 0.3 * np.log2(job.ranks), job.element_bytes])
+    sizes = [0.5 * np.log2(elements), 0.3 * np.log2(job.seq_len), 0.3 * np.log2(job.ranks)]
+    facts = hardware.gpu_facts
+    card = 1.5 * np.log2(facts.tflops) if facts else 0.0
+    return np.array([*sizes, card, job.element_bytes, 2.0 * bool(job.autocast), 0.3 * stepper(job).state_bytes])
 
 
 def features_of(c: Columns) -> Floats:

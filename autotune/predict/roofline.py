@@ -42,8 +42,8 @@ _ACHIEVABLE_ELSEWHERE = 0.85
 OPERATOR_SECONDS = 1.8e-5
 # ZeRO-3's hooks around a module's forward, recomputation or backward (fetch_sub_module, release_sub_module and what they
 # wrap: partitioned_param_coordinator.py and parameter_offload.py of deepspeed 0.19.8): 110 to 150 us on the same core over
-# 4 ranks whose collectives do nothing, for Llama and for its adapters alike.
-MODULE_SECONDS = 1.8e-4
+# 4 ranks whose collectives do nothing, for Llama and for its adapters alike; about 250 in QwenLM/Qwen's rows of 2023.
+MODULE_SECONDS = 2e-4
 # Modules called for a kernel of forward: 162 for 483 in 12 layers of Llama. An adapter of peft has four more (dropout, A, B
 # and itself) and four kernels.
 MODULES_AN_OPERATOR = 0.335
