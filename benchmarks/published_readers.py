@@ -429,7 +429,7 @@ def _job(s: Settings, hardware: Hardware) -> Job:
 
 
 def _varied(length: Length) -> tuple[tuple[int, int], ...]:
-    """Rows that are not all full, of which only the longest is known; their speed is left out, so only that they differ counts."""
+    """Lengths where rows are not all full and only the longest is known. Their speed is left out: only that they differ counts."""
     return () if length.full or length.longest < 2 else ((length.longest // 2, 1), (length.longest, 1))
 
 
