@@ -429,7 +429,7 @@ def _job(s: Settings, hardware: Hardware) -> Job:
 
 
 def _varied(length: Length) -> tuple[tuple[int, int], ...]:
-    """Lengths where rows are not all full and only the longest is known. Their speed is left out: only that they differ counts."""
+    """Lengths of rows that are not all full, the longest known. Only that they differ counts: their speed is left out."""
     return () if length.full or length.longest < 2 else ((length.longest // 2, 1), (length.longest, 1))
 
 

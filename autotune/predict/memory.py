@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.predict.constants import MEMORY_CONSTANTS, STUCK
+from autotune.predict.constants import MANY_LENGTHS, MEMORY_CONSTANTS, STUCK
 from autotune.predict.knobs import Floats
 from autotune.predict.prepared import Prepared
 from autotune.problem.hardware import Hardware
@@ -41,7 +41,12 @@ def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats
     passing = k["scale"] * (passing + factor * b.activations)
     step = np.array([float(name == "step") for name in b.moments])[:, None]
     kept = step * b.left + b.holes if hardware.device == "cuda" else 0.0
-    return np.asarray(held + passing), np.asarray(k["cached"] * passing + kept)
+    return np.asarray(held + passing), np.asarray(k["cached"] * _times_kept(p) * passing + kept)
+
+
+def _times_kept(p: Prepared) -> Floats:
+    """(n,): how many times as much is kept as where all batches are alike."""
+    return np.where(p.columns.many_lengths > 0, MANY_LENGTHS, 1.0)
 
 
 def moments(p: Prepared, hardware: Hardware, constants: Floats) -> Floats:
@@ -72,7 +77,7 @@ def slopes(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, 
     found = []
     for shown in (True, False):
         at = (allocated + cached if shown else allocated).argmax(axis=0)
-        kept = k["cached"] if shown else 0.0
+        kept = k["cached"] * _times_kept(p) if shown else np.zeros(len(every))
         activations = b.activations[at, every]
         passing = {name: getattr(b, name)[at, every] for name in ("buckets", "gathered", "temporaries")}
         passing["activations"] = activations * np.where(again, k["recomputed"], 1.0)
@@ -83,7 +88,7 @@ def slopes(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, 
             "overhead": np.full(len(every), GIB * shown),
             "scale": k["states"] * states + (1 + kept) * in_all,
             "states": k["scale"] * states,
-            "cached": shown * k["scale"] * in_all,
+            "cached": shown * k["scale"] * _times_kept(p) * in_all,
         }
         found.append(np.array([by_name[name] for name in MEMORY_CONSTANTS]).T)
     return found[0], found[1]
