@@ -77,6 +77,7 @@ class Settings:
     task: str = CAUSAL
     compiled: bool = False
     rate_is: str | None = None  # total or per_gpu, where the figure's kind leaves it open
+    gigabyte: float = GIB  # what the source's GB is in bytes
     tried: int | None = None  # the micro-batch that a `max_micro_batch` row says fails
     zero: dict[str, Any] = field(default_factory=dict)  # further keys of zero_optimization
     config: dict[str, Any] = field(default_factory=dict)  # further keys of the DeepSpeed config
@@ -368,7 +369,7 @@ def cases_of(row: Row, s: Settings) -> list[Case]:
         tokens = samples * job.tokens_per_sample * job.samples_per_row
         seconds = step_seconds(row, samples=samples, tokens=tokens, gpus=s.gpus, rate_is=s.rate_is)
         return [case(candidate, seconds)]
-    return [case(candidate, memory_bytes(row, s.gpus))]
+    return [case(candidate, memory_bytes(row, s.gpus, hardware.memory_bytes, s.gigabyte))]
 
 
 def _hardware(row: Row, s: Settings) -> Hardware:

@@ -191,8 +191,16 @@ def value_of(row: Row) -> float:
     return sum(found[:2]) / 2 if "-" in row["value"].strip("-") and len(found) > 1 else found[0]
 
 
-def memory_bytes(row: Row, gpus: int) -> float:
+# What a `GB` can be, from the largest down; the first in which the figure fits the card counts.
+GIGABYTES = (GIB, 1000 * MIB, 1e9)
+
+
+def memory_bytes(row: Row, gpus: int, card_bytes: float = float("inf"), gigabyte: float = GIB) -> float:
     """The figure in bytes of one GPU.
+
+    Args:
+        card_bytes: all memory of one GPU; a figure in GB that is more is in smaller GB.
+        gigabyte: bytes of the source's GB, where that is known.
 
     Raises:
         Unreadable: the unit is none of memory.
@@ -200,14 +208,14 @@ def memory_bytes(row: Row, gpus: int) -> float:
     word = re.match(r"[a-z]+", row["unit"].lower().replace("_", " "))
     if word is None or word.group() not in MEMORY_UNITS:
         raise Unreadable("unit", f"{row['unit']!r} is none of memory ({', '.join(MEMORY_UNITS)})")
-    size = float(MEMORY_UNITS[word.group()])
-    if word.group() == "gb" and row.says("/1e9", "decimal gb", "/ 1e9"):
-        size = 1e9
-    # Two A100-80GB are said to use 162 GB, more than their 2 x 80 GiB: thousands of nvidia-smi's MiB
-    if row.source.startswith("QwenLM/Qwen") and word.group() == "gb":
-        size = 1000.0 * MIB
     total = any(text in row["unit"].lower() for text in ("sum", "total"))
-    return value_of(row) * size / (gpus if total else 1)
+    value = value_of(row) / (gpus if total else 1)
+    if word.group() not in ("gb", "g"):
+        return value * MEMORY_UNITS[word.group()]
+    if row.says("/1e9", "decimal gb", "/ 1e9"):
+        gigabyte = 1e9
+    sizes = [size for size in GIGABYTES if size <= gigabyte]
+    return next((value * size for size in sizes if value * size <= card_bytes), value * sizes[-1])
 
 
 def step_seconds(row: Row, *, samples: float, tokens: float, gpus: int, rate_is: str | None) -> float:

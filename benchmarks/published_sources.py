@@ -16,7 +16,7 @@ from functools import cache
 
 from published_models import DATA
 from published_readers import Case, Settings, cases_of, settings_of
-from published_rows import LeftOut, Length, Row
+from published_rows import MIB, LeftOut, Length, Row
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,10 @@ def qwen(row: Row, s: Settings) -> None:
 
     Every row is padded to model_max_length (finetune.py, preprocess). Single-GPU scripts run without DeepSpeed on weights
     in bf16. `s/it` is Trainer's, an optimizer step. LoraArguments: lora_dropout 0.05.
+    `162.0G` on two cards of 80 GiB is more than they have: a G of this page is a thousand of nvidia-smi's MiB.
     """
     with_dropout(s, 0.05)
+    s.gigabyte = 1000 * MIB
     s.length = s.length and Length(s.length.longest, True)
 
 
@@ -122,6 +124,8 @@ def litgpt(row: Row, s: Settings) -> None:
     """Lightning-AI/litgpt: finetune/lora.py (lora_dropout 0.05); its loss is computed in chunks of the head's output."""
     with_dropout(s, 0.05)
     s.loss = "fused"
+    if row.says("init/flattening peak") and s.quantity == "allocated":
+        raise LeftOut("peak of loading the model, not of training")
 
 
 def peft(row: Row, s: Settings) -> None:
@@ -141,7 +145,8 @@ def ms_swift(row: Row, s: Settings) -> None:
     """modelscope/ms-swift, docs/source_en/LLM/Benchmark.md and best practices.
 
     swift drops what is longer than max_length (`truncation_strategy` "delete", the default of 2024), so the others' lengths
-    are those of a lognormal below it, with the statistics that the page prints. Several GPUs of that page are
+    are those of a lognormal below it, with the statistics that the page prints. Two moments tell little of the mean below a cut
+    far to the left: steps at a max_length below the mean are left out. Several GPUs of that page are
     `device_map`'s pipeline. The comments on top of scripts are rounded; one that equals the card says nothing. SftArguments:
     lora_dropout_p 0.05.
     """
@@ -151,6 +156,8 @@ def ms_swift(row: Row, s: Settings) -> None:
             raise LeftOut("tensor, pipeline or sequence parallel")
         if s.loss == "shifted16":
             s.loss = "shifted-cast"  # swift's trainer is transformers': autocast, also of weights that are pure bf16
+        if s.length and s.quantity == "step" and s.length.longest < _SWIFT_MEAN:
+            raise LeftOut("speed over rows of unknown length")
         if s.length:
             s.lengths = lognormal(_SWIFT_MEAN, _SWIFT_DEVIATION, _SWIFT_LEAST, s.length.longest)
             s.length = Length(s.length.longest, False)

@@ -71,7 +71,9 @@ class Machines:
         return hardware
 
     def _card(self, name: str) -> CardPlan:
-        found = self._plan(name, _SIZES)
+        whole = self.tried(name, PER_NODE, 1)
+        hopeless = whole is not None and whole.fastest(any_host=True) is None  # fewer would not do either
+        found = self._plan(name, _SIZES[-1:] if hopeless else _SIZES)
         return found if found.best else self._plan(name, _MORE)
 
     def _plan(self, name: str, sizes: Iterable[tuple[int, int]]) -> CardPlan:

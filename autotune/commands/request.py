@@ -133,6 +133,8 @@ def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]
     tokens = parse_count(request.tokens, "--tokens") if request.tokens is not None else PlanSetup.tokens
     if request.price is not None and not 0 < request.price <= 10_000:
         raise UserError(f"--price {request.price:g}: expected dollars of one GPU and hour, above 0")
+    if request.price is not None and len(gpus) > 1:
+        raise UserError("--price is of one card: leave it out with --compare")
     setups = []
     for name in gpus:
         hardware = planned_hardware(name, gpus_per_node, request.nodes, headroom, host, cap)

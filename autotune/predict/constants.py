@@ -53,7 +53,7 @@ TIME = {
     "reduce": Prior(np.log(0.8), 0.4),
     "hidden": Prior(0.4, 0.8),
     "pcie": Prior(np.log(1 / 0.7), 0.4),
-    "cpu_adam": Prior(0.4, 0.8),
+    "cpu_adam": Prior(1.5, 0.9),
     "optimizer": Prior(np.log(1 / 0.7), 0.3),
     "collectives": Prior(0.0, 0.8),
     "loop": Prior(0.0, 0.7),

@@ -36,8 +36,8 @@ class Elsewhere:
     def candidates(self, job: Job) -> list[Candidate]:
         """What is tried of the space for this job; none where its global batch cannot be split.
 
-        Without a global batch, only the fewest and the most micro-batches a step: the most for speed, the fewest because
-        accumulated gradients take memory.
+        Without a global batch those of the most micro-batches a step, which are fastest, and of the fewest, which take the
+        least memory, only those of the fewest sequences: they decide what fits at all.
         """
         share = None if job.global_batch_size is None else job.global_batch_size // job.ranks
         if share not in self._known:
@@ -50,8 +50,8 @@ class Elsewhere:
         except UserError:
             return []
         if job.global_batch_size is None:
-            ends = {min(steps for _, steps in pairs), max(steps for _, steps in pairs)}
-            pairs = [pair for pair in pairs if pair[1] in ends]
+            most = max(steps for _, steps in pairs)
+            pairs = [pair for pair in pairs if pair[1] == most or pair == pairs[0]]
         return [
             Candidate(tuple(sorted([*family, (MICRO_BATCH, micro_batch), (ACCUMULATION, accumulation)])))
             for family in self.families

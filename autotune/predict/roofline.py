@@ -16,9 +16,10 @@ from autotune.units import GIB
 
 # Rates of a CPU rank until the first trial corrects them: flops, bytes and bytes a second of one rank.
 CPU_TFLOPS, CPU_MEMORY_GB_PER_S, CPU_LINK_GB_PER_S = 0.04, 6.0, 1.0
-# DeepSpeed's CPU Adam is bound by the host's memory: about 1e9 parameters a second over a node's ranks together
-# (DeepSpeed's own table for CPU-Adam on one socket: 1e9 parameters in 0.25 s to 1 s).
-CPU_ADAM_ELEMENTS_PER_S = 1e9
+# DeepSpeed's CPU Adam is bound by the host's memory: masters and states read and written, a gradient read, a weight written
+# (30 bytes an element in 16 bits). 1e9 parameters took 0.23 s on the two sockets of a DGX-2 (Ren et al. 2021, ZeRO-Offload,
+# table 4). With few cores a rank, as where OMP_NUM_THREADS is 1, it takes many times as long: the prior is wide.
+HOST_MEMORY_GB_PER_S = 120.0
 # A causal mask lets fused attention skip half of its work, at about 0.7 of the efficiency of a plain product
 # (Dao 2023, FlashAttention-2, figures 4 and 6).
 ATTENTION_SHARE = 0.5 / 0.7
@@ -31,10 +32,9 @@ HOP_SECONDS, NODE_HOP_SECONDS = 1.9e-6, 4.0e-6
 # has its own.
 _SHARED_UPLINK = ("v100", "a100", "a800")
 # Of the listed peak, what the best matrix products reach (maximum achievable matmul FLOPS: stas00/ml-engineering,
-# compute/accelerator; B200 there 1745 of 2250 TFLOP/s). GeForce cards are listed at their rated boost clock and run above it.
-_ACHIEVABLE = {"a100": 0.86, "a800": 0.86, "h100": 0.80, "h800": 0.80, "h200": 0.80, "b200": 0.78} | dict.fromkeys(
-    ("rtx20", "rtx30", "rtx40", "rtx50"), 1.0
-)
+# compute/accelerator; B200 there 1745 of 2250 TFLOP/s). GeForce and RTX cards are listed at their rated boost clock and run
+# above it.
+_ACHIEVABLE = {"a100": 0.86, "a800": 0.86, "h100": 0.80, "h800": 0.80, "h200": 0.80, "b200": 0.78, "rtx": 1.0}
 _ACHIEVABLE_ELSEWHERE = 0.85
 # What the processor does before a GPU can do anything, in seconds. An operator of an eager model: 10 us in forward and 8 in
 # backward of a Llama of 64 channels (torch 2.13, an EPYC core at 1 thread, no kernel to launch; with checkpointing 14 on
@@ -118,12 +118,6 @@ class Work:
 def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
     """The work of every candidate."""
     rates = Rates.of(hardware, {"float16": "fp16", "bfloat16": "bf16"}.get(job.autocast or "", job.precision))
-    ranks = float(job.ranks)
-    share = (ranks - 1) / ranks
-    width = job.element_bytes
-    states = stepper(job).state_bytes
-    total = float(sum(trace.parameters))
-    part, whole = total / ranks, width * total
     plain, again = trace.plain, trace.of(True)
 
     def either(of_plain: float, of_again: float) -> Floats:
@@ -132,50 +126,70 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
     whole_pass = [sum(run.flops) + ATTENTION_SHARE * sum(run.attention) for run in (plain, again)]
     forward = plain.flops[0] + ATTENTION_SHARE * plain.attention[0]
     rows = c.micro_batch * c.tokens / job.seq_len  # traced rows are as long as the longest; most are shorter
-    products = either(*whole_pass) * rows / rates.flops
     moved = (
         either(plain.moved[0][0] + plain.moved[1][0], again.moved[0][0] + again.moved[1][0])
         + either(plain.moved[0][1] + plain.moved[1][1], again.moved[0][1] + again.moved[1][1]) * rows
     ) / rates.memory
-    moved = moved * np.where(c.compiled > 0, COMPILED_MOVED, 1.0)
-    one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
-    starts = _starts(trace, c, rates)
-    out, parameters_out = c.offload_optimizer > 0, three & (c.offload_param > 0)
-    # Buckets are all-reduced at stages 0 to 2 (use_multi_rank_bucket_allreduce), 1 and 2 gather what was updated;
-    # stage 3 gathers for forward and for backward and scatters the gradients, every micro-batch.
-    once = share * whole / rates.link
-    zero = np.zeros(len(c))
-    buckets = np.maximum(1.0, total / c.reduce_bucket) * np.where(two | three, c.accumulation, 1.0)
-    gathers = np.where(three, 2 * c.accumulation * total / np.maximum(c.prefetch, 1.0), 0.0)
-    groups = np.where(three, part / np.minimum(c.sub_group, part), 1.0)
-    elements = np.where(c.stage == 0, total, part)
-    step_bytes = 2 * (4 + states) + 4 + 2 * width  # master and states read and written, gradient read, weight written
-    back = np.where(two | three, width * part, 0.0)  # gradients leave the device every micro-batch
-    accumulating = np.where(two & (c.accumulation > 1), 2.0, 1.0)  # stage 2 fetches the sum back to add to it
     return Work(
         forward_share=either(forward / whole_pass[0], forward / whole_pass[1]),
         recompute_share=either(0.0, 1 - whole_pass[0] / whole_pass[1]),
-        products=products,
-        tail=either(*whole_pass) / job.seq_len * width / 2 / rates.memory,
-        moved=moved,
-        starts=starts,
-        gather_micro=np.where(three, 2 * once, zero),
-        gather_step=np.where(one | two, once, zero),
-        reduce_micro=np.select([two, three], [2 * once + zero, once + zero], 0.0),
-        reduce_step=np.where((c.stage == 0) | one, 2 * once, zero),
-        pcie_micro=(np.where(out, back * accumulating, 0.0) + np.where(parameters_out, 2 * width * part, 0.0))
-        / rates.pcie,
-        pcie_step=np.where(out, width * part + np.where(one, width * part, 0.0), 0.0) / rates.pcie,
-        optimizer=np.where(out, 0.0, elements * step_bytes / rates.memory),
-        cpu_adam=np.where(out, total / hardware.nodes / CPU_ADAM_ELEMENTS_PER_S, 0.0),
-        nvme=((c.offload_optimizer == 2) * 2 * (4 + states) * part + (c.offload_param == 2) * 2 * width * part)
-        / (NVME_GB_PER_S * 1e9),
-        collectives=((buckets + gathers) * (ranks > 1) + groups) * (BUCKET_SECONDS + _hops_seconds(hardware)),
+        products=either(*whole_pass) * rows / rates.flops,
+        tail=either(*whole_pass) / job.seq_len * job.element_bytes / 2 / rates.memory,
+        moved=moved * np.where(c.compiled > 0, COMPILED_MOVED, 1.0),
+        starts=_starts(trace, c, rates),
         loop=c.accumulation * MICRO_SECONDS
         + STEP_SECONDS
         + len(trace.parameters) * np.where(c.stage == 0, TENSOR_SECONDS, PART_SECONDS),
         hides=np.where(c.overlap > 0, 1.0, 0.0),  # at every stage: without it one stream does both
+        **_sent(job, hardware, trace, c, rates),
+        **_stepped(job, hardware, trace, c, rates),
     )
+
+
+def _sent(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Rates) -> dict[str, Floats]:
+    """What ranks send each other, as fields of Work.
+
+    Buckets are all-reduced at stages 0 to 2 (use_multi_rank_bucket_allreduce), 1 and 2 gather what was updated; stage 3
+    gathers for forward and for backward, frozen parameters too, and scatters the gradients, every micro-batch.
+    """
+    ranks, width, total = float(job.ranks), job.element_bytes, float(sum(trace.parameters))
+    held = total + trace.frozen
+    one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
+    once = (ranks - 1) / ranks * width * total / rates.link
+    fetched = (ranks - 1) / ranks * width * held / rates.link
+    zero = np.zeros(len(c))
+    buckets = np.maximum(1.0, total / c.reduce_bucket) * np.where(two | three, c.accumulation, 1.0)
+    gathers = np.where(three, 2 * c.accumulation * held / np.maximum(c.prefetch, 1.0), 0.0)
+    groups = np.where(three, total / ranks / np.minimum(c.sub_group, total / ranks), 1.0)
+    return {
+        "gather_micro": np.where(three, 2 * fetched, zero),
+        "gather_step": np.where(one | two, once, zero),
+        "reduce_micro": np.select([two, three], [2 * once + zero, once + zero], 0.0),
+        "reduce_step": np.where((c.stage == 0) | one, 2 * once, zero),
+        "collectives": ((buckets + gathers) * (ranks > 1) + groups) * (BUCKET_SECONDS + _hops_seconds(hardware)),
+    }
+
+
+def _stepped(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Rates) -> dict[str, Floats]:
+    """The optimizer's step, and what offloading moves for it and for parameters, as fields of Work."""
+    width, states, total = job.element_bytes, stepper(job).state_bytes, float(sum(trace.parameters))
+    part, held = total / job.ranks, (total + trace.frozen) / job.ranks
+    one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
+    out, parameters_out = c.offload_optimizer > 0, three & (c.offload_param > 0)
+    elements = np.where(c.stage == 0, total, part)
+    step_bytes = 2 * (4 + states) + 4 + 2 * width  # master and states read and written, gradient read, weight written
+    host_bytes = 2 * (c.master + states * c.state_share) + 4 + width
+    back = np.where(two | three, width * part, 0.0)  # gradients leave the device every micro-batch
+    accumulating = np.where(two & (c.accumulation > 1), 2.0, 1.0)  # stage 2 fetches the sum back to add to it
+    return {
+        "pcie_micro": (np.where(out, back * accumulating, 0.0) + np.where(parameters_out, 2 * width * held, 0.0))
+        / rates.pcie,
+        "pcie_step": np.where(out, width * part + np.where(one, width * part, 0.0), 0.0) / rates.pcie,
+        "optimizer": np.where(out, 0.0, elements * step_bytes / rates.memory),
+        "cpu_adam": np.where(out, total / hardware.nodes * host_bytes / (HOST_MEMORY_GB_PER_S * 1e9), 0.0),
+        "nvme": ((c.offload_optimizer == 2) * 2 * (4 + states) * part + (c.offload_param == 2) * 2 * width * held)
+        / (NVME_GB_PER_S * 1e9),
+    }
 
 
 def _hops_seconds(hardware: Hardware) -> float:
@@ -223,11 +237,14 @@ def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
     products = k["products"] * w.products + k["tail"] * w.tail
     moved = k["moved"] * w.moved
     starts = k["starts"] * w.starts
-    compute = np.sqrt(np.sqrt(np.square((products + moved) ** 2) + np.square(starts**2)))  # the larger, smoothly
+    gpu = products + moved
     micro = k["comm"] * (w.gather_micro + k["reduce"] * w.reduce_micro)
     step = k["comm"] * (w.gather_step + k["reduce"] * w.reduce_step)
     hidden = k["hidden"] * w.hides
-    exposed = np.maximum(micro - hidden * compute, (1 - hidden) * micro) * c.accumulation
+    compute = _larger(gpu, starts)
+    # what the GPU waits for while it would compute; a processor that is slower than both hides it
+    waits = np.maximum(micro - hidden * gpu, (1 - hidden) * micro)
+    exposed = (_larger(gpu + waits, starts) - compute) * c.accumulation
     # what a step sends once runs beside the last backward; the gathering of what was updated does not
     exposed = exposed + np.maximum(step - hidden * compute * 0.66, (1 - hidden * 0.66) * step)
     total = compute * c.accumulation
@@ -247,6 +264,11 @@ def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
         launch_bound=np.where(starts > products + moved, 1.0, 0.0),
         moved_share=moved / (products + moved),
     )
+
+
+def _larger(a: Floats, b: Floats) -> Floats:
+    """The larger of two, smoothly: neither hides all of the other where they are alike."""
+    return np.asarray(np.sqrt(np.sqrt(np.square(a**2) + np.square(b**2))))
 
 
 def host_limit_bytes(hardware: Hardware) -> float:

@@ -175,7 +175,7 @@ def _show_gains(plan: Plan, out: Console) -> None:
     table.add_column(overflow="fold")
     _put(out, Text("what would help most, by speed", style="bold"))
     for gain in plan.gains:
-        usd = f" (cost {gain.usd_share:+.0%})" if gain.usd_share is not None else ""
+        usd = "" if gain.usd_share is None else f" (cost {gain.usd_share:+.0%})".replace("-0%", "+0%")
         faster = f"{1 + gain.share:.1f} x" if gain.share >= 1 else f"+{gain.share:.0%}"
         table.add_row(f" {faster}", Text(gain.what + usd + (f"; {gain.detail}" if gain.detail else "")))
     _put(out, table)

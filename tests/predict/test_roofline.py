@@ -114,6 +114,30 @@ def test_between_nodes_a_ring_is_as_fast_as_the_network() -> None:
     assert far.collectives[0] > near.collectives[0]  # a collective passes every rank
 
 
+def test_zero_3_gathers_frozen_parameters_too() -> None:
+    hardware, job = named_hardware("a100", 4), job_of(4)
+    batch = {"zero_stage": 3, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    c = columns_of([Candidate.of({**batch, "offload_optimizer": "cpu", "offload_param": "cpu"})], job)
+    trained = dataclasses.replace(TRACE, parameters=[10**7])
+    adapted = dataclasses.replace(trained, frozen=99 * 10**7)
+    little, all_of_it = (work(job, hardware, trace, c) for trace in (trained, adapted))
+    assert all_of_it.gather_micro[0] == pytest.approx(100 * little.gather_micro[0])
+    assert all_of_it.reduce_micro[0] == little.reduce_micro[0]  # only what is trained has gradients
+    assert all_of_it.pcie_micro[0] > 50 * little.pcie_micro[0]
+    assert all_of_it.cpu_adam[0] == little.cpu_adam[0]
+
+
+def test_a_slow_processor_hides_what_the_gpu_waits_for() -> None:
+    hardware, job = named_hardware("rtx4090", 4), job_of(4)
+    batch = {"zero_stage": 3, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    c = columns_of([Candidate.of(batch)], job)
+    k = {name: float(np.exp(prior.mean)) for name, prior in TIME.items()}
+    slow = dataclasses.replace(work(job, hardware, TRACE, c), starts=np.array([1e4]))
+    assert spend(slow, c, {**k, "hidden": 0.6}).communication[0] < 1.0  # collectives still take their start
+    fast = dataclasses.replace(slow, starts=np.array([0.0]))
+    assert spend(fast, c, {**k, "hidden": 0.6}).communication[0] > 10.0
+
+
 def test_offload_is_shared_by_the_gpus_of_a_node_alone() -> None:
     knobs = {"zero_stage": 2, "offload_optimizer": "cpu"}
     one, two = (work_of(knobs, named_hardware("a100", 16, nodes=nodes)) for nodes in (1, 2))
