@@ -144,7 +144,7 @@ def settings_of(row: Row) -> Settings:
     if row.says(
         "liger", "chunked c", "fused cross", "fused linear", "no full logits", "chunked lm_head"
     ) and not row.says("no liger"):
-        s.loss = "fused"
+        s.loss = "chunked" if row.says("liger", "fused linear", "no full logits") else "fused"
     else:
         s.loss = loss_of(row, s.model, autocast=not s.deepspeed and "pure" not in row["precision"].lower())
     s.task = _task(row, s.model)

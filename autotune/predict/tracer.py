@@ -319,6 +319,8 @@ def _loss(job: Job, model: Any, batches: Any, micro_batch: int, loss: str) -> An
     if loss == "own" or job.task not in DECODED:
         return model(**batch).loss
     labels = batch.pop("labels")
+    if loss == "chunked":
+        return _chunked_loss(model, batch)
     logits = model(**batch).logits
     if loss == "fused":
         return logits.mean()
@@ -328,6 +330,15 @@ def _loss(job: Job, model: Any, batches: Any, micro_batch: int, loss: str) -> An
     if loss == "shifted-cast":
         shifted = shifted.float()
     return torch.nn.functional.cross_entropy(shifted.view(-1, shifted.shape[-1]), labels[..., 1:].reshape(-1))
+
+
+def _chunked_loss(model: Any, batch: dict[str, Any]) -> Any:
+    """Of a head and loss that are one kernel: it takes as many rows at a time as make their logits as large as the hidden
+    states (Liger's FusedLinearCrossEntropy, Hsu et al. 2024), and gives the gradients of both."""
+    hidden = model.get_decoder()(**batch).last_hidden_state
+    with torch.no_grad():
+        hidden.float()  # the logits of a chunk in 32 bits
+    return hidden.mean() + model.get_output_embeddings().weight.mean()
 
 
 def _zeros(shape: tuple[int, ...], below: int) -> torch.Tensor:
