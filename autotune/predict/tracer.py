@@ -373,7 +373,8 @@ def _uncounted_products(model: Any, tokens: int) -> float:
     """FLOPs of the chunks that `_FusedLinear` does not run: logits, and the gradients of both that they are made of."""
     weight = model.get_output_embeddings().weight
     products = 3 if weight.requires_grad else 2
-    return float(2 * products * tokens * weight.numel()) * (1 - weight.shape[1] / weight.shape[0])
+    vocabulary, width = weight.shape
+    return 2.0 * products * tokens * width * float(vocabulary - width)
 
 
 def _zeros(shape: tuple[int, ...], below: int) -> torch.Tensor:
