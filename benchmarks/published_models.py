@@ -84,6 +84,7 @@ def parameters_of(spec: ModelSpec) -> float:
 
 
 TORCH_OF_2025 = (2, 6)  # released in January
+YEAR_OF_SDPA = 2024
 SHIFTS_SINCE = 2025  # from transformers 4.50 (March 2025) on labels are shifted and logits are not
 
 
@@ -99,6 +100,15 @@ def year_of(row: Row, model: ModelSpec) -> int:
     if years:
         return max(years)
     return 2023 if model.name.startswith(tuple(_data()["losses"]["before_2025"])) else 2025
+
+
+def eager_then(row: Row, model: ModelSpec) -> bool:
+    """Whether transformers had no fused attention for the model when the figure was measured: none before 4.36 (December 2023),
+    and for the architectures of `eager_before_2025` none before 4.41 to 4.48 (the second half of 2024)."""
+    year = year_of(row, model)
+    dated = re.search(r"\b20[12]\d(?!\d)|torch 2\.\d", row["source_path_or_section"] + " " + row["notes"])
+    late = model.config["model_type"] in _data()["losses"]["eager_before_2025"]
+    return bool(year < SHIFTS_SINCE if late else dated and year < YEAR_OF_SDPA)
 
 
 def loss_of(row: Row, model: ModelSpec, autocast: bool) -> str:

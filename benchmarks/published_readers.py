@@ -12,7 +12,8 @@
   `pure`: cross entropy is then taken in 32 bits.
 * Logits are made 32-bit or not as the model's code of the figure's year did (`published_models.loss_of`).
 * DeepSpeed's configs are those of transformers' examples: buckets `auto`, that is hidden_size^2, with `overlap_comm`.
-* Unknown checkpointing is off, unknown accumulation 1: every framework's default. Unknown attention is transformers' own choice.
+* Unknown checkpointing is off, unknown accumulation 1: every framework's default. Unknown attention is what transformers
+  chose for the architecture at the time (`published_models.eager_then`).
 * A LoRA of unknown rank, targets or dropout has peft's defaults (8, query and value, none). Outside DeepSpeed its weights are
   fp32 since peft 0.12 (August 2024, `autocast_adapter_dtype`) and of the model's type before.
 """
@@ -24,7 +25,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from published_models import gpu_of, loss_of, model_of, parameters_of, year_of
+from published_models import eager_then, gpu_of, loss_of, model_of, parameters_of, year_of
 from published_rows import (
     LeftOut,
     Length,
@@ -141,9 +142,12 @@ def settings_of(row: Row) -> Settings:
     attention = bare(row["attention"])
     for word, name in (("flash", "flash_attention_2"), ("sdpa", "sdpa"), ("eager", "eager")):
         s.attention = s.attention or (name if attention.startswith(word) else None)
-    if row.says(
-        "liger", "chunked c", "fused cross", "fused linear", "no full logits", "chunked lm_head"
-    ) and not row.says("no liger"):
+    if s.attention is None and eager_then(row, s.model):
+        s.attention = "eager"
+    plainly = row.says("no liger")
+    if row.says("liger", "fused linear", "no full logits") and not plainly:
+        s.loss = "chunked"
+    elif row.says("chunked c", "fused cross", "chunked lm_head") and not plainly:
         s.loss = "fused"
     else:
         s.loss = loss_of(row, s.model, autocast=not s.deepspeed and "pure" not in row["precision"].lower())
@@ -345,8 +349,11 @@ def cases_of(row: Row, s: Settings) -> list[Case]:
             raise LeftOut(f"{what} not stated")
     if s.stage is None:
         raise LeftOut("ZeRO stage not stated")
-    if s.quantity == "step" and s.length and not s.length.full and not s.lengths:
-        raise LeftOut("speed over rows of unknown length")
+    if s.length and not s.length.full and not s.lengths:
+        if s.quantity == "step":
+            raise LeftOut("speed over rows of unknown length")
+        if s.quantity == "decision":
+            raise LeftOut("fits or not with rows of unknown length")
     hardware = _hardware(row, s)
     job = _job(s, hardware)
     candidate = _candidate(s)
@@ -430,7 +437,7 @@ def _job(s: Settings, hardware: Hardware) -> Job:
 
 
 def _varied(length: Length) -> tuple[tuple[int, int], ...]:
-    """Rows that are not all full, of which only the longest is known; their speed is left out, so only that they differ counts."""
+    """Rows that are not all full, of which only the longest is known. No speed is judged: it counts only that they differ."""
     return () if length.full or length.longest < 2 else ((length.longest // 2, 1), (length.longest, 1))
 
 

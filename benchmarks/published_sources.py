@@ -102,11 +102,12 @@ def llmq(row: Row, s: Settings) -> None:
 
 
 def ml_sys(row: Row, s: Settings) -> None:
-    """justin-aj/ml-sys: buckets of 5e8 in every config; the engine builds the loader from the config, of micro-batch 4.
+    """justin-aj/ml-sys, of November 2025 (its commits): transformers' attention and loss of then. Buckets of 5e8 in every
+    config; the engine builds the loader from the config, of micro-batch 4.
 
     The configs name AdamW, which DeepSpeed makes its FusedAdam of. Memory is printed over 1e9.
     """
-    s.micro_batch = 4
+    s.micro_batch, s.loss, s.attention = 4, "own", None
     if s.deepspeed:
         s.config["optimizer"] = {"type": "AdamW"}
         s.zero = {"reduce_bucket_size": int(5e8), "allgather_bucket_size": int(5e8)}

@@ -27,9 +27,9 @@ MEMORY = {
     "recomputed": Prior(1.0, 0.15),
     "cached": Prior(0.10, 0.08),
 }
-# Batches of changing length leave blocks of every size behind, which none that comes later fits (rows of modelscope/ms-swift:
-# torch reserves up to twice what it allocates beside the weights, and all of the card where it can).
-CACHED_OF_MANY_LENGTHS = Prior(1.0, 0.5)
+# Batches of changing length leave blocks of every size behind, which none that comes later fits: so many times as much of the
+# activations is kept, that is as much again (rows of modelscope/ms-swift: torch reserves about twice what it allocates for them).
+MANY_LENGTHS = 10.0
 STUCK = 0.3  # of the cached blocks cannot be given back, for they share a segment with used ones
 MEMORY_CONSTANTS = ("overhead", *MEMORY)  # in the order of a fit
 # The context of one process. With CUDA's lazy loading (torch 2 on CUDA 11.7 and later) 0.4 to 0.6 GiB, with all kernels loaded
@@ -103,7 +103,6 @@ def memory_priors(job: Job, hardware: Hardware, widen: float, unread: bool = Fal
         **MEMORY,
         "activations": Prior(MEMORY["activations"].mean, MEMORY["activations"].sigma * max(widen, wider)),
         "states": Prior(MEMORY["states"].mean, UNREAD_STATES if unread else MEMORY["states"].sigma),
-        "cached": CACHED_OF_MANY_LENGTHS if len(job.lengths) > 1 and not job.packed else MEMORY["cached"],
     }
     return [overhead_prior(hardware, job.ranks), *factors.values()]
 

@@ -42,6 +42,7 @@ class Columns:
     compiled: Floats
     lora: Floats  # the adapters' rank; 0 for full training
     packed: Floats
+    many_lengths: Floats  # whether batches differ in length
     tokens: Floats  # of a row, padding included, on average
     accumulated: (
         Floats  # bytes an element of gradients that are kept, as are the next two of what is sent and of masters
@@ -115,6 +116,7 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
         np.array([float(raw.get(COMPILED, job.compiled)) for raw in raws]),
         np.array([ranks[one] for one in loras]),
         packed,
+        (packed == 0) * float(len(job.lengths) > 1),
         np.where(
             packed > 0,
             float(job.seq_len),

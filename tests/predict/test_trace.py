@@ -105,7 +105,10 @@ def test_a_loss_keeps_what_its_code_keeps() -> None:
     job = make_job(precision="bf16")
     kept = {loss: trace_job(job, loss=loss).plain.after_forward[1] for loss in LOSSES}
     logits = job.seq_len * job.model.config["vocab_size"]  # of one sequence
-    assert kept["fused"] < kept["shifted16"] < kept["shifted32"]
+    assert kept["chunked"] <= kept["fused"] < kept["shifted16"] < kept["shifted32"]
+    assert kept["shifted16"] < kept["shifted-cast"] <= kept["shifted32"]
+    flops = {loss: sum(trace_job(job, loss=loss).plain.flops) for loss in ("own", "chunked")}
+    assert flops["chunked"] == pytest.approx(flops["own"], rel=0.1)
     # a copy of 4 bytes an element and log-probabilities of 4, against 2 and 2
     assert kept["shifted32"] - kept["shifted16"] == pytest.approx(4 * logits, rel=0.6)
 
