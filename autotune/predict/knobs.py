@@ -77,12 +77,7 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
         return np.array([PLACES.get(str(raw.get(name, "none")), 1.0) for raw in raws])
 
     stage = np.array([float(c.stage) for c in candidates])
-    overlap = np.array(
-        [
-            float(raw.get("overlap_comm", own.get("overlap_comm", c.stage == 3)))
-            for raw, c in zip(raws, candidates, strict=True)
-        ]
-    )
+    overlaps = [raw.get("overlap_comm", own.get("overlap_comm", at == 3)) for raw, at in zip(raws, stage, strict=True)]
     prefetch, max_live, max_reuse, persistence = (
         column(zero + name, ZERO_DEFAULTS[zero + name])
         for name in (
@@ -107,7 +102,7 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
         column("reduce_bucket_size", ZERO_DEFAULTS["reduce_bucket_size"]),
         column("sub_group_size", ZERO_DEFAULTS["sub_group_size"]),
         column("contiguous_gradients", ZERO_DEFAULTS["contiguous_gradients"]),
-        overlap,
+        np.array(overlaps, dtype=np.float64),
         prefetch,
         max_live,
         max_reuse,

@@ -5,7 +5,8 @@ The model's forward and backward run under fake tensors: no memory is taken and 
 out shapes. Two runs, at micro-batches of two and three sequences, give every allocation as
 `fixed + per_sequence x micro_batch`. A deep model is traced at two small depths and extrapolated (`depth.py`).
 
-This is the only module of `predict` that imports torch and transformers. The tuner's process never imports it.
+With its parts `losses` and `stand_ins` this is all of `predict` that imports torch and transformers. The tuner's process never
+imports it.
 """
 
 from __future__ import annotations
@@ -27,14 +28,13 @@ from torch.utils.flop_counter import flop_registry
 
 from autotune.predict.counters import Counters, follow, joined
 from autotune.predict.depth import at_depth, extrapolate, small_depths
+from autotune.predict.losses import autocast, loss_of, uncounted_flops
 from autotune.predict.passes import BACKWARD, Pass, Trace
 from autotune.predict.stand_ins import plain_conversion, shapes_alone
 from autotune.problem.job import Job
-from autotune.problem.tasks import DECODED
 from autotune.rank.building import DTYPES, adapted, task_model, transformers_config
 from autotune.rank.live import LiveTensors
-from autotune.rank.synthetic import one_batch, to_device
-from autotune.rank.workload import forward, own_workload
+from autotune.rank.workload import own_workload
 
 MOST_SECONDS = 300  # that one of many traces may take
 
@@ -266,10 +266,9 @@ def _run(
             follow(model, run)
             live.watch = run.saw
             live.events = run.allocations if keep_events else None
-            with _autocast(job):
-                loss = _loss(job, model, batches, micro_batch, options.loss)
-            if options.loss == "chunked" and job.task in DECODED:
-                run.flops[run.phase] += _uncounted_products(model, micro_batch * job.seq_len)
+            with autocast(job):
+                loss = loss_of(job, model, batches, micro_batch, options.loss)
+            run.flops[run.phase] += uncounted_flops(job, model, micro_batch, options.loss)
             run.after_forward = live.bytes - run.base
             run.frozen_only = 0.0 if checkpointing else run.dropped_inputs()  # checkpoints drop them in any case
             run.phase = BACKWARD
@@ -305,80 +304,6 @@ def _build(job: Job, config: Any) -> tuple[Any, Any]:
         model = task_model(config, job)
     model.tie_weights()
     return adapted(model, job), None
-
-
-def _autocast(job: Job) -> contextlib.AbstractContextManager[Any]:
-    """torch's autocast for CUDA, as far as the CPU's has the same operators: matrix products and attention in 16 bits."""
-    if job.autocast is None:
-        return contextlib.nullcontext()
-    return torch.autocast("cpu", dtype=getattr(torch, job.autocast))
-
-
-def _loss(job: Job, model: Any, batches: Any, micro_batch: int, loss: str) -> Any:
-    if batches is not None:
-        return forward(model, to_device(next(iter(batches(micro_batch))), torch.device("cpu")))
-    batch = one_batch(job, model.config, micro_batch, job.seq_len, _zeros)
-    if loss == "own" or job.task not in DECODED:
-        return model(**batch).loss
-    labels = batch.pop("labels")
-    if loss == "chunked":
-        return _chunked_loss(model, batch)
-    logits = model(**batch).logits
-    if loss == "fused":
-        return logits.mean()
-    if loss == "shifted32":
-        logits = logits.float()
-    shifted = logits[..., :-1, :].contiguous()
-    if loss == "shifted-cast":
-        shifted = shifted.float()
-    return torch.nn.functional.cross_entropy(shifted.view(-1, shifted.shape[-1]), labels[..., 1:].reshape(-1))
-
-
-def _chunked_loss(model: Any, batch: dict[str, Any]) -> Any:
-    """Of a head and loss that are one kernel (liger-kernel, ops/fused_linear_cross_entropy.py; Hsu et al. 2024): logits of as
-    many tokens at a time as make them about as large as the hidden states, and the gradients of both in forward already."""
-    head = model.get_output_embeddings()
-    head.forward = lambda hidden: hidden
-    hidden = model(**batch).logits
-    return _FusedLinear.apply(hidden.reshape(-1, hidden.shape[-1]), head.weight)
-
-
-class _FusedLinear(torch.autograd.Function):
-    """One chunk is enough: the others take its memory. Products count for as many times as there are chunks, all but one of
-    them without an allocation, which `depth.extrapolate` would take for layers."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Any, weight: Any) -> Any:
-        tokens, width = hidden.shape
-        chunks = -(-weight.shape[0] // width)
-        of_hidden = torch.zeros_like(hidden)
-        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        part = hidden[: -(-tokens // chunks)]
-        logits = part @ weight.t()
-        in_32_bits = logits.float()
-        del in_32_bits
-        of_part = logits @ weight
-        if of_weight is not None:
-            of_weight.add_(logits.t() @ part)
-        del of_part, logits
-        ctx.gradients = of_hidden, of_weight
-        return torch.zeros((), dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        return ctx.gradients
-
-
-def _uncounted_products(model: Any, tokens: int) -> float:
-    """FLOPs of the chunks that `_FusedLinear` does not run: logits, and the gradients of both that they are made of."""
-    weight = model.get_output_embeddings().weight
-    products = 3 if weight.requires_grad else 2
-    vocabulary, width = weight.shape
-    return 2.0 * products * tokens * width * float(vocabulary - width)
-
-
-def _zeros(shape: tuple[int, ...], below: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.long)
 
 
 # -- the process ---------------------------------------------------------------------------------------------------------
