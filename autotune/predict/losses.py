@@ -82,7 +82,7 @@ def uncounted_flops(job: Job, model: Any, micro_batch: int, loss: str) -> float:
         return 0.0
     weight = model.get_output_embeddings().weight
     products, (vocabulary, width) = (3 if weight.requires_grad else 2), weight.shape
-    return 2.0 * products * micro_batch * job.seq_len * width * float(vocabulary - width)
+    return float(2 * products * micro_batch * job.seq_len * width * (vocabulary - width))
 
 
 def _zeros(shape: tuple[int, ...], below: int) -> torch.Tensor:
