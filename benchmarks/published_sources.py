@@ -125,7 +125,7 @@ def litgpt(row: Row, s: Settings) -> None:
     """Lightning-AI/litgpt: finetune/lora.py (lora_dropout 0.05); its loss is computed in chunks of the head's output."""
     with_dropout(s, 0.05)
     s.loss = "fused"
-    if row.says("init/flattening peak") and s.quantity == "allocated":
+    if row.says("init/flattening peak") and s.quantity != "step":
         raise LeftOut("peak of loading the model, not of training")
 
 
