@@ -179,3 +179,30 @@ def gpu_of(row: Row) -> tuple[GpuFacts | None, float | None]:
     if facts is not None and (gib is None or abs(gib / facts.memory_gib - 1) < 0.15):
         gib = facts.memory_gib
     return facts, gib
+
+
+def as_fsdp(model: ModelSpec) -> dict[str, Any]:
+    """torch's FullyShardedDataParallel, wrapped block by block, in ZeRO-3's words.
+
+    The root's own parameters (embedding and head) stay whole from forward to backward, and beside the block that runs the
+    next one is gathered (torch/distributed/fsdp: the root is not resharded; BackwardPrefetch.BACKWARD_PRE). A block's
+    gradients are reduced together.
+    """
+    text = model.config.get("text_config") or model.config
+    layers = int(next(text[k] for k in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if k in text))
+    vocabulary = int(text.get("vocab_size", 0))
+    ends = vocabulary * hidden_size(model) * (1 if text.get("tie_word_embeddings") else 2)
+    block = max(1, int((parameters_of(model) - ends) / layers))
+    zero = "zero_optimization.stage3_"
+    return {
+        "reduce_bucket_size": block,
+        zero + "prefetch_bucket_size": block,
+        zero + "max_live_parameters": ends + 2 * block,
+        zero + "max_reuse_distance": ends + 2 * block,
+    }
+
+
+def hidden_size(model: ModelSpec) -> int:
+    """Width of the model, by which transformers fills the buckets that a DeepSpeed config calls `auto`."""
+    text = model.config.get("text_config") or model.config
+    return int(next(text[k] for k in ("hidden_size", "n_embd", "d_model", "dim") if k in text))

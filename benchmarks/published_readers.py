@@ -7,7 +7,7 @@
 * `single` and `ddp` in bf16 without DeepSpeed train in the weights' own type: torch keeps no master weights.
 * FSDP in bf16 keeps 32-bit shards (torch.distributed.fsdp.MixedPrecision casts what it gathers), unless a row says `pure`.
 * fp16 without DeepSpeed is autocast: gradients in fp16 cannot be unscaled (torch.amp.GradScaler).
-* `fsdp` is stage 3 with a block as the unit (`_as_fsdp`).
+* `fsdp` is stage 3 with a block as the unit (`published_models.as_fsdp`).
 * Without DeepSpeed transformers' Trainer runs forward under autocast also of 16-bit weights (`bf16=True`), unless a row says
   `pure`: cross entropy is then taken in 32 bits.
 * Logits are made 32-bit or not as the model's code of the figure's year did (`published_models.loss_of`).
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from published_lora import lora_of, targets_in
-from published_models import eager_then, gpu_of, loss_of, model_of, parameters_of, year_of
+from published_models import as_fsdp, eager_then, gpu_of, hidden_size, loss_of, model_of, year_of
 from published_rows import (
     LeftOut,
     Length,
@@ -386,36 +386,9 @@ def _candidate(s: Settings) -> Candidate:
         if s.stage == 3:
             knobs["offload_param"] = s.offload_param
             knobs["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * hidden**2)
-            knobs |= {} if s.deepspeed else _as_fsdp(s.model)
+            knobs |= {} if s.deepspeed else as_fsdp(s.model)
     knobs |= s.zero
     return Candidate.of(knobs)
-
-
-def _as_fsdp(model: ModelSpec) -> dict[str, Any]:
-    """torch's FullyShardedDataParallel, wrapped block by block, in ZeRO-3's words.
-
-    The root's own parameters (embedding and head) stay whole from forward to backward, and beside the block that runs the
-    next one is gathered (torch/distributed/fsdp: the root is not resharded; BackwardPrefetch.BACKWARD_PRE). A block's
-    gradients are reduced together.
-    """
-    text = model.config.get("text_config") or model.config
-    layers = int(next(text[k] for k in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if k in text))
-    vocabulary = int(text.get("vocab_size", 0))
-    ends = vocabulary * hidden_size(model) * (1 if text.get("tie_word_embeddings") else 2)
-    block = max(1, int((parameters_of(model) - ends) / layers))
-    zero = "zero_optimization.stage3_"
-    return {
-        "reduce_bucket_size": block,
-        zero + "prefetch_bucket_size": block,
-        zero + "max_live_parameters": ends + 2 * block,
-        zero + "max_reuse_distance": ends + 2 * block,
-    }
-
-
-def hidden_size(model: ModelSpec) -> int:
-    """Width of the model, by which transformers fills the buckets that a DeepSpeed config calls `auto`."""
-    text = model.config.get("text_config") or model.config
-    return int(next(text[k] for k in ("hidden_size", "n_embd", "d_model", "dim") if k in text))
 
 
 __all__ = ["Case", "Settings", "Unreadable", "cases_of", "hidden_size", "settings_of", "targets_in"]
