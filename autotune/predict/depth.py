@@ -72,10 +72,18 @@ def extrapolate(short: Pass, long: Pass, depths: tuple[int, int], deep: int) -> 
     flops: Any = tuple(further(a, b) for a, b in zip(short.flops, long.flops, strict=True))
     attention: Any = tuple(further(a, b) for a, b in zip(short.attention, long.attention, strict=True))
     operators: Any = tuple(further(a, b) for a, b in zip(short.operators, long.operators, strict=True))
+    frozen: Any = tuple(further(a, b) for a, b in zip(short.frozen_only, long.frozen_only, strict=True))
     moved: Any = tuple(
         tuple(further(a, b) for a, b in zip(one, other, strict=True))
         for one, other in zip(short.moved, long.moved, strict=True)
     )
     return Pass(
-        phase, **columns, after_forward=after, flops=flops, attention=attention, moved=moved, operators=operators
+        phase,
+        **columns,
+        after_forward=after,
+        flops=flops,
+        attention=attention,
+        moved=moved,
+        operators=operators,
+        frozen_only=frozen,
     )

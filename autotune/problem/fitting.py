@@ -19,6 +19,7 @@ from autotune.problem.candidate import (
 )
 from autotune.problem.job import Job
 from autotune.problem.space import Domain, SearchSpace
+from autotune.problem.tasks import CAUSAL
 
 _KERNELS = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}  # attention: its package
 
@@ -30,7 +31,7 @@ def for_job(space: SearchSpace, job: Job) -> SearchSpace:
     if job.workload is not None:
         for knob in TRACED_KNOBS:
             knobs.pop(knob, None)
-    if not job.lengths:
+    if not job.lengths or job.task != CAUSAL:
         knobs.pop(PACKING, None)
     if job.script is None:
         return dataclasses.replace(space, knobs=knobs)

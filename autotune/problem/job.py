@@ -12,6 +12,7 @@ from typing import Any
 
 from autotune.errors import UserError
 from autotune.problem.models import ModelSpec
+from autotune.problem.tasks import CAUSAL, SEQ2SEQ, TASKS
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 # `adamw` is torch's, fused: what Hugging Face's Trainer uses by default; offloaded, DeepSpeed replaces it by its own.
@@ -28,27 +29,47 @@ class Lora:
     rank: int
     targets: tuple[str, ...] = ("all-linear",)  # names of modules, or that word
     alpha: int | None = None  # None: twice the rank
+    saved: tuple[str, ...] = ()  # names of modules that are trained whole beside the adapters (peft's modules_to_save)
+    dropout: float = 0.0  # of what each adapter reads: a copy of it and a mask are kept for backward
+    fp32: bool = (
+        False  # adapters in 32 bits on 16-bit weights, as peft makes them; DeepSpeed's engine makes all 16 bits again
+    )
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Lora:
-        return cls(data["rank"], tuple(data["targets"]), data["alpha"])
+        return cls(
+            data["rank"],
+            tuple(data["targets"]),
+            data["alpha"],
+            tuple(data.get("saved", ())),
+            data.get("dropout", 0.0),
+            data.get("fp32", False),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """What older studies do not know is left out where it is not used."""
+        data = dataclasses.asdict(self)
+        return {name: value for name, value in data.items() if value or name not in ("saved", "dropout", "fp32")}
 
     def __str__(self) -> str:
         """As `parse_lora` reads it."""
         targets = "" if self.targets == ("all-linear",) else f",targets={'+'.join(self.targets)}"
-        return f"r={self.rank}{targets}" + (f",alpha={self.alpha}" if self.alpha is not None else "")
+        alpha = f",alpha={self.alpha}" if self.alpha is not None else ""
+        saved = f",saved={'+'.join(self.saved)}" if self.saved else ""
+        dropout = f",dropout={self.dropout:g}" if self.dropout else ""
+        return f"r={self.rank}{targets}{alpha}{saved}{dropout}" + (",dtype=fp32" if self.fp32 else "")
 
 
 def parse_lora(text: str) -> Lora:
-    """`r=16,targets=all-linear,alpha=32`; several targets are joined by `+`.
+    """`r=16,targets=all-linear,alpha=32,saved=lm_head,dropout=0.05,dtype=fp32`; several targets are joined by `+`.
 
     Raises:
-        UserError: the text is not written like that, or the rank is out of range.
+        UserError: the text is not written like that, or the rank or the dropout is out of range.
     """
     values: dict[str, str] = {}
     for part in text.split(","):
         key, equals, value = part.strip().partition("=")
-        if not equals or key not in ("r", "targets", "alpha") or not value:
+        if not equals or key not in ("r", "targets", "alpha", "saved", "dropout", "dtype") or not value:
             raise UserError(f"LoRA {text}: expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32")
         values[key] = value
     try:
@@ -57,7 +78,16 @@ def parse_lora(text: str) -> Lora:
         raise UserError(f"LoRA {text}: r and alpha are whole numbers") from None
     if not 1 <= rank <= 4096:
         raise UserError(f"LoRA {text}: r is between 1 and 4096")
-    return Lora(rank, tuple(values.get("targets", "all-linear").split("+")), alpha)
+    try:
+        dropout = float(values.get("dropout", "0"))
+    except ValueError:
+        dropout = -1.0
+    if not 0 <= dropout < 1:
+        raise UserError(f"LoRA {text}: dropout is a share between 0 and 1")
+    if values.get("dtype", "fp32") != "fp32":
+        raise UserError(f"LoRA {text}: dtype is fp32, or left out for that of the weights")
+    saved = tuple(values["saved"].split("+")) if "saved" in values else ()
+    return Lora(rank, tuple(values.get("targets", "all-linear").split("+")), alpha, saved, dropout, "dtype" in values)
 
 
 @dataclass(frozen=True)
@@ -114,7 +144,7 @@ class Job:
 
     model: ModelSpec
     ranks: int
-    seq_len: int  # tokens a sequence
+    seq_len: int  # tokens a sequence, an image's included; of an encoder-decoder those of the source, and of the target
     precision: str = "bf16"
     optimizer: str = "adamw"
     global_batch_size: int | None = None  # sequences an optimizer step, over all ranks
@@ -126,6 +156,8 @@ class Job:
     compiled: bool = False  # DeepSpeed's engine.compile()
     lengths: tuple[tuple[int, int], ...] = ()  # (tokens, how often) of a data set; `seq_len` is then the longest
     packed: bool = False  # sequences of those lengths are laid end to end until a row of `seq_len` is full
+    task: str = CAUSAL  # one of `tasks.TASKS`: the head and its loss
+    image_size: int | None = None  # pixels of an image's height and width, where the configuration does not tell
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -138,6 +170,10 @@ class Job:
             raise UserError(f"--optimizer {self.optimizer}: expected one of {', '.join(OPTIMIZERS)}")
         if self.attention is not None and self.attention not in ATTENTIONS:
             raise UserError(f"--attn {self.attention}: expected one of {', '.join(ATTENTIONS)}")
+        if self.task not in TASKS:
+            raise UserError(f"--task {self.task}: expected one of {', '.join(TASKS)}")
+        if self.packed and self.task != CAUSAL:
+            raise UserError(f"--packing is for --task {CAUSAL}: sequences of {self.task} are not laid end to end")
         if self.packed and not self.lengths:
             raise UserError("--packing needs to know how long sequences are: give --lengths FILE")
         if self.global_batch_size is not None:
@@ -153,9 +189,13 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         data = dataclasses.asdict(self)
-        for name in ("script", "workload", "lora", "attention", "compiled", "lengths", "packed"):
+        for name in ("script", "workload", "lora", "attention", "compiled", "lengths", "packed", "image_size"):
             if not data[name]:
                 del data[name]  # what is not used does not make an older study another's
+        if self.lora:
+            data["lora"] = self.lora.to_json()
+        if self.task == CAUSAL:
+            del data["task"]
         return data
 
     @classmethod
@@ -174,18 +214,44 @@ class Job:
         return 4.0 if self.precision == "fp32" else 2.0
 
     @property
+    def plain(self) -> bool:
+        """Whether weights, gradients and states are all in 16 bits, without 32-bit masters: plain torch, or DeepSpeed with the
+        precision's section switched off."""
+        section = self.base_config.get(self.precision)
+        return isinstance(section, dict) and section.get("enabled") is False
+
+    @property
+    def trained_bytes(self) -> float:
+        """Bytes of one element of a trainable parameter and of its gradient."""
+        return 4.0 if self.lora is not None and self.lora.fp32 and self.plain else self.element_bytes
+
+    @property
+    def autocast(self) -> str | None:
+        """`bfloat16` or `float16` where forward runs under torch's autocast (DeepSpeed's section `torch_autocast`)."""
+        section = self.base_config.get("torch_autocast")
+        if not isinstance(section, dict) or section.get("enabled") is not True:
+            return None
+        return (
+            "float16"
+            if str(section.get("dtype", "bfloat16")).removeprefix("torch.") in ("float16", "fp16")
+            else "bfloat16"
+        )
+
+    @property
     def optimizer_kind(self) -> str:
         """The type of the optimizer in lower case: the one in the user's own config, or else the job's."""
         return str((self.base_config.get("optimizer") or {}).get("type", self.optimizer)).lower()
 
     @property
     def tokens_per_sample(self) -> float:
-        """Mean tokens a sequence, without padding; for a script the mean of its first steps, over all forwards of a sample."""
+        """Mean tokens a sequence, without padding, of an encoder-decoder source and target together; for a script the mean of
+        its first steps, over all forwards of a sample."""
         if self.script is not None and self.script.profile.get("tokens_per_sample"):
             return float(self.script.profile["tokens_per_sample"])
+        sides = 2 if self.task == SEQ2SEQ else 1  # source and target
         if not self.lengths:
-            return float(self.seq_len)
-        return sum(tokens * count for tokens, count in self.lengths) / sum(count for _, count in self.lengths)
+            return float(sides * self.seq_len)
+        return sides * sum(tokens * count for tokens, count in self.lengths) / sum(count for _, count in self.lengths)
 
     @property
     def samples_per_row(self) -> float:
@@ -197,7 +263,9 @@ class Job:
         """One line for people."""
         batch = f"global batch {self.global_batch_size}" if self.global_batch_size else "batch free"
         optimizer = "its own optimizer" if self.script else self.optimizer
-        extras = [f"LoRA of rank {self.lora.rank}"] if self.lora else []
+        extras = [self.task] if self.task != CAUSAL else []
+        extras += [f"images of {self.image_size} pixels"] if self.image_size else []
+        extras += [f"LoRA of rank {self.lora.rank}"] if self.lora else []
         extras += [self.attention] if self.attention else []
         extras += ["compiled"] if self.compiled else []
         tokens = f"{self.seq_len} tokens"
@@ -249,12 +317,29 @@ def load_lengths(path: Path) -> tuple[tuple[int, int], ...]:
     return tuple(sorted((+merged).items()))
 
 
+# Positions that count from behind the padding token's id on (RoBERTa's), and those that are relative: T5's `n_positions` is
+# what it was pretrained with.
+_FROM_PADDING = (
+    "roberta",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "roberta-prelayernorm",
+    "camembert",
+    "data2vec-text",
+    "xmod",
+)
+_RELATIVE = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
+
+
 def longest_sequence(config: dict[str, Any]) -> int | None:
     """The model's longest sequence in tokens, as its configuration says."""
     text = config.get("text_config") or config
+    if config.get("model_type") in _RELATIVE:
+        return None
+    taken = (text.get("pad_token_id") or 0) + 1 if config.get("model_type") in _FROM_PADDING else 0
     for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx"):
         if isinstance(text.get(key), int):
-            return int(text[key])
+            return int(text[key]) - taken
     return None
 
 

@@ -49,13 +49,13 @@ class ModelRank(BaseRank):
     def _build(self) -> None:
         import deepspeed
 
-        from autotune.rank import workload
+        from autotune.rank import building, workload
 
         config = self.spec["config"]
         model, self.source = workload.build(self.job, self.own_device.torch_device(), config)
         self.loss = workload.forward
         if self.spec["checkpointing"]:
-            workload.enable_checkpointing(model)
+            building.enable_checkpointing(model)
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
         if self.job.compiled:

@@ -11,7 +11,7 @@ def test_parameter_counts_are_the_published_ones(name: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from autotune.rank.workload import transformers_config
+    from autotune.rank.building import transformers_config
 
     spec = resolve_model(name)
     with torch.device("meta"):

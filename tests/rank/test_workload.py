@@ -10,7 +10,9 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job, Lora
 from autotune.problem.models import workload_spec
 from autotune.problem.outcome import Outcome
-from autotune.rank.workload import batches, causal_model, fill_weights, loss_of, own_workload, transformers_config
+from autotune.rank.building import fill_weights, task_model, transformers_config
+from autotune.rank.synthetic import synthetic_batches
+from autotune.rank.workload import loss_of, own_workload
 from autotune.units import MIB
 from tests.conftest import SCRIPTS, Bench, make_candidate, make_job
 
@@ -50,7 +52,7 @@ def test_adapters_and_packing_are_knobs(bench: Bench) -> None:
 
 def test_packed_sequences_do_not_see_each_other() -> None:
     job = make_job(seq_len=64, lengths=((8, 1), (24, 1)), packed=True)
-    batch = next(batches(job, 3, torch.device("cpu"), 0))
+    batch = next(synthetic_batches(job, 3, torch.device("cpu"), 0))
     starts = batch["position_ids"] == 0
     assert starts[:, 0].all()
     assert (batch["labels"] == torch.where(starts, -100, batch["input_ids"])).all()
@@ -58,7 +60,7 @@ def test_packed_sequences_do_not_see_each_other() -> None:
     assert ((steps == 1) | starts[:, 1:]).all()
     lengths = starts[0].nonzero().flatten().diff().tolist()
     assert set(lengths) <= {8, 24}
-    model = causal_model(transformers_config(job.model), job).eval()
+    model = task_model(transformers_config(job.model), job).eval()
     fill_weights(model)
     model.config.use_cache = False
     with torch.no_grad():
@@ -75,7 +77,7 @@ def test_attention_is_traced_as_it_is() -> None:
 
 def test_batches_of_a_data_sets_lengths() -> None:
     job = make_job(seq_len=64, lengths=((8, 90), (16, 9), (64, 1)))
-    made = batches(job, 2, torch.device("cpu"), 0)
+    made = synthetic_batches(job, 2, torch.device("cpu"), 0)
     widths = [next(made)["input_ids"].shape[1] for _ in range(40)]
     assert widths[:2] == [64, 64], "the longest first"
     assert set(widths[2:]) <= {8, 16, 64}
