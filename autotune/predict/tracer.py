@@ -25,10 +25,10 @@ from torch.utils.flop_counter import flop_registry
 from autotune.predict.counters import Counters, follow, joined
 from autotune.predict.depth import at_depth, extrapolate, small_depths
 from autotune.predict.passes import BACKWARD, Pass, Trace
-from autotune.predict.stand_ins import plain_conversion, shapes_alone
+from autotune.predict.stand_ins import plain_conversion, shapes_alone, with_values
 from autotune.problem.job import Job
-from autotune.problem.tasks import DECODED
-from autotune.rank.building import DTYPES, adapted, task_model, transformers_config
+from autotune.problem.tasks import DECODED, IMAGE_TEXT
+from autotune.rank.building import DTYPES, adapted, keep_cache, task_model, transformers_config
 from autotune.rank.live import LiveTensors
 from autotune.rank.synthetic import one_batch, to_device
 from autotune.rank.workload import forward, own_workload
@@ -78,6 +78,7 @@ def trace_model(
     """
     config = _configuration(job)
     parameters, frozen = _parameters(job, config)
+    _try_batch(job, config)
     depths = None if whole_depth or config is None else small_depths(config)
     options = _Options(use_cache, fused_loss, device)
     both = [(job, config, depths, options, checkpointing) for checkpointing in (False, True)]
@@ -132,6 +133,18 @@ def _parameters(job: Job, config: Any, device: str = "meta") -> tuple[list[int],
         raise Untraceable(_line(error)) from None
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return [n for n, trained in sizes if trained], sum(n for n, trained in sizes if not trained)
+
+
+def _try_batch(job: Job, config: Any) -> None:
+    """
+    Raises:
+        Impossible: no batch with images can be made for the model.
+    """
+    if job.task == IMAGE_TEXT:
+        try:
+            one_batch(job, config, 1, job.seq_len, _zeros)
+        except ValueError as error:
+            raise Impossible(" ".join(str(error).split())) from None
 
 
 def _one_pass(
@@ -245,7 +258,7 @@ def _run(
             follow(model, run)
             live.watch = run.saw
             live.events = run.allocations if keep_events else None
-            loss = _loss(job, model, batches, micro_batch, options.fused_loss)
+            loss = _loss(job, model, batches, micro_batch, options.fused_loss, live)
             run.after_forward = live.bytes - run.base
             run.phase = BACKWARD
             loss.backward()
@@ -260,7 +273,7 @@ def _model_to_train(job: Job, config: Any, checkpointing: bool, options: _Option
     with plain_conversion():
         model, batches = _build(job, config)
     if job.workload is None:
-        model.config.use_cache = options.use_cache and not checkpointing
+        keep_cache(model, options.use_cache and not checkpointing)
     model.train()
     if checkpointing:
         if not hasattr(model, "gradient_checkpointing_enable"):
@@ -282,14 +295,28 @@ def _build(job: Job, config: Any) -> tuple[Any, Any]:
     return adapted(model, job), None
 
 
-def _loss(job: Job, model: Any, batches: Any, micro_batch: int, fused_loss: bool) -> Any:
+def _loss(job: Job, model: Any, batches: Any, micro_batch: int, fused_loss: bool, live: LiveTensors) -> Any:
     if batches is not None:
         return forward(model, to_device(next(iter(batches(micro_batch))), torch.device("cpu")))
-    batch = one_batch(job, model.config, micro_batch, job.seq_len, _zeros)
+    batch = _named_batch(job, model.config, micro_batch, live)
     if fused_loss and job.task in DECODED:
         del batch["labels"]
         return model(**batch).logits.mean()
     return model(**batch).loss
+
+
+def _named_batch(job: Job, config: Any, micro_batch: int, live: LiveTensors) -> dict[str, Any]:
+    """The arguments of a named model's forward; with images their values are known."""
+
+    def make() -> dict[str, Any]:
+        return one_batch(job, config, micro_batch, job.seq_len, _zeros)
+
+    if job.task != IMAGE_TEXT:
+        return make()
+    batch = with_values(make)
+    for tensor in batch.values():
+        live.add(tensor)
+    return batch
 
 
 def _zeros(shape: tuple[int, ...], below: int) -> torch.Tensor:
