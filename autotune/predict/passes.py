@@ -28,6 +28,9 @@ class Pass:
     attention: tuple[float, float]  # of fused attention kernels; bidirectional ones twice, as a causal mask halves it
     moved: tuple[tuple[float, float], tuple[float, float]]  # bytes of other operators: (fixed, a sequence) each phase
     operators: tuple[float, float]  # how many kernels each phase starts
+    section: list[int] = field(
+        default_factory=list
+    )  # of a model with an encoder, where it matters to `depth.extrapolate`
 
     @property
     def act_bytes_per_sequence(self) -> float:

@@ -22,12 +22,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from autotune.predict.counters import Counters, follow, joined
-from autotune.predict.depth import at_depth, extrapolate, small_depths
+from autotune.predict.counters import Counters, follow, follow_encoder, joined
+from autotune.predict.depth import Extrapolation, at_depth, depths_of, extrapolate, extrapolation
 from autotune.predict.passes import BACKWARD, Pass, Trace
 from autotune.predict.stand_ins import plain_conversion, shapes_alone, with_values
 from autotune.problem.job import Job
-from autotune.problem.tasks import DECODED, IMAGE_TEXT
+from autotune.problem.tasks import DECODED, IMAGE_TEXT, SEQ2SEQ
 from autotune.rank.building import DTYPES, adapted, keep_cache, task_model, transformers_config
 from autotune.rank.live import LiveTensors
 from autotune.rank.synthetic import one_batch, to_device
@@ -79,7 +79,7 @@ def trace_model(
     config = _configuration(job)
     parameters, frozen = _parameters(job, config)
     _try_batch(job, config)
-    depths = None if whole_depth or config is None else small_depths(config)
+    depths = None if whole_depth or config is None else extrapolation(config)
     options = _Options(use_cache, fused_loss, device)
     both = [(job, config, depths, options, checkpointing) for checkpointing in (False, True)]
     if workers > 1:
@@ -96,7 +96,8 @@ def trace_model(
 def allocations(job: Job, checkpointing: bool, micro_batch: int, layers: int) -> list[tuple[int, int]]:
     """(storage, bytes) of every allocation in a forward and backward of the job's model cut to `layers` layers; bytes
     are negative where the storage is freed. A model of an allocator can replay it."""
-    config = at_depth(transformers_config(job.model), layers)
+    config = transformers_config(job.model)
+    config = at_depth(config, dict.fromkeys(depths_of(config) or (), layers))
     return _run(job, config, checkpointing, _Options(), micro_batch, keep_events=True).allocations
 
 
@@ -148,9 +149,9 @@ def _try_batch(job: Job, config: Any) -> None:
 
 
 def _one_pass(
-    job: Job, config: Any, depths: tuple[int, int] | None, options: _Options, checkpointing: bool
+    job: Job, config: Any, depths: Extrapolation | None, options: _Options, checkpointing: bool
 ) -> Pass | None:
-    """The pass at full depth, from runs at two `depths` where there are any; None for a model without checkpointing.
+    """The pass at full depth, from runs at small `depths` where there are any; None for a model without checkpointing.
 
     Raises:
         Untraceable: whatever happens, so that it can be sent from a forked child.
@@ -158,9 +159,11 @@ def _one_pass(
     try:
         if depths is None:
             return _run_both(job, config, checkpointing, options).reduced()
-        deep = config.get_text_config().num_hidden_layers
-        short, long = (_run_both(job, at_depth(config, n), checkpointing, options) for n in depths)
-        return extrapolate(short, long, depths, deep).reduced()
+        short = _run_both(job, at_depth(config, depths.short), checkpointing, options)
+        longer = [
+            (_run_both(job, at_depth(config, one), checkpointing, options), times) for one, times in depths.longer
+        ]
+        return extrapolate(short, longer).reduced()
     except Exception as error:
         if checkpointing:
             return None
@@ -256,6 +259,8 @@ def _run(
             run.base = live.bytes
             run.forget_operators()
             follow(model, run)
+            if config is not None and getattr(config, "is_encoder_decoder", False) and job.task == SEQ2SEQ:
+                follow_encoder(_encoder(model), run)
             live.watch = run.saw
             live.events = run.allocations if keep_events else None
             loss = _loss(job, model, batches, micro_batch, options.fused_loss, live)
@@ -280,6 +285,11 @@ def _model_to_train(job: Job, config: Any, checkpointing: bool, options: _Option
             raise Untraceable("the model has no gradient_checkpointing_enable")
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model, batches
+
+
+def _encoder(model: Any) -> Any:
+    """Of an encoder-decoder, with adapters or without."""
+    return getattr(model, "get_base_model", lambda: model)().get_encoder()
 
 
 def _build(job: Job, config: Any) -> tuple[Any, Any]:
