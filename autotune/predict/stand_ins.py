@@ -24,6 +24,7 @@ def shapes_alone(fused: bool) -> Iterator[None]:
         stack.enter_context(_plain_masks())
         stack.enter_context(_without_checks())
         stack.enter_context(_known_values())
+        stack.enter_context(_grouped_products())
         if fused:
             stack.enter_context(_fused_attention())
         yield
@@ -150,6 +151,24 @@ def _fused_attention() -> Iterator[None]:
         yield
     finally:
         functional.scaled_dot_product_attention = original
+
+
+@contextlib.contextmanager
+def _grouped_products() -> Iterator[None]:
+    """Products of experts in other dtypes than bf16: torch runs these but has no shapes for them; transformers' own operator
+    for where torch has none gives the same."""
+    from transformers.integrations import moe
+
+    name = "_can_use_grouped_mm"
+    before = getattr(moe, name, None)
+    if before is None:
+        yield
+        return
+    setattr(moe, name, lambda input, weight, offs: weight.dtype == torch.bfloat16 and before(input, weight, offs))
+    try:
+        yield
+    finally:
+        setattr(moe, name, before)
 
 
 @contextlib.contextmanager

@@ -237,7 +237,16 @@ def _routed_flops(rows: Any, other: Any, *_: Any, out_val: Any = None, **__: Any
     return int(2 * rows.shape[-2] * rows.shape[-1] * other.shape[-1])
 
 
-_MORE_FLOPS = {"aten::_grouped_mm": _routed_flops}  # formulas that torch has not
+def _routed_backward_flops(rows: Any, weights: Any, *_: Any, **__: Any) -> int:
+    """The gradients of both."""
+    return 2 * _routed_flops(rows, weights)
+
+
+_MORE_FLOPS = {  # formulas that torch has not
+    "aten::_grouped_mm": _routed_flops,
+    "transformers::grouped_mm_fallback": _routed_flops,
+    "transformers::grouped_mm_fallback_backward": _routed_backward_flops,
+}
 
 
 def _run(
