@@ -94,15 +94,23 @@ def follow(model: Any, counters: Counters) -> None:
 
 
 def follow_encoder(encoder: Any, counters: Counters) -> None:
-    """Begins a section after the encoder's forward, and another once the gradient of its output is there."""
+    """Begins a section after the encoder's forward, and another once the gradient of an output is there."""
 
-    def ends(*_: Any) -> None:
-        counters.section += 1
+    awaited = False
+
+    def backward_begins(*_: Any) -> None:
+        nonlocal awaited
+        counters.section += awaited
+        awaited = False
 
     def forward_ends(module: Any, args: Any, output: Any) -> None:
-        ends()
-        if output[0].requires_grad:
-            output[0].register_hook(ends)
+        nonlocal awaited
+        counters.section += 1
+        awaited = True
+        found = output.values() if isinstance(output, dict) else output
+        for one in [one for many in found for one in (many if isinstance(many, tuple) else (many,))]:
+            if getattr(one, "requires_grad", False):
+                one.register_hook(backward_begins)
 
     encoder.register_forward_hook(forward_ends)
 

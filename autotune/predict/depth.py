@@ -33,8 +33,7 @@ def extrapolation(config: Any) -> Extrapolation | None:
     deep = depths_of(config)
     if deep is None:
         return None
-    text = config.get_text_config() if "num_hidden_layers" in deep else config
-    small = {name: _small_depths(text, name, _least_layers(config)) for name in deep}
+    small = {name: _small_depths(*_place(config, name), _least_layers(config, name)) for name in deep}
     short = {name: small[name][0] if small[name] else deep[name] for name in deep}  # type: ignore[index]
     grown: dict[tuple[int, int, int], Depths] = {}
     for name, pair in small.items():
@@ -55,11 +54,34 @@ def depths_of(config: Any) -> Depths | None:
     if text is not config and text is not getattr(config, "text_config", None):
         return None
     deep = getattr(text, "num_hidden_layers", None)
-    return {"num_hidden_layers": deep} if isinstance(deep, int) else None
+    if not isinstance(deep, int):
+        return None
+    return {"num_hidden_layers": deep, **_tower_depths(config)}
 
 
-def _least_layers(config: Any) -> int:
-    """Of the layers of a text the first may take features of an image each (Qwen3-VL); two more are alike."""
+def _tower_depths(config: Any) -> Depths:
+    """Of a tower for images, where its layers do the same whichever they are."""
+    vision = getattr(config, "vision_config", None)
+    taken = getattr(config, "vision_feature_layer", -1)  # which layer's output is used, from the end
+    if getattr(vision, "deepstack_visual_indexes", None) or not isinstance(taken, int) or taken >= 0:
+        return {}
+    names = [name for name in ("depth", "num_hidden_layers") if isinstance(getattr(vision, name, None), int)]
+    return {f"vision_config.{name}": getattr(vision, name) for name in names[:1]}
+
+
+def _place(config: Any, name: str) -> tuple[Any, str]:
+    """The part of a configuration that has the attribute of a stack, and the attribute."""
+    part, dot, attribute = name.rpartition(".")
+    if dot:
+        return getattr(config, part), attribute
+    return (config.get_text_config() if name == "num_hidden_layers" else config), name
+
+
+def _least_layers(config: Any, name: str) -> int:
+    """Of the layers of a text the first may take features of an image each (Qwen3-VL), of a tower the last may be unused;
+    two more are alike."""
+    if "." in name:
+        return 1 - int(getattr(config, "vision_feature_layer", -1)) + 1
     return 2 + len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
 
 
@@ -72,15 +94,20 @@ def _small_depths(text: Any, name: str, least: int) -> tuple[int, int] | None:
         return None
     if getattr(text, "sparse_step", 0) or getattr(text, "encoder_sparse_step", 0):  # experts in some layers alone
         return None
-    period = 1
-    for value in vars(text).values():
-        if isinstance(value, list | tuple) and len(value) == deep:
-            period = max(period, _period(list(value)))
+    patterns = [list(value) for value in vars(text).values() if isinstance(value, list | tuple) and len(value) == deep]
+    if _whole_blocks(text):
+        patterns.append([layer in _whole_blocks(text) for layer in range(deep)])
+    period = max((_period(pattern) for pattern in patterns), default=1)
     short = deep % period + period
     while short < least:
         short += period
     long = short + period
     return (short, long) if long + 1 < deep else None
+
+
+def _whole_blocks(vision: Any) -> list[int]:
+    """The layers of a tower whose attention spans the image; the others' spans windows (Qwen2.5-VL)."""
+    return list(getattr(vision, "fullatt_block_indexes", None) or ())
 
 
 def _period(values: list[Any]) -> int:
@@ -90,13 +117,15 @@ def _period(values: list[Any]) -> int:
 def at_depth(config: Any, depths: Depths) -> Any:
     """A copy of a transformers configuration with fewer layers, lists of one entry a layer cut to it."""
     changed = copy.deepcopy(config)
-    text = changed.get_text_config() if "num_hidden_layers" in depths else changed
-    for name, layers in depths.items():
-        deep = getattr(text, name)
-        for key, value in list(vars(text).items()):
+    for stack, layers in depths.items():
+        part, name = _place(changed, stack)
+        deep = getattr(part, name)
+        for key, value in list(vars(part).items()):
             if isinstance(value, list | tuple) and len(value) == deep > layers:
-                setattr(text, key, type(value)(value[:layers]))
-        setattr(text, name, layers)
+                setattr(part, key, type(value)(value[:layers]))
+        if _whole_blocks(part):
+            part.fullatt_block_indexes = [layer for layer in _whole_blocks(part) if layer < layers]
+        setattr(part, name, layers)
     return changed
 
 

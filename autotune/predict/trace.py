@@ -22,7 +22,7 @@ from autotune.files import write_atomically
 from autotune.predict.closed_form import closed_form_trace, profile_trace
 from autotune.predict.passes import Trace
 from autotune.problem.job import Job
-from autotune.problem.tasks import CAUSAL
+from autotune.problem.tasks import CAUSAL, IMAGE_TEXT, SEQ2SEQ
 from autotune.processes import package_environment
 
 __all__ = ["VERSION", "Trace", "cache_folder", "cache_key", "trace_job", "traceable"]
@@ -97,7 +97,8 @@ def trace_job(job: Job, *, fused_loss: bool = False, device: str = "cuda", timeo
         raise UserError(f"model {job.model.name} cannot be built: {answer['impossible']}")
     why = answer.get("impossible") or answer.get("untraceable") or "no answer"
     sizes = answer.get("sizes")
-    if sizes is None and not job.model.config:  # a workload whose code may need the GPU that was hidden from it
+    if sizes is None and (not job.model.config or job.task in (SEQ2SEQ, IMAGE_TEXT)):
+        # a workload's code may need the GPU that was hidden from it; of models with two stacks only sizes tell enough
         answer = _ask_tracer(job, ["--sizes"], timeout_seconds)
         sizes, why = answer.get("sizes"), answer.get("untraceable") or why
     return closed_form_trace(job, why, sizes)

@@ -268,8 +268,8 @@ def _run(
             run.base = live.bytes
             run.forget_operators()
             follow(model, run)
-            if config is not None and getattr(config, "is_encoder_decoder", False) and job.task == SEQ2SEQ:
-                follow_encoder(_encoder(model), run)
+            if (encoder := _encoder(model, job.task)) is not None:
+                follow_encoder(encoder, run)
             live.watch = run.saw
             live.events = run.allocations if keep_events else None
             loss = _loss(job, model, batches, micro_batch, options.fused_loss, live)
@@ -296,9 +296,14 @@ def _model_to_train(job: Job, config: Any, checkpointing: bool, options: _Option
     return model, batches
 
 
-def _encoder(model: Any) -> Any:
-    """Of an encoder-decoder, with adapters or without."""
-    return getattr(model, "get_base_model", lambda: model)().get_encoder()
+def _encoder(model: Any, task: str) -> Any:
+    """Of an encoder-decoder, or the tower of a model with images; None of others."""
+    if task == SEQ2SEQ:
+        return getattr(model, "get_base_model", lambda: model)().get_encoder()
+    if task == IMAGE_TEXT:
+        names = ("visual", "vision_tower", "vision_model")
+        return next((module for name, module in model.named_modules() if name.rpartition(".")[2] in names), None)
+    return None
 
 
 def _build(job: Job, config: Any) -> tuple[Any, Any]:
@@ -349,7 +354,7 @@ def answer_to(job: Job, options: list[str]) -> dict[str, Any]:
     """`trace`; `untraceable` with the reason, and `sizes` of the parameters where they can be told; or `impossible`."""
     try:
         if "--sizes" in options:
-            return {"sizes": _parameters(job, _configuration(job), "cpu")}
+            return {"sizes": _parameters(job, _configuration(job), "cpu" if job.workload else "meta")}
         device = "cpu" if "--cpu" in options else "cuda"
         return {"trace": trace_model(job, fused_loss="--fused-loss" in options, device=device, workers=2).to_json()}
     except Impossible as error:
