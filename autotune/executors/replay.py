@@ -24,6 +24,7 @@ from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_gpu
 from autotune.problem.job import Job
 from autotune.problem.models import ModelSpec, resolve_model
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
+from autotune.problem.tasks import CAUSAL
 from autotune.problem.space import Domain, SearchSpace
 from autotune.units import GIB
 
@@ -72,6 +73,8 @@ class Landscape:
             str(facts["precision"]).lower(),
             str(facts.get("optimizer", "adamw")).lower(),
             int(batch) if batch else None,
+            task=str(facts.get("task", CAUSAL)),
+            image_size=facts.get("image_size"),
         )
 
     def hardware(self, headroom: float = 0.0) -> Hardware:

@@ -88,6 +88,8 @@ def trace_job(job: Job, *, fused_loss: bool = False, device: str = "cuda", timeo
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return Trace.from_json(json.loads(path.read_text()))
     options = ["--fused-loss"] * fused_loss + ["--cpu"] * (device == "cpu")
+    if job.task == IMAGE_TEXT:
+        timeout_seconds *= 3  # windows of an image are looked at one by one
     answer = _ask_tracer(job, options, timeout_seconds)
     if "trace" in answer:
         with contextlib.suppress(OSError):

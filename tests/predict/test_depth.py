@@ -83,6 +83,27 @@ def test_a_model_inside_another_is_run_whole_unless_it_is_the_text() -> None:
     assert found.short == {"num_hidden_layers": 5}, "the first three take features of the image"
 
 
+def test_a_tower_for_images() -> None:
+    text = Config(num_hidden_layers=24)
+
+    def seeing(vision: Config, **more: Any) -> Config:
+        return Config(get_text_config=lambda: text, text_config=text, vision_config=vision, **more)
+
+    clip = extrapolation(seeing(Config(num_hidden_layers=24), vision_feature_layer=-2))
+    assert clip is not None
+    assert clip.short == {"num_hidden_layers": 2, "vision_config.num_hidden_layers": 4}, "the last layer is not used"
+    chosen = extrapolation(seeing(Config(num_hidden_layers=24), vision_feature_layer=[3, 9]))
+    assert chosen is not None
+    assert chosen.short == {"num_hidden_layers": 2}
+    windows = seeing(Config(depth=32, fullatt_block_indexes=[7, 15, 23, 31]))
+    found = extrapolation(windows)
+    assert found is not None
+    assert found.short == {"num_hidden_layers": 2, "vision_config.depth": 8}
+    assert found.longer[1] == ({"num_hidden_layers": 2, "vision_config.depth": 16}, 2.0)
+    cut = at_depth(seeing(Config(depth=32, fullatt_block_indexes=[7, 15, 23, 31])), {"vision_config.depth": 16})
+    assert (cut.vision_config.depth, cut.vision_config.fullatt_block_indexes) == (16, [7, 15])
+
+
 def test_an_encoder_and_a_decoder() -> None:
     bart = {"is_encoder_decoder": True, "encoder_layers": 12, "num_hidden_layers": 12}
     short = {"encoder_layers": 2, "decoder_layers": 2}
