@@ -24,8 +24,8 @@ from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_gpu
 from autotune.problem.job import Job
 from autotune.problem.models import ModelSpec, resolve_model
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
-from autotune.problem.tasks import CAUSAL
 from autotune.problem.space import Domain, SearchSpace
+from autotune.problem.tasks import CAUSAL
 from autotune.units import GIB
 
 RESULTS = ("peak_gib", "step_seconds", "startup_seconds", "outcome")

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from autotune.commands.record import record_study
 from autotune.commands.request import Request, plan_setups
@@ -13,14 +14,16 @@ from autotune.executors.replay import load_landscape
 from autotune.problem.candidate import Candidate
 from autotune.results.export import needs
 from autotune.search.study import StudyStore
-from rich.console import Console
 from tests.conftest import make_job
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"model": "tiny-bert", "task": "seq2seq"}, "--task seq2seq: tiny-bert (bert) has no such head; it has causal-lm, "),
+        (
+            {"model": "tiny-bert", "task": "seq2seq"},
+            "--task seq2seq: tiny-bert (bert) has no such head; it has causal-lm, ",
+        ),
         ({"model": "tiny-bert", "task": "x"}, "--task x: expected one of causal-lm, "),
         ({"model": "qwen2.5-vl-7b"}, "the configuration of qwen2.5-vl-7b names no image size: give --image-size"),
         ({"model": "tiny-llava", "image_size": 224}, "--image-size 224: tiny-llava takes images of 56 pixels"),
@@ -37,7 +40,12 @@ def test_what_is_refused(asked: dict[str, object], message: str) -> None:
 
 @pytest.mark.parametrize(
     ("model", "task"),
-    [("tiny-bert", "classification"), ("roberta-base", "masked-lm"), ("t5-large", "seq2seq"), ("tiny-llava", "image-text")],
+    [
+        ("tiny-bert", "classification"),
+        ("roberta-base", "masked-lm"),
+        ("t5-large", "seq2seq"),
+        ("tiny-llava", "image-text"),
+    ],
 )
 def test_the_configuration_says_the_task(model: str, task: str) -> None:
     (setup,) = plan_setups(Request(model=model, seq_len="64"), ["a100-80gb"])
@@ -51,7 +59,14 @@ def test_a_study_of_an_encoder(tmp_path: Path) -> None:
         "  gradient_accumulation_steps: [1]\n"
     )
     request = Request(
-        model="tiny-bert", gpus=2, device="cpu", seq_len="32", budget="60s", space=str(space), runs=tmp_path, max_trials=1
+        model="tiny-bert",
+        gpus=2,
+        device="cpu",
+        seq_len="32",
+        budget="60s",
+        space=str(space),
+        runs=tmp_path,
+        max_trials=1,
     )
     summary = run_study(request, Console(quiet=True), quiet=True)
     store = StudyStore.load(str(next(path.parent for path in tmp_path.rglob("study.db"))), None)
