@@ -95,6 +95,10 @@ def predictor_rows12() -> str:
 GROUPS = ("held-out sources", "fitted sources", "all")
 
 
+def _of(cell: str | None) -> str:
+    return (cell or "—").replace("/", " of ")
+
+
 def _published_rows(wanted: Callable[[str], bool]) -> str:
     """Figures of sources before and after their first row calibrated."""
     measured = result("published")
@@ -104,7 +108,7 @@ def _published_rows(wanted: Callable[[str], bool]) -> str:
     for row in measured["uncalibrated"]:
         if wanted(row["source"]):
             later = after.get((row["source"], row["kind"]), {})
-            both = [f"{row[name] or '—'} / {later.get(name) or '—'}" for name in names]
+            both = [f"{_of(row[name])} / {_of(later.get(name))}" for name in names]
             rows.append([row["source"], row["kind"], str(row["rows"]), *both])
     header = ["source", "of", "rows", "median error %", "90th percentile %", "inside 95 % intervals", "half-width %"]
     return table([*header, "fits right", "Spearman"], rows)

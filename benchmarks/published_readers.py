@@ -418,7 +418,9 @@ def _job(s: Settings, hardware: Hardware) -> Job:
         config["optimizer"], optimizer = {"type": optimizer}, "adamw"
     lora = dataclasses.replace(s.lora, targets=targets_in(s.model, s.lora.targets)) if s.lora else None
     attention = s.attention
-    if attention == "flash_attention_2" and (precision == "fp32" or s.model.config["model_type"] == "bloom"):
+    if s.model.config["model_type"] in ("bloom", "gemma2") or (
+        attention == "flash_attention_2" and precision == "fp32"
+    ):
         attention = None  # what has no such kernel runs transformers' own choice
     return Job(
         s.model,

@@ -41,9 +41,9 @@ def loss_of(job: Job, model: Any, batches: Any, micro_batch: int, loss: str) -> 
     return torch.nn.functional.cross_entropy(shifted.view(-1, shifted.shape[-1]), labels[..., 1:].reshape(-1))
 
 
-def _chunked_loss(model: Any, batch: Any) -> Any:
-    """The loss as liger-kernel takes it from what the head would read (ops/fused_linear_cross_entropy.py): logits of as many
-    tokens at a time as make them about as large as the hidden states, and gradients in forward already."""
+def _chunked_loss(model: Any, batch: dict[str, Any]) -> Any:
+    """Of a head and loss that are one kernel (liger-kernel, ops/fused_linear_cross_entropy.py; Hsu et al. 2024): logits of as
+    many tokens at a time as make them about as large as the hidden states, and the gradients of both in forward already."""
     head = model.get_output_embeddings()
     head.forward = lambda hidden: hidden
     hidden = model(**batch).logits
@@ -51,26 +51,37 @@ def _chunked_loss(model: Any, batch: Any) -> Any:
 
 
 class _FusedLinear(torch.autograd.Function):
+    """One chunk is enough: the others take its memory. Products count for as many times as there are chunks, all but one of
+    them without an allocation, which `depth.extrapolate` would take for layers."""
+
     @staticmethod
     def forward(ctx: Any, hidden: Any, weight: Any) -> Any:
         tokens, width = hidden.shape
         chunks = -(-weight.shape[0] // width)
         of_hidden = torch.zeros_like(hidden)
         of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        loss = torch.zeros(tokens, dtype=torch.float32)
-        for _ in range(chunks):
-            part = hidden[: -(-tokens // chunks)]
-            logits = part @ weight.t()
-            of_part = logits @ weight
-            if of_weight is not None:
-                of_weight.add_(logits.t() @ part)
-            del of_part, logits
+        part = hidden[: -(-tokens // chunks)]
+        logits = part @ weight.t()
+        in_32_bits = logits.float()
+        del in_32_bits
+        of_part = logits @ weight
+        if of_weight is not None:
+            of_weight.add_(logits.t() @ part)
+        del of_part, logits
         ctx.gradients = of_hidden, of_weight
-        return loss.sum()
+        return torch.zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         return ctx.gradients
+
+
+def uncounted_products(model: Any, tokens: int) -> float:
+    """FLOPs of the chunks that `_FusedLinear` does not run: logits, and the gradients of both that they are made of."""
+    weight = model.get_output_embeddings().weight
+    products = 3 if weight.requires_grad else 2
+    vocabulary, width = weight.shape
+    return 2.0 * products * tokens * width * float(vocabulary - width)
 
 
 def _zeros(shape: tuple[int, ...], below: int) -> torch.Tensor:

@@ -28,10 +28,11 @@ from torch.utils.flop_counter import flop_registry
 
 from autotune.predict.counters import Counters, follow, joined
 from autotune.predict.depth import at_depth, extrapolate, small_depths
-from autotune.predict.losses import autocast, loss_of
+from autotune.predict.losses import autocast, loss_of, uncounted_products
 from autotune.predict.passes import BACKWARD, Pass, Trace
 from autotune.predict.stand_ins import plain_conversion, shapes_alone
 from autotune.problem.job import Job
+from autotune.problem.tasks import DECODED
 from autotune.rank.building import DTYPES, adapted, task_model, transformers_config
 from autotune.rank.live import LiveTensors
 from autotune.rank.workload import own_workload
@@ -268,6 +269,8 @@ def _run(
             live.events = run.allocations if keep_events else None
             with autocast(job):
                 loss = loss_of(job, model, batches, micro_batch, options.loss)
+            if options.loss == "chunked" and job.task in DECODED:
+                run.flops[run.phase] += uncounted_products(model, micro_batch * job.seq_len)
             run.after_forward = live.bytes - run.base
             run.frozen_only = 0.0 if checkpointing else run.dropped_inputs()  # checkpoints drop them in any case
             run.phase = BACKWARD
