@@ -56,6 +56,7 @@ gpu-acceptance: setup  # ONLY=overhead,ooms runs these steps; they are listed by
 .PHONY: benchmarks benchmarks-small
 benchmarks: setup  # writes benchmarks/results anew: hours, one command at a time
 	$(BIN)/python benchmarks/run_all.py
+	$(BIN)/python benchmarks/published_error.py  # the errors that `autotune plan` shows
 
 benchmarks-small: setup  # shows that each runs; the tests run them too
 	$(BIN)/python benchmarks/run_all.py --small

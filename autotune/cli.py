@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autotune.cli_parts import Json, Text, console, emit, option
+from autotune.cli_spaces import spaces_app
 from autotune.errors import MachineTrouble, NothingFits, UserError
 from autotune.version import __version__
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from autotune.commands.request import Request
 
 app = typer.Typer(
@@ -25,18 +24,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Finds the fastest DeepSpeed config that fits your GPUs, by measuring it.",
 )
-spaces_app = typer.Typer(no_args_is_help=True, help="List, show and validate search spaces.")
 app.add_typer(spaces_app, name="spaces")
 
 # -- options -------------------------------------------------------------------------------------------------------------
 # Each stands here once; a command gives its default. The parameter of an option has the name of its field in Request.
-
-Text = str | None
-
-
-def option(help: str, *names: str) -> Any:
-    return typer.Option(*names, help=help)
-
 
 # what is trained
 Model = Annotated[Text, option("Shipped name (`autotune models`), folder or config.json, or Hub id.")]
@@ -86,11 +77,14 @@ StudyArgument = Annotated[str, typer.Argument(help="Name of the study, or its fo
 Storage = Annotated[Text, option("Database URL, or journal:FILE; default: runs/NAME/study.db.")]
 WinnerFile = Annotated[Path | None, option("Where the winner goes; default: runs/NAME/NAME.json.")]
 Force = Annotated[bool, option("Go on with a study of another job or machine.", "--force")]
-SpaceArgument = Annotated[str, typer.Argument(help="Name or file.")]
 
 # a plan, a launch
 Gpu = Annotated[Text, option("Name like rtx3090 or a100-80gb; default: the machine's own.")]
-GpuCount = Annotated[int, option("How many.")]
+GpuCount = Annotated[int, option("How many in each machine, as torchrun's --nproc-per-node.")]
+Nodes = Annotated[int, option("Machines, each with --gpus of them: 2 with --gpus 8 is 16 GPUs.")]
+Tokens = Annotated[Text, option("Say hours and cost for so many: 1e9, 2B, 500M, 1T; default 1B.")]
+HostMemory = Annotated[Text, option("Main memory of each machine, like 1TiB; default of a named GPU: 32 GiB each.")]
+Price = Annotated[float | None, option("Dollars that one of these GPUs costs an hour; default: a rough one.")]
 Compare = Annotated[Text, option("Several GPUs side by side: rtx4090,a100-80gb,h100.")]
 LaunchWords = Annotated[
     list[str], typer.Argument(metavar="[STUDY] -- SCRIPT ARGS…", help="A study, then the script to train.")
@@ -102,7 +96,6 @@ Convert = Annotated[bool, option("Step down to stage 3 too, converting checkpoin
 
 # what is said
 Yes = Annotated[bool, option("Ask nothing.", "--yes", "-y")]
-Json = Annotated[bool, option("One JSON object on stdout, nothing else.", "--json")]
 
 
 def typed(parameters: dict[str, Any]) -> Request:
@@ -111,17 +104,6 @@ def typed(parameters: dict[str, Any]) -> Request:
 
     fields = {field.name for field in dataclasses.fields(Request)}
     return Request(**{name: value for name, value in parameters.items() if name in fields and value is not None})
-
-
-def console(stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    found = Console(stderr=stderr)
-    return found if found.is_terminal else Console(stderr=stderr, width=140)
-
-
-def emit(data: Any) -> None:
-    print(json.dumps(data, indent=2, default=str))
 
 
 # -- commands ------------------------------------------------------------------------------------------------------------
@@ -186,6 +168,8 @@ def plan(
     model: Model = None,
     gpu: Gpu = None,
     gpus: GpuCount = 1,
+    nodes: Nodes = 1,
+    tokens: Tokens = None,
     compare: Compare = None,
     seq_len: SeqLen = None,
     precision: Precision = None,
@@ -193,19 +177,24 @@ def plan(
     global_batch_size: GlobalBatchSize = None,
     ds_config: DsConfig = None,
     space: Space = "default",
+    memory_cap: MemoryCap = None,
+    host_memory: HostMemory = None,
     headroom: Headroom = None,
+    price: Price = None,
     lora: Lora = None,
     attention: Attention = None,
+    lengths: Lengths = None,
+    packed: Packed = False,
     workload: Workload = None,
     task: Task = None,
     image_size: ImageSize = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
-    """Predict what fits and how fast, without running anything: by stage, by GPU, and what would unlock more."""
+    """Predict what fits, how fast and for what money, on how many of which GPUs, and what would help; runs nothing."""
     request = typed(locals())
     from autotune.commands.plan import plans
-    from autotune.results.plan import show_comparison, show_plan
+    from autotune.results.plan_view import show_comparison, show_plan
 
     made = plans(request, [*compare.split(",")] if compare else [gpu])
     if as_json:
@@ -316,43 +305,6 @@ def models(as_json: Json = False) -> None:
         return
     for name, spec in found.items():
         print(f"{name:20} {format_count(spec.parameters) if spec.parameters else 'tiny':>8}  {spec.source}")
-
-
-@spaces_app.command("list")
-def spaces_list(as_json: Json = False) -> None:
-    """The shipped search spaces."""
-    from autotune.problem.space_file import load_space, shipped_spaces
-
-    found = {name: load_space(name).about for name in shipped_spaces()}
-    if as_json:
-        emit(found)
-        return
-    for name, about in found.items():
-        print(f"{name:12} {about}")
-
-
-@spaces_app.command("show")
-def spaces_show(space: SpaceArgument) -> None:
-    """A search space's file, comments included."""
-    from autotune.problem.space_file import load_space
-
-    print(load_space(space).text, end="")
-
-
-@spaces_app.command("validate")
-def spaces_validate(space: SpaceArgument, as_json: Json = False) -> None:
-    """Check a search space, and count what it holds."""
-    from autotune.problem.space_file import load_space
-
-    found = load_space(space)
-    families = sum(1 for _ in found.families())
-    if as_json:
-        emit({"name": found.name, "families": families, "knobs": {n: list(d.values) for n, d in found.knobs.items()}})
-        return
-    for name, domain in found.knobs.items():
-        when = "; ".join(f"{knob} in {list(values)}" for knob, values in domain.when)
-        print(f"{name:32} {', '.join(map(str, domain.values))}{f'  (when {when})' if when else ''}")
-    print(f"{found.name}: valid, {families} engines before batch shapes")
 
 
 @app.command()

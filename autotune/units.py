@@ -11,6 +11,7 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?", re.ASCII)
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(b|[kmgt]i?b?)?", re.ASCII | re.IGNORECASE)
+_COUNT = re.compile(r"(\d+(?:_\d{3})*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([kmbgt]?)", re.ASCII | re.IGNORECASE)
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -48,6 +49,22 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
+def parse_count(text: str, what: str) -> float:
+    """A number of things (`what`, as `--tokens`), like `1e9`, `2B`, `1.5B`, `500M`, `1T` or `1_000_000`.
+
+    Raises:
+        UserError: the text is no count, or not between 1 and 1e18.
+    """
+    match = _COUNT.fullmatch(text.strip())
+    if not match:
+        raise UserError(f"{what} {text}: expected a number above zero, like 1e9, 2B, 500M or 1T")
+    unit = match[2].lower().replace("b", "g")
+    count = float(match[1]) * _DECIMAL[unit]
+    if not 1 <= count <= 1e18:
+        raise UserError(f"{what} {text}: expected between 1 and 1e18, like 1e9, 2B, 500M or 1T")
+    return count
+
+
 def parse_share(text: str) -> float:
     """A share between 0 and 1 of `5%`, `5 %` or `0.05`.
 
@@ -83,6 +100,22 @@ def format_duration(seconds: float) -> str:
         whole = round(seconds)
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
+
+
+def format_hours(hours: float) -> str:
+    """`34 min`, `22.6 h`, `12 days`, `3.1 years`: as long as a training takes."""
+    for size, unit in ((24 * 365, "years"), (48, "days"), (1, "h")):
+        if hours >= size:
+            number = hours / (24 if unit == "days" else size)
+            return f"{number:.1f} {unit}" if number < 100 else f"{number:.0f} {unit}"
+    return f"{hours * 60:.0f} min" if hours * 60 >= 1 else f"{hours * 3600:.0f} s"
+
+
+def format_usd(dollars: float) -> str:
+    """`$0.42`, `$7.21`, `$721`, `$12,300`: rough, as prices are."""
+    if dollars < 100:
+        return f"${dollars:.2f}" if dollars < 10 else f"${dollars:.0f}"
+    return f"${float(f'{dollars:.3g}'):,.0f}"
 
 
 def format_count(number: float) -> str:

@@ -92,6 +92,47 @@ def predictor_rows12() -> str:
     return text + (f"; it stays at {listed(missed)}" if missed else "")
 
 
+GROUPS = ("held-out sources", "fitted sources", "all")
+
+
+def _of(cell: str | None) -> str:
+    return (cell or "—").replace("/", " of ")
+
+
+def _published_rows(wanted: Callable[[str], bool]) -> str:
+    """Figures of sources before and after their first row calibrated."""
+    measured = result("published")
+    after = {(row["source"], row["kind"]): row for row in measured["calibrated"]}
+    names = ("mid %", "p90 %", "in %", "± %", "right", "rho")
+    rows = []
+    for row in measured["uncalibrated"]:
+        if wanted(row["source"]):
+            later = after.get((row["source"], row["kind"]), {})
+            both = [f"{_of(row[name])} / {_of(later.get(name))}" for name in names]
+            rows.append([row["source"], row["kind"], str(row["rows"]), *both])
+    header = ["source", "of", "rows", "median error %", "90th percentile %", "inside 95 % intervals", "half-width %"]
+    return table([*header, "fits right", "Spearman"], rows)
+
+
+def published() -> str:
+    """All rows, those of held-out sources and the others."""
+    return _published_rows(lambda source: source in GROUPS)
+
+
+def published_sources() -> str:
+    """Each source."""
+    return _published_rows(lambda source: source not in GROUPS)
+
+
+def published_targets() -> str:
+    """The targets beside what is reached; a missed one is bold."""
+    rows = [
+        [row["measure"], row["ours"], row["target"] if row["met"] == "yes" else f"**{row['target']}**"]
+        for row in result("published")["targets"]
+    ]
+    return table(["measure", "ours", "target"], rows)
+
+
 # -- the search ------------------------------------------------------------------------------------------------------
 
 
@@ -236,6 +277,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "predictor": predictor,
     "predictor-short": predictor_short,
     "predictor-rows12": predictor_rows12,
+    "published": published,
+    "published-sources": published_sources,
+    "published-targets": published_targets,
     "search": search,
     "search-minutes": search_minutes,
     "search-ooms": search_ooms,

@@ -1,8 +1,9 @@
-"""Measures live tensor bytes of real DeepSpeed on CPU ranks: `python benchmarks/live_tensors.py [--own-keys] [--json FILE]`.
+"""Measures live tensor bytes of real DeepSpeed on CPU ranks: `python benchmarks/live_tensors.py [--json FILE]`.
 
 What the predictor's memory is held against: two models, one and two ranks, every stage, offload, checkpointing, buckets,
-fp32 and bf16; with `--own-keys` instead one model under keys that people set in their own DeepSpeed config. Every engine
-measures two micro-batches; operators are slowed by counting, so speed is not recorded.
+fp32 and bf16; with `--own-keys` instead one model under keys that people set in their own DeepSpeed config, with `--lora`
+models of which only adapters are trained. Every engine measures two micro-batches; operators are slowed by counting, so speed
+is not recorded.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ranks import opened
 from autotune.executors.base import Effort
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
-from autotune.problem.job import Job
+from autotune.problem.job import Job, parse_lora
 from autotune.problem.models import resolve_model
 from autotune.units import MIB
 
@@ -102,6 +103,44 @@ def measure_own_keys(most: int | None) -> list[dict[str, Any]]:
     return rows
 
 
+EAGER = {  # stage 3 that keeps no parameter for longer than its module runs
+    "zero_optimization.stage3_max_reuse_distance": 0,
+    "zero_optimization.stage3_max_live_parameters": 0,
+    "zero_optimization.stage3_prefetch_bucket_size": 0,
+    "zero_optimization.stage3_param_persistence_threshold": 0,
+}
+
+
+def lora_rows() -> list[tuple[Config, int]]:
+    """Knobs and micro-batch of adapters' candidates: every stage, checkpointing, offload, and what stage 3 keeps."""
+    checkpointed = {"activation_checkpointing": True}
+    found = [({"zero_stage": stage, **more}, 2) for stage in (0, 1, 2, 3) for more in ({}, checkpointed)]
+    found += [({"zero_stage": stage, **OUT}, 2) for stage in (1, 2, 3)]
+    found += [({"zero_stage": 3, **OUT, "offload_param": "cpu"}, 2)]
+    found += [({"zero_stage": 3, **EAGER, **more}, batch) for more in ({}, checkpointed) for batch in (1, 4)]
+    return found
+
+
+def measure_lora(most: int | None) -> list[dict[str, Any]]:
+    rows = []
+    for model, ranks, precision, lora in (
+        ("tiny-llama", 2, "bf16", "r=4"),
+        ("tiny-gemma-2", 2, "fp32", "r=8,targets=q_proj+v_proj"),
+        ("tiny-llama", 1, "bf16", "r=4,dropout=0.1"),
+    ):
+        job = Job(resolve_model(model), ranks, 64, precision, lora=parse_lora(lora))
+        groups = [
+            [
+                Candidate.of(
+                    {"train_micro_batch_size_per_gpu": batch, "gradient_accumulation_steps": 1, **SMALL, **knobs}
+                )
+            ]
+            for knobs, batch in lora_rows()[:most]
+        ]
+        rows += measured(job, groups, {"lora": lora})
+    return rows
+
+
 Rungs = list[tuple[int, int]]  # micro-batch and accumulation
 
 
@@ -145,7 +184,11 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--only", help="MODEL,RANKS,PRECISION of one set")
     parser.add_argument("--own-keys", action="store_true", help="keys of the user's own config, at micro-batch 1")
+    parser.add_argument("--lora", action="store_true", help="adapters only")
     arguments = parse(parser, only="tiny-llama,2,bf16")
+    if arguments.lora:
+        write_json(arguments.json, {"rows": measure_lora(2 if arguments.small else None)})
+        return
     if arguments.own_keys:
         write_json(arguments.json, {"rows": measure_own_keys(2 if arguments.small else None)})
         return

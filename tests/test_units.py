@@ -89,3 +89,38 @@ def test_counts_and_odd_durations() -> None:
     assert units.format_duration(0.045) == "45 ms"
     assert units.format_duration(math.inf) == "—"
     assert units.format_bytes(512) == "512 B"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("1e9", 1e9),
+        ("2B", 2e9),
+        ("1.5b", 1.5e9),
+        ("500M", 5e8),
+        ("1T", 1e12),
+        ("3 G", 3e9),
+        ("20k", 2e4),
+        ("1_000_000", 1e6),
+        ("1E+6", 1e6),
+        ("7", 7),
+    ],
+)
+def test_counts(text: str, count: float) -> None:
+    assert units.parse_count(text, "--tokens") == count
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "0", "0B", "-1e9", "many", "1e9 tokens", "nan", "inf", "1e-3", "1,5", "1__0", "9" * 400, "1e19", "B", "١B"],
+)
+def test_counts_that_are_none(text: str) -> None:
+    with pytest.raises(UserError, match=r"^--tokens .*: expected .* like 1e9, 2B, 500M or 1T$"):
+        units.parse_count(text, "--tokens")
+
+
+def test_hours_and_dollars_in_words() -> None:
+    said = [units.format_hours(hours) for hours in (0.001, 0.5, 1, 47.9, 48, 100 * 24, 3 * 8760, 200 * 8760)]
+    assert said == ["4 s", "30 min", "1.0 h", "47.9 h", "2.0 days", "100 days", "3.0 years", "200 years"]
+    dollars = [units.format_usd(one) for one in (0.42, 7.214, 42.4, 721.4, 12345)]
+    assert dollars == ["$0.42", "$7.21", "$42", "$721", "$12,300"]

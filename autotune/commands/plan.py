@@ -6,18 +6,23 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from autotune.commands.plan_gains import gains
+from autotune.commands.plan_machines import Machines
 from autotune.commands.request import Request, plan_setups
 from autotune.commands.setup import PlanSetup
-from autotune.predict.predictor import Prediction, Predictor
+from autotune.predict.elsewhere import PLENTY, Elsewhere, host_bytes_per_node
+from autotune.predict.known_error import known_errors
+from autotune.predict.predictor import Prediction, Predictor, Table
 from autotune.predict.trace import Trace
 from autotune.problem.candidate import CHECKPOINTING, Candidate
 from autotune.problem.hardware import gpu_table
-from autotune.results.plan import Plan, StagePlan, token_speed
+from autotune.results.plan import HostNeed, Plan, StagePlan
+from autotune.results.plan_view import token_speed
 from autotune.units import GIB, format_bytes
 
 
 def plans(request: Request, gpus: Sequence[str | None]) -> list[Plan]:
-    """A plan for each named GPU; None is the machine's own.
+    """A plan for each named GPU; None is the machine's own. One alone is told of other machines, too.
 
     Raises:
         UserError: bad input.
@@ -27,18 +32,49 @@ def plans(request: Request, gpus: Sequence[str | None]) -> list[Plan]:
     for setup in plan_setups(request, gpus):
         predictor = Predictor(setup.job, setup.hardware, traces.get(setup.job.precision))
         traces[setup.job.precision] = predictor.trace
-        made.append(make_plan(setup, predictor))
+        made.append(make_plan(setup, predictor, elsewhere=len(gpus) == 1))
     return made
 
 
-def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5) -> Plan:
+def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere: bool = False) -> Plan:
     """Predicts every candidate of the space: the `top` fastest that fit, and the largest micro-batch by ZeRO stage.
+
+    Args:
+        elsewhere: say, too, which other machines would do and what would help.
 
     Raises:
         UserError: the space has no candidate for the job.
     """
     candidates, left_out = predictor.buildable(setup.space.candidates(setup.job))
     table = predictor.table(candidates)
+    best = _best(predictor, candidates, table, top)
+    stages = [
+        _stage_plan(stage, [c for c in candidates if c.stage == stage], setup, predictor)
+        for stage in sorted({c.stage for c in candidates})
+    ]
+    shown = best[0] if best else stages[-1].smallest
+    plan = Plan(
+        setup.job,
+        setup.hardware,
+        best,
+        stages,
+        "; ".join([*left_out, *predictor.notes()]),
+        tokens=setup.tokens,
+        price=setup.price,
+        host=_host_needs(setup, predictor, candidates),
+        host_assumed=setup.host_assumed,
+        errors=known_errors(setup.job, shown.candidate, setup.hardware),
+    )
+    if not elsewhere:
+        return plan
+    machines = Machines(setup, Elsewhere(setup.space, predictor, candidates, table))
+    cards = machines.cards()
+    helped = gains(plan.outlook, machines, cards) if plan.outlook else ()
+    return dataclasses.replace(plan, own=machines.fewest_of_own(), cards=cards, gains=helped)
+
+
+def _best(predictor: Predictor, candidates: list[Candidate], table: Table, top: int) -> list[Prediction]:
+    """The fastest that fit, of those that differ in little but the fastest."""
     fits = predictor.fits(table)
     order = sorted((i for i in range(len(candidates)) if fits[i]), key=lambda i: -table.samples[i])
     chosen: dict[tuple[Any, ...], int] = {}
@@ -47,12 +83,27 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5) -> Plan:
         chosen.setdefault((c.stage, c.checkpointing, c.offload_optimizer, c.offload_param, c.micro_batch), i)
         if len(chosen) == top:
             break
-    best = predictor.predict_many([candidates[i] for i in chosen.values()]) if chosen else []
-    stages = [
-        _stage_plan(stage, [c for c in candidates if c.stage == stage], setup, predictor)
-        for stage in sorted({c.stage for c in candidates})
-    ]
-    return Plan(setup.job, setup.hardware, best, stages, "; ".join([*left_out, *predictor.notes()]))
+    return predictor.predict_many([candidates[i] for i in chosen.values()]) if chosen else []
+
+
+def _host_needs(setup: PlanSetup, predictor: Predictor, candidates: list[Candidate]) -> tuple[HostNeed, ...]:
+    """What each way of offloading takes of main memory, at the fewest sequences and with activations recomputed."""
+    smallest: dict[tuple[int, bool], Candidate] = {}
+    for c in candidates:
+        if "cpu" in (c.offload_optimizer, c.offload_param) and c.offload_optimizer != "none":
+            key = (c.stage, c.offload_param != "none")
+            rank = (c.micro_batch, not c.checkpointing, -c.accumulation)
+            held = smallest.get(key)
+            if held is None or rank < (held.micro_batch, not held.checkpointing, -held.accumulation):
+                smallest[key] = c
+    if not smallest:
+        return ()
+    hardware, ways = setup.hardware, sorted(smallest)
+    roomy = Predictor(setup.job, dataclasses.replace(hardware, host_memory_bytes=PLENTY), predictor.trace)
+    return tuple(
+        HostNeed(stage, parameters, host_bytes_per_node(one.host_bytes, hardware), one.fits)
+        for (stage, parameters), one in zip(ways, roomy.predict_many([smallest[way] for way in ways]), strict=True)
+    )
 
 
 def _stage_plan(stage: int, mine: list[Candidate], setup: PlanSetup, predictor: Predictor) -> StagePlan:
@@ -104,10 +155,12 @@ def _unlocks(wanted: Prediction, setup: PlanSetup, predictor: Predictor) -> list
             if one.fits:
                 found.append(f"{what} ({token_speed(one, job)})")
     if job.global_batch_size is None:
-        more = dataclasses.replace(job, ranks=job.ranks + 1)
-        grown = dataclasses.replace(hardware, count=hardware.count + 1)
+        step = 1 if hardware.nodes == 1 else hardware.per_node
+        more = dataclasses.replace(job, ranks=job.ranks + step)
+        nodes = hardware.nodes + (hardware.nodes > 1)
+        grown = dataclasses.replace(hardware, count=hardware.count + step, nodes=nodes)
         if Predictor(more, grown, predictor.trace).predict(candidate).fits:
-            found.append("one more GPU")
+            found.append("one more GPU" if hardware.nodes == 1 else "one more node")
     missing = wanted.peak_bytes - hardware.ceiling_bytes
     if hardware.device == "cuda" and missing > 0:
         needed = wanted.peak_bytes / (1 - hardware.headroom) / GIB

@@ -10,21 +10,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from autotune.commands.plan_hardware import planned_hardware, roomy
 from autotune.commands.setup import LaunchSetup, PlanSetup, Setup
 from autotune.errors import UserError
 from autotune.executors.replay import Landscape, load_landscape
 from autotune.problem.candidate import Candidate
 from autotune.problem.fitting import for_device, for_job, installed, missing_package
-from autotune.problem.hardware import Hardware, detect, named_hardware
+from autotune.problem.hardware import Hardware, detect
 from autotune.problem.job import Job, load_ds_config, load_lengths, longest_sequence, parse_lora
 from autotune.problem.models import ModelSpec, resolve_model, workload_spec
+from autotune.problem.prices import Price, price_table
 from autotune.problem.script import make_script
 from autotune.problem.script_job import unknown_job
 from autotune.problem.space import SearchSpace
 from autotune.problem.space_file import load_space
 from autotune.problem.tasks import image_size_of, task_of
 from autotune.search.fingerprint import identity
-from autotune.units import parse_bytes, parse_duration, parse_share
+from autotune.units import parse_bytes, parse_count, parse_duration, parse_share
 
 DEFAULT_HEADROOM = "5%"
 DEFAULT_SEQ_LEN = {"cuda": 2048, "cpu": 64}
@@ -62,6 +64,10 @@ class Request:
     worst_case: bool = False
     lora: str | None = None
     attention: str | None = None
+    nodes: int = 1
+    tokens: str | None = None
+    price: float | None = None
+    host_memory: str | None = None
     compiled: bool = False
     lengths: Path | None = None
     packed: bool = False
@@ -120,19 +126,32 @@ def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]
     Raises:
         UserError: bad input.
     """
-    count = 1 if request.gpus is None else request.gpus
-    if not 1 <= count <= 100_000:
-        raise UserError(f"--gpus {count}: expected between 1 and 100000")
+    gpus_per_node = 1 if request.gpus is None else request.gpus
     headroom = parse_share(request.headroom or DEFAULT_HEADROOM)
+    host = parse_bytes(request.host_memory) if request.host_memory else None
+    cap = parse_bytes(request.memory_cap) if request.memory_cap else None
+    tokens = parse_count(request.tokens, "--tokens") if request.tokens is not None else PlanSetup.tokens
+    if request.price is not None and not 0 < request.price <= 10_000:
+        raise UserError(f"--price {request.price:g}: expected dollars of one GPU and hour, above 0")
+    if request.price is not None and len(gpus) > 1:
+        raise UserError("--price is of one card: leave it out with --compare")
     setups = []
     for name in gpus:
-        if name is None:
-            hardware = detect("auto", count, headroom=headroom)
-        else:
-            hardware = named_hardware(name.strip(), count, headroom=headroom)
+        hardware = planned_hardware(name, gpus_per_node, request.nodes, headroom, host, cap)
         job = _named_job(request, hardware)
         space, _ = installed(for_job(for_device(load_space(request.space or "default"), hardware.device), job))
-        setups.append(PlanSetup(job=job, hardware=hardware, space=space))
+        known = price_table().get(hardware.facts or "")
+        setups.append(
+            PlanSetup(
+                job=job,
+                hardware=hardware,
+                space=space,
+                tokens=tokens,
+                price=known if request.price is None else Price(request.price, "yours", "", "--price"),
+                host_assumed=name is not None and request.host_memory is None,
+                precision_typed=request.precision is not None,
+            )
+        )
     return setups
 
 
@@ -228,7 +247,7 @@ def _what_is_tuned(request: Request) -> _Tuned:
 def _this_machine(request: Request) -> Hardware:
     cap = parse_bytes(request.memory_cap) if request.memory_cap else None
     headroom = parse_share(request.headroom or DEFAULT_HEADROOM)
-    return detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom)
+    return roomy(detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom))
 
 
 def _space(request: Request, hardware: Hardware) -> SearchSpace:

@@ -9,7 +9,9 @@ from autotune.executors.replay import Landscape
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, Script
+from autotune.problem.prices import Price
 from autotune.problem.space import SearchSpace
+from autotune.results.plan import TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +21,10 @@ class PlanSetup:
     job: Job
     hardware: Hardware
     space: SearchSpace
+    tokens: float = TOKENS  # of the whole training, to say hours and cost for
+    price: Price | None = None  # of one of these GPUs
+    host_assumed: bool = False  # main memory was neither measured nor typed
+    precision_typed: bool = False  # else each card has its own default
 
 
 @dataclass(frozen=True, kw_only=True)

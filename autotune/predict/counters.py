@@ -5,6 +5,8 @@ Models, modules and parameters are torch's, but nothing here imports torch.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,12 +30,25 @@ class Counters:
         self.moved = [0.0, 0.0]
         self.operators = [0, 0]
         self.after_forward = 0.0
+        self.frozen_inputs: dict[int, tuple[Any, float]] = {}  # by storage: a weak reference to it, bytes
+        self.frozen_only = 0.0  # bytes that only frozen linear layers have read, as `dropped_inputs` tells them
         self.last = 0
         self.allocations: list[tuple[int, int]] = []
+        # gives a tensor on, and calls a function once its gradient is there; torch's, so the tracer sets it
+        self.passed: Callable[[Any, Callable[..., None]], Any] = lambda tensor, made: tensor
 
     def forget_operators(self) -> None:
         """What building the model did is no part of a step."""
         self.operators, self.moved, self.flops = [0, 0], [0.0, 0.0], [0.0, 0.0]
+
+    def read(self, tensor: Any) -> None:
+        """Hears what a frozen linear layer reads in forward."""
+        storage = tensor.untyped_storage()
+        self.frozen_inputs[storage._cdata] = (weakref.ref(storage), float(storage.nbytes()))
+
+    def dropped_inputs(self) -> float:
+        """Bytes that frozen linear layers have read and that are gone by now; call it when forward ends."""
+        return sum(size for reference, size in self.frozen_inputs.values() if reference() is None)
 
     def saw(self, alive: int) -> None:
         """Hears the bytes alive after every change; only growth can be a peak."""
@@ -51,6 +66,7 @@ def joined(two: Counters, three: Counters) -> Pass:
     first, second = events
     slope = second[:, 1] - first[:, 1]
     after = three.after_forward - two.after_forward
+    dropped = three.frozen_only - two.frozen_only
     moved: Any = tuple((3 * a - 2 * b, b - a) for a, b in zip(two.moved, three.moved, strict=True))
     flops: Any = tuple(b - a for a, b in zip(two.flops, three.flops, strict=True))
     attention: Any = tuple(b - a for a, b in zip(two.attention, three.attention, strict=True))
@@ -66,6 +82,7 @@ def joined(two: Counters, three: Counters) -> Pass:
         attention=attention,
         moved=moved,
         operators=(float(two.operators[0]), float(two.operators[1])),
+        frozen_only=(two.frozen_only - 2 * dropped, dropped),
     )
 
 
@@ -116,37 +133,75 @@ def follow_encoder(encoder: Any, counters: Counters) -> None:
 
 
 class _ModuleUse:
-    """Counts a module's own parameters as in use during its forward, and from the gradient of its output until as many
-    gradients were made as it has parameters."""
+    """Counts a module's own parameters as in use where stage 3 has gathered them.
+
+    That is during its forward, and from the gradient of its output until the gradients of its parameters are made, or of
+    its inputs where its own parameters are frozen (deepspeed 0.19.8, parameter_offload.py: PreBackwardFunctionForModule and
+    PostBackwardFunctionModule). What a checkpoint runs again in backward stays until the module's own backward:
+    `max_reuse_distance` keeps it, and the tensors that autograd saved would anyway.
+    """
 
     def __init__(self, module: Any, own: list[Any], counters: Counters) -> None:
-        self._counters, self._parameters = counters, len(own)
+        self._counters = counters
         self._bytes = sum(_bytes(parameter) for parameter in own)
+        trained = [parameter for parameter in own if parameter.requires_grad]
+        self._trained = len(trained)
         self._awaited = 0  # gradients that backward has yet to make
+        self._inputs = 0  # tensors whose gradients the backward of a frozen module makes
+        self._expected = False  # backward will come, and end
+        self._gathered = False
+        if not trained:
+            module.register_forward_pre_hook(self._watch_inputs)
         module.register_forward_pre_hook(self._begin_forward)
         module.register_forward_hook(self._end_forward)
-        for parameter in own:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._made_gradient)
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._made_gradient)
+
+    def _gather(self) -> None:
+        if not self._gathered:
+            self._gathered = True
+            self._counters.in_use += self._bytes
+
+    def _release(self) -> None:
+        if self._gathered:
+            self._gathered = False
+            self._counters.in_use -= self._bytes
+
+    def _watch_inputs(self, module: Any, args: Any) -> Any:
+        if self._counters.phase != FORWARD:
+            return None
+        wanted = [getattr(one, "requires_grad", False) for one in args]
+        self._inputs = sum(wanted)
+        if type(module).__name__ == "Linear":  # torch's own, which calls torch.nn.functional.linear
+            self._counters.read(args[0])
+        return tuple(
+            self._counters.passed(one, self._made_gradient) if yes else one
+            for one, yes in zip(args, wanted, strict=True)
+        )
 
     def _begin_forward(self, *_: Any) -> None:
-        self._counters.in_use += self._bytes
+        self._gather()
 
     def _end_forward(self, module: Any, args: Any, output: Any) -> None:
-        self._counters.in_use -= self._bytes
+        if self._counters.phase != FORWARD:
+            if not self._expected:
+                self._release()
+            return
+        self._release()
         if hasattr(output, "register_hook") and output.requires_grad:
             output.register_hook(self._begin_backward)
+            self._expected = bool(self._trained or self._inputs)
 
     def _begin_backward(self, gradient: Any) -> None:
-        if not self._awaited:
-            self._counters.in_use += self._bytes
-        self._awaited = self._parameters
+        self._gather()
+        self._awaited = self._trained or self._inputs
 
     def _made_gradient(self, *_: Any) -> None:
         if self._awaited:
             self._awaited -= 1
             if not self._awaited:
-                self._counters.in_use -= self._bytes
+                self._expected = False
+                self._release()
 
 
 def _bytes(parameter: Any) -> float:

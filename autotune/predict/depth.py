@@ -171,6 +171,7 @@ def extrapolate(short: Pass, longer: Sequence[tuple[Pass, float]]) -> Pass:
         attention=pair("attention"),
         moved=(pair("moved", 0), pair("moved", 1)),
         operators=pair("operators"),
+        frozen_only=pair("frozen_only"),
     )
 
 

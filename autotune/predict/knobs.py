@@ -37,22 +37,25 @@ class Columns:
     prefetch: Floats
     max_live: Floats
     max_reuse: Floats
+    persistence: Floats
     attention: Floats  # which of ATTENTIONS; -1 for transformers' choice
     compiled: Floats
     lora: Floats  # the adapters' rank; 0 for full training
     packed: Floats
+    many_lengths: Floats  # whether batches differ in length
     tokens: Floats  # of a row, padding included, on average
     accumulated: (
         Floats  # bytes an element of gradients that are kept, as are the next two of what is sent and of masters
     )
     communicated: Floats
     master: Floats
-    state_share: Floats  # of an optimizer's states in 32 bits
+    state_share: Floats  # of an optimizer's states in 32 bits; those of plain torch are as wide as its weights
     secondary: Floats  # ranks over which hpZ keeps a second set of parameters; 1 for none
     offload_ratio: Floats  # of the sub-groups whose states are on the host where the optimizer is offloaded
     pinned_optimizer: Floats
     pinned_param: Floats
     round_robin: Floats
+    own_linear: Floats  # stage 3 replaces torch's linear by one that saves its input even where the weight is frozen
     immediate: Floats  # BF16_Optimizer adds each gradient to its 32-bit sum as soon as it is made
 
     def __len__(self) -> int:
@@ -74,15 +77,15 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
         return np.array([PLACES.get(str(raw.get(name, "none")), 1.0) for raw in raws])
 
     stage = np.array([float(c.stage) for c in candidates])
-    overlap = np.array(
-        [
-            float(raw.get("overlap_comm", own.get("overlap_comm", c.stage == 3)))
-            for raw, c in zip(raws, candidates, strict=True)
-        ]
-    )
-    prefetch, max_live, max_reuse = (
+    overlaps = [raw.get("overlap_comm", own.get("overlap_comm", at == 3)) for raw, at in zip(raws, stage, strict=True)]
+    prefetch, max_live, max_reuse, persistence = (
         column(zero + name, ZERO_DEFAULTS[zero + name])
-        for name in ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
+        for name in (
+            "stage3_prefetch_bucket_size",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_param_persistence_threshold",
+        )
     )
     micro_batch = np.array([float(c.micro_batch) for c in candidates])
     packed = np.array([float(raw.get(PACKING, job.packed)) for raw in raws])
@@ -99,14 +102,16 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
         column("reduce_bucket_size", ZERO_DEFAULTS["reduce_bucket_size"]),
         column("sub_group_size", ZERO_DEFAULTS["sub_group_size"]),
         column("contiguous_gradients", ZERO_DEFAULTS["contiguous_gradients"]),
-        overlap,
+        np.array(overlaps, dtype=np.float64),
         prefetch,
         max_live,
         max_reuse,
+        persistence,
         np.array([float(kinds.index(raw.get(ATTENTION, job.attention))) for raw in raws]) - 1,
         np.array([float(raw.get(COMPILED, job.compiled)) for raw in raws]),
         np.array([ranks[one] for one in loras]),
         packed,
+        (packed == 0) * float(len(job.lengths) > 1),
         np.where(
             packed > 0,
             float(job.seq_len),
@@ -128,8 +133,10 @@ def _precisions(raws: list[dict[str, Any]], job: Job) -> dict[str, Floats]:
     return {
         "accumulated": of("data_types.grad_accum_dtype"),
         "communicated": of("communication_data_type"),
-        "master": np.where(_flags(raws, job, low), 2.0, 4.0),
-        "state_share": np.where(_flags(raws, job, "bf16.bf16_optimizer_states"), 0.5, 1.0),
+        "master": np.where(job.plain, 0.0, np.where(_flags(raws, job, low), 2.0, 4.0)),
+        "state_share": np.where(
+            job.plain, job.trained_bytes / 4, np.where(_flags(raws, job, "bf16.bf16_optimizer_states"), 0.5, 1.0)
+        ),
         "immediate": _flags(raws, job, "bf16.immediate_grad_update"),
     }
 
@@ -144,6 +151,7 @@ def _placement(raws: list[dict[str, Any]], job: Job) -> dict[str, Floats]:
 
     return {
         "secondary": np.maximum(1.0, numbers("zero_hpz_partition_size", 1.0)),
+        "own_linear": _flags(raws, job, zero + "memory_efficient_linear", True),
         "round_robin": _flags(raws, job, zero + "round_robin_gradients"),
         "offload_ratio": numbers("offload_optimizer.ratio", 1.0),
         "pinned_optimizer": _flags(raws, job, zero + "offload_optimizer.pin_memory", True),

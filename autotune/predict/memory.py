@@ -1,54 +1,97 @@
-"""Peaks of device memory from ZeRO's bill and the constants of MEMORY_CONSTANTS."""
+"""Device memory from ZeRO's bill and the constants of MEMORY_CONSTANTS: what torch allocates, and what NVML shows.
+
+`allocated` is what torch's allocator has given out. NVML shows what the allocator has reserved of the device, with the blocks
+that it keeps for later (`cached`), and the overhead: the process's context, NCCL's buffers, kernels. Before memory runs out
+the allocator gives whole unused segments back (torch 2.13, c10/cuda/CUDACachingAllocator.cpp, `release_cached_blocks`), so
+what a candidate *needs* is what is allocated, the overhead, and the part of the cached blocks that sits between used ones.
+What NVML shows is at most the card, unless more is needed.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from autotune.predict.constants import MEMORY_CONSTANTS
+from autotune.predict.constants import MANY_LENGTHS, MEMORY_CONSTANTS, STUCK
 from autotune.predict.knobs import Floats
 from autotune.predict.prepared import Prepared
 from autotune.problem.hardware import Hardware
 from autotune.units import GIB
 
 
-def moments(p: Prepared, hardware: Hardware, constants: Floats) -> Floats:
-    """(..., moments, n) bytes at constants (..., constants)."""
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes of a rank, each at its own highest moment; (..., n) each."""
+
+    allocated: Floats  # by torch
+    needed: Floats  # of the device, by all of the process
+    shown: Floats  # by NVML
+
+
+def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, Floats]:
+    """(allocated, cached) in bytes: (..., moments, n) at constants (..., constants)."""
     k = {name: constants[..., i, None, None] for i, name in enumerate(MEMORY_CONSTANTS)}
     b = p.bill
-    held = k["states"] * (b.parameters + b.gradients + b.optimizer) + k["overhead"] * GIB
+    held = k["scale"] * k["states"] * (b.parameters + b.gradients + b.optimizer)
     if hardware.device == "cpu":  # host and device are one
         held = held + b.host
     factor = k["activations"] * np.where(p.columns.checkpointing > 0, k["recomputed"], 1.0)
-    return np.asarray(
-        held
-        + k["buckets"] * b.buckets
-        + k["gathered"] * b.gathered
-        + k["temporaries"] * b.temporaries
-        + factor * b.activations
-    )
+    passing = k["buckets"] * b.buckets + k["gathered"] * b.gathered + k["temporaries"] * b.temporaries
+    activations = factor * b.activations
+    cached = k["cached"] * k["scale"] * (passing + _times_kept(p) * activations)
+    passing = k["scale"] * (passing + activations)
+    step = np.array([float(name == "step") for name in b.moments])[:, None]
+    kept = step * b.left + b.holes if hardware.device == "cuda" else 0.0
+    return np.asarray(held + passing), np.asarray(cached + kept)
 
 
-def peaks(p: Prepared, hardware: Hardware, constants: Floats) -> Floats:
-    """(..., n) bytes at constants (..., constants)."""
-    return np.asarray(moments(p, hardware, constants).max(axis=-2))
+def _times_kept(p: Prepared) -> Floats:
+    """(n,): how many times as much of the activations is kept as where all batches are alike."""
+    return np.where(p.columns.many_lengths > 0, MANY_LENGTHS, 1.0)
 
 
-def peaks_and_slopes(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, Floats]:
-    """(n,) peaks in bytes, and (n, constants) their derivatives by the constants.
+def moments(p: Prepared, hardware: Hardware, constants: Floats) -> Floats:
+    """(..., moments, n) bytes that NVML would show on a card without end, at constants (..., constants)."""
+    allocated, cached = _moments(p, hardware, constants)
+    return np.asarray(allocated + cached + GIB * constants[..., 0, None, None])
 
-    A peak is linear in the constants, but for which moment it is.
+
+def peaks(p: Prepared, hardware: Hardware, constants: Floats) -> Peaks:
+    """The peaks at constants (..., constants)."""
+    allocated, cached = _moments(p, hardware, constants)
+    overhead = GIB * constants[..., 0, None]
+    needed = (allocated + STUCK * cached).max(axis=-2) + overhead
+    shown = (allocated + cached).max(axis=-2) + overhead
+    shown = np.maximum(np.minimum(shown, float(hardware.capacity_bytes)), needed)
+    return Peaks(allocated.max(axis=-2), needed, shown)
+
+
+def slopes(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, Floats]:
+    """(n, constants) derivatives by the constants of what NVML would show on a card without end, and of what torch allocates.
+
+    Both are linear in each constant, but for which moment it is.
     """
-    every_moment = moments(p, hardware, constants)
-    at, every = every_moment.argmax(axis=0), np.arange(every_moment.shape[1])
+    allocated, cached = _moments(p, hardware, constants)
     k, b = dict(zip(MEMORY_CONSTANTS, constants, strict=True)), p.bill
-    activations, again = b.activations[at, every], p.columns.checkpointing > 0
-    slopes = {
-        "overhead": np.full(len(every), float(GIB)),
-        "states": b.parameters + b.gradients + b.optimizer,
-        "buckets": b.buckets[at, every],
-        "gathered": b.gathered[at, every],
-        "temporaries": b.temporaries[at, every],
-        "activations": activations * np.where(again, k["recomputed"], 1.0),
-        "recomputed": np.where(again, k["activations"] * activations, 0.0),
-    }
-    return np.asarray(every_moment[at, every]), np.array([slopes[name] for name in MEMORY_CONSTANTS]).T
+    every, again = np.arange(allocated.shape[1]), p.columns.checkpointing > 0
+    states = b.parameters + b.gradients + b.optimizer
+    found = []
+    for shown in (True, False):
+        at = (allocated + cached if shown else allocated).argmax(axis=0)
+        activations = b.activations[at, every]
+        passing = {name: getattr(b, name)[at, every] for name in ("buckets", "gathered", "temporaries")}
+        passing["activations"] = activations * np.where(again, k["recomputed"], 1.0)
+        many = dict(zip(passing, [1.0, 1.0, 1.0, _times_kept(p)], strict=True))
+        times = {name: k["cached"] * shown * much for name, much in many.items()}
+        by_name = {name: k["scale"] * (1 + times[name]) * size for name, size in passing.items()}
+        recomputed = np.where(again, k["activations"] * activations, 0.0)
+        by_name |= {
+            "overhead": np.full(len(every), GIB * shown),
+            "scale": k["states"] * states + sum(k[name] * (1 + times[name]) * size for name, size in passing.items()),
+            "states": k["scale"] * states,
+            "recomputed": k["scale"] * (1 + times["activations"]) * recomputed,
+            "cached": k["scale"] * shown * sum(k[name] * many[name] * size for name, size in passing.items()),
+        }
+        found.append(np.array([by_name[name] for name in MEMORY_CONSTANTS]).T)
+    return found[0], found[1]

@@ -28,9 +28,10 @@ class Pass:
     attention: tuple[float, float]  # of fused attention kernels; bidirectional ones twice, as a causal mask halves it
     moved: tuple[tuple[float, float], tuple[float, float]]  # bytes of other operators: (fixed, a sequence) each phase
     operators: tuple[float, float]  # how many kernels each phase starts
-    section: list[int] = field(
-        default_factory=list
-    )  # of a model with an encoder, where it matters to `depth.extrapolate`
+    # fixed, per sequence: what only frozen linear layers read; torch drops it in forward, DeepSpeed's linear of stage 3 keeps it
+    frozen_only: tuple[float, float] = (0.0, 0.0)
+    # where in the model, as far as `depth.extrapolate` must know: before an encoder's end, after it, in its own backward
+    section: list[int] = field(default_factory=list)
 
     @property
     def act_bytes_per_sequence(self) -> float:
@@ -72,6 +73,7 @@ class Pass:
             self.attention,
             self.moved,
             self.operators,
+            self.frozen_only,
         )
 
 
@@ -85,7 +87,15 @@ class Trace:
     checkpointed: Pass | None
     exact: bool = True  # False: a closed-form estimate, with a reason
     note: str = ""
-    largest: int = field(default=0)  # elements of the largest parameter
+    largest: int = field(default=0)  # elements of the largest trainable parameter
+    frozen_sizes: list[int] = field(
+        default_factory=list
+    )  # elements of each frozen one; empty where only their sum is known
+
+    @property
+    def every_size(self) -> list[int]:
+        """Elements of each parameter, trainable or frozen."""
+        return [*self.parameters, *(self.frozen_sizes or ([self.frozen] if self.frozen else []))]
 
     def of(self, checkpointing: bool) -> Pass:
         return self.checkpointed if checkpointing and self.checkpointed is not None else self.plain
@@ -98,8 +108,14 @@ class Trace:
         def restore(value: dict[str, Any] | None) -> Pass | None:
             if value is None:
                 return None
-            pairs = ("after_forward", "flops", "attention", "operators")
-            return Pass(**{**value, **{k: tuple(value[k]) for k in pairs}, "moved": tuple(map(tuple, value["moved"]))})
+            pairs = ("after_forward", "flops", "attention", "operators", "frozen_only")
+            return Pass(
+                **{
+                    **value,
+                    **{k: tuple(value[k]) for k in pairs if k in value},
+                    "moved": tuple(map(tuple, value["moved"])),
+                }
+            )
 
         plain = restore(data["plain"])
         assert plain is not None

@@ -21,8 +21,11 @@ class Prediction:
     """What is expected of one candidate; intervals hold 95 %."""
 
     candidate: Candidate
-    peak_bytes: float
+    peak_bytes: float  # as NVML shows it: no more than the card, unless more is needed
     peak_interval: tuple[float, float]
+    allocated_bytes: float  # by torch
+    allocated_interval: tuple[float, float]
+    needed_bytes: float  # what the card must have; what NVML shows beyond it is given back before memory runs out
     memory: dict[str, float]  # bytes by what they hold, at the peak
     moment: str  # of the peak: forward, backward, step or init
     host_bytes: float  # of one rank
@@ -39,8 +42,11 @@ class Prediction:
 class Table:
     """Predictions of many candidates as arrays, in their order."""
 
-    peak: Floats
+    peak: Floats  # as NVML shows it
     peak_sigma: Floats
+    allocated: Floats  # by torch
+    allocated_sigma: Floats
+    needed: Floats  # of the card
     host: Floats
     step: Floats
     step_sigma: Floats  # of the logarithm
@@ -72,7 +78,10 @@ class Breakdowns:
         return Prediction(
             candidate=candidate,
             peak_bytes=peak,
-            peak_interval=(peak - SIGMAS * sigma, peak + SIGMAS * sigma),
+            peak_interval=self._interval(peak, sigma, peak),
+            allocated_bytes=float(table.allocated[i]),
+            allocated_interval=self._interval(float(table.allocated[i]), float(table.allocated_sigma[i]), peak),
+            needed_bytes=float(table.needed[i]),
             memory=self._memory(candidate, i, at),
             moment=bill.moments[at],
             host_bytes=host,
@@ -80,15 +89,20 @@ class Breakdowns:
             step_interval=(step / spread, step * spread),
             time=time,
             samples_per_second=float(table.samples[i]),
-            binding=self._binding(peak, host * self.ranks, time, i),
+            binding=self._binding(float(table.needed[i]), host * self.ranks / self.hardware.nodes, time, i),
             fits=bool(self.fits[i]),
             exact=self.exact[i],
         )
 
+    def _interval(self, size: float, sigma: float, peak: float) -> tuple[float, float]:
+        """Of bytes on a card: where the `peak` fits, none of the interval is above the card."""
+        card = float(self.hardware.capacity_bytes)
+        high = size + SIGMAS * sigma
+        return max(0.0, size - SIGMAS * sigma), min(high, card) if peak <= card else high
+
     def _memory(self, candidate: Candidate, i: int, at: int) -> dict[str, float]:
-        """Bytes at moment `at` by what they hold."""
+        """Bytes at moment `at` by what they hold; they add up to the peak. The allocator has what nothing else has."""
         k, b = self.memory_constants, self.prepared.bill
-        fragmentation = k["activations"] * (k["recomputed"] if candidate.checkpointing else 1.0)
         memory = {
             "parameters": b.parameters[i],
             "gradients": b.gradients[i],
@@ -97,22 +111,23 @@ class Breakdowns:
             "buckets": k["buckets"] * b.buckets[at, i],
             "gathered parameters": k["gathered"] * b.gathered[at, i],
             "temporaries": k["temporaries"] * b.temporaries[at, i],
-            "allocator": (fragmentation - 1) * b.activations[at, i]
-            + (k["states"] - 1) * (b.parameters[i] + b.gradients[i] + b.optimizer[i]),
-            "context and communication": k["overhead"] * GIB,
         }
         if self.hardware.device == "cpu":
             memory["host"] = b.host[i]
-        return {name: float(value) for name, value in memory.items()}
+        overhead = k["overhead"] * GIB
+        tensors, whole = sum(float(size) for size in memory.values()), float(self.table.peak[i]) - overhead
+        less = min(1.0, whole / tensors) if tensors > 0 else 1.0  # a calibration may believe that all is a bit less
+        memory = {name: less * float(size) for name, size in memory.items()}
+        return {**memory, "allocator": max(0.0, whole - tensors), "context and communication": float(overhead)}
 
     def _time(self, i: int) -> dict[str, float]:
         """Seconds by cause, scaled to the step that the table predicts."""
-        causes = ("forward", "backward", "recompute", "communication", "optimizer", "offload")
+        causes = ("forward", "backward", "recompute", "communication", "optimizer", "offload", "loop")
         return {name: float(getattr(self.spent, name)[i]) * self.slower[i] for name in causes}
 
-    def _binding(self, peak: float, host_of_all: float, time: dict[str, float], i: int) -> str:
+    def _binding(self, needed: float, host_of_all: float, time: dict[str, float], i: int) -> str:
         """What limits the candidate: memory that it exceeds, or what its step spends most time on."""
-        if peak > self.hardware.ceiling_bytes:
+        if needed > self.hardware.ceiling_bytes:
             return "device memory"
         if host_of_all > host_limit_bytes(self.hardware):
             return "host memory"
@@ -125,5 +140,6 @@ class Breakdowns:
             "communication": time["communication"],
             "optimizer": time["optimizer"],
             "offload": time["offload"],
+            "the training loop": time["loop"],
         }
         return max(causes, key=causes.__getitem__)

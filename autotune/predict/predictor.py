@@ -22,7 +22,7 @@ from autotune.predict.constants import (
 )
 from autotune.predict.fit import Neighbours, Posterior, Prior, fit, jacobian_of
 from autotune.predict.knobs import Flags, Floats
-from autotune.predict.memory import moments, peaks, peaks_and_slopes
+from autotune.predict.memory import moments, peaks, slopes
 from autotune.predict.optimizers import stepper
 from autotune.predict.passes import Trace
 from autotune.predict.prediction import Breakdowns, Prediction, Table
@@ -74,6 +74,19 @@ class Predictor:
             self._seen[candidate] = outcome
             self._stale = True
 
+    def believe(self, memory: Predictor | None = None, time: Predictor | None = None) -> None:
+        """Takes over what predictors of other jobs on like machines have learnt; `observe` would begin anew.
+
+        Their residuals count for as much as the jobs are alike (`prepared.job_features`).
+        """
+        self._stale = False
+        if memory is not None:
+            memory.calibrate()
+            self._memory, self._memory_near = memory._memory, memory._memory_near
+        if time is not None:
+            time.calibrate()
+            self._time, self._time_near = time._time, time._time_near
+
     def calibrate(self) -> None:
         """Fits the constants to all Outcomes seen."""
         if not self._stale:
@@ -92,11 +105,17 @@ class Predictor:
         seen = np.array(
             [o.measurement.peak_bytes if o.measurement else capacity + 0.5 * (o.missing_bytes or 0) for o in outcomes]
         )
+        # what torch allocated says more than NVML, which shows what the allocator keeps, too; 0: not known
+        torchs = np.array([(o.measurement and o.measurement.torch_allocated_bytes) or 0 for o in outcomes], dtype=float)
+        known = torchs > 0
 
         def residuals(constants: Floats) -> Floats:
-            off = peaks(prepared, self.hardware, constants) / seen - 1
-            # ran out: the true peak is above; agreeing is no evidence, so only a prediction below it pulls
-            return np.asarray(np.where(measured, off, np.minimum(off, 0.0)))
+            at = peaks(prepared, self.hardware, constants)
+            off = at.shown / seen - 1
+            inside = np.where(known, at.allocated / np.where(known, torchs, 1.0) - 1, off)
+            # ran out: more is needed; agreeing is no evidence, so only a prediction below it pulls
+            off = np.where(measured, 0.5 * (off + inside), np.minimum(at.needed / seen - 1, 0.0))
+            return np.asarray(off)
 
         self._memory = fit(self._with_measured_overhead(outcomes), residuals, noise=self._memory_noise)
         off = -residuals(self._memory.mean)
@@ -195,10 +214,7 @@ class Predictor:
     def prepared_table(self, prepared: Prepared) -> Table:
         """Predictions of prepared candidates, by all that was observed so far."""
         self.calibrate()
-        peak, by_constants = peaks_and_slopes(prepared, self.hardware, self._memory.mean)
-        doubt, by_constants = prepared.doubt / peak, by_constants / peak[:, None]
-        shift, sigma = _corrected(self._memory, by_constants, self._memory_near, prepared.features, doubt)
-        peak = peak * (1 + shift)
+        memory = self._memory_table(prepared)
         log_step = self._log_step(prepared, self._time.mean)
         # one setting of the constants at a time: the arrays of ten thousand candidates stay in the cache
         rates = jacobian_of(
@@ -210,12 +226,26 @@ class Predictor:
         c = prepared.columns
         rows = c.micro_batch * c.accumulation * self.job.ranks
         samples = rows * np.where(c.packed > 0, self._packed_rows, 1.0) / np.exp(log_step)
-        return Table(peak, sigma * peak, prepared.bill.host, np.exp(log_step), log_sigma, samples)
+        return Table(*memory, prepared.bill.host, np.exp(log_step), log_sigma, samples)
+
+    def _memory_table(self, prepared: Prepared) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+        """(peak, its sigma, allocated, its sigma, needed) in bytes, corrected by measured neighbours."""
+        mean = self._memory.mean
+        at = peaks(prepared, self.hardware, mean)
+        found: list[Floats] = []
+        for size, by_constants in zip((at.shown, at.allocated), slopes(prepared, self.hardware, mean), strict=True):
+            doubt, relative = prepared.doubt / size, by_constants / size[:, None]
+            shift, sigma = _corrected(self._memory, relative, self._memory_near, prepared.features, doubt)
+            found += [size * (1 + shift), sigma * size]
+        peak, needed = found[0], at.needed * (1 + shift)
+        card = float(self.hardware.capacity_bytes)
+        peak = np.maximum(np.where(needed <= card, np.minimum(peak, card), peak), needed)
+        return peak, found[1], found[2], found[3], needed
 
     def fits(self, table: Table) -> Flags:
         """Which candidates are expected to stay under the device's ceiling and the host's limit."""
-        host_all = table.host * self.job.ranks
-        return (table.peak <= self.hardware.ceiling_bytes) & (host_all <= host_limit_bytes(self.hardware))
+        host_all = table.host * self.job.ranks / self.hardware.nodes  # of one node
+        return (table.needed <= self.hardware.ceiling_bytes) & (host_all <= host_limit_bytes(self.hardware))
 
     def predict(self, candidate: Candidate) -> Prediction:
         """One candidate, with its breakdowns."""

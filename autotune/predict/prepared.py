@@ -11,6 +11,7 @@ import numpy as np
 
 from autotune.predict.constants import MEMORY, QUIRKS, UNREAD_STATES, UNTRACED
 from autotune.predict.knobs import Columns, Floats, columns_of
+from autotune.predict.optimizers import stepper
 from autotune.predict.passes import Trace
 from autotune.predict.roofline import Work, work
 from autotune.predict.unread import unread_knobs
@@ -39,7 +40,8 @@ class Prepared:
         c = columns_of(candidates, job)
         b = bill(job, trace, c, hardware.device)
         doubt = doubt_of(b, candidates, guessed)
-        return cls(c, b, work(job, hardware, trace, c), quirks_of(c), features_of(c), doubt)
+        features = np.hstack([features_of(c), np.tile(job_features(job, hardware, trace), (len(candidates), 1))])
+        return cls(c, b, work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt)
 
     @classmethod
     def joined(cls, parts: list[Prepared], at: list[list[int]]) -> Prepared:
@@ -88,10 +90,11 @@ def doubt_of(b: Bill, candidates: Sequence[Candidate], guessed: bool) -> Floats:
     return np.asarray(np.hypot(of_states, of_activations))
 
 
-def quirks_of(c: Columns) -> Floats:
+def quirks_of(c: Columns, nodes: int = 1) -> Floats:
     """(n, quirks): how far each of `constants.QUIRKS` applies to each candidate, in their order."""
     zero = c.stage > 0
     columns = {
+        "machine": np.ones(len(c)),
         "stage1": c.stage == 1,
         "stage2": c.stage == 2,
         "stage3": c.stage == 3,
@@ -106,9 +109,19 @@ def quirks_of(c: Columns) -> Floats:
         "compiled": c.compiled,
         "adapted": c.lora > 0,
         "packed": c.packed,
+        "nodes": np.full(len(c), np.log2(nodes)),
     }
     rows: Floats = np.array([columns[name] for name in QUIRKS], dtype=np.float64)
     return rows.T
+
+
+def job_features(job: Job, hardware: Hardware, trace: Trace) -> Floats:
+    """(job features,): how alike two jobs and their machines are. Within a study they are all the same and change no distance."""
+    elements = max(sum(trace.parameters) + trace.frozen, 1)
+    sizes = [0.5 * np.log2(elements), 0.3 * np.log2(job.seq_len), 0.3 * np.log2(job.ranks)]
+    facts = hardware.gpu_facts
+    card = 1.5 * np.log2(facts.tflops) if facts else 0.0
+    return np.array([*sizes, card, job.element_bytes, 2.0 * bool(job.autocast), 0.3 * stepper(job).state_bytes])
 
 
 def features_of(c: Columns) -> Floats:

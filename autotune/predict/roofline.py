@@ -16,14 +16,45 @@ from autotune.units import GIB
 
 # Rates of a CPU rank until the first trial corrects them: flops, bytes and bytes a second of one rank.
 CPU_TFLOPS, CPU_MEMORY_GB_PER_S, CPU_LINK_GB_PER_S = 0.04, 6.0, 1.0
-# DeepSpeed's CPU Adam is bound by the host's memory: about 1e9 parameters a second over a node's ranks together
-# (DeepSpeed's own table for CPU-Adam on one socket: 1e9 parameters in 0.25 s to 1 s).
-CPU_ADAM_ELEMENTS_PER_S = 1e9
+# DeepSpeed's CPU Adam is bound by the host's memory: masters and states read and written, a gradient read, a weight written
+# (30 bytes an element in 16 bits). 1e9 parameters took 0.23 s on the two sockets of a DGX-2 (Ren et al. 2021, ZeRO-Offload,
+# table 4). With few cores a rank, as where OMP_NUM_THREADS is 1, it takes many times as long: the prior is wide.
+HOST_MEMORY_GB_PER_S = 120.0
 # A causal mask lets fused attention skip half of its work, at about 0.7 of the efficiency of a plain product
 # (Dao 2023, FlashAttention-2, figures 4 and 6).
 ATTENTION_SHARE = 0.5 / 0.7
 NVME_GB_PER_S = 2.0
-BUCKET_SECONDS = 3e-5  # to start one collective
+BUCKET_SECONDS = 3e-5  # to start one collective within a node
+# A ring passes every rank: seconds a hop within a node and from node to node (NCCL's own table of latencies, tuning.cc,
+# protocol LL128: 1.9 us over NVLink and 4.0 us over the network, beside 14 us to start).
+HOP_SECONDS, NODE_HOP_SECONDS = 1.9e-6, 4.0e-6
+# Two V100 or A100 share a PCIe switch with one way to the host (DGX-1 and DGX A100 topologies); from Hopper on each GPU
+# has its own.
+_SHARED_UPLINK = ("v100", "a100", "a800")
+# Of the listed peak, what the best matrix products reach (maximum achievable matmul FLOPS: stas00/ml-engineering,
+# compute/accelerator; B200 there 1745 of 2250 TFLOP/s). GeForce and RTX cards are listed at their rated boost clock and run
+# above it.
+_ACHIEVABLE = {"a100": 0.86, "a800": 0.86, "h100": 0.80, "h800": 0.80, "h200": 0.80, "b200": 0.78, "rtx": 1.0}
+_ACHIEVABLE_ELSEWHERE = 0.85
+# What the processor does before a GPU can do anything, in seconds. An operator of an eager model: 10 us in forward and 8 in
+# backward of a Llama of 64 channels (torch 2.13, an EPYC core at 1 thread, no kernel to launch; with checkpointing 14 on
+# average), and 5 more to launch a CUDA kernel. A published floor agrees: Qwen 1.8B at 256 to 1024 tokens (QwenLM/Qwen).
+OPERATOR_SECONDS = 1.8e-5
+# ZeRO-3's hooks around a module's forward, recomputation or backward (fetch_sub_module, release_sub_module and what they
+# wrap: partitioned_param_coordinator.py and parameter_offload.py of deepspeed 0.19.8): 110 to 150 us on the same core over
+# 4 ranks whose collectives do nothing, for Llama and for its adapters alike; about 250 in QwenLM/Qwen's rows of 2023.
+MODULE_SECONDS = 2e-4
+# Modules called for a kernel of forward: 162 for 483 in 12 layers of Llama. An adapter of peft has four more (dropout, A, B
+# and itself) and four kernels.
+MODULES_AN_OPERATOR = 0.335
+REDUCED_SECONDS = 2.5e-5  # ZeRO-1 and 2, a gradient: the hook that puts it into its bucket (same measurement)
+# Of an eager model's kernels and of the bytes they move, what is left when compiled: chains of pointwise operators (norms,
+# rotation, activation and gate) become one kernel each.
+COMPILED_STARTS, COMPILED_MOVED = 0.3, 0.45
+# Data and the loop, by micro-batch (collating, copying, reading the loss: transformers' Trainer looks whether it is
+# finite every time) and by step (clipping, the schedule, zero_grad), and what an optimizer does a tensor in Python
+# (same measurement: plain data parallel 60 us, ZeRO's flat parts 20).
+MICRO_SECONDS, STEP_SECONDS, TENSOR_SECONDS, PART_SECONDS = 4e-3, 1e-2, 6e-5, 2e-5
 
 
 @dataclass(frozen=True)
@@ -45,9 +76,14 @@ class Rates:
         flops = facts.fp32_tflops if precision == "fp32" else facts.tflops
         if precision == "bf16" and not facts.bf16:
             flops = facts.fp32_tflops
-        return cls(
-            flops * 1e12, facts.memory_gb_per_s * 1e9, facts.link_gb_per_s * 1e9, facts.pcie_gb_per_s * 1e9, 5e-6
+        # A ring enters every node once, over all its adapters together, and passes every GPU's own link once.
+        link = min(facts.link_gb_per_s, hardware.network_gb_per_s) if hardware.nodes > 1 else facts.link_gb_per_s
+        shared = hardware.rates is None and facts.name.startswith(_SHARED_UPLINK) and hardware.per_node > 1
+        pcie = facts.pcie_gb_per_s / (2 if shared else 1)
+        reached = next(
+            (share for name, share in _ACHIEVABLE.items() if facts.name.startswith(name)), _ACHIEVABLE_ELSEWHERE
         )
+        return cls(flops * reached * 1e12, facts.memory_gb_per_s * 1e9, link * 1e9, pcie * 1e9, OPERATOR_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -55,8 +91,8 @@ class Work:
     """What a candidate's step consists of, in seconds at full rates; one entry a candidate.
 
     Per micro-batch: products, their tail (products a token: what small batches waste), moved (other operators), starts
-    (kernels), gather_micro and reduce_micro (communication), pcie_micro. Per step: gather_step, reduce_step,
-    optimizer, cpu_adam, pcie_step, nvme, collectives.
+    (what the processor does to start kernels), gather_micro and reduce_micro (communication), pcie_micro. Per step:
+    gather_step, reduce_step, optimizer, cpu_adam, pcie_step, nvme, collectives, loop (the training loop's own work).
     """
 
     forward_share: Floats  # of products, without recomputation
@@ -75,18 +111,13 @@ class Work:
     cpu_adam: Floats
     nvme: Floats
     collectives: Floats
+    loop: Floats
     hides: Floats  # 1 where communication runs beside computation
 
 
 def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
     """The work of every candidate."""
-    rates = Rates.of(hardware, job.precision)
-    ranks = float(job.ranks)
-    share = (ranks - 1) / ranks
-    width = job.element_bytes
-    states = stepper(job).state_bytes
-    total = float(sum(trace.parameters))
-    part, whole = total / ranks, width * total
+    rates = Rates.of(hardware, {"float16": "fp16", "bfloat16": "bf16"}.get(job.autocast or "", job.precision))
     plain, again = trace.plain, trace.of(True)
 
     def either(of_plain: float, of_again: float) -> Floats:
@@ -95,46 +126,89 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
     whole_pass = [sum(run.flops) + ATTENTION_SHARE * sum(run.attention) for run in (plain, again)]
     forward = plain.flops[0] + ATTENTION_SHARE * plain.attention[0]
     rows = c.micro_batch * c.tokens / job.seq_len  # traced rows are as long as the longest; most are shorter
-    products = either(*whole_pass) * rows / rates.flops
     moved = (
         either(plain.moved[0][0] + plain.moved[1][0], again.moved[0][0] + again.moved[1][0])
         + either(plain.moved[0][1] + plain.moved[1][1], again.moved[0][1] + again.moved[1][1]) * rows
     ) / rates.memory
-    starts = either(sum(plain.operators), sum(again.operators)) * rates.operator_seconds
-    one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
-    out, parameters_out = c.offload_optimizer > 0, three & (c.offload_param > 0)
-    # Buckets are all-reduced at stages 0 to 2 (use_multi_rank_bucket_allreduce), 1 and 2 gather what was updated;
-    # stage 3 gathers for forward and for backward and scatters the gradients, every micro-batch.
-    once = share * whole / rates.link
-    zero = np.zeros(len(c))
-    buckets = np.maximum(1.0, total / c.reduce_bucket) * np.where(two | three, c.accumulation, 1.0)
-    gathers = np.where(three, 2 * c.accumulation * total / np.maximum(c.prefetch, 1.0), 0.0)
-    groups = np.where(three, part / np.minimum(c.sub_group, part), 1.0)
-    elements = np.where(c.stage == 0, total, part)
-    step_bytes = 2 * (4 + states) + 4 + 2 * width  # master and states read and written, gradient read, weight written
-    back = np.where(two | three, width * part, 0.0)  # gradients leave the device every micro-batch
-    accumulating = np.where(two & (c.accumulation > 1), 2.0, 1.0)  # stage 2 fetches the sum back to add to it
     return Work(
         forward_share=either(forward / whole_pass[0], forward / whole_pass[1]),
         recompute_share=either(0.0, 1 - whole_pass[0] / whole_pass[1]),
-        products=products,
-        tail=products / (c.micro_batch * c.tokens),
-        moved=moved,
-        starts=starts,
-        gather_micro=np.where(three, 2 * once, zero),
-        gather_step=np.where(one | two, once, zero),
-        reduce_micro=np.select([two, three], [2 * once + zero, once + zero], 0.0),
-        reduce_step=np.where((c.stage == 0) | one, 2 * once, zero),
-        pcie_micro=(np.where(out, back * accumulating, 0.0) + np.where(parameters_out, 2 * width * part, 0.0))
-        / rates.pcie,
-        pcie_step=np.where(out, width * part + np.where(one, width * part, 0.0), 0.0) / rates.pcie,
-        optimizer=np.where(out, 0.0, elements * step_bytes / rates.memory),
-        cpu_adam=np.where(out, total / CPU_ADAM_ELEMENTS_PER_S, 0.0),
-        nvme=((c.offload_optimizer == 2) * 2 * (4 + states) * part + (c.offload_param == 2) * 2 * width * part)
-        / (NVME_GB_PER_S * 1e9),
-        collectives=(buckets * (ranks > 1) + gathers * (ranks > 1) + groups) * BUCKET_SECONDS,
+        products=either(*whole_pass) * rows / rates.flops,
+        tail=either(*whole_pass) / job.seq_len * job.element_bytes / 2 / rates.memory,
+        moved=moved * np.where(c.compiled > 0, COMPILED_MOVED, 1.0),
+        starts=_starts(trace, c, rates),
+        loop=c.accumulation * MICRO_SECONDS
+        + STEP_SECONDS
+        + len(trace.parameters) * np.where(c.stage == 0, TENSOR_SECONDS, PART_SECONDS),
         hides=np.where(c.overlap > 0, 1.0, 0.0),  # at every stage: without it one stream does both
+        **_sent(job, hardware, trace, c, rates),
+        **_stepped(job, hardware, trace, c, rates),
     )
+
+
+def _sent(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Rates) -> dict[str, Floats]:
+    """What ranks send each other, as fields of Work.
+
+    Buckets are all-reduced at stages 0 to 2 (use_multi_rank_bucket_allreduce), 1 and 2 gather what was updated; stage 3
+    gathers for forward and for backward, frozen parameters too, and scatters the gradients, every micro-batch.
+    """
+    ranks, width, total = float(job.ranks), job.element_bytes, float(sum(trace.parameters))
+    held = total + trace.frozen
+    one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
+    once = (ranks - 1) / ranks * width * total / rates.link
+    fetched = (ranks - 1) / ranks * width * held / rates.link
+    zero = np.zeros(len(c))
+    buckets = np.maximum(1.0, total / c.reduce_bucket) * np.where(two | three, c.accumulation, 1.0)
+    gathers = np.where(three, 2 * c.accumulation * held / np.maximum(c.prefetch, 1.0), 0.0)
+    groups = np.where(three, total / ranks / np.minimum(c.sub_group, total / ranks), 1.0)
+    return {
+        "gather_micro": np.where(three, 2 * fetched, zero),
+        "gather_step": np.where(one | two, once, zero),
+        "reduce_micro": np.select([two, three], [2 * once + zero, once + zero], 0.0),
+        "reduce_step": np.where((c.stage == 0) | one, 2 * once, zero),
+        "collectives": ((buckets + gathers) * (ranks > 1) + groups) * (BUCKET_SECONDS + _hops_seconds(hardware)),
+    }
+
+
+def _stepped(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Rates) -> dict[str, Floats]:
+    """The optimizer's step, and what offloading moves for it and for parameters, as fields of Work."""
+    width, states, total = job.element_bytes, stepper(job).state_bytes, float(sum(trace.parameters))
+    part, held = total / job.ranks, (total + trace.frozen) / job.ranks
+    one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
+    out, parameters_out = c.offload_optimizer > 0, three & (c.offload_param > 0)
+    elements = np.where(c.stage == 0, total, part)
+    step_bytes = 2 * (4 + states) + 4 + 2 * width  # master and states read and written, gradient read, weight written
+    host_bytes = 2 * (c.master + states * c.state_share) + 4 + width
+    back = np.where(two | three, width * part, 0.0)  # gradients leave the device every micro-batch
+    accumulating = np.where(two & (c.accumulation > 1), 2.0, 1.0)  # stage 2 fetches the sum back to add to it
+    return {
+        "pcie_micro": (np.where(out, back * accumulating, 0.0) + np.where(parameters_out, 2 * width * held, 0.0))
+        / rates.pcie,
+        "pcie_step": np.where(out, width * part + np.where(one, width * part, 0.0), 0.0) / rates.pcie,
+        "optimizer": np.where(out, 0.0, elements * step_bytes / rates.memory),
+        "cpu_adam": np.where(out, total / hardware.nodes * host_bytes / (HOST_MEMORY_GB_PER_S * 1e9), 0.0),
+        "nvme": ((c.offload_optimizer == 2) * 2 * (4 + states) * part + (c.offload_param == 2) * 2 * width * held)
+        / (NVME_GB_PER_S * 1e9),
+    }
+
+
+def _hops_seconds(hardware: Hardware) -> float:
+    """What passing every rank adds to a collective beyond one node; that of a node is part of starting it."""
+    extra = hardware.nodes - 1
+    return extra * (NODE_HOP_SECONDS + (hardware.per_node - 1) * HOP_SECONDS)
+
+
+def _starts(trace: Trace, c: Columns, rates: Rates) -> Floats:
+    """Seconds of the processor to start a micro-batch's kernels, ZeRO's hooks included."""
+    plain, again = trace.plain.operators, trace.of(True).operators
+    checkpointing = c.checkpointing > 0
+    operators = np.where(checkpointing, sum(again), sum(plain)) * np.where(c.compiled > 0, COMPILED_STARTS, 1.0)
+    tensors = float(len(trace.parameters))
+    adapters = np.where(c.lora > 0, 2 * tensors, 0.0)  # two trained tensors and four modules each
+    modules = MODULES_AN_OPERATOR * np.maximum(plain[0] - adapters, 0.0) + adapters
+    passes = np.where(checkpointing, 3.0, 2.0)
+    hooks = np.select([c.stage == 3, c.stage > 0], [modules * passes * MODULE_SECONDS, tensors * REDUCED_SECONDS], 0.0)
+    return np.asarray(operators * rates.operator_seconds + hooks)
 
 
 @dataclass(frozen=True)
@@ -147,29 +221,38 @@ class Spent:
     communication: Floats  # exposed
     optimizer: Floats
     offload: Floats
+    loop: Floats  # data and the training loop itself
     launch_bound: Floats  # 1 where starting kernels takes longer than running them
     moved_share: Floats  # of computation: operators bound by memory bandwidth
 
     @property
     def step(self) -> Floats:
-        return self.forward + self.backward + self.recompute + self.communication + self.optimizer + self.offload
+        computation = self.forward + self.backward + self.recompute
+        return computation + self.communication + self.optimizer + self.offload + self.loop
 
 
 def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
-    """Seconds from work and the constants `k`, all as factors on the work at full rates (`tail` in tokens,
-    `hidden` the share of communication that can run beside computation); (..., 1) constants give (..., n) seconds."""
-    products = k["products"] * (w.products + k["tail"] * w.tail)
+    """Seconds from work and the constants `k`, all as factors on the work at full rates (`hidden` is the share of
+    communication that can run beside computation); (..., 1) constants give (..., n) seconds."""
+    products = k["products"] * w.products + k["tail"] * w.tail
     moved = k["moved"] * w.moved
     starts = k["starts"] * w.starts
-    compute = np.sqrt(np.sqrt(np.square((products + moved) ** 2) + np.square(starts**2)))  # the larger, smoothly
+    gpu = products + moved
     micro = k["comm"] * (w.gather_micro + k["reduce"] * w.reduce_micro)
     step = k["comm"] * (w.gather_step + k["reduce"] * w.reduce_step)
     hidden = k["hidden"] * w.hides
-    exposed = np.maximum(micro - hidden * compute, (1 - hidden) * micro) * c.accumulation
+    compute = _larger(gpu, starts)
+    # what the GPU waits for while it would compute; a processor that is slower than both hides it
+    waits = np.maximum(micro - hidden * gpu, (1 - hidden) * micro)
+    exposed = (_larger(gpu + waits, starts) - compute) * c.accumulation
     # what a step sends once runs beside the last backward; the gathering of what was updated does not
     exposed = exposed + np.maximum(step - hidden * compute * 0.66, (1 - hidden * 0.66) * step)
     total = compute * c.accumulation
-    offload = k["pcie"] * (w.pcie_micro * c.accumulation + w.pcie_step) + k["cpu_adam"] * w.cpu_adam + w.nvme
+    # ZeRO-3 fetches ahead and sends gradients on a stream of their own; ZeRO-2 waits for each to add to it
+    lies_beside = hidden * (c.stage == 3)
+    pcie = k["pcie"] * w.pcie_micro
+    pcie = np.maximum(pcie - lies_beside * compute, (1 - lies_beside) * pcie)
+    offload = pcie * c.accumulation + k["pcie"] * w.pcie_step + k["cpu_adam"] * w.cpu_adam + w.nvme
     return Spent(
         forward=total * w.forward_share,
         recompute=total * w.recompute_share,
@@ -177,13 +260,19 @@ def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
         communication=exposed + k["collectives"] * w.collectives,
         optimizer=k["optimizer"] * w.optimizer,
         offload=offload,
+        loop=k["loop"] * w.loop,
         launch_bound=np.where(starts > products + moved, 1.0, 0.0),
         moved_share=moved / (products + moved),
     )
 
 
+def _larger(a: Floats, b: Floats) -> Floats:
+    """The larger of two, smoothly: neither hides all of the other where they are alike."""
+    return np.asarray(np.sqrt(np.sqrt(np.square(a**2) + np.square(b**2))))
+
+
 def host_limit_bytes(hardware: Hardware) -> float:
-    """What all ranks together may offload to the host: what it had left, less 2 GiB a rank and at least 4, for what a process
-    and its libraries hold whatever is offloaded."""
-    own = max(4, 2 * hardware.count) * GIB
+    """What the ranks of one node together may offload to its host: what it had left, less 2 GiB a rank and at least 4, for
+    what a process and its libraries hold whatever is offloaded."""
+    own = max(4, 2 * hardware.per_node) * GIB
     return max(0.0, hardware.host_memory_bytes - own) if hardware.device == "cuda" else np.inf

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -25,9 +26,15 @@ from autotune.problem.job import Job
 from autotune.problem.tasks import CAUSAL, IMAGE_TEXT, SEQ2SEQ
 from autotune.processes import package_environment
 
-__all__ = ["VERSION", "Trace", "cache_folder", "cache_key", "trace_job", "traceable"]
+__all__ = ["LOSSES", "VERSION", "Trace", "cache_folder", "cache_key", "trace_job", "trace_jobs", "traceable"]
 
-VERSION = 4  # of what the tracer finds: raise it when that changes
+# How a decoder's loss is taken: as transformers does it (32-bit logits); from the 16-bit logits in place, as fused cross-entropy
+# kernels do; chunk by chunk, as kernels do that hold the head too and never all logits; and, as the code of models did it before
+# 2025, from a shifted copy of the logits: in 32 bits, in 16, or in 16 and cast by cross entropy itself, as it does under autocast
+# (torch's list of operators that autocast to float32).
+LOSSES = ("own", "fused", "chunked", "shifted32", "shifted16", "shifted-cast")
+
+VERSION = 5  # of what the tracer finds: raise it when that changes
 
 
 def cache_folder() -> Path:
@@ -35,7 +42,7 @@ def cache_folder() -> Path:
     return Path(root).expanduser() / "autotune" / "traces"
 
 
-def cache_key(job: Job, fused_loss: bool = False, device: str = "cuda") -> str:
+def cache_key(job: Job, loss: str = "own", device: str = "cuda") -> str:
     """A hash of all that decides a trace: model, sequence length, precision, task, and the versions of what runs it."""
     versions = {name: metadata.version(name) for name in ("torch", "transformers")}
     parts = {
@@ -44,9 +51,11 @@ def cache_key(job: Job, fused_loss: bool = False, device: str = "cuda") -> str:
         "precision": job.precision,
         "versions": versions,
         "version": VERSION,
-        **({"fused_loss": True} if fused_loss else {}),
+        **({"loss": loss} if loss != "own" else {}),
         **({"device": device} if device != "cuda" else {}),
-        **({"lora": asdict(job.lora)} if job.lora else {}),
+        **({"lora": job.lora.to_json()} if job.lora else {}),
+        **({"plain": True} if job.lora and job.lora.fp32 and job.plain else {}),
+        **({"autocast": job.autocast} if job.autocast else {}),
         **({"attention": job.attention} if job.attention else {}),
         **({"task": job.task} if job.task != CAUSAL else {}),
         **({"image_size": job.image_size} if job.image_size else {}),
@@ -61,14 +70,17 @@ _RUNS_ANYWHERE = (None, "eager", "sdpa")
 _SIXTEEN_BITS = ("flash_attention_2", "flash_attention_3")  # "FlashAttention only support fp16 and bf16 data type"
 
 
-def trace_job(job: Job, *, fused_loss: bool = False, device: str = "cuda", timeout_seconds: float = 300.0) -> Trace:
+_NO_GPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seconds: float = 300.0) -> Trace:
     """The job's trace: from the cache, or made in a process of its own.
 
     A model that cannot be traced here (a kernel that needs a GPU, an operator that needs values, a process that died) gets
     an estimate, which is not cached: a later version may trace it.
 
     Args:
-        fused_loss: the loss is taken from the 16-bit logits in place, as fused cross-entropy kernels do.
+        loss: one of LOSSES.
         device: whose kernels are counted; `cpu` has no fused attention with dropout.
 
     Raises:
@@ -80,14 +92,11 @@ def trace_job(job: Job, *, fused_loss: bool = False, device: str = "cuda", timeo
         )
     if job.script and not traceable(job.script.profile):
         return profile_trace(job)
-    asked = job.attention or job.model.config.get("attn_implementation")
-    replaced = asked not in _RUNS_ANYWHERE
-    if replaced:
-        job = dataclasses.replace(job, attention="sdpa")
-    path = cache_folder() / f"{cache_key(job, fused_loss, device)}.json"
+    job, replaced = _runnable(job)
+    path = _cache_path(job, loss, device)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return Trace.from_json(json.loads(path.read_text()))
-    options = ["--fused-loss"] * fused_loss + ["--cpu"] * (device == "cpu")
+    options = _loss_options(loss) + ["--cpu"] * (device == "cpu")
     if job.task == IMAGE_TEXT:
         timeout_seconds *= 3  # windows of an image are looked at one by one
     answer = _ask_tracer(job, options, timeout_seconds)
@@ -106,13 +115,75 @@ def trace_job(job: Job, *, fused_loss: bool = False, device: str = "cuda", timeo
     return closed_form_trace(job, why, sizes)
 
 
+def _runnable(job: Job) -> tuple[Job, bool]:
+    """(the job with an attention that runs without a GPU, whether that is another than its own)."""
+    asked = job.attention or job.model.config.get("attn_implementation")
+    if asked in _RUNS_ANYWHERE:
+        return job, False
+    return dataclasses.replace(job, attention="sdpa"), True
+
+
+def _cache_path(job: Job, loss: str, device: str = "cuda") -> Path:
+    return cache_folder() / f"{cache_key(job, loss, device)}.json"
+
+
+def trace_jobs(jobs: Sequence[tuple[Job, str]], told: Callable[[int, int], None] | None = None) -> None:
+    """Fills the cache for many (job, loss) at once: torch is imported once, and both cores trace.
+
+    A job that cannot be traced is left to `trace_job`, which says why.
+
+    Args:
+        told: called with (traces made, traces to make) after each.
+    """
+    missing = {}
+    for job, loss in jobs:
+        job, _ = _runnable(job)
+        path = _cache_path(job, loss)
+        if not path.exists():
+            missing[path] = {"job": job.to_json(), "options": _loss_options(loss)}
+    if not missing:
+        return
+    paths = list(missing)
+    with subprocess.Popen(
+        [sys.executable, "-m", "autotune.predict.tracer", "--many"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**package_environment(), **_NO_GPU, "TRANSFORMERS_VERBOSITY": "error"},
+        text=True,
+    ) as tracing:
+        assert tracing.stdin
+        assert tracing.stdout
+        tracing.stdin.write(json.dumps(list(missing.values())))
+        tracing.stdin.close()
+        for made, line in enumerate(_json_lines(tracing.stdout), start=1):
+            if "trace" in line:
+                with contextlib.suppress(OSError):
+                    write_atomically(paths[line["at"]], json.dumps(line["trace"]))
+            if told:
+                told(made, len(paths))
+
+
+def _loss_options(loss: str) -> list[str]:
+    return [] if loss == "own" else ["--loss", loss]
+
+
+def _json_lines(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The objects among lines: a model's code may print, too."""
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict) and "at" in found:
+                yield found
+
+
 def _ask_tracer(job: Job, options: list[str], timeout_seconds: float) -> dict[str, Any]:
     """What the tracing process answers: `trace`; `untraceable` with the reason, and the parameters' `sizes` where they could
     be told; or `impossible` with the configuration's error. A process that dies or hangs counts as `untraceable`.
 
     It sees no GPU, unless only sizes are asked for: those of a model that insists on one.
     """
-    hidden = {} if "--sizes" in options else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    hidden = {} if "--sizes" in options else _NO_GPU
     try:
         done = subprocess.run(
             [sys.executable, "-m", "autotune.predict.tracer", *options],

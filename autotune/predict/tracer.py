@@ -1,10 +1,12 @@
-"""The process that traces a model: `python -m autotune.predict.tracer [--fused-loss] [--cpu] [--sizes] < JOB.json > ANSWER.json`.
+"""The process that traces a model: `python -m autotune.predict.tracer [--loss KIND] [--cpu] [--sizes] < JOB.json > ANSWER.json`;
+`--many` reads a list of jobs with their options and writes an answer a line.
 
 The model's forward and backward run under fake tensors: no memory is taken and nothing is computed, operators only work
 out shapes. Two runs, at micro-batches of two and three sequences, give every allocation as
 `fixed + per_sequence x micro_batch`. A deep model is traced at two small depths and extrapolated (`depth.py`).
 
-This is the only module of `predict` that imports torch and transformers. The tuner's process never imports it.
+With its parts `losses` and `stand_ins` this is all of `predict` that imports torch and transformers. The tuner's process never
+imports it.
 """
 
 from __future__ import annotations
@@ -12,26 +14,28 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
+import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from autotune.predict.counters import Counters, follow, follow_encoder, joined
 from autotune.predict.depth import Extrapolation, at_depth, depths_of, extrapolate, extrapolation
+from autotune.predict.losses import autocast, blank_batch, loss_of, uncounted_products
+from autotune.predict.operators import CountedTensors
 from autotune.predict.passes import BACKWARD, Pass, Trace
-from autotune.predict.stand_ins import plain_conversion, shapes_alone, with_values
+from autotune.predict.stand_ins import plain_conversion, shapes_alone
 from autotune.problem.job import Job
 from autotune.problem.tasks import DECODED, IMAGE_TEXT, SEQ2SEQ
 from autotune.rank.building import DTYPES, adapted, keep_cache, task_model, transformers_config
-from autotune.rank.live import LiveTensors
-from autotune.rank.synthetic import one_batch, to_device
-from autotune.rank.workload import forward, own_workload
+from autotune.rank.workload import own_workload
+
+MOST_SECONDS = 300  # that one of many traces may take
 
 
 class Untraceable(Exception):
@@ -47,7 +51,7 @@ class _Options:
     """How the model is run."""
 
     use_cache: bool = False
-    fused_loss: bool = False
+    loss: str = "own"
     device: str = "cuda"
 
 
@@ -59,7 +63,7 @@ def trace_model(
     *,
     use_cache: bool = False,
     whole_depth: bool = False,
-    fused_loss: bool = False,
+    loss: str = "own",
     device: str = "cuda",
     workers: int = 1,
 ) -> Trace:
@@ -68,7 +72,7 @@ def trace_model(
     Args:
         use_cache: keep keys and values, as models do by default; training switches it off.
         whole_depth: trace every layer instead of extrapolating over them.
-        fused_loss: the loss is taken from the 16-bit logits in place, as fused cross-entropy kernels do.
+        loss: one of `trace.LOSSES`.
         device: whose kernels are counted: `cpu` has no fused attention with dropout.
         workers: with 2, the runs with and without checkpointing are traced at the same time, in forked children.
 
@@ -80,7 +84,7 @@ def trace_model(
     parameters, frozen = _parameters(job, config)
     _try_batch(job, config)
     depths = None if whole_depth or config is None else extrapolation(config)
-    options = _Options(use_cache, fused_loss, device)
+    options = _Options(use_cache, loss, device)
     both = [(job, config, depths, options, checkpointing) for checkpointing in (False, True)]
     if workers > 1:
         # Forked before torch has run anything: each child has what is imported, and a core.
@@ -90,7 +94,7 @@ def trace_model(
         passes = [_one_pass(*arguments) for arguments in both]
     plain = passes[0]
     assert plain is not None
-    return Trace(parameters, frozen, plain, passes[1], largest=max(parameters, default=0))
+    return Trace(parameters, sum(frozen), plain, passes[1], largest=max(parameters, default=0), frozen_sizes=frozen)
 
 
 def allocations(job: Job, checkpointing: bool, micro_batch: int, layers: int) -> list[tuple[int, int]]:
@@ -118,8 +122,8 @@ def _configuration(job: Job) -> Any:
         raise Untraceable(_line(error)) from None
 
 
-def _parameters(job: Job, config: Any, device: str = "meta") -> tuple[list[int], int]:
-    """(elements of each trainable parameter, elements of all frozen ones).
+def _parameters(job: Job, config: Any, device: str = "meta") -> tuple[list[int], list[int]]:
+    """(elements of each trainable parameter, elements of each frozen one).
 
     Raises:
         Impossible: transformers has no model of the job's task for the configuration.
@@ -133,7 +137,7 @@ def _parameters(job: Job, config: Any, device: str = "meta") -> tuple[list[int],
     except Exception as error:  # a builder of the user's own may raise anything
         raise Untraceable(_line(error)) from None
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    return [n for n, trained in sizes if trained], sum(n for n, trained in sizes if not trained)
+    return [n for n, trained in sizes if trained], [n for n, trained in sizes if not trained]
 
 
 def _try_batch(job: Job, config: Any) -> None:
@@ -143,7 +147,7 @@ def _try_batch(job: Job, config: Any) -> None:
     """
     if job.task == IMAGE_TEXT:
         try:
-            one_batch(job, config, 1, job.seq_len, _zeros)
+            blank_batch(job, config, 1)
         except ValueError as error:
             raise Impossible(" ".join(str(error).split())) from None
 
@@ -182,71 +186,19 @@ def _run_both(job: Job, config: Any, checkpointing: bool, options: _Options) -> 
 # -- one run -------------------------------------------------------------------------------------------------------------
 
 
-class _CountedTensors(LiveTensors):
-    """While active, counts what every operator computes and moves, beside the bytes alive."""
+class _Passed(torch.autograd.Function):
+    """The same tensor; `made` is called when its gradient is made. As DeepSpeed's hooks do it, so that what one module
+    gives back is told from what others that read the same tensor do."""
 
-    def __init__(self, run: Counters) -> None:
-        super().__init__()
-        self._run = run
-        self._kinds: dict[Any, tuple[bool, Any]] = {}
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, made: Any) -> Any:
+        ctx.made = made
+        return tensor.detach()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        run = self._run
-        view, flop_formula = self._kind_of(func)
-        if view:
-            return out
-        run.operators[run.phase] += 1
-        if "flash_attention_for_cpu" in func.name():  # stands for every fused kernel; torch has no formula for it
-            run.attention[run.phase] += _attention_flops(func, args, kwargs or {})
-            return out
-        if flop_formula is not None:
-            run.flops[run.phase] += flop_formula(*args, **(kwargs or {}), out_val=out)
-            return out
-        tensors = [out, *args] if "embedding" not in func.name() else [out, out]
-        run.moved[run.phase] += sum(
-            leaf.numel() * leaf.element_size() for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor)
-        )
-        return out
-
-    def _kind_of(self, func: Any) -> tuple[bool, Any]:
-        """(whether the operator starts no kernel, its FLOP formula or None)."""
-        if func not in self._kinds:
-            returns = func._schema.returns
-            view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-            view = view or func.namespace == "prim" or func.overloadpacket.__name__ == "_unsafe_view"
-            self._kinds[func] = (view, _MORE_FLOPS.get(func.name()) or flop_registry.get(func.overloadpacket))
-        return self._kinds[func]
-
-
-def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:
-    """2 products forward; 5 backward, where scores are computed again (Dao 2023, FlashAttention-2). What no causal mask will
-    halve counts twice: see `Pass.attention`."""
-    backward = "backward" in func.name()
-    query, key = (args[1], args[2]) if backward else (args[0], args[1])
-    batch, heads, length, width = query.shape
-    names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    whole = 1.0 if given.get("is_causal") else 2.0
-    return float(whole * (10.0 if backward else 4.0) * batch * heads * length * key.shape[2] * width)
-
-
-def _routed_flops(rows: Any, other: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    """Of `grouped_mm`: every row meets the weights of one expert, the one that it was sorted to. With two matrices of rows,
-    as for the weights' gradient, each expert's share of the rows is summed over."""
-    return int(2 * rows.shape[-2] * rows.shape[-1] * other.shape[-1])
-
-
-def _routed_backward_flops(rows: Any, weights: Any, *_: Any, **__: Any) -> int:
-    """The gradients of both."""
-    return 2 * _routed_flops(rows, weights)
-
-
-_MORE_FLOPS = {  # formulas that torch has not
-    "aten::_grouped_mm": _routed_flops,
-    "transformers::grouped_mm_fallback": _routed_flops,
-    "transformers::grouped_mm_fallback_backward": _routed_backward_flops,
-}
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.made()
+        return gradients[0], None
 
 
 def _run(
@@ -259,7 +211,7 @@ def _run(
         Exception: the model cannot be built or run.
     """
     run = Counters()
-    live = _CountedTensors(run)
+    live = CountedTensors(run)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), live, shapes_alone(fused=options.device == "cuda"):
             model, batches = _model_to_train(job, config, checkpointing, options)
@@ -267,13 +219,18 @@ def _run(
                 live.add(tensor)
             run.base = live.bytes
             run.forget_operators()
+            run.passed = _Passed.apply
             follow(model, run)
             if (encoder := _encoder(model, job.task)) is not None:
                 follow_encoder(encoder, run)
             live.watch = run.saw
             live.events = run.allocations if keep_events else None
-            loss = _loss(job, model, batches, micro_batch, options.fused_loss, live)
+            with autocast(job):
+                loss = loss_of(job, model, batches, micro_batch, options.loss, live)
+            if options.loss == "chunked" and job.task in DECODED:
+                run.flops[run.phase] += uncounted_products(model, micro_batch * job.seq_len)
             run.after_forward = live.bytes - run.base
+            run.frozen_only = 0.0 if checkpointing else run.dropped_inputs()  # checkpoints drop them in any case
             run.phase = BACKWARD
             loss.backward()
             live.watch = live.events = None
@@ -319,51 +276,30 @@ def _build(job: Job, config: Any) -> tuple[Any, Any]:
     return adapted(model, job), None
 
 
-def _loss(job: Job, model: Any, batches: Any, micro_batch: int, fused_loss: bool, live: LiveTensors) -> Any:
-    if batches is not None:
-        return forward(model, to_device(next(iter(batches(micro_batch))), torch.device("cpu")))
-    batch = _named_batch(job, model.config, micro_batch, live)
-    if fused_loss and job.task in DECODED:
-        del batch["labels"]
-        return model(**batch).logits.mean()
-    return model(**batch).loss
-
-
-def _named_batch(job: Job, config: Any, micro_batch: int, live: LiveTensors) -> dict[str, Any]:
-    """The arguments of a named model's forward; with images their values are known."""
-
-    def make() -> dict[str, Any]:
-        return one_batch(job, config, micro_batch, job.seq_len, _zeros)
-
-    if job.task != IMAGE_TEXT:
-        return make()
-    batch = with_values(make)
-    for tensor in batch.values():
-        live.add(tensor)
-    return batch
-
-
-def _zeros(shape: tuple[int, ...], below: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.long)
-
-
 # -- the process ---------------------------------------------------------------------------------------------------------
 
 
-def answer_to(job: Job, options: list[str]) -> dict[str, Any]:
+def answer_to(job: Job, options: list[str], workers: int = 2) -> dict[str, Any]:
     """`trace`; `untraceable` with the reason, and `sizes` of the parameters where they can be told; or `impossible`."""
     try:
         if "--sizes" in options:
-            return {"sizes": _parameters(job, _configuration(job), "cpu" if job.workload else "meta")}
+            return {"sizes": _sizes(job, "cpu" if job.workload else "meta")}
         device = "cpu" if "--cpu" in options else "cuda"
-        return {"trace": trace_model(job, fused_loss="--fused-loss" in options, device=device, workers=2).to_json()}
+        loss = options[options.index("--loss") + 1] if "--loss" in options else "own"
+        return {"trace": trace_model(job, loss=loss, device=device, workers=workers).to_json()}
     except Impossible as error:
         return {"impossible": str(error)}
     except Untraceable as error:
         answer: dict[str, Any] = {"untraceable": str(error)}
         with contextlib.suppress(Impossible, Untraceable):
-            answer["sizes"] = _parameters(job, _configuration(job))
+            answer["sizes"] = _sizes(job, "meta")
         return answer
+
+
+def _sizes(job: Job, device: str) -> tuple[list[int], int]:
+    """(elements of each trainable parameter, elements of all frozen ones)."""
+    trained, frozen = _parameters(job, _configuration(job), device)
+    return trained, sum(frozen)
 
 
 def _line(error: BaseException) -> str:
@@ -371,7 +307,34 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
+def answer_all(asked: list[dict[str, Any]], workers: int) -> Iterator[dict[str, Any]]:
+    """An answer for each `{"job", "options"}` as it is found, with its place as `at`. Each worker traces one job at a time:
+    torch and transformers are imported once for all."""
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        yield from pool.imap_unordered(_answer_at, enumerate(asked))
+
+
+def _answer_at(one: tuple[int, dict[str, Any]]) -> dict[str, Any]:
+    at, asked = one
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(MOST_SECONDS)
+    try:
+        return {"at": at, **answer_to(Job.from_json(asked["job"]), asked["options"], workers=1)}
+    except Exception as error:  # one model's code must not end the others
+        return {"at": at, "untraceable": _line(error)}
+    finally:
+        signal.alarm(0)
+
+
+def _too_long(*_: Any) -> None:
+    raise Untraceable(f"no trace within {MOST_SECONDS} s")
+
+
 def main() -> None:
+    if "--many" in sys.argv:
+        for answer in answer_all(json.loads(sys.stdin.read()), workers=2):
+            print(json.dumps(answer), flush=True)
+        return
     job = Job.from_json(json.loads(sys.stdin.read()))
     print(json.dumps(answer_to(job, sys.argv[1:])))
 

@@ -18,9 +18,12 @@ from autotune.predict.passes import BACKWARD, FORWARD, Pass, Trace
 from autotune.predict.pinned import pinned_bytes
 from autotune.problem.job import Job
 
+# Of the bytes of frozen partitions: published figures of LoRA at stage 3 (QwenLM/Qwen, 72B on 4 GPUs; modelscope/ms-swift, 7B
+# on 2) are 31 and 30 % of these above what is allocated.
+HOLES = 0.3
 REDUCE_ELEMENTS = 5e8  # stage 0 reduces in flat copies of at most so many elements (engine.py, allreduce_gradients)
 
-SUMS = ("parameters", "gradients", "optimizer", "host")  # of a Bill: one entry a candidate
+SUMS = ("parameters", "gradients", "optimizer", "host", "left", "holes")  # of a Bill: one entry a candidate
 TABLES = ("buckets", "gathered", "temporaries", "activations")  # (moments, candidates)
 
 
@@ -40,6 +43,10 @@ class Bill:
     temporaries: Floats  # gradients that backward holds, copies made by the optimizer's step
     activations: Floats  # what the model's own forward and backward hold
     host: Floats  # pinned and plain host memory of one rank
+    # Blocks that the optimizer's step has freed and cannot use again: flat 16-bit gradients, beside the 32-bit copy that is
+    # larger than they were and torch's intermediates that are as large. The allocator keeps them.
+    left: Floats
+    holes: Floats  # between partitions of frozen parameters, where the whole ones were while the model was made
 
     def peaks(self) -> Floats:
         """(moments, candidates): bytes of live tensors on the device."""
@@ -72,12 +79,15 @@ class _Terms:
 
     def __init__(self, job: Job, trace: Trace, columns: Columns, device: str) -> None:
         self.trace, self.columns, self.ranks = trace, columns, float(job.ranks)
-        self.width = job.element_bytes
+        self.width, self.frozen_width = job.trained_bytes, job.element_bytes
+        self.plain = job.plain
         self.stepper = stepper(job)
         # torch's foreach is for CUDA alone; on CPU ranks nothing is really pinned (accelerator/cpu_accelerator.py)
         self.on_gpu = device == "cuda"
-        self.temporary_bytes = self.stepper.temporary_bytes if self.on_gpu else 0.0
-        self.states = self.stepper.state_bytes * np.where(columns.stage == 0, 1.0, columns.state_share)
+        share = 1.0 if not job.plain else self.width / 4
+        self.temporary_bytes = self.stepper.temporary_bytes * share if self.on_gpu else 0.0
+        follows = self.stepper.follows_weights & (self.plain | (columns.stage > 0))
+        self.states = self.stepper.state_bytes * np.where(follows, columns.state_share, 1.0)
         self.master, self.accumulated, self.sent = columns.master, columns.accumulated, columns.communicated
         self.total = float(sum(trace.parameters))  # elements, as are the next two
         self.part, self.largest = self.total / self.ranks, float(trace.largest)
@@ -139,24 +149,27 @@ def bill(job: Job, trace: Trace, columns: Columns, device: str = "cpu") -> Bill:
     parameters, gradients, optimizer = _resident(terms)
     _add_passes(terms, moments)
     _add_step(terms, moments, gradients)
-    return Bill(parameters, gradients, optimizer, tuple(moments.names), *moments.tables(), _host(terms))
+    kept = (_host(terms), _left(terms), _holes(terms))
+    return Bill(parameters, gradients, optimizer, tuple(moments.names), *moments.tables(), *kept)
 
 
 def _resident(t: _Terms) -> tuple[Floats, Floats, Floats]:
     """(parameters, gradients, optimizer): device bytes that are there all the time."""
-    frozen = t.width * t.trace.frozen
+    frozen = t.frozen_width * t.trace.frozen
     second = np.where(t.columns.secondary > 1, 1 / t.columns.secondary, 0.0)
     shared = (1 / t.ranks + second) * (t.whole + frozen)
     parameters = np.where(t.three, np.where(t.parameters_out, 0.0, shared), t.whole + frozen)
     # stages 1 to 3 clone 32-bit master weights even of 32-bit parameters; stage 0 needs none of these
-    master = np.where(t.zero0, 0.0 if t.width == 4 else 4.0, t.master)
+    master = np.where(t.zero0 & ~t.plain, 0.0 if t.width == 4 else 4.0, t.master)
     partitioned = np.where(t.out, t.stays, 1.0) * (master + t.states) * t.part
     partitioned = partitioned + np.where(t.out, 0.0, t.stepper.stray_share * t.whole)
     optimizer = np.where(t.zero0, (master + t.states) * t.total, partitioned)
     # stage 3 keeps its partition's gradients in one buffer; stages 1 and 2 stage one parameter's on the way to the host
     staged = np.where(t.two & t.out, t.width * t.largest, 0.0)
     at_three = np.where(t.out, t.stays * t.master, t.accumulated) * t.part
-    gradients = np.select([t.three, t.bf16_optimizer], [at_three, t.accumulated * t.total], staged)
+    # torch's DistributedDataParallel copies gradients into buckets of its own (gradient_as_bucket_view is off by default)
+    copied = np.where(t.plain & t.zero0 & (t.ranks > 1), t.whole, 0.0)
+    gradients = np.select([t.three, t.bf16_optimizer], [at_three, t.accumulated * t.total], staged + copied)
     return parameters, gradients, optimizer
 
 
@@ -164,7 +177,7 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
     """The moments of forward and backward."""
     c = t.columns
     every = np.ones(len(c), dtype=bool)
-    gathered = np.where(t.three, gathered_bytes(t.trace, c, t.width, t.ranks), 0.0)
+    gathered = np.where(t.three, gathered_bytes(t.trace, c, t.frozen_width, t.ranks), 0.0)
     for choice, run in ((0.0, t.trace.plain), (1.0, t.trace.of(True))):
         mine = c.checkpointing == choice
         for phase, name in ((FORWARD, "forward"), (BACKWARD, "backward")):
@@ -178,21 +191,30 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
                     np.maximum(t.kept_buckets, t.standing + buckets),
                     np.where(t.three & (t.ranks > 1), np.maximum(gathered, used), 0.0),
                     np.maximum(t.kept, held),
-                    np.maximum(0.0, fixed + each * c.micro_batch),
+                    np.maximum(0.0, fixed + each * c.micro_batch) + _kept_inputs(t, run, each),
                 )
     held, buckets = _pending(t, t.whole, done=True)
     flat = min(t.total, REDUCE_ELEMENTS) * (t.width + np.where(t.sent != t.width, t.sent, 0.0))
+    flat = np.where(t.plain, 0.0, flat)
     held = np.where(t.zero0, t.whole + flat, held)
     # the one flat tensor of BF16_Optimizer is reduced as it is, in the dtype that is sent
     held = np.where(t.bf16_optimizer & (t.sent != t.accumulated), held + t.sent * t.total, held)
     moments.add("backward", every, t.standing + buckets, gathered, held, moments.zero)
 
 
+def _kept_inputs(t: _Terms, run: Pass, each: float) -> Floats:
+    """Bytes of inputs of frozen linear layers that DeepSpeed's own linear keeps at stage 3 (runtime/zero/linear.py,
+    LinearFunctionForZeroStage3.forward) at a point where a sequence holds `each` bytes of activations."""
+    fixed, per_sequence = run.frozen_only
+    share = min(1.0, max(0.0, each / run.after_forward[1])) if run.after_forward[1] > 0 else 1.0
+    return np.where(t.three & (t.columns.own_linear > 0), share * (fixed + per_sequence * t.columns.micro_batch), 0.0)
+
+
 def _add_step(t: _Terms, moments: _Moments, gradients: Floats) -> None:
     """The moments of the optimizer's step and of its initialisation; `gradients` are the resident ones."""
     every = np.ones(len(t.columns), dtype=bool)
     # stage 0: gradients in 32 bits, for FP16_Optimizer once more as one flat tensor
-    copied = 4.0 if t.width < 4 else 0.0
+    copied = 4.0 if t.width < 4 and not t.plain else 0.0
     of_all = t.whole + (copied * (2 if t.stepper.flattens else 1) + t.temporary_bytes) * t.total
     # a rank's part: as it was gathered, flat, and in the master's precision; when it steps only the last is left
     flattened = np.where(t.compact, t.own, 2 * t.width) + np.where(t.own != t.master, t.master, 0.0)
@@ -205,15 +227,32 @@ def _add_step(t: _Terms, moments: _Moments, gradients: Floats) -> None:
     of_sub_group = np.maximum(of_sub_group, 8.0 * t.largest / t.ranks)
     # Twin-Flow's second optimizer is torch's AdamW, not fused; the gradients that it takes are there all the time
     of_split = np.where((t.stays > 0) & t.on_gpu, 4.0, 0.0) * t.sub_group
-    copies = np.select(
+    one_by_one = t.stepper.one_by_one_bytes * np.where(t.zero0, t.largest, np.minimum(t.largest, t.part))
+    copies = one_by_one + np.select(
         [t.zero0, t.bf16_optimizer, t.two & ~t.out, t.three & ~t.out, t.three],
         [of_all, of_sum, of_part, of_sub_group, of_split],
         0.0,
     )
-    moments.add("step", every, t.kept_buckets, moments.zero, np.maximum(copies, t.kept), moments.zero)
+    whole = np.where(t.three & (t.ranks > 1), t.frozen_width * persistent(t.trace, t.columns), 0.0)
+    moments.add("step", every, t.kept_buckets, whole, np.maximum(copies, t.kept), moments.zero)
     # stage 3 begins with a gradient of the largest sub-group in the master's precision (initialize_optimizer_states)
     beyond = np.maximum(0.0, t.master * t.sub_group - gradients)
     moments.add("init", t.three & ~t.out, moments.zero, moments.zero, beyond, moments.zero)
+
+
+def _left(t: _Terms) -> Floats:
+    """Bytes of blocks that the step has freed and cannot use again."""
+    of_part = np.where(t.own != t.master, np.where(t.compact, t.own, 2 * t.width), 0.0) * t.part
+    of_sub_group = np.where(t.accumulated != t.master, t.accumulated, 0.0) * t.sub_group
+    left = np.select([t.two & ~t.bf16_optimizer & ~t.out, t.three & ~t.out], [of_part, of_sub_group], 0.0)
+    return np.where(t.columns.master > 0, left, 0.0)
+
+
+def _holes(t: _Terms) -> Floats:
+    """Bytes that lie unused between frozen partitions at stage 3: each was cut out of the block of its whole parameter. Those of
+    trainable parameters are moved together (stage3.py, _create_fp16_partitions_with_defragmentation)."""
+    frozen = HOLES * t.frozen_width * t.trace.frozen / t.ranks
+    return np.where(t.three & ~t.parameters_out & (t.ranks > 1) & ~t.plain, frozen, 0.0)
 
 
 def _host(t: _Terms) -> Floats:
@@ -235,7 +274,7 @@ def _host(t: _Terms) -> Floats:
     accumulating = t.accumulates & (c.stage == 2) & ~t.compact & (t.master == 4)
     # each parameter has a buffer of its own
     pins = (c.pinned_optimizer > 0) & t.on_gpu
-    each = np.where(pins, _sum_of_blocks(t, t.width), t.width * t.total) / t.ranks
+    each = np.where(pins, _sum_of_blocks(t.trace.parameters, t.width), t.width * t.total) / t.ranks
     of_two = of_optimizer(masters) + of_optimizer(t.width * t.part) + of_optimizer(masters) + of_optimizer(largest)
     of_two = of_two + np.where(accumulating, each, 0.0)
     # stage 3 pins the gradients of its sub-groups one by one, and its flat buffer; its masters are not pinned
@@ -248,14 +287,20 @@ def _host(t: _Terms) -> Floats:
     original = np.where(t.out & on_host & t.on_gpu, np.maximum(t.master, t.accumulated) * t.part, 0.0)
     host = host + np.maximum(0.0, original - states)
     # parameters are pinned one by one, then moved into one flat buffer; the allocator keeps the first blocks
+    one_by_one = (c.pinned_param > 0) & t.on_gpu
     flat = pinned(t.width * t.part, c.pinned_param)
-    left = np.where((c.pinned_param > 0) & t.on_gpu, _sum_of_blocks(t, t.width / t.ranks), 0.0)
-    return np.asarray(host + np.where(t.parameters_out, flat + left, 0.0), dtype=np.float64)
+    left = np.where(one_by_one, _sum_of_blocks(t.trace.parameters, t.width / t.ranks), 0.0)
+    # frozen ones stay where they were pinned (stage3.py, _create_fp16_partitions_with_defragmentation)
+    shares = _sum_of_blocks(t.trace.every_size, t.width / t.ranks) - _sum_of_blocks(
+        t.trace.parameters, t.width / t.ranks
+    )
+    frozen = np.where(one_by_one, shares, t.frozen_width * t.trace.frozen / t.ranks)
+    return np.asarray(host + np.where(t.parameters_out, flat + left + frozen, 0.0), dtype=np.float64)
 
 
-def _sum_of_blocks(t: _Terms, width: float) -> float:
-    """Bytes of a pinned block for every parameter, of `width` bytes an element."""
-    return float(pinned_bytes(width * np.array(t.trace.parameters, dtype=np.float64)).sum())
+def _sum_of_blocks(sizes: list[int], width: float) -> float:
+    """Bytes of a pinned block for every parameter of these elements, of `width` bytes an element."""
+    return float(pinned_bytes(width * np.array(sizes, dtype=np.float64)).sum())
 
 
 def _points(run: Pass, phase: int) -> list[tuple[float, float, float, float]]:
@@ -317,13 +362,25 @@ def bypassing(trace: Trace, c: Columns, width: float | Floats, grads: float | Fl
 
 
 def gathered_bytes(trace: Trace, c: Columns, width: float, ranks: float) -> Floats:
-    """Bytes of parameters that stage 3 holds whole at the turn from forward to backward.
+    """Bytes of parameters that stage 3 holds whole at the turn from forward to backward, frozen ones among them.
 
     Those used again within `max_reuse_distance` elements are not released, no more than `max_live_parameters` are held,
-    and one prefetch runs ahead. With one rank the partition is the whole parameter, and nothing is copied.
+    and one prefetch runs ahead; the smallest are never released. With one rank the partition is the whole parameter, and
+    nothing is copied.
     """
     if ranks == 1:
         return np.zeros(len(c))
-    total = float(sum(trace.parameters))
-    kept = np.minimum(total, np.minimum(c.max_reuse / 2, c.max_live) + c.prefetch)
-    return width * np.maximum(kept, np.minimum(total, trace.largest + c.prefetch))
+    sizes = trace.every_size
+    total = float(sum(sizes))
+    kept = np.minimum(np.minimum(c.max_reuse / 2, c.max_live) + c.prefetch, total)
+    # the head, mostly the largest, is used again at once
+    at_least = np.where(c.max_reuse > 0, np.maximum(kept, np.minimum(total, max(sizes) + c.prefetch)), kept)
+    return width * np.minimum(total, at_least + persistent(trace, c))
+
+
+def persistent(trace: Trace, c: Columns) -> Floats:
+    """Elements of the parameters that stage 3 always holds whole: those of at most
+    `stage3_param_persistence_threshold` elements."""
+    sizes = np.sort(np.array(trace.every_size, dtype=np.float64))
+    upwards = np.concatenate([[0.0], np.cumsum(sizes)])
+    return np.asarray(upwards[np.searchsorted(sizes, c.persistence, side="right")])

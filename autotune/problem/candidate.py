@@ -90,6 +90,7 @@ ZERO_DEFAULTS: dict[str, float] = {
     "zero_optimization.stage3_prefetch_bucket_size": 5e7,
     "zero_optimization.stage3_max_live_parameters": 1e9,
     "zero_optimization.stage3_max_reuse_distance": 1e9,
+    "zero_optimization.stage3_param_persistence_threshold": 1e5,
 }
 
 # Keys under zero_optimization that only some stages read, beside those above.

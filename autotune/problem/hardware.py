@@ -42,18 +42,26 @@ class GpuFacts:
     link: str
     pcie_gb_per_s: float
     bf16: bool
+    network_gb_per_s: float | None = None  # of a whole node, where it is known; else by the class of the card
+
+
+# What a GPU's share of its node's network is, one direction: one adapter a GPU in NVIDIA's reference servers, 200 Gbit/s
+# with A100 and 400 Gbit/s from Hopper on (DGX A100 and H100 user guides), four of 100 Gbit/s for eight V100 (DGX-1).
+# Servers of PCIe cards have one 100 Gbit/s adapter (NVIDIA's EGX reference designs): that is of the whole node.
+_NETWORK_GB_PER_S = {"v100": 6.25, "a100": 25.0, "h100": 50.0, "h200": 50.0, "b200": 50.0}
+_PCIE_NODE_NETWORK_GB_PER_S = 12.5
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The devices of one machine that a study uses."""
+    """The devices that a study uses, of one machine or of several alike."""
 
     device: str  # "cuda" or "cpu"
     name: str  # of the device model
-    count: int  # ranks' devices used
+    count: int  # ranks' devices used, of all nodes together
     memory_bytes: int  # of one device, all that it has
     memory_cap_bytes: int | None  # what one rank may use of it, where the user said
-    host_memory_bytes: int  # what the study may take of main memory, as it was when the hardware was detected
+    host_memory_bytes: int  # what the study may take of one node's main memory, as it was when it was detected
     facts: str | None = None  # name of the GpuFacts row
     headroom: float = 0.05  # share of the capacity that a winner leaves free
     bf16: bool = True
@@ -61,6 +69,29 @@ class Hardware:
     taken_bytes: int = 0  # of one device's memory, by the driver and by other processes when the hardware was detected
     gpus: tuple[str, ...] = ()  # UUIDs of the devices, by rank; of CPU ranks and named GPUs none
     environment: dict[str, str] = field(default_factory=dict)  # what a training needs set to get these very devices
+    nodes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.count % self.nodes:
+            raise UserError(
+                f"{self.count} devices cannot be split over {self.nodes} nodes: give a divisor of {self.count}"
+            )
+
+    @property
+    def per_node(self) -> int:
+        """Devices in each node."""
+        return self.count // self.nodes
+
+    @property
+    def network_gb_per_s(self) -> float:
+        """Of one node to the others, one direction; what the rates say, or by the class of the card."""
+        facts = self.gpu_facts
+        if facts is not None and facts.network_gb_per_s:
+            return facts.network_gb_per_s
+        share = next((rate for card, rate in _NETWORK_GB_PER_S.items() if facts and facts.name.startswith(card)), None)
+        if share is None or (facts and facts.link == "pcie"):
+            return _PCIE_NODE_NETWORK_GB_PER_S
+        return share * self.per_node
 
     @property
     def capacity_bytes(self) -> int:
@@ -92,7 +123,8 @@ class Hardware:
     def __str__(self) -> str:
         cap = f" capped at {format_bytes(self.capacity_bytes)} a rank" if self.memory_cap_bytes else ""
         free = f"{format_bytes(self.memory_bytes - self.taken_bytes)} free of " if self.taken_bytes else ""
-        return f"{self.count} x {self.name} ({free}{format_bytes(self.memory_bytes)}){cap}"
+        nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
+        return f"{self.count} x {self.name} ({free}{format_bytes(self.memory_bytes)}){cap}{nodes}"
 
 
 @cache
@@ -144,17 +176,22 @@ def named_gpu(name: str) -> GpuFacts:
     return found
 
 
-def named_hardware(name: str, count: int, *, host_memory_bytes: int | None = None, headroom: float = 0.05) -> Hardware:
-    """`count` GPUs of the named model, which need not be in this machine.
+def named_hardware(
+    name: str, count: int, *, host_memory_bytes: int | None = None, headroom: float = 0.05, nodes: int = 1
+) -> Hardware:
+    """`count` GPUs of the named model in `nodes` machines, none of which need be this one; host memory is of one of them.
 
     Raises:
-        UserError: no such GPU, or a count that makes no sense.
+        UserError: no such GPU, or counts that make no sense.
     """
     if not 1 <= count <= 4096:
         raise UserError(f"--gpus {count}: expected 1 to 4096")
+    if nodes < 1 or count % nodes:
+        raise UserError(f"--nodes {nodes}: expected a divisor of the {count} GPUs that all nodes have together")
     row = named_gpu(name)
-    host = host_memory_bytes or max(64, 32 * count) * GIB
-    return Hardware("cuda", row.name, count, int(row.memory_gib * GIB), None, host, row.name, headroom, row.bf16)
+    host = host_memory_bytes or max(64, 32 * count // nodes) * GIB
+    memory = int(row.memory_gib * GIB)
+    return Hardware("cuda", row.name, count, memory, None, host, row.name, headroom, row.bf16, nodes=nodes)
 
 
 def detect(device: str, gpus: int | None, *, memory_cap_bytes: int | None = None, headroom: float = 0.05) -> Hardware:

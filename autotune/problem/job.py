@@ -29,27 +29,47 @@ class Lora:
     rank: int
     targets: tuple[str, ...] = ("all-linear",)  # names of modules, or that word
     alpha: int | None = None  # None: twice the rank
+    saved: tuple[str, ...] = ()  # names of modules that are trained whole beside the adapters (peft's modules_to_save)
+    dropout: float = 0.0  # of what each adapter reads: a copy of it and a mask are kept for backward
+    fp32: bool = (
+        False  # adapters in 32 bits on 16-bit weights, as peft makes them; DeepSpeed's engine makes all 16 bits again
+    )
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Lora:
-        return cls(data["rank"], tuple(data["targets"]), data["alpha"])
+        return cls(
+            data["rank"],
+            tuple(data["targets"]),
+            data["alpha"],
+            tuple(data.get("saved", ())),
+            data.get("dropout", 0.0),
+            data.get("fp32", False),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """What older studies do not know is left out where it is not used."""
+        data = dataclasses.asdict(self)
+        return {name: value for name, value in data.items() if value or name not in ("saved", "dropout", "fp32")}
 
     def __str__(self) -> str:
         """As `parse_lora` reads it."""
         targets = "" if self.targets == ("all-linear",) else f",targets={'+'.join(self.targets)}"
-        return f"r={self.rank}{targets}" + (f",alpha={self.alpha}" if self.alpha is not None else "")
+        alpha = f",alpha={self.alpha}" if self.alpha is not None else ""
+        saved = f",saved={'+'.join(self.saved)}" if self.saved else ""
+        dropout = f",dropout={self.dropout:g}" if self.dropout else ""
+        return f"r={self.rank}{targets}{alpha}{saved}{dropout}" + (",dtype=fp32" if self.fp32 else "")
 
 
 def parse_lora(text: str) -> Lora:
-    """`r=16,targets=all-linear,alpha=32`; several targets are joined by `+`.
+    """`r=16,targets=all-linear,alpha=32,saved=lm_head,dropout=0.05,dtype=fp32`; several targets are joined by `+`.
 
     Raises:
-        UserError: the text is not written like that, or the rank is out of range.
+        UserError: the text is not written like that, or the rank or the dropout is out of range.
     """
     values: dict[str, str] = {}
     for part in text.split(","):
         key, equals, value = part.strip().partition("=")
-        if not equals or key not in ("r", "targets", "alpha") or not value:
+        if not equals or key not in ("r", "targets", "alpha", "saved", "dropout", "dtype") or not value:
             raise UserError(f"LoRA {text}: expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32")
         values[key] = value
     try:
@@ -58,7 +78,16 @@ def parse_lora(text: str) -> Lora:
         raise UserError(f"LoRA {text}: r and alpha are whole numbers") from None
     if not 1 <= rank <= 4096:
         raise UserError(f"LoRA {text}: r is between 1 and 4096")
-    return Lora(rank, tuple(values.get("targets", "all-linear").split("+")), alpha)
+    try:
+        dropout = float(values.get("dropout", "0"))
+    except ValueError:
+        dropout = -1.0
+    if not 0 <= dropout < 1:
+        raise UserError(f"LoRA {text}: dropout is a share between 0 and 1")
+    if values.get("dtype", "fp32") != "fp32":
+        raise UserError(f"LoRA {text}: dtype is fp32, or left out for that of the weights")
+    saved = tuple(values["saved"].split("+")) if "saved" in values else ()
+    return Lora(rank, tuple(values.get("targets", "all-linear").split("+")), alpha, saved, dropout, "dtype" in values)
 
 
 @dataclass(frozen=True)
@@ -163,6 +192,8 @@ class Job:
         for name in ("script", "workload", "lora", "attention", "compiled", "lengths", "packed", "image_size"):
             if not data[name]:
                 del data[name]  # what is not used does not make an older study another's
+        if self.lora:
+            data["lora"] = self.lora.to_json()
         if self.task == CAUSAL:
             del data["task"]
         return data
@@ -181,6 +212,30 @@ class Job:
     def element_bytes(self) -> float:
         """Bytes of one element of a parameter, an activation or a gradient, in the precision of the model's arithmetic."""
         return 4.0 if self.precision == "fp32" else 2.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether weights, gradients and states are all in 16 bits, without 32-bit masters: plain torch, or DeepSpeed with the
+        precision's section switched off."""
+        section = self.base_config.get(self.precision)
+        return isinstance(section, dict) and section.get("enabled") is False
+
+    @property
+    def trained_bytes(self) -> float:
+        """Bytes of one element of a trainable parameter and of its gradient."""
+        return 4.0 if self.lora is not None and self.lora.fp32 and self.plain else self.element_bytes
+
+    @property
+    def autocast(self) -> str | None:
+        """`bfloat16` or `float16` where forward runs under torch's autocast (DeepSpeed's section `torch_autocast`)."""
+        section = self.base_config.get("torch_autocast")
+        if not isinstance(section, dict) or section.get("enabled") is not True:
+            return None
+        return (
+            "float16"
+            if str(section.get("dtype", "bfloat16")).removeprefix("torch.") in ("float16", "fp16")
+            else "bfloat16"
+        )
 
     @property
     def optimizer_kind(self) -> str:

@@ -96,9 +96,12 @@ def adapted(model: Any, job: Job) -> Any:
         r=job.lora.rank,
         lora_alpha=job.lora.alpha or 2 * job.lora.rank,
         target_modules=targets,
+        modules_to_save=list(job.lora.saved) or None,
+        lora_dropout=job.lora.dropout,
         task_type=_ADAPTED_AS.get(job.task),
     )
-    return get_peft_model(model, config, autocast_adapter_dtype=False)
+    # DeepSpeed's engine would make them 16 bits again
+    return get_peft_model(model, config, autocast_adapter_dtype=job.lora.fp32 and job.plain)
 
 
 def build_model(job: Job, device: torch.device, ds_config: dict[str, Any]) -> torch.nn.Module:

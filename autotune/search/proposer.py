@@ -263,7 +263,7 @@ class Proposer:
             return None
         table = self._predictions()
         gain = np.log(table.samples) + table.step_sigma - math.log(max(self.speed.values()))
-        gain *= _normal_cdf((self.hardware.ceiling_bytes - table.peak) / (WIDER * table.peak_sigma))
+        gain *= _normal_cdf((self.hardware.ceiling_bytes - table.needed) / (WIDER * table.peak_sigma))
         open_kinds = self._open & ~np.isin(self._kind, list(self._doubted_kinds))
         gain = np.where(open_kinds, gain, -np.inf)
         best = int(gain.argmax())
@@ -322,8 +322,8 @@ class Proposer:
     def _hopeless(self) -> tuple[Flags, Flags]:
         """(n,) each: whether the device's memory, and whether the host's, is predicted to be too small beyond doubt."""
         table = self._predictions()
-        hopeless = table.peak - HOPELESS_SIGMAS * table.peak_sigma > self.hardware.capacity_bytes
-        return hopeless, table.host * self.job.ranks > 1.1 * host_limit_bytes(self.hardware)
+        hopeless = table.needed - HOPELESS_SIGMAS * table.peak_sigma > self.hardware.capacity_bytes
+        return hopeless, table.host * self.job.ranks / self.hardware.nodes > 1.1 * host_limit_bytes(self.hardware)
 
     def _worth(self, alive: Flags | None = None) -> tuple[Floats, Floats]:
         """(gain a second, gain) of measuring each candidate; the first is minus infinity where it is ruled out.
@@ -332,7 +332,7 @@ class Proposer:
         `alive` marks the candidates that the running engine can measure without a new start.
         """
         table = self._predictions()
-        fits = _normal_cdf((self.hardware.ceiling_bytes - table.peak) / table.peak_sigma)
+        fits = _normal_cdf((self.hardware.ceiling_bytes - table.needed) / table.peak_sigma)
         hopeless, host = self._hopeless()
         barred = ~self._open | hopeless | host
         logs = np.log(table.samples)

@@ -1,13 +1,17 @@
 import json
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from autotune.cli import app
 from autotune.commands.plan import make_plan, plans
 from autotune.commands.request import Request
 from autotune.commands.setup import PlanSetup
 from autotune.errors import UserError
 from autotune.predict.predictor import Predictor
-from autotune.problem.hardware import named_hardware
+from autotune.problem.hardware import gpu_table, named_hardware
+from autotune.problem.prices import price_table
 from autotune.problem.space_file import parse_space
 from autotune.results.plan import Plan
 from tests.conftest import make_job
@@ -55,6 +59,19 @@ def test_a_global_batch_is_kept() -> None:
         (Request("gemma-2-2c", 4), ["rtx3090"], "gemma-2-2b"),
         (Request("gemma-2-2b", 4, seq_len=10**6), ["rtx3090"], "at most 8192"),
         (Request("gemma-2-2b", 4), [None], "no GPU"),
+        (Request("gemma-2-2b", 4, nodes=0), ["rtx3090"], "--nodes 0: expected at least 1"),
+        (Request("gemma-2-2b", 4, nodes=-2), ["rtx3090"], "--nodes -2"),
+        (Request("gemma-2-2b", 8, nodes=4000), ["rtx3090"], "32000 GPUs, expected at most 4096"),
+        (Request("gemma-2-2b", 4, tokens="0"), ["rtx3090"], "--tokens 0: expected between"),
+        (Request("gemma-2-2b", 4, tokens="-1e9"), ["rtx3090"], "--tokens -1e9"),
+        (Request("gemma-2-2b", 4, tokens="many"), ["rtx3090"], "--tokens many: expected a number"),
+        (Request("gemma-2-2b", 4, tokens=""), ["rtx3090"], "--tokens : expected a number"),
+        (Request("gemma-2-2b", 4, price=0.0), ["rtx3090"], "--price 0"),
+        (Request("gemma-2-2b", 4, price=float("nan")), ["rtx3090"], "--price nan"),
+        (Request("gemma-2-2b", 4, price=2.0), ["rtx3090", "h100"], "leave it out with --compare"),
+        (Request("gemma-2-2b", 4, host_memory="lots"), ["rtx3090"], "no size"),
+        (Request("gemma-2-2b", 4, memory_cap="600MiB"), ["rtx3090"], "context and NCCL"),
+        (Request("gemma-2-2b", 4, memory_cap="25GiB"), ["rtx3090"], "above the 24.00 GiB"),
     ],
 )
 def test_bad_input_is_said_in_one_line(request_: Request, names: list[str | None], said: str) -> None:
@@ -72,3 +89,119 @@ def test_a_variant_that_cannot_be_made_is_left_out_and_said() -> None:
     assert {one.candidate.get("attention") for one in plan.best} == {"sdpa"}
     assert plan.note.startswith("--attn flash_attention_3 computes in 16 bits")
     assert plan.note.endswith(": left out")
+
+
+def test_gpus_are_counted_in_each_node() -> None:
+    one, two = (plans(Request("llama-3.2-1b", 4, nodes=nodes, seq_len=1024), ["a100"])[0] for nodes in (1, 2))
+    assert (one.hardware.count, two.hardware.count, two.hardware.nodes, two.job.ranks) == (4, 8, 2, 8)
+    assert one.hardware.host_memory_bytes == two.hardware.host_memory_bytes  # of one node
+    assert two.best[0].samples_per_second > one.best[0].samples_per_second
+
+
+def test_the_fewest_gpus_are_exactly_those() -> None:
+    (plan,) = plans(Request("llama-3.1-8b", 8, seq_len=1024), ["a100"])
+    assert plan.own is not None
+    fewest = plan.own.fewest
+    assert fewest is not None
+    assert fewest.prediction.host_bytes == 0
+    count = fewest.hardware.count
+    assert 1 < count < 8
+    (exact,) = plans(Request("llama-3.1-8b", count, seq_len=1024), ["a100"])
+    (fewer,) = plans(Request("llama-3.1-8b", count - 1, seq_len=1024), ["a100"])
+    assert any(not one.host_bytes for one in exact.best)
+    assert all(one.host_bytes for one in fewer.best)
+    offloading = plan.own.fewest_offloading
+    assert offloading is not None
+    assert offloading.hardware.count < count
+    # what the main memory must hold is more than masters, states and gradients of all parameters
+    assert offloading.host_bytes * offloading.hardware.nodes > 16 * 8e9
+
+
+def test_beyond_a_machine_gpus_come_in_whole_nodes() -> None:
+    (plan,) = plans(Request("llama-3.1-8b", 4, seq_len=2048), ["rtx4090"])
+    assert plan.own is not None
+    fewest = plan.own.fewest
+    assert fewest is not None
+    assert fewest.hardware.count % 8 == 0 or fewest.hardware.count < 8
+    assert fewest.hardware.nodes == max(1, fewest.hardware.count // 8)
+
+
+def test_a_global_batch_leaves_out_counts_that_cannot_share_it() -> None:
+    (plan,) = plans(Request("llama-3.1-8b", 8, seq_len=1024, global_batch_size=16), ["a100"])
+    assert plan.own is not None
+    for card in (plan.own, *plan.cards):
+        for outlook in (card.fewest, card.fewest_offloading, card.best):
+            assert outlook is None or 16 % outlook.hardware.count == 0
+    assert any("twice the global batch: 32" in gain.what for gain in plan.gains) or plan.gains
+
+
+def test_cards_come_cheapest_first() -> None:
+    (plan,) = plans(Request("llama-3.2-1b", 2, seq_len=1024, tokens="1B"), ["a100"])
+    costs = [card.best.usd for card in plan.cards if card.best and card.best.usd is not None]
+    assert costs == sorted(costs)
+    assert {card.gpu for card in plan.cards} == set(gpu_table())
+    unpriced = [card for card in plan.cards if card.best and card.best.usd is None]
+    assert {card.gpu for card in unpriced}.isdisjoint(price_table())
+    for card in plan.cards:
+        if card.fewest and card.fewest_offloading:
+            assert card.fewest_offloading.hardware.count < card.fewest.hardware.count
+
+
+def test_a_card_without_bf16_is_taken_with_fp16_unless_bf16_was_typed() -> None:
+    free, typed = (
+        plans(Request("llama-3.2-1b", 1, seq_len=1024, precision=precision), ["a100"])[0]
+        for precision in (None, "bf16")
+    )
+    speed = [
+        next(card.best.tokens_per_second for card in plan.cards if card.gpu == "v100-32gb" and card.best)
+        for plan in (free, typed)
+    ]
+    assert speed[0] > 2 * speed[1]
+
+
+def test_your_own_price_and_memory_count() -> None:
+    (plan,) = plans(
+        Request("llama-3.2-1b", 2, seq_len=1024, price=0.5, host_memory="1TiB", memory_cap="20GiB"), ["a100"]
+    )
+    assert plan.outlook is not None
+    assert plan.outlook.usd_per_hour == pytest.approx(1.0)
+    assert not plan.host_assumed
+    assert plan.hardware.host_memory_bytes == 2**40
+    assert all(one.peak_bytes <= 20 * 2**30 for one in plan.best)
+    mine = next(card for card in plan.cards if card.gpu == "a100-80gb")
+    assert mine.best is not None
+    assert mine.best.hardware.capacity_bytes == 20 * 2**30
+    assert mine.best.price == plan.price
+
+
+def test_several_gpus_side_by_side_are_not_told_of_others() -> None:
+    for plan in plans(Request("llama-3.2-1b", 2, seq_len=1024), ["rtx4090", "a100"]):
+        assert plan.outlook is not None
+        assert plan.cards == ()
+        assert plan.own is None
+
+
+def test_what_helps_is_ranked_and_worth_it() -> None:
+    (plan,) = plans(Request("llama-3.1-8b", 4, seq_len=2048, nodes=2, global_batch_size=64), ["rtx4090"])
+    shares = [gain.share for gain in plan.gains]
+    assert shares == sorted(shares, reverse=True)
+    assert all(share >= 0.02 for share in shares)
+    said = " ".join(gain.what for gain in plan.gains)
+    assert "twice the GPUs: 16 x rtx4090 in 4 nodes" in said
+    assert "in place of rtx4090" in said
+
+
+def test_packing_helps_where_sequences_are_short(tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("100,900\n2000,10\n")
+    (plan,) = plans(Request("llama-3.2-1b", 2, lengths=lengths), ["a100"])
+    assert any("--packing" in gain.what for gain in plan.gains)
+
+
+def test_the_command_line_has_it_all() -> None:
+    done = CliRunner().invoke(
+        app, ["plan", "--model", "tiny-llama", "--gpu", "t4", "--gpus", "2", "--nodes", "2", "--tokens", "1T", "--json"]
+    )
+    assert done.exit_code == 0, done.output
+    data = json.loads(done.output)
+    assert (data["gpus"], data["nodes"], data["outlook"]["tokens"]) == (4, 2, 1e12)

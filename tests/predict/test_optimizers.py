@@ -4,9 +4,12 @@ from typing import Any
 
 import pytest
 
+from autotune.predict.knobs import columns_of
 from autotune.predict.optimizers import STATE_BYTES, stepper
+from autotune.predict.zero import bill
 from autotune.problem.job import OPTIMIZERS
-from tests.conftest import make_job
+from tests.conftest import make_candidate, make_job
+from tests.predict.recorded import SEQ_LEN, recorded_trace
 
 
 def of_config(kind: str, **params: Any) -> tuple[float, float, bool]:
@@ -72,3 +75,38 @@ def test_torchs_foreach_takes_what_is_said_of_it(kind: str, params: dict[str, An
         taken = live.peak
     expected = of_config(kind, **params)[1]
     assert taken / (elements * len(weights)) == pytest.approx(expected, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "states", "one_by_one"),
+    [("AdamW8bit", 2.03125, 0), ("paged_adamw_8bit", 0, 0), ("lion_8bit", 1.015625, 0), ("Adafactor", 0, 16)],
+)
+def test_states_that_are_not_as_wide_as_the_weights(kind: str, states: float, one_by_one: float) -> None:
+    one = stepper(make_job(base_config={"optimizer": {"type": kind}}))
+    assert one.known
+    assert (one.state_bytes, one.one_by_one_bytes, one.follows_weights) == (states, one_by_one, False)
+
+
+PLAIN = {"bf16": {"enabled": False}}
+
+
+@pytest.mark.parametrize(("params", "temporary"), [({}, 4), ({"fused": True}, 0)])
+def test_plain_torch_takes_foreach_unless_told(params: dict[str, Any], temporary: float) -> None:
+    config = {**PLAIN, "optimizer": {"type": "AdamW", "params": params}}
+    assert stepper(make_job(precision="bf16", base_config=config)).temporary_bytes == temporary
+    assert stepper(make_job(precision="bf16", base_config=PLAIN)).temporary_bytes == 4
+    assert not stepper(make_job(precision="bf16", base_config=config)).flattens
+
+
+@pytest.mark.parametrize(("ranks", "optimizer", "expected"), [(1, "AdamW", 2 * 2), (2, "AdamW", 2 * 2), (1, "Lion", 2)])
+def test_plain_torch_keeps_all_in_the_weights_own_type(ranks: int, optimizer: str, expected: float) -> None:
+    job = make_job(ranks, precision="bf16", seq_len=SEQ_LEN, base_config={**PLAIN, "optimizer": {"type": optimizer}})
+    trace = recorded_trace(job)
+    one = bill(job, trace, columns_of([make_candidate(0, 1)], job), "cuda")
+    elements = sum(trace.parameters)
+    assert one.parameters[0] == 2 * elements
+    assert one.optimizer[0] == expected * elements
+    assert one.gradients[0] == (2 * elements if ranks > 1 else 0), "DistributedDataParallel's buckets"
+    at = one.moments.index("step")
+    temporary = 2 if optimizer == "AdamW" else 0
+    assert one.temporaries[at, 0] == (2 + temporary) * elements

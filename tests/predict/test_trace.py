@@ -10,7 +10,7 @@ from autotune.predict import trace as tracing
 from autotune.predict import tracer
 from autotune.predict.closed_form import untraced_note
 from autotune.predict.passes import BACKWARD, FORWARD, Trace
-from autotune.predict.trace import trace_job
+from autotune.predict.trace import LOSSES, trace_job, trace_jobs
 from autotune.predict.tracer import Untraceable, trace_model
 from autotune.problem.job import parse_lora
 from autotune.problem.models import ModelSpec, resolve_model
@@ -78,6 +78,40 @@ def test_a_trace_is_cached_by_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
     files[0].write_text('{"plain": {}}')
     assert trace_job(make_job()) == made, "a damaged one is made anew"
+
+
+def test_many_jobs_are_traced_by_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracer_process: None
+) -> None:
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
+    broken = replace(make_job(), model=ModelSpec("none", {"model_type": "no-such-model"}, "a test"))
+    lora = make_job(
+        precision="bf16", lora=parse_lora("r=4,targets=q_proj,saved=lm_head"), attention="flash_attention_2"
+    )
+    told = []
+    jobs = [(make_job(), "own"), (make_job(ranks=1), "own"), (make_job(), "fused"), (broken, "own"), (lora, "own")]
+    trace_jobs(jobs, lambda made, of: told.append((made, of)))
+    assert told == [(n, 4) for n in range(1, 5)]
+    monkeypatch.setattr(tracing.subprocess, "run", lambda *a, **k: pytest.fail("traced again"))
+    monkeypatch.setattr(tracing.subprocess, "Popen", lambda *a, **k: pytest.fail("traced again"))
+    trace_jobs([job for job in jobs if job[0] is not broken])
+    assert trace_job(make_job()).exact
+    found = trace_job(lora)
+    head = make_job().model.config["vocab_size"] * make_job().model.config["hidden_size"]
+    assert max(found.parameters) == head  # trained whole beside the adapters
+    assert found.frozen
+
+
+def test_a_loss_keeps_what_its_code_keeps() -> None:
+    job = make_job(precision="bf16")
+    kept = {loss: trace_job(job, loss=loss).plain.after_forward[1] for loss in LOSSES}
+    logits = job.seq_len * job.model.config["vocab_size"]  # of one sequence
+    assert kept["chunked"] <= kept["fused"] < kept["shifted16"] < kept["shifted32"]
+    assert kept["shifted16"] < kept["shifted-cast"] <= kept["shifted32"]
+    flops = {loss: sum(trace_job(job, loss=loss).plain.flops) for loss in ("own", "chunked")}
+    assert flops["chunked"] == pytest.approx(flops["own"], rel=0.1)
+    # a copy of 4 bytes an element and log-probabilities of 4, against 2 and 2
+    assert kept["shifted32"] - kept["shifted16"] == pytest.approx(4 * logits, rel=0.6)
 
 
 def test_what_cannot_be_traced_falls_back_to_the_closed_form_and_says_so(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from autotune.predict.knobs import columns_of
 from autotune.predict.passes import BACKWARD, FORWARD, Pass, Trace
-from autotune.predict.zero import Bill, bill, bypassing, gathered_bytes
+from autotune.predict.zero import Bill, bill, bypassing, gathered_bytes, persistent
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
@@ -57,6 +57,7 @@ SPARING = Pass([FORWARD, BACKWARD], [300, 400], [1, 2], [0, 120], [0, 0], (0, 0)
 TRACE = Trace([30, 60, 10], 0, PLAIN, SPARING, largest=60)
 BATCH = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1}
 STAGE_3 = {
+    "zero_optimization.stage3_param_persistence_threshold": 0,
     "reduce_bucket_size": 40,
     "sub_group_size": 35,
     "zero_optimization.stage3_prefetch_bucket_size": 5,
@@ -439,7 +440,7 @@ def test_gradients_that_pass_the_bucket_by(bucket: int, grads: float, expected: 
         (160, 10**9, 5, 85),  # half the distance (forward and backward) stays
         (160, 70, 5, 75),  # but no more than may live
         (10**9, 10**9, 5, 100),  # no more than there is
-        (0, 10**9, 50, 100),
+        (0, 10**9, 50, 50),  # nothing is kept for a later use
     ],
 )
 def test_the_turn_from_forward_to_backward(reuse: int, live: int, prefetch: int, elements: int) -> None:
@@ -449,10 +450,18 @@ def test_the_turn_from_forward_to_backward(reuse: int, live: int, prefetch: int,
         f"{zero}max_reuse_distance": reuse,
         f"{zero}max_live_parameters": live,
         f"{zero}prefetch_bucket_size": prefetch,
+        f"{zero}param_persistence_threshold": 0,
     }
     columns = columns_of([Candidate.of(knobs)] * 2, make_job())
     assert gathered_bytes(TRACE, columns, 2.0, 2.0).tolist() == [2 * elements] * 2
     assert gathered_bytes(TRACE, columns, 2.0, 1.0).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(("threshold", "elements"), [(0, 0), (39, 0), (40, 40), (10**5, 100)])
+def test_small_parameters_are_always_whole(threshold: int, elements: int) -> None:
+    knobs = {"zero_stage": 3, "zero_optimization.stage3_param_persistence_threshold": threshold}
+    trace = dataclasses.replace(TRACE, parameters=[60], frozen=40, frozen_sizes=[40])
+    assert persistent(trace, columns_of([Candidate.of(knobs)], make_job())).tolist() == [elements]
 
 
 # -- what holds for any model --------------------------------------------------------------------------------------------

@@ -404,3 +404,24 @@ def test_rates_given_outright_outrank_the_table() -> None:
     assert own.gpu_facts is not None
     assert (own.gpu_facts.name, own.gpu_facts.tflops) == ("h100", 1.0)
     assert Hardware("cpu", "x", 1, GIB, None, GIB).gpu_facts is None
+
+
+def test_nodes_share_the_devices_and_have_a_network_each() -> None:
+    found = named_hardware("a100-80gb", 16, nodes=2)
+    assert (found.per_node, found.network_gb_per_s) == (8, 200.0)
+    assert found.host_memory_bytes == 256 * GIB  # of one node
+    assert str(found) == "16 x a100-80gb (79.99 GiB) on 2 nodes"
+    assert Hardware.from_json(found.to_json()) == found
+    assert named_hardware("h100", 8, nodes=2).network_gb_per_s == 200.0  # an adapter a GPU
+    assert named_hardware("rtx4090", 8, nodes=2).network_gb_per_s == 12.5
+    assert named_hardware("h100-pcie", 8, nodes=2).network_gb_per_s == 12.5
+    known = dataclasses.replace(gpu_table()["a100-80gb"], network_gb_per_s=50.0)
+    assert dataclasses.replace(found, rates=dataclasses.asdict(known)).network_gb_per_s == 50.0
+
+
+@pytest.mark.parametrize("nodes", [0, -1, 3, 16])
+def test_nodes_must_divide_the_devices(nodes: int) -> None:
+    with pytest.raises(UserError, match=f"--nodes {nodes}: expected a divisor"):
+        named_hardware("a100-80gb", 8, nodes=nodes)
+    with pytest.raises(UserError, match="cannot be split"):
+        dataclasses.replace(named_hardware("a100-80gb", 8), nodes=nodes)

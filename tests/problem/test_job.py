@@ -161,6 +161,11 @@ def test_tokens_of_a_sequence() -> None:
         ("targets=all-linear", Lora(16), "r=16"),
         ("alpha=0", Lora(16, alpha=0), "r=16,alpha=0"),
         ("targets=a=b", Lora(16, ("a=b",)), "r=16,targets=a=b"),
+        (
+            "r=64,saved=embed_tokens+lm_head",
+            Lora(64, saved=("embed_tokens", "lm_head")),
+            "r=64,saved=embed_tokens+lm_head",
+        ),
     ],
 )
 def test_lora(text: str, expected: Lora, short: str) -> None:
@@ -332,3 +337,11 @@ def test_what_is_no_config(tmp_path: Path, content: bytes | None, message: str) 
 def test_a_job_needs_no_more_than_a_model_and_a_shape() -> None:
     job = Job(ModelSpec("m", {}, "here"), 1, 8)
     assert (job.precision, job.optimizer, job.base_config, job.lora) == ("bf16", "adamw", {}, None)
+
+
+def test_lora_with_whole_modules_is_another_job_and_without_them_the_same_as_before() -> None:
+    plain, whole = Lora(8), Lora(8, saved=("lm_head",))
+    assert "saved" not in make_job(lora=plain).to_json()["lora"]
+    for lora in (plain, whole):
+        assert Job.from_json(make_job(lora=lora).to_json()).lora == lora
+    assert make_job(lora=plain).key != make_job(lora=whole).key

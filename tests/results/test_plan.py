@@ -1,13 +1,28 @@
+import dataclasses
+import io
+import json
+
 import pytest
 from rich.console import Console
 
-from autotune.commands.plan import make_plan
+from autotune.commands.plan import make_plan, plans
+from autotune.commands.request import Request
 from autotune.commands.setup import PlanSetup
+from autotune.predict.known_error import JobKind, KnownError, KnownErrors
 from autotune.predict.predictor import Predictor
 from autotune.problem.hardware import named_hardware
+from autotune.problem.prices import Price
 from autotune.problem.space_file import load_space
-from autotune.results.plan import BAR, bar, show_comparison, show_plan
+from autotune.results.plan import Outlook, Plan
+from autotune.results.plan_view import BAR, WIDTH, bar, describe_errors, short, show_comparison, show_plan
 from tests.conftest import make_job
+
+
+def shown(plan: Plan) -> str:
+    out = Console(record=True, width=140, file=io.StringIO())
+    show_plan(plan, out)
+    show_comparison([plan], out)
+    return out.export_text()
 
 
 def test_what_is_shown() -> None:
@@ -15,10 +30,7 @@ def test_what_is_shown() -> None:
     hardware = named_hardware("rtx4090", 2)
     setup = PlanSetup(job=job, hardware=hardware, space=load_space("default"))
     plan = make_plan(setup, Predictor(job, hardware))
-    out = Console(record=True, width=140, file=open("/dev/null", "w"))  # noqa: SIM115
-    show_plan(plan, out)
-    show_comparison([plan], out)
-    text = out.export_text()
+    text = shown(plan)
     assert "largest micro-batch by stage" in text
     for stage in range(4):
         assert f"ZeRO {stage}" in text
@@ -27,3 +39,120 @@ def test_what_is_shown() -> None:
     drawn = bar(fitting, hardware).plain
     assert len(drawn) == BAR
     assert drawn.count("█") == pytest.approx(BAR * fitting.peak_bytes / hardware.capacity_bytes, abs=2)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Plan:
+    """A plan with everything in it: several nodes, offload, a global batch, tokens."""
+    request = Request("llama-3.2-1b", 2, seq_len=1024, nodes=2, tokens="2B", global_batch_size=64)
+    (plan,) = plans(request, ["rtx4090"])
+    return plan
+
+
+def test_a_whole_plan_is_readable_in_100_columns(whole: Plan) -> None:
+    text = shown(whole)
+    assert all(len(line.rstrip()) <= WIDTH for line in text.splitlines())
+    for said in (
+        "4 x rtx4090",
+        "2 in each",
+        "tokens/s (",
+        "MFU",
+        "2 B tokens",
+        "at $0.59 a GPU and hour (RunPod, 2026-01)",
+        "limited by",
+        "ZeRO",
+        "what would help most",
+        "main memory a node for offload",
+        "fewest rtx4090:",
+        "cheapest cards for 2 B tokens",
+        "Prices are rough",
+    ):
+        assert said in " ".join(text.split()), said
+
+
+def test_programs_are_told_the_same(whole: Plan) -> None:
+    data = json.loads(json.dumps(whole.to_json()))
+    assert (data["gpus"], data["nodes"], data["gpus_per_node"]) == (4, 2, 2)
+    outlook = data["outlook"]
+    assert outlook["tokens_per_second"] == pytest.approx(data["best"][0]["tokens_per_second"])
+    assert outlook["hours"] == pytest.approx(2e9 / outlook["tokens_per_second"] / 3600)
+    assert outlook["usd"] == pytest.approx(outlook["hours"] * 4 * 0.59)
+    for name in ("tokens_per_second", "mfu", "hours", "usd"):
+        low, high = outlook[f"{name}_interval"]
+        assert low < outlook[name] < high
+    assert data["fewest_gpus"]["gpu"] == "rtx4090"
+    assert {card["gpu"] for card in data["cards"]} >= {"h100", "t4"}
+    assert data["would_help"][0]["share"] >= data["would_help"][-1]["share"]
+    assert {need["stage"] for need in data["offload"]} == {1, 2, 3}
+    assert set(data["measured_error"]) == {"kind", "peak", "step", "every_kind"}
+
+
+def test_an_outlook_without_a_price_or_a_known_card(whole: Plan) -> None:
+    outlook = whole.outlook
+    assert outlook is not None
+    unknown = dataclasses.replace(outlook, price=None, hardware=dataclasses.replace(outlook.hardware, facts=None))
+    assert (unknown.usd, unknown.usd_interval, unknown.usd_per_hour) == (None, None, None)
+    assert (unknown.mfu, unknown.mfu_interval) == (None, None)
+    assert json.dumps(unknown.to_json())
+    assert "no price known (--price)" in shown(dataclasses.replace(whole, price=None))
+
+
+def test_mfu_counts_what_the_model_computes(whole: Plan) -> None:
+    outlook = whole.outlook
+    assert isinstance(outlook, Outlook)
+    assert outlook.mfu is not None
+    # 6 FLOPs a parameter and token, and some for attention
+    parameters = outlook.job.model.parameters or 0
+    least = 6 * parameters * outlook.tokens_per_second / 4 / 165.2e12
+    assert least < outlook.mfu < 1.5 * least
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    (plan,) = plans(Request("llama-3.1-8b", 1, seq_len=2048), ["rtx3060"])
+    assert plan.outlook is None
+    assert plan.gains == ()
+    text = shown(plan)
+    assert "nothing of the space is predicted to fit" in text
+    assert "nearest: " in text
+    assert "fewest rtx3060: " in text
+    assert "cheapest cards for 1 B tokens" in text
+    assert "a GPU is still too small" in text
+
+
+KIND = JobKind("lora", 3, True, "nodes")
+
+
+@pytest.mark.parametrize(
+    ("errors", "said"),
+    [
+        (
+            KnownErrors(KIND, None, None, None, None),
+            "no measured rows for this kind of job (LoRA, ZeRO 3 with offload, several nodes)",
+        ),
+        (
+            KnownErrors(KIND, None, None, KnownError(90, 7, 0.05, 0.95), None),
+            "no measured rows for this kind of job (LoRA, ZeRO 3 with offload, several nodes); of every kind: memory off by "
+            "5% (median of 90 published rows, 7 sources), no measured step of this kind",
+        ),
+        (
+            KnownErrors(
+                JobKind("full", 2, False, "one"), KnownError(1, 1, 0.123, 1.0), KnownError(4, 1, 0.2, 0.5), None, None
+            ),
+            "full training, ZeRO 2, one GPU: memory off by 12% (1 published row), step off by 20% (median of 4 published "
+            "rows, 1 source)",
+        ),
+    ],
+)
+def test_errors_in_words(errors: KnownErrors, said: str) -> None:
+    assert describe_errors(errors) == said
+    assert json.dumps(errors.to_json())
+
+
+def test_a_short_name_has_the_knobs_that_decide(whole: Plan) -> None:
+    candidate = whole.best[0].candidate
+    assert str(candidate).startswith(short(candidate))
+    assert "rbs=" not in short(candidate)
+
+
+def test_a_price_in_words() -> None:
+    assert str(Price(2.5, "yours", "", "--price")) == "$2.50 a GPU and hour (yours)"

@@ -1,0 +1,69 @@
+"""The machines that a plan is for: named ones, or as many like this one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autotune.errors import UserError
+from autotune.predict.constants import overhead_prior
+from autotune.problem.hardware import Hardware, detect, named_hardware
+from autotune.units import GIB, format_bytes
+
+MOST_GPUS = 4096  # in all; two rates of links say too little of more
+
+
+def planned_hardware(
+    name: str | None,
+    gpus_per_node: int,
+    nodes: int,
+    headroom: float,
+    host_memory_bytes: int | None = None,
+    memory_cap_bytes: int | None = None,
+) -> Hardware:
+    """`gpus_per_node` of the named GPU, or of the machine's own, in each of `nodes` machines.
+
+    Args:
+        host_memory_bytes: of each machine; None: as measured, or 32 GiB a GPU.
+        memory_cap_bytes: what one rank may use of its GPU.
+
+    Raises:
+        UserError: counts that make no sense, or no such GPU.
+    """
+    if not 1 <= gpus_per_node <= 100_000:
+        raise UserError(f"--gpus {gpus_per_node}: expected between 1 and 100000")
+    if nodes < 1:
+        raise UserError(f"--nodes {nodes}: expected at least 1")
+    count = gpus_per_node * nodes
+    if nodes > 1 and count > MOST_GPUS:
+        raise UserError(
+            f"--nodes {nodes}: with --gpus {gpus_per_node} in each that is {count} GPUs, expected at most {MOST_GPUS}"
+        )
+    if name is None:
+        found = detect("auto", gpus_per_node, headroom=headroom)
+        hardware = dataclasses.replace(found, count=count, nodes=nodes)
+    else:
+        hardware = named_hardware(name.strip(), count, headroom=headroom, nodes=nodes)
+    if memory_cap_bytes is not None and memory_cap_bytes > hardware.capacity_bytes:
+        raise UserError(
+            f"--memory-cap {format_bytes(memory_cap_bytes)} is above the {format_bytes(hardware.capacity_bytes)} of one "
+            f"{hardware.name}: give less, or leave it out"
+        )
+    host = host_memory_bytes or hardware.host_memory_bytes
+    return roomy(dataclasses.replace(hardware, host_memory_bytes=host, memory_cap_bytes=memory_cap_bytes))
+
+
+def roomy(hardware: Hardware) -> Hardware:
+    """The hardware, if one of its GPUs has memory for more than what every process takes of it.
+
+    Raises:
+        UserError: it has not.
+    """
+    if hardware.device != "cuda":
+        return hardware
+    taken = overhead_prior(hardware, hardware.count).mean * GIB
+    if hardware.ceiling_bytes <= taken:
+        raise UserError(
+            f"{hardware.name}: the {format_bytes(hardware.ceiling_bytes)} that a rank may use of it are less than the "
+            f"{format_bytes(taken)} of CUDA's context and NCCL: free its memory, or take another card"
+        )
+    return hardware
