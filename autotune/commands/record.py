@@ -10,6 +10,7 @@ from autotune.errors import UserError
 from autotune.executors.replay import Row, write_landscape
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind
+from autotune.problem.tasks import CAUSAL
 from autotune.search.study import RESUME, SEARCH, StudyStore
 from autotune.units import GIB
 
@@ -61,6 +62,7 @@ def _facts(store: StudyStore) -> dict[str, Any]:
         "seq_len": job.seq_len,
         "precision": job.precision,
         "optimizer": job.optimizer,
+        **({"task": job.task, "image_size": job.image_size} if job.task != CAUSAL else {}),
         "global_batch_size": job.global_batch_size,
         "device": hardware.device,
         "gpu": hardware.name,

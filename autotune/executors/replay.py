@@ -25,6 +25,7 @@ from autotune.problem.job import Job
 from autotune.problem.models import ModelSpec, resolve_model
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
 from autotune.problem.space import Domain, SearchSpace
+from autotune.problem.tasks import CAUSAL
 from autotune.units import GIB
 
 RESULTS = ("peak_gib", "step_seconds", "startup_seconds", "outcome")
@@ -72,6 +73,8 @@ class Landscape:
             str(facts["precision"]).lower(),
             str(facts.get("optimizer", "adamw")).lower(),
             int(batch) if batch else None,
+            task=str(facts.get("task", CAUSAL)),
+            image_size=facts.get("image_size"),
         )
 
     def hardware(self, headroom: float = 0.0) -> Hardware:

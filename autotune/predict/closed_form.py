@@ -7,14 +7,24 @@ import math
 from typing import Any
 
 from autotune.errors import UserError
+from autotune.predict.constants import UNTRACED
 from autotune.predict.flops import dense_shape, matmul_parameters
 from autotune.predict.passes import BACKWARD, FORWARD, Pass, Trace
 from autotune.problem.job import Job
+from autotune.problem.tasks import IMAGE_TEXT, SEQ2SEQ
 
 _KEPT_BY_CHECKPOINTS = 0.15  # of what a forward saves: inputs of layers and the head, by the shipped models' traces
 
 
 Sizes = tuple[list[int], int]  # elements of each trainable parameter, and of all frozen ones
+
+
+def untraced_note(why: str) -> str:
+    """What stands in for a trace, and at what price."""
+    return (
+        f"not traced ({why}): closed form, what a dense model of these sizes keeps and computes; intervals of activations "
+        f"and times are {UNTRACED:g} times as wide"
+    )
 
 
 def closed_form_trace(job: Job, why: str, sizes: Sizes | None = None) -> Trace:
@@ -26,11 +36,11 @@ def closed_form_trace(job: Job, why: str, sizes: Sizes | None = None) -> Trace:
     Raises:
         UserError: neither the configuration's shape nor the sizes are known.
     """
-    note = f"not traced ({why}): closed form"
+    note = untraced_note(why)
     text: dict[str, Any] = job.model.config.get("text_config") or job.model.config
-    shape, products = dense_shape(job.model.config), matmul_parameters(job.model.config)
+    shape, products = dense_shape(job.model.config), matmul_parameters(job.model.config, job.task)
     hidden = text.get("hidden_size", text.get("n_embd"))
-    if shape is None or products is None or not isinstance(hidden, int):
+    if shape is None or products is None or not isinstance(hidden, int) or job.task in (SEQ2SEQ, IMAGE_TEXT):
         if sizes is None or not sizes[0]:
             raise UserError(
                 f"model {job.model.name} cannot be built here ({why}), and its configuration names no shape to "

@@ -22,7 +22,9 @@ class Counters:
         self.gradients = 0.0  # bytes that parameters hold by now
         self.in_use = 0.0  # bytes of parameters that running modules use
         self.base = 0.0  # bytes alive before the run: parameters and buffers
-        self.events: list[tuple[int, float, float, float]] = []  # phase, bytes beside gradients, gradients, in use
+        self.section = 0  # of the model: what runs before an encoder's end, after it, and its own backward
+        # phase, bytes beside gradients, gradients, in use, section
+        self.events: list[tuple[int, float, float, float, int]] = []
         self.flops = [0.0, 0.0]
         self.attention = [0.0, 0.0]
         self.moved = [0.0, 0.0]
@@ -53,13 +55,13 @@ class Counters:
         grew, self.last = alive > self.last, alive
         if not grew:
             return
-        self.events.append((self.phase, alive - self.base - self.gradients, self.gradients, self.in_use))
+        self.events.append((self.phase, alive - self.base - self.gradients, self.gradients, self.in_use, self.section))
 
 
 def joined(two: Counters, three: Counters) -> Pass:
     """The Pass of a model, from runs with micro-batches of two and three sequences, allocation by allocation."""
     events = [np.array(run.events, dtype=float) for run in (two, three)]
-    if events[0].shape != events[1].shape or (events[0][:, 0] != events[1][:, 0]).any():
+    if events[0].shape != events[1].shape or (events[0][:, [0, 4]] != events[1][:, [0, 4]]).any():
         events = [_phase_peaks(table) for table in events]
     first, second = events
     slope = second[:, 1] - first[:, 1]
@@ -74,6 +76,7 @@ def joined(two: Counters, three: Counters) -> Pass:
         per_sequence=list(slope),
         gradients=list(first[:, 2]),
         in_use=list(first[:, 3]),
+        section=[int(s) for s in first[:, 4]],
         after_forward=(two.after_forward - 2 * after, after),
         flops=flops,
         attention=attention,
@@ -86,11 +89,14 @@ def joined(two: Counters, three: Counters) -> Pass:
 def _phase_peaks(table: Any) -> Any:
     """The highest entry of each phase, for two runs whose allocations cannot be matched one to one."""
     rows = [table[table[:, 0] == phase] for phase in (FORWARD, BACKWARD)]
-    return np.array([row[(row[:, 1] + row[:, 2]).argmax()] for row in rows])
+    highest = np.array([row[(row[:, 1] + row[:, 2]).argmax()] for row in rows])
+    highest[:, 4] = 0.0
+    return highest
 
 
 def follow(model: Any, counters: Counters) -> None:
-    """Tells the counters which parameters the running modules use, and which gradients parameters hold already."""
+    """Tells the counters which parameters the running modules use, which gradients parameters hold already, and where an
+    encoder ends."""
 
     def accumulated(parameter: Any) -> None:
         counters.gradients += _bytes(parameter)
@@ -102,6 +108,28 @@ def follow(model: Any, counters: Counters) -> None:
         own = list(module.parameters(recurse=False))
         if own:
             _ModuleUse(module, own, counters)
+
+
+def follow_encoder(encoder: Any, counters: Counters) -> None:
+    """Begins a section after the encoder's forward, and another once the gradient of an output is there."""
+
+    awaited = False
+
+    def backward_begins(*_: Any) -> None:
+        nonlocal awaited
+        counters.section += awaited
+        awaited = False
+
+    def forward_ends(module: Any, args: Any, output: Any) -> None:
+        nonlocal awaited
+        counters.section += 1
+        awaited = True
+        found = output.values() if isinstance(output, dict) else output
+        for one in [one for many in found for one in (many if isinstance(many, tuple) else (many,))]:
+            if getattr(one, "requires_grad", False):
+                one.register_hook(backward_begins)
+
+    encoder.register_forward_hook(forward_ends)
 
 
 class _ModuleUse:

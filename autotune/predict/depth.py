@@ -1,89 +1,193 @@
-"""A deep model's pass from those of two shallow ones: layers repeat, so each adds what the one before it added.
+"""A deep model's pass from those of shallow ones: layers repeat, so each adds what the one before it added.
 
-Nothing here imports torch: configurations are any objects with transformers' attributes.
+A model has one stack of layers or two, an encoder's and a decoder's. Nothing here imports torch: configurations are any
+objects with transformers' attributes.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from autotune.predict.passes import BACKWARD, FORWARD, Pass
+from autotune.predict.passes import Pass
+
+Depths = dict[str, int]  # layers by the attribute that counts them, of each stack
+
+# The attributes that count an encoder-decoder's layers (T5's and BART's families).
+_TWO_STACKS = (("num_layers", "num_decoder_layers"), ("encoder_layers", "decoder_layers"))
 
 
-def small_depths(config: Any) -> tuple[int, int] | None:
-    """Two depths whose difference is whole periods of the layers' pattern, or None where all layers must be run."""
-    text = config.get_text_config()
-    deep = getattr(text, "num_hidden_layers", None)
-    if not isinstance(deep, int) or config.get_text_config() is not config:
+class Extrapolation(NamedTuple):
+    """Which shallow models stand for a deep one."""
+
+    short: Depths
+    longer: list[tuple[Depths, float]]  # what has grown from `short`, and how many times it grows once more
+
+
+def extrapolation(config: Any) -> Extrapolation | None:
+    """The shallow models whose passes give that of the configuration; None where all layers must be run.
+
+    An encoder-decoder's two stacks grow together where they are equally deep.
+    """
+    deep = depths_of(config)
+    if deep is None:
         return None
+    small = {name: _small_depths(*_place(config, name), _least_layers(config, name)) for name in deep}
+    short = {name: small[name][0] if small[name] else deep[name] for name in deep}  # type: ignore[index]
+    grown: dict[tuple[int, int, int], Depths] = {}
+    for name, pair in small.items():
+        if pair is not None:
+            grown.setdefault((*pair, deep[name]), {})[name] = pair[1]
+    longer = [({**short, **changed}, (whole - high) / (high - low)) for (low, high, whole), changed in grown.items()]
+    return Extrapolation(short, longer) if longer else None
+
+
+def depths_of(config: Any) -> Depths | None:
+    """The layers of a configuration's stacks, of a model with images those of its text; None for other kinds of models."""
+    text = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        for names in _TWO_STACKS:
+            if all(isinstance(getattr(config, name, None), int) for name in names):
+                return {name: getattr(config, name) for name in names}
+        return None
+    if text is not config and text is not getattr(config, "text_config", None):
+        return None
+    deep = getattr(text, "num_hidden_layers", None)
+    if not isinstance(deep, int):
+        return None
+    return {"num_hidden_layers": deep, **_tower_depths(config)}
+
+
+def _tower_depths(config: Any) -> Depths:
+    """Of a tower for images, where its layers do the same whichever they are."""
+    vision = getattr(config, "vision_config", None)
+    taken = getattr(config, "vision_feature_layer", -1)  # which layer's output is used, from the end
+    if getattr(vision, "deepstack_visual_indexes", None) or not isinstance(taken, int) or taken >= 0:
+        return {}
+    names = [name for name in ("depth", "num_hidden_layers") if isinstance(getattr(vision, name, None), int)]
+    return {f"vision_config.{name}": getattr(vision, name) for name in names[:1]}
+
+
+def _place(config: Any, name: str) -> tuple[Any, str]:
+    """The part of a configuration that has the attribute of a stack, and the attribute."""
+    part, dot, attribute = name.rpartition(".")
+    if dot:
+        return getattr(config, part), attribute
+    return (config.get_text_config() if name == "num_hidden_layers" else config), name
+
+
+def _least_layers(config: Any, name: str) -> int:
+    """Of the layers of a text the first may take features of an image each (Qwen3-VL), of a tower the last may be unused;
+    two more are alike."""
+    if "." in name:
+        return 1 - int(getattr(config, "vision_feature_layer", -1)) + 1
+    return 2 + len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+
+
+def _small_depths(text: Any, name: str, least: int) -> tuple[int, int] | None:
+    """Two depths whose difference is whole periods of the layers' pattern, or None where all layers must be run."""
+    deep = getattr(text, name)
     if getattr(text, "num_kv_shared_layers", 0) or getattr(text, "mlp_only_layers", None):
         return None
     if getattr(text, "first_k_dense_replace", 0) or (getattr(text, "decoder_sparse_step", 1) or 1) > 1:
         return None
-    period = 1
-    for value in vars(text).values():
-        if isinstance(value, list | tuple) and len(value) == deep:
-            period = max(period, _period(list(value)))
+    if getattr(text, "sparse_step", 0) or getattr(text, "encoder_sparse_step", 0):  # experts in some layers alone
+        return None
+    patterns = [list(value) for value in vars(text).values() if isinstance(value, list | tuple) and len(value) == deep]
+    if _whole_blocks(text):
+        patterns.append([layer in _whole_blocks(text) for layer in range(deep)])
+    period = max((_period(pattern) for pattern in patterns), default=1)
     short = deep % period + period
-    while short < 2:
+    while short < least:
         short += period
     long = short + period
     return (short, long) if long + 1 < deep else None
+
+
+def _whole_blocks(vision: Any) -> list[int]:
+    """The layers of a tower whose attention spans the image; the others' spans windows (Qwen2.5-VL)."""
+    return list(getattr(vision, "fullatt_block_indexes", None) or ())
 
 
 def _period(values: list[Any]) -> int:
     return next(n for n in range(1, len(values) + 1) if all(v == values[i % n] for i, v in enumerate(values)))
 
 
-def at_depth(config: Any, layers: int) -> Any:
+def at_depth(config: Any, depths: Depths) -> Any:
     """A copy of a transformers configuration with fewer layers, lists of one entry a layer cut to it."""
     changed = copy.deepcopy(config)
-    deep = config.num_hidden_layers
-    for name, value in list(vars(changed).items()):
-        if isinstance(value, list | tuple) and len(value) == deep:
-            setattr(changed, name, type(value)(value[:layers]))
-    changed.num_hidden_layers = layers
+    for stack, layers in depths.items():
+        part, name = _place(changed, stack)
+        deep = getattr(part, name)
+        for key, value in list(vars(part).items()):
+            if isinstance(value, list | tuple) and len(value) == deep > layers:
+                setattr(part, key, type(value)(value[:layers]))
+        if _whole_blocks(part):
+            part.fullatt_block_indexes = [layer for layer in _whole_blocks(part) if layer < layers]
+        setattr(part, name, layers)
     return changed
 
 
-def extrapolate(short: Pass, long: Pass, depths: tuple[int, int], deep: int) -> Pass:
-    """The pass of a model `deep` layers deep from those of two shallower ones.
+def extrapolate(short: Pass, longer: Sequence[tuple[Pass, float]]) -> Pass:
+    """The pass of a deep model from that of a shallow one, and from those of deeper ones with the times that what they add
+    is added once more.
 
-    Each phase's first half of allocations is matched from its beginning and the second half from its end: what lies
-    between are whole layers more of the same.
+    Allocations are matched section by section of each phase (a model's stacks and what surrounds them): the first half from
+    the section's beginning and the second half from its end. What lies between are whole layers more of the same.
     """
-    factor = (deep - depths[1]) / (depths[1] - depths[0])
+    names = ("fixed", "per_sequence", "gradients", "in_use")
+    places = [_matched(short, long) for long, _ in longer]
 
-    def further(a: float, b: float) -> float:
-        return b + (b - a) * factor
+    def further(of_short: float, of_longer: Sequence[float]) -> float:
+        # the last of several has all that the short one has, too: only what each adds is multiplied
+        return of_short + sum(
+            (more - of_short) * (factor + 1) for more, (_, factor) in zip(of_longer, longer, strict=True)
+        )
 
-    phase: list[int] = []
-    columns: dict[str, list[float]] = {name: [] for name in ("fixed", "per_sequence", "gradients", "in_use")}
-    for kind in (FORWARD, BACKWARD):
-        mine = [i for i, p in enumerate(short.phase) if p == kind]
-        theirs = [i for i, p in enumerate(long.phase) if p == kind]
-        for at, i in enumerate(mine):
-            j = theirs[at] if at < len(mine) / 2 else theirs[len(theirs) - len(mine) + at]
-            phase.append(kind)
-            for name, column in columns.items():
-                column.append(further(getattr(short, name)[i], getattr(long, name)[j]))
-    after: Any = tuple(further(a, b) for a, b in zip(short.after_forward, long.after_forward, strict=True))
-    flops: Any = tuple(further(a, b) for a, b in zip(short.flops, long.flops, strict=True))
-    attention: Any = tuple(further(a, b) for a, b in zip(short.attention, long.attention, strict=True))
-    operators: Any = tuple(further(a, b) for a, b in zip(short.operators, long.operators, strict=True))
-    frozen: Any = tuple(further(a, b) for a, b in zip(short.frozen_only, long.frozen_only, strict=True))
-    moved: Any = tuple(
-        tuple(further(a, b) for a, b in zip(one, other, strict=True))
-        for one, other in zip(short.moved, long.moved, strict=True)
-    )
+    columns: dict[str, list[float]] = {
+        name: [
+            further(value, [getattr(long, name)[at[i]] for at, (long, _) in zip(places, longer, strict=True)])
+            for i, value in enumerate(getattr(short, name))
+        ]
+        for name in names
+    }
+
+    def pair(name: str, *parts: int) -> Any:
+        runs = [short, *(long for long, _ in longer)]
+        values = [getattr(run, name) for run in runs]
+        for part in parts:
+            values = [value[part] for value in values]
+        return tuple(further(first, others) for first, *others in zip(*values, strict=True))
+
     return Pass(
-        phase,
-        **columns,
-        after_forward=after,
-        flops=flops,
-        attention=attention,
-        moved=moved,
-        operators=operators,
-        frozen_only=frozen,
+        list(short.phase),
+        fixed=columns["fixed"],
+        per_sequence=columns["per_sequence"],
+        gradients=columns["gradients"],
+        in_use=columns["in_use"],
+        after_forward=pair("after_forward"),
+        flops=pair("flops"),
+        attention=pair("attention"),
+        moved=(pair("moved", 0), pair("moved", 1)),
+        operators=pair("operators"),
+        frozen_only=pair("frozen_only"),
     )
+
+
+def _matched(short: Pass, long: Pass) -> list[int]:
+    """For each allocation of the shallow model the one of the deeper model that it stands for."""
+    found = [0] * len(short.phase)
+    of_mine, of_theirs = _sections(short), _sections(long)
+    for section in dict.fromkeys(of_mine):
+        mine = [i for i, one in enumerate(of_mine) if one == section]
+        theirs = [i for i, one in enumerate(of_theirs) if one == section]
+        for at, i in enumerate(mine):
+            from_end = len(theirs) - len(mine) + at
+            found[i] = theirs[at] if at < len(mine) / 2 else theirs[from_end]
+    return found
+
+
+def _sections(run: Pass) -> list[tuple[int, int]]:
+    """(phase, section) of each allocation."""
+    return list(zip(run.phase, run.section or [0] * len(run.phase), strict=True))

@@ -5,43 +5,132 @@ from __future__ import annotations
 from typing import Any
 
 from autotune.problem.job import Job
+from autotune.problem.tasks import CAUSAL, DECODED, IMAGE_TEXT, MASKED, SEQ2SEQ, told_image_size
+
+Config = dict[str, Any]
+
+# Architectures whose MLP has two matrices; others gate it by a third.
+_UNGATED = frozenset(
+    ("gpt2", "phi", "gpt_neox", "opt", "mpt", "bert", "roberta", "xlm-roberta", "camembert", "electra")
+)
+_UNGATED |= {
+    "deberta",
+    "deberta-v2",
+    "distilbert",
+    "albert",
+    "bart",
+    "mbart",
+    "blenderbot",
+    "pegasus",
+    "marian",
+    "m2m_100",
+}
+_UNGATED |= {"clip_vision_model", "siglip_vision_model", "idefics3_vision", "qwen2_vl", "qwen3_vl"}  # towers
+# Names of the same size in different families.
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "depth")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
+_INNER = ("intermediate_size", "n_inner", "hidden_dim", "d_ff", "encoder_ffn_dim")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
-def dense_shape(config: dict[str, Any]) -> tuple[int, int, int] | None:
-    """(layers, attention width = heads x head size, vocabulary) of a decoder, or None where the keys are unknown."""
-    text: dict[str, Any] = config.get("text_config") or config
-    layers: Any = text.get("num_hidden_layers", text.get("n_layer"))
-    hidden: Any = text.get("hidden_size", text.get("n_embd"))
-    heads: Any = text.get("num_attention_heads", text.get("n_head"))
-    vocabulary: Any = text.get("vocab_size")
-    if not all(isinstance(value, int) for value in (layers, hidden, heads, vocabulary)):
+def _first(config: Config, names: tuple[str, ...]) -> int | None:
+    return next((config[name] for name in names if isinstance(config.get(name), int)), None)
+
+
+def dense_shape(config: Config) -> tuple[int, int, int] | None:
+    """(layers, attention width = heads x head size, vocabulary) of a decoder or an encoder, or None where the keys are
+    unknown."""
+    text: Config = config.get("text_config") or config
+    layers, hidden, heads = _first(text, _LAYERS), _first(text, _HIDDEN), _first(text, _HEADS)
+    vocabulary = text.get("vocab_size")
+    if layers is None or hidden is None or heads is None or not isinstance(vocabulary, int):
         return None
-    head = text.get("head_dim") or hidden // heads
+    head = text.get("head_dim") or text.get("d_kv") or hidden // heads
     return layers, heads * head, vocabulary
 
 
-def matmul_parameters(config: dict[str, Any]) -> int | None:
-    """Parameters in a matrix product for every token: all but the embedding look-up, the head included."""
+def matmul_parameters(config: Config, task: str = CAUSAL) -> int | None:
+    """Parameters in a matrix product for every token: all but the embedding look-up, of experts those that a token goes to,
+    and the head where it is as wide as the vocabulary."""
     text = config.get("text_config") or config
     shape = dense_shape(config)
-    hidden = text.get("hidden_size", text.get("n_embd"))
-    if shape is None or not isinstance(hidden, int):
+    hidden = _first(text, _HIDDEN)
+    if shape is None or hidden is None:
         return None
     layers, attention, vocabulary = shape
-    heads: Any = text.get("num_attention_heads", text.get("n_head"))
+    heads = _first(text, _HEADS) or 1
     key_value = text.get("num_key_value_heads") or heads
-    inner = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
-    gated = text.get("model_type") not in ("gpt2", "phi", "gpt_neox", "opt", "mpt")
     projections = hidden * attention * 2 + hidden * (attention // heads * key_value) * 2
-    return int(layers * (projections + hidden * inner * (3 if gated else 2)) + hidden * vocabulary)
+    head = hidden * vocabulary if task in (*DECODED, MASKED, SEQ2SEQ) else 0
+    head += hidden * hidden if task == MASKED else 0  # a masked head's own layer
+    return int(layers * projections + _mlp_parameters(text, hidden, layers) + head)
+
+
+def _mlp_parameters(text: Config, hidden: int, layers: int) -> int:
+    """Of all layers, as far as one token uses them."""
+    inner = _first(text, _INNER) or 4 * hidden
+    ungated = text.get("model_type") in _UNGATED
+    if text.get("model_type") in ("t5", "mt5", "umt5"):
+        ungated = not str(text.get("feed_forward_proj", "relu")).startswith("gated")
+    matrices = 2 if ungated else 3
+    dense = matrices * hidden * inner
+    experts = _first(text, _EXPERTS)
+    if not experts or not text.get("num_experts_per_tok"):
+        return layers * dense
+    of_expert = text.get("moe_intermediate_size") or inner
+    shared = text.get("shared_expert_intermediate_size") or (text.get("n_shared_experts") or 0) * of_expert
+    routed = matrices * hidden * (text["num_experts_per_tok"] * of_expert + shared) + hidden * experts
+    step = text.get("decoder_sparse_step") or 1
+    without = set(text.get("mlp_only_layers") or ()) | set(range(text.get("first_k_dense_replace") or 0))
+    sparse = sum(1 for layer in range(layers) if layer not in without and (layer + 1) % step == 0)
+    return int(sparse * routed + (layers - sparse) * dense)
 
 
 def model_flops_per_token(job: Job) -> float | None:
     """FLOPs of forward and backward a token: 6 x matmul parameters + 12 x layers x attention width x sequence
     (Chowdhery et al. 2022, PaLM, appendix B; recomputation is not counted); frozen weights take 4, as they have no
-    gradients of their own. None for a shape that is not known."""
-    shape, parameters = dense_shape(job.model.config), matmul_parameters(job.model.config)
+    gradients of their own. An image's tower is shared out among the tokens of its sequence, and an encoder-decoder's two
+    stacks among those of source and target. None for a shape that is not known."""
+    config = job.model.config
+    shape, parameters = dense_shape(config), matmul_parameters(config, job.task)
     if shape is None or parameters is None:
         return None
     layers, attention, _ = shape
-    return (4.0 if job.lora else 6.0) * parameters + 12.0 * layers * attention * job.seq_len
+    times = 4.0 if job.lora else 6.0
+    if job.task == SEQ2SEQ:
+        return _flops_of_two_stacks(job, parameters, times)
+    tower = _tower_flops(job, times) if job.task == IMAGE_TEXT else 0.0
+    if tower is None:
+        return None
+    return times * parameters + 12.0 * layers * attention * job.seq_len + tower / job.seq_len
+
+
+def _flops_of_two_stacks(job: Job, parameters: int, times: float) -> float | None:
+    """The mean of a token of the source, which the encoder sees, and one of the target."""
+    config = job.model.config
+    hidden, shape = _first(config, _HIDDEN), dense_shape(config)
+    if hidden is None or shape is None:
+        return None
+    layers, attention, vocabulary = shape
+    deep = _first(config, ("num_decoder_layers", "decoder_layers")) or layers
+    one_layer = (parameters - hidden * vocabulary) / layers
+    crossing = 4 * hidden * attention  # projections, of source and target alike
+    products = one_layer * (layers + deep) + crossing * deep + hidden * vocabulary
+    scores = 12.0 * (layers + 2 * deep) * attention * job.seq_len
+    return (times * products + scores) / 2
+
+
+def _tower_flops(job: Job, times: float) -> float | None:
+    """FLOPs of one image in its tower; None where the configuration does not tell its shape."""
+    vision = job.model.config.get("vision_config")
+    size = job.image_size or told_image_size(job.model.config)
+    patch = vision.get("patch_size") if isinstance(vision, dict) else None
+    if not isinstance(vision, dict) or size is None or not isinstance(patch, int):
+        return None
+    layers, hidden = _first(vision, _LAYERS), _first(vision, _HIDDEN)
+    if layers is None or hidden is None:
+        return None
+    patches = (size // patch) ** 2
+    parameters = layers * 4 * hidden * hidden + _mlp_parameters(vision, hidden, layers)
+    return float(patches * (times * parameters + 12.0 * layers * hidden * patches))

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from autotune.predict.stand_ins import with_values
 from autotune.problem.job import Job
-from autotune.problem.tasks import DECODED
+from autotune.problem.tasks import DECODED, IMAGE_TEXT
+from autotune.rank.live import LiveTensors
 from autotune.rank.synthetic import one_batch, to_device
 from autotune.rank.workload import forward
 
@@ -20,11 +22,11 @@ def autocast(job: Job) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=getattr(torch, job.autocast))
 
 
-def loss_of(job: Job, model: Any, batches: Any, micro_batch: int, loss: str) -> Any:
+def loss_of(job: Job, model: Any, batches: Any, micro_batch: int, loss: str, live: LiveTensors) -> Any:
     """The scalar that backward begins with, of one micro-batch; `batches` are those of a workload of the user's own."""
     if batches is not None:
         return forward(model, to_device(next(iter(batches(micro_batch))), torch.device("cpu")))
-    batch = one_batch(job, model.config, micro_batch, job.seq_len, _zeros)
+    batch = _counted_batch(job, model.config, micro_batch, live)
     if loss == "own" or job.task not in DECODED:
         return model(**batch).loss
     labels = batch.pop("labels")
@@ -41,9 +43,9 @@ def loss_of(job: Job, model: Any, batches: Any, micro_batch: int, loss: str) -> 
     return torch.nn.functional.cross_entropy(shifted.view(-1, shifted.shape[-1]), labels[..., 1:].reshape(-1))
 
 
-def _chunked_loss(model: Any, batch: Any) -> Any:
-    """The loss as liger-kernel takes it from what the head would read (ops/fused_linear_cross_entropy.py): logits of as many
-    tokens at a time as make them about as large as the hidden states, and gradients in forward already."""
+def _chunked_loss(model: Any, batch: dict[str, Any]) -> Any:
+    """Of a head and loss that are one kernel (liger-kernel, ops/fused_linear_cross_entropy.py; Hsu et al. 2024): logits of as
+    many tokens at a time as make them about as large as the hidden states, and the gradients of both in forward already."""
     head = model.get_output_embeddings()
     head.forward = lambda hidden: hidden
     hidden = model(**batch).logits
@@ -83,6 +85,25 @@ def uncounted_flops(job: Job, model: Any, micro_batch: int, loss: str) -> float:
     weight = model.get_output_embeddings().weight
     products, (vocabulary, width) = (3 if weight.requires_grad else 2), weight.shape
     return float(2 * products * micro_batch * job.seq_len * width * (vocabulary - width))
+
+
+def blank_batch(job: Job, config: Any, micro_batch: int) -> dict[str, Any]:
+    """The arguments of a named model's forward, zeros where values do not matter.
+
+    Raises:
+        ValueError: no batch with images can be made for the model.
+    """
+    return one_batch(job, config, micro_batch, job.seq_len, _zeros)
+
+
+def _counted_batch(job: Job, config: Any, micro_batch: int, live: LiveTensors) -> dict[str, Any]:
+    """A blank batch under fake tensors; with images its values are known."""
+    if job.task != IMAGE_TEXT:
+        return blank_batch(job, config, micro_batch)
+    batch = with_values(lambda: blank_batch(job, config, micro_batch))
+    for tensor in batch.values():
+        live.add(tensor)
+    return batch
 
 
 def _zeros(shape: tuple[int, ...], below: int) -> torch.Tensor:

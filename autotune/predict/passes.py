@@ -30,6 +30,8 @@ class Pass:
     operators: tuple[float, float]  # how many kernels each phase starts
     # fixed, per sequence: what only frozen linear layers read; torch drops it in forward, DeepSpeed's linear of stage 3 keeps it
     frozen_only: tuple[float, float] = (0.0, 0.0)
+    # where in the model, as far as `depth.extrapolate` must know: before an encoder's end, after it, in its own backward
+    section: list[int] = field(default_factory=list)
 
     @property
     def act_bytes_per_sequence(self) -> float:

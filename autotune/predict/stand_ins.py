@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses import fake_tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 @contextlib.contextmanager
@@ -20,9 +23,84 @@ def shapes_alone(fused: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_plain_masks())
         stack.enter_context(_without_checks())
+        stack.enter_context(_known_values())
+        stack.enter_context(_grouped_products())
         if fused:
             stack.enter_context(_fused_attention())
         yield
+
+
+def with_values(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The tensors that `make` returns as fake ones whose values are known: what is computed from these alone is known, too.
+    Models with images cut their features by the values of a batch."""
+    with _disable_current_modes():
+        real = make()
+    mode = torch.empty(0).fake_mode  # type: ignore[attr-defined]
+    made = {}
+    for name, value in real.items():
+        made[name] = mode.from_tensor(value)
+        made[name].constant = value
+    return made
+
+
+_MOST_KNOWN = 2**25  # elements: the pixels of a few images
+
+_OF_GRIDS = (  # transformers.vision_utils: what depends on the values of the images' sizes
+    "get_vision_cu_seqlens",
+    "get_vision_attention_seqlens",
+    "get_vision_position_ids",
+    "get_vision_window_index",
+    "get_vision_interpolation_indices_and_weights",
+)
+_POSITIONS = "get_rope_index"  # a method of Qwen2-VL and its heirs, token by token
+
+
+@contextlib.contextmanager
+def _known_values() -> Iterator[None]:
+    """Values that are known stay so in tensors of more than one element, and functions of image sizes are computed."""
+    limit = fake_tensor.CONSTANT_NUMEL_LIMIT
+    fake_tensor.CONSTANT_NUMEL_LIMIT = _MOST_KNOWN
+    replaced: list[tuple[Any, str, Any]] = []
+    for module in [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]:
+        for name, function in [(name, vars(module).get(name)) for name in _OF_GRIDS]:
+            if callable(function):
+                replaced.append((module, name, function))
+                setattr(module, name, _computed(function))
+        for kind in [kind for kind in vars(module).values() if isinstance(kind, type)]:
+            if _POSITIONS in vars(kind):
+                replaced.append((kind, _POSITIONS, vars(kind)[_POSITIONS]))
+                setattr(kind, _POSITIONS, _blank_positions)
+    try:
+        yield
+    finally:
+        fake_tensor.CONSTANT_NUMEL_LIMIT = limit
+        for place, name, function in replaced:
+            setattr(place, name, function)
+
+
+def _blank_positions(_: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    """(positions by time, height and width, their offsets)."""
+    return input_ids.new_zeros(3, *input_ids.shape), input_ids.new_zeros(len(input_ids), 1)
+
+
+def _computed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def compute(grid: Any, *args: Any, **kwargs: Any) -> Any:
+        known = getattr(grid, "constant", None)
+        if known is None:
+            return function(grid, *args, **kwargs)
+        found: list[Any] = []
+
+        def keep() -> dict[str, Any]:
+            found.append(function(known, *args, **kwargs))
+            leaves = found[0] if isinstance(found[0], tuple) else (found[0],)
+            return {str(at): leaf for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+
+        fakes = with_values(keep)
+        if not isinstance(found[0], tuple):
+            return fakes["0"]
+        return tuple(fakes.get(str(at), leaf) for at, leaf in enumerate(found[0]))
+
+    return compute
 
 
 @contextlib.contextmanager
@@ -73,6 +151,24 @@ def _fused_attention() -> Iterator[None]:
         yield
     finally:
         functional.scaled_dot_product_attention = original
+
+
+@contextlib.contextmanager
+def _grouped_products() -> Iterator[None]:
+    """Products of experts in other dtypes than bf16: torch runs these but has no shapes for them; transformers' own operator
+    for where torch has none gives the same."""
+    from transformers.integrations import moe
+
+    name = "_can_use_grouped_mm"
+    before = getattr(moe, name, None)
+    if before is None:
+        yield
+        return
+    setattr(moe, name, lambda input, weight, offs: weight.dtype == torch.bfloat16 and before(input, weight, offs))
+    try:
+        yield
+    finally:
+        setattr(moe, name, before)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from autotune.files import write_atomically
 from autotune.predict.closed_form import closed_form_trace, profile_trace
 from autotune.predict.passes import Trace
 from autotune.problem.job import Job
-from autotune.problem.tasks import CAUSAL
+from autotune.problem.tasks import CAUSAL, IMAGE_TEXT, SEQ2SEQ
 from autotune.processes import package_environment
 
 __all__ = ["LOSSES", "VERSION", "Trace", "cache_folder", "cache_key", "trace_job", "trace_jobs", "traceable"]
@@ -97,6 +97,8 @@ def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seco
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return Trace.from_json(json.loads(path.read_text()))
     options = _loss_options(loss) + ["--cpu"] * (device == "cpu")
+    if job.task == IMAGE_TEXT:
+        timeout_seconds *= 3  # windows of an image are looked at one by one
     answer = _ask_tracer(job, options, timeout_seconds)
     if "trace" in answer:
         with contextlib.suppress(OSError):
@@ -106,7 +108,8 @@ def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seco
         raise UserError(f"model {job.model.name} cannot be built: {answer['impossible']}")
     why = answer.get("impossible") or answer.get("untraceable") or "no answer"
     sizes = answer.get("sizes")
-    if sizes is None and not job.model.config:  # a workload whose code may need the GPU that was hidden from it
+    if sizes is None and (not job.model.config or job.task in (SEQ2SEQ, IMAGE_TEXT)):
+        # a workload's code may need the GPU that was hidden from it; of models with two stacks only sizes tell enough
         answer = _ask_tracer(job, ["--sizes"], timeout_seconds)
         sizes, why = answer.get("sizes"), answer.get("untraceable") or why
     return closed_form_trace(job, why, sizes)

@@ -23,17 +23,16 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
-from autotune.predict.counters import Counters, follow, joined
-from autotune.predict.depth import at_depth, extrapolate, small_depths
-from autotune.predict.losses import autocast, loss_of, uncounted_flops
+from autotune.predict.counters import Counters, follow, follow_encoder, joined
+from autotune.predict.depth import Extrapolation, at_depth, depths_of, extrapolate, extrapolation
+from autotune.predict.losses import autocast, blank_batch, loss_of, uncounted_flops
+from autotune.predict.operators import CountedTensors
 from autotune.predict.passes import BACKWARD, Pass, Trace
 from autotune.predict.stand_ins import plain_conversion, shapes_alone
 from autotune.problem.job import Job
-from autotune.rank.building import DTYPES, adapted, task_model, transformers_config
-from autotune.rank.live import LiveTensors
+from autotune.problem.tasks import IMAGE_TEXT, SEQ2SEQ
+from autotune.rank.building import DTYPES, adapted, keep_cache, task_model, transformers_config
 from autotune.rank.workload import own_workload
 
 MOST_SECONDS = 300  # that one of many traces may take
@@ -83,7 +82,8 @@ def trace_model(
     """
     config = _configuration(job)
     parameters, frozen = _parameters(job, config)
-    depths = None if whole_depth or config is None else small_depths(config)
+    _try_batch(job, config)
+    depths = None if whole_depth or config is None else extrapolation(config)
     options = _Options(use_cache, loss, device)
     both = [(job, config, depths, options, checkpointing) for checkpointing in (False, True)]
     if workers > 1:
@@ -100,7 +100,8 @@ def trace_model(
 def allocations(job: Job, checkpointing: bool, micro_batch: int, layers: int) -> list[tuple[int, int]]:
     """(storage, bytes) of every allocation in a forward and backward of the job's model cut to `layers` layers; bytes
     are negative where the storage is freed. A model of an allocator can replay it."""
-    config = at_depth(transformers_config(job.model), layers)
+    config = transformers_config(job.model)
+    config = at_depth(config, dict.fromkeys(depths_of(config) or (), layers))
     return _run(job, config, checkpointing, _Options(), micro_batch, keep_events=True).allocations
 
 
@@ -139,10 +140,22 @@ def _parameters(job: Job, config: Any, device: str = "meta") -> tuple[list[int],
     return [n for n, trained in sizes if trained], [n for n, trained in sizes if not trained]
 
 
+def _try_batch(job: Job, config: Any) -> None:
+    """
+    Raises:
+        Impossible: no batch with images can be made for the model.
+    """
+    if job.task == IMAGE_TEXT:
+        try:
+            blank_batch(job, config, 1)
+        except ValueError as error:
+            raise Impossible(" ".join(str(error).split())) from None
+
+
 def _one_pass(
-    job: Job, config: Any, depths: tuple[int, int] | None, options: _Options, checkpointing: bool
+    job: Job, config: Any, depths: Extrapolation | None, options: _Options, checkpointing: bool
 ) -> Pass | None:
-    """The pass at full depth, from runs at two `depths` where there are any; None for a model without checkpointing.
+    """The pass at full depth, from runs at small `depths` where there are any; None for a model without checkpointing.
 
     Raises:
         Untraceable: whatever happens, so that it can be sent from a forked child.
@@ -150,9 +163,11 @@ def _one_pass(
     try:
         if depths is None:
             return _run_both(job, config, checkpointing, options).reduced()
-        deep = config.get_text_config().num_hidden_layers
-        short, long = (_run_both(job, at_depth(config, n), checkpointing, options) for n in depths)
-        return extrapolate(short, long, depths, deep).reduced()
+        short = _run_both(job, at_depth(config, depths.short), checkpointing, options)
+        longer = [
+            (_run_both(job, at_depth(config, one), checkpointing, options), times) for one, times in depths.longer
+        ]
+        return extrapolate(short, longer).reduced()
     except Exception as error:
         if checkpointing:
             return None
@@ -186,64 +201,6 @@ class _Passed(torch.autograd.Function):
         return gradients[0], None
 
 
-class _CountedTensors(LiveTensors):
-    """While active, counts what every operator computes and moves, beside the bytes alive."""
-
-    def __init__(self, run: Counters) -> None:
-        super().__init__()
-        self._run = run
-        self._kinds: dict[Any, tuple[bool, Any]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        run = self._run
-        view, flop_formula = self._kind_of(func)
-        if view:
-            return out
-        run.operators[run.phase] += 1
-        if "flash_attention_for_cpu" in func.name():  # stands for every fused kernel; torch has no formula for it
-            run.attention[run.phase] += _attention_flops(func, args, kwargs or {})
-            return out
-        if flop_formula is not None:
-            run.flops[run.phase] += flop_formula(*args, **(kwargs or {}), out_val=out)
-            return out
-        tensors = [out, *args] if "embedding" not in func.name() else [out, out]
-        run.moved[run.phase] += sum(
-            leaf.numel() * leaf.element_size() for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor)
-        )
-        return out
-
-    def _kind_of(self, func: Any) -> tuple[bool, Any]:
-        """(whether the operator starts no kernel, its FLOP formula or None)."""
-        if func not in self._kinds:
-            returns = func._schema.returns
-            view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-            view = view or func.namespace == "prim" or func.overloadpacket.__name__ == "_unsafe_view"
-            self._kinds[func] = (view, _MORE_FLOPS.get(func.name()) or flop_registry.get(func.overloadpacket))
-        return self._kinds[func]
-
-
-def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:
-    """2 products forward; 5 backward, where scores are computed again (Dao 2023, FlashAttention-2). What no causal mask will
-    halve counts twice: see `Pass.attention`."""
-    backward = "backward" in func.name()
-    query, key = (args[1], args[2]) if backward else (args[0], args[1])
-    batch, heads, length, width = query.shape
-    names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    whole = 1.0 if given.get("is_causal") else 2.0
-    return float(whole * (10.0 if backward else 4.0) * batch * heads * length * key.shape[2] * width)
-
-
-def _routed_flops(rows: Any, other: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    """Of `grouped_mm`: every row meets the weights of one expert, the one that it was sorted to. With two matrices of rows,
-    as for the weights' gradient, each expert's share of the rows is summed over."""
-    return int(2 * rows.shape[-2] * rows.shape[-1] * other.shape[-1])
-
-
-_MORE_FLOPS = {"aten::_grouped_mm": _routed_flops}  # formulas that torch has not
-
-
 def _run(
     job: Job, config: Any, checkpointing: bool, options: _Options, micro_batch: int, keep_events: bool = False
 ) -> Counters:
@@ -254,7 +211,7 @@ def _run(
         Exception: the model cannot be built or run.
     """
     run = Counters()
-    live = _CountedTensors(run)
+    live = CountedTensors(run)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), live, shapes_alone(fused=options.device == "cuda"):
             model, batches = _model_to_train(job, config, checkpointing, options)
@@ -264,10 +221,12 @@ def _run(
             run.forget_operators()
             run.passed = _Passed.apply
             follow(model, run)
+            if (encoder := _encoder(model, job.task)) is not None:
+                follow_encoder(encoder, run)
             live.watch = run.saw
             live.events = run.allocations if keep_events else None
             with autocast(job):
-                loss = loss_of(job, model, batches, micro_batch, options.loss)
+                loss = loss_of(job, model, batches, micro_batch, options.loss, live)
             run.flops[run.phase] += uncounted_flops(job, model, micro_batch, options.loss)
             run.after_forward = live.bytes - run.base
             run.frozen_only = 0.0 if checkpointing else run.dropped_inputs()  # checkpoints drop them in any case
@@ -284,13 +243,23 @@ def _model_to_train(job: Job, config: Any, checkpointing: bool, options: _Option
     with plain_conversion():
         model, batches = _build(job, config)
     if job.workload is None:
-        model.config.use_cache = options.use_cache and not checkpointing
+        keep_cache(model, options.use_cache and not checkpointing)
     model.train()
     if checkpointing:
         if not hasattr(model, "gradient_checkpointing_enable"):
             raise Untraceable("the model has no gradient_checkpointing_enable")
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model, batches
+
+
+def _encoder(model: Any, task: str) -> Any:
+    """Of an encoder-decoder, or the tower of a model with images; None of others."""
+    if task == SEQ2SEQ:
+        return getattr(model, "get_base_model", lambda: model)().get_encoder()
+    if task == IMAGE_TEXT:
+        names = ("visual", "vision_tower", "vision_model")
+        return next((module for name, module in model.named_modules() if name.rpartition(".")[2] in names), None)
+    return None
 
 
 def _build(job: Job, config: Any) -> tuple[Any, Any]:
@@ -313,7 +282,7 @@ def answer_to(job: Job, options: list[str], workers: int = 2) -> dict[str, Any]:
     """`trace`; `untraceable` with the reason, and `sizes` of the parameters where they can be told; or `impossible`."""
     try:
         if "--sizes" in options:
-            return {"sizes": _sizes(job, "cpu")}
+            return {"sizes": _sizes(job, "cpu" if job.workload else "meta")}
         device = "cpu" if "--cpu" in options else "cuda"
         loss = options[options.index("--loss") + 1] if "--loss" in options else "own"
         return {"trace": trace_model(job, loss=loss, device=device, workers=workers).to_json()}

@@ -77,6 +77,14 @@ def completed(config: Any, task: str) -> Any:
     return config
 
 
+def keep_cache(model: Any, kept: bool) -> None:
+    """Whether forwards keep keys and values for decoding: in every configuration that a part of the model goes by."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = kept
+
+
 def adapted(model: Any, job: Job) -> Any:
     """The model with the job's LoRA adapters, all else of it frozen; the model unchanged where the job has none."""
     if job.lora is None:
@@ -114,7 +122,7 @@ def build_model(job: Job, device: torch.device, ds_config: dict[str, Any]) -> to
             stack.enter_context(device)
         stack.enter_context(no_init_weights())
         model = task_model(config, job)
-    model.config.use_cache = False
+    keep_cache(model, False)
     model.tie_weights()
     model = adapted(model, job)
     if stage != 3:

@@ -46,15 +46,16 @@ def image_batch(job: Job, config: Any, ids: torch.Tensor) -> Batch:
     labels[:, :tokens] = IGNORED
     batch = {"input_ids": ids, "labels": labels, **pixels}
     if kind in _TYPED:
-        types = torch.full_like(ids, _TYPED[kind][1])
-        types[:, :tokens] = _TYPED[kind][0]
-        batch["token_type_ids"] = types
+        name, of_image, of_text = _TYPED[kind]
+        types = torch.full_like(ids, of_text)
+        types[:, :tokens] = of_image
+        batch[name] = types
     return batch
 
 
 def _square(rows: int, size: int, *images: int) -> torch.Tensor:
-    """One RGB image a row; its values do not matter."""
-    return torch.zeros(rows, *images, 3, size, size)
+    """One RGB image a row. It is grey: an image of zeros is padding to some models."""
+    return torch.full((rows, *images, 3, size, size), 0.5)
 
 
 def _patches(size: int, patch: int) -> int:
@@ -92,7 +93,7 @@ def _merged(config: Any, size: int, rows: int) -> Laid:
     side = size // vision.patch_size
     values = 3 * vision.temporal_patch_size * vision.patch_size**2
     grid = torch.tensor([[1, side, side]] * rows)
-    pixels = {"pixel_values": torch.zeros(rows * side * side, values), "image_grid_thw": grid}
+    pixels = {"pixel_values": torch.full((rows * side * side, values), 0.5), "image_grid_thw": grid}
     return pixels, side * side // vision.spatial_merge_size**2
 
 
@@ -108,6 +109,10 @@ _LAYOUTS: dict[str, Callable[[Any, int, int], Laid]] = {
     "qwen3_vl": _merged,
     "qwen3_vl_moe": _merged,
 }
-# token_type_ids of the image and of the text, where training insists on them: PaliGemma's are of the prefix and of what is
-# learnt, Gemma 3's of images.
-_TYPED = {"paligemma": (0, 1), "gemma3": (1, 0)}
+# What kind a token is, where training insists on being told: (argument, of the image, of text). PaliGemma's are of the prefix
+# and of what is learnt, the others' of images.
+_TYPED = {
+    "paligemma": ("token_type_ids", 0, 1),
+    "gemma3": ("token_type_ids", 1, 0),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), ("mm_token_type_ids", 1, 0)),
+}

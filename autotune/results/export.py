@@ -16,6 +16,7 @@ from autotune.group.environment import assignments, variables_of
 from autotune.problem.candidate import Candidate, under
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement
+from autotune.problem.tasks import CAUSAL
 from autotune.search.study import VERIFY, Record, StudyStore
 from autotune.version import __version__
 
@@ -105,6 +106,8 @@ def needs(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[
             "(Trainer: gradient_checkpointing=True): it was measured with activation checkpointing"
         )
     made = under(job, candidate)
+    if made.task != CAUSAL:
+        lines.append(f"train the model with its head for {made.task}: it was measured with it")
     if made.attention:
         lines.append(f"make the model with attn_implementation={made.attention!r}: it was measured with it")
     if made.lora:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from autotune.predict.depth import at_depth, extrapolate, small_depths
+from autotune.predict.depth import at_depth, depths_of, extrapolate, extrapolation
 from autotune.predict.passes import BACKWARD, FORWARD, Pass
 
 
@@ -53,10 +53,14 @@ def test_depths_differ_by_a_period_and_leave_the_deep_models_remainder(
     layers: int, pattern: list[str] | None, depths: tuple[int, int] | None
 ) -> None:
     kinds = {} if pattern is None else {"layer_types": [pattern[i % len(pattern)] for i in range(layers)]}
-    found = small_depths(Config(num_hidden_layers=layers, **kinds))
-    assert found == depths
-    if found and pattern:
-        assert all((layers - depth) % len(pattern) == 0 for depth in found)
+    found = extrapolation(Config(num_hidden_layers=layers, **kinds))
+    if depths is None:
+        assert found is None
+        return
+    short, long = depths
+    times = (layers - long) / (long - short)
+    assert found == ({"num_hidden_layers": short}, [({"num_hidden_layers": long}, times)])
+    assert (layers - short) % len(pattern or [0]) == 0 == (layers - long) % len(pattern or [0])
 
 
 @pytest.mark.parametrize(
@@ -64,25 +68,68 @@ def test_depths_differ_by_a_period_and_leave_the_deep_models_remainder(
     [{"num_kv_shared_layers": 2}, {"mlp_only_layers": [0]}, {"first_k_dense_replace": 1}, {"decoder_sparse_step": 2}],
 )
 def test_layers_that_differ_without_a_pattern_are_all_run(irregular: dict[str, Any]) -> None:
-    assert small_depths(Config(num_hidden_layers=24)) is not None
-    assert small_depths(Config(num_hidden_layers=24, **irregular)) is None
+    assert extrapolation(Config(num_hidden_layers=24)) is not None
+    assert extrapolation(Config(num_hidden_layers=24, **irregular)) is None
 
 
-def test_a_model_inside_another_is_run_whole() -> None:
+def test_a_model_inside_another_is_run_whole_unless_it_is_the_text() -> None:
     inner = Config(num_hidden_layers=24)
-    assert small_depths(SimpleNamespace(get_text_config=lambda: inner)) is None
+    assert extrapolation(SimpleNamespace(get_text_config=lambda: inner)) is None
+    seeing = SimpleNamespace(get_text_config=lambda: inner, text_config=inner)
+    assert extrapolation(seeing) == ({"num_hidden_layers": 2}, [({"num_hidden_layers": 3}, 21.0)])
+    seeing.vision_config = Config(deepstack_visual_indexes=[5, 11, 17])
+    found = extrapolation(seeing)
+    assert found is not None
+    assert found.short == {"num_hidden_layers": 5}, "the first three take features of the image"
+
+
+def test_a_tower_for_images() -> None:
+    text = Config(num_hidden_layers=24)
+
+    def seeing(vision: Config, **more: Any) -> Config:
+        return Config(get_text_config=lambda: text, text_config=text, vision_config=vision, **more)
+
+    clip = extrapolation(seeing(Config(num_hidden_layers=24), vision_feature_layer=-2))
+    assert clip is not None
+    assert clip.short == {"num_hidden_layers": 2, "vision_config.num_hidden_layers": 4}, "the last layer is not used"
+    chosen = extrapolation(seeing(Config(num_hidden_layers=24), vision_feature_layer=[3, 9]))
+    assert chosen is not None
+    assert chosen.short == {"num_hidden_layers": 2}
+    windows = seeing(Config(depth=32, fullatt_block_indexes=[7, 15, 23, 31]))
+    found = extrapolation(windows)
+    assert found is not None
+    assert found.short == {"num_hidden_layers": 2, "vision_config.depth": 8}
+    assert found.longer[1] == ({"num_hidden_layers": 2, "vision_config.depth": 16}, 2.0)
+    cut = at_depth(seeing(Config(depth=32, fullatt_block_indexes=[7, 15, 23, 31])), {"vision_config.depth": 16})
+    assert (cut.vision_config.depth, cut.vision_config.fullatt_block_indexes) == (16, [7, 15])
+
+
+def test_an_encoder_and_a_decoder() -> None:
+    bart = {"is_encoder_decoder": True, "encoder_layers": 12, "num_hidden_layers": 12}
+    short = {"encoder_layers": 2, "decoder_layers": 2}
+    both = ({"encoder_layers": 3, "decoder_layers": 3}, 9.0)
+    assert extrapolation(Config(**bart, decoder_layers=12)) == (short, [both])
+    apart = [({**short, "encoder_layers": 3}, 9.0), ({**short, "decoder_layers": 3}, 21.0)]
+    assert extrapolation(Config(**bart, decoder_layers=24)) == (short, apart)
+    few = {"is_encoder_decoder": True, "num_layers": 2, "num_decoder_layers": 24}
+    found = extrapolation(Config(**few))
+    assert found == ({"num_layers": 2, "num_decoder_layers": 2}, [({"num_layers": 2, "num_decoder_layers": 3}, 21.0)])
+    assert extrapolation(Config(**few | {"num_decoder_layers": 4})) is None
+    assert depths_of(Config(is_encoder_decoder=True, encoder=1, decoder=2)) is None
+    cut = at_depth(Config(**few), {"num_layers": 2, "num_decoder_layers": 3})
+    assert (cut.num_layers, cut.num_decoder_layers) == (2, 3)
 
 
 def test_a_shallow_copy_cuts_what_has_an_entry_a_layer_and_leaves_the_original() -> None:
     config = Config(num_hidden_layers=4, layer_types=list("abab"), sizes=(1, 2, 3, 4), other=[1, 2])
-    cut = at_depth(config, 3)
+    cut = at_depth(config, {"num_hidden_layers": 3})
     assert (cut.num_hidden_layers, cut.layer_types, cut.sizes, cut.other) == (3, ["a", "b", "a"], (1, 2, 3), [1, 2])
     assert (config.num_hidden_layers, config.layer_types) == (4, ["a", "b", "a", "b"])
 
 
 def test_what_is_added_by_layers_is_extrapolated_exactly() -> None:
     whole = pass_of(40)
-    found = extrapolate(pass_of(2), pass_of(3), (2, 3), 40)
+    found = extrapolate(pass_of(2), [(pass_of(3), 37.0)])
     for name in ("after_forward", "flops", "attention", "moved", "operators"):
         assert getattr(found, name) == getattr(whole, name), name
     for phase in (FORWARD, BACKWARD):

@@ -8,6 +8,7 @@ import pytest
 from autotune.errors import UserError
 from autotune.predict import trace as tracing
 from autotune.predict import tracer
+from autotune.predict.closed_form import untraced_note
 from autotune.predict.passes import BACKWARD, FORWARD, Trace
 from autotune.predict.trace import LOSSES, trace_job, trace_jobs
 from autotune.predict.tracer import Untraceable, trace_model
@@ -255,7 +256,7 @@ def test_code_that_needs_what_is_not_here_is_estimated(error: Exception, monkeyp
     monkeypatch.setattr(tracing, "cache_key", lambda *arguments: "none")
     made = trace_job(make_job())
     assert not made.exact
-    assert made.note == f"not traced ({type(error).__name__}: {error}): closed form"
+    assert made.note == untraced_note(f"{type(error).__name__}: {error}")
 
 
 def test_a_model_that_is_built_but_cannot_run_here_is_estimated_by_its_own_parameters(
@@ -269,7 +270,8 @@ def test_a_model_that_is_built_but_cannot_run_here_is_estimated_by_its_own_param
     exact = trace_model(job)
     monkeypatch.setattr(tracer, "_loss", fails)
     made = trace_job(job)
-    assert (made.exact, made.note) == (False, "not traced (RuntimeError: this kernel is for CUDA): closed form")
+    assert (made.exact, made.note) == (False, untraced_note("RuntimeError: this kernel is for CUDA"))
+    assert made.note.endswith("intervals of activations and times are 3 times as wide")
     assert (made.parameters, made.frozen) == (exact.parameters, exact.frozen)
 
 

@@ -10,7 +10,9 @@ from autotune.executors.local import LocalExecutor
 from autotune.predict.knobs import columns_of
 from autotune.predict.trace import trace_job
 from autotune.predict.zero import bill
+from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
+from autotune.problem.job import Job
 from tests.conftest import make_candidate, make_job
 from tests.predict.recorded import SEQ_LEN, recorded_trace
 
@@ -29,18 +31,48 @@ def test_engines_made_now_are_met_too(
     precision: str, config: dict[str, object], stages: tuple[int, ...], tmp_path: Path
 ) -> None:
     job = make_job(precision=precision, base_config=config)
-    candidates = [make_candidate(stage, 1 if config else 3) for stage in stages]
-    executor = LocalExecutor(job, detect("cpu", 2), tmp_path, candidates, count_live_tensors=True)
+    check(job, [make_candidate(stage, 1 if config else 3) for stage in stages], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "precision", "stages"),
+    [
+        ("tiny-bert", "classification", "fp32", (0, 1)),
+        ("tiny-bert", "masked-lm", "bf16", (2,)),
+        ("tiny-t5", "seq2seq", "fp32", (1, 3)),
+        ("tiny-mixtral", "causal-lm", "fp32", (2,)),
+        ("tiny-llava", "image-text", "fp32", (2,)),
+    ],
+)
+def test_engines_of_other_models_are_met(
+    model: str, task: str, precision: str, stages: tuple[int, ...], tmp_path: Path
+) -> None:
+    job = make_job(model=model, task=task, precision=precision)
+    bucket = {"reduce_bucket_size": 1_000_000}
+    plain = [make_candidate(stage, 3, **bucket) for stage in stages]
+    check(job, [*plain, make_candidate(stages[-1], 6, activation_checkpointing=True, **bucket)], tmp_path)
+
+
+def check(job: Job, candidates: list[Candidate], folder: Path) -> None:
+    """Live tensors of engines on CPU ranks are what the bill says."""
+    trace = trace_job(job, device="cpu")
+    assert trace.exact, trace.note
+    executor = LocalExecutor(job, detect("cpu", 2), folder, candidates, count_live_tensors=True)
     executor.open(lambda text: None)
     with closing(executor):
-        for candidate in candidates:
-            with closing(executor.session(candidate, f"stage{candidate.stage}")) as session:
+        for at, candidate in enumerate(candidates):
+            with closing(executor.session(candidate, str(at))) as session:
                 outcome = session.measure(candidate, Effort(min_steps=2, max_steps=2, min_seconds=0), 120.0)
             assert outcome.measurement is not None, outcome
-            one = bill(job, trace_job(job), columns_of([candidate], job))
-            at = [i for i, name in enumerate(one.moments) if name != "init"]
+            one = bill(job, trace, columns_of([candidate], job))
+            steps = [i for i, name in enumerate(one.moments) if name != "init"]
             live = max(outcome.measurement.live_tensor_bytes.values())
-            assert float(one.peaks()[at, 0].max() + one.host[0]) == pytest.approx(live, rel=0.06)
+            assert float(one.peaks()[steps, 0].max() + one.host[0]) == pytest.approx(live, rel=0.06), candidate
+            forward = max(one.peaks()[at, 0] for at, name in enumerate(one.moments) if name == "forward")
+            # batches wait on the host, which is the ranks' device here
+            assert float(forward) == pytest.approx(outcome.measurement.live_tensor_bytes["forward"], rel=0.03), (
+                candidate
+            )
 
 
 def test_the_recorded_traces_are_those_of_today() -> None:
