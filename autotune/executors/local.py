@@ -361,12 +361,9 @@ class LocalSession:
             return Outcome(Kind.INTERRUPTED, group.phase, reason=why, evidence=said, source=source)
         if stop is Stop.DEADLINE:  # says nothing of the candidate: it may be tried again with more time
             why, said = f"its share of the budget ended in {group.phase.value}", "deadline of the budget"
-            kind = Kind.INTERRUPTED
-            if group.waited_seconds:  # else it would count as slow
-                kind, why = (
-                    Kind.FOREIGN,
-                    f"{why}, after {group.waited_seconds:.0f} s of waiting for the device's memory",
-                )
+            kind, waited = Kind.INTERRUPTED, group.waited_seconds
+            if waited:  # else it would count as slow
+                kind, why = Kind.FOREIGN, f"{why}, after {waited:.0f} s of waiting for the device's memory"
             return Outcome(kind, group.phase, reason=why, evidence=said, source=Source.BUDGET)
         evidence = group.evidence()
         self.close()
