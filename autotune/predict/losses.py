@@ -81,7 +81,7 @@ def uncounted_products(model: Any, tokens: int) -> float:
     weight = model.get_output_embeddings().weight
     products = 3 if weight.requires_grad else 2
     vocabulary, width = weight.shape
-    return 2.0 * products * tokens * width * float(vocabulary - width)
+    return float(2.0 * products * tokens * width * (vocabulary - width))
 
 
 def _zeros(shape: tuple[int, ...], below: int) -> torch.Tensor:
