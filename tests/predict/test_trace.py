@@ -267,7 +267,7 @@ def test_a_model_that_is_built_but_cannot_run_here_is_estimated_by_its_own_param
     monkeypatch.setattr(tracing, "cache_key", lambda *arguments: "none")
     job = make_job(lora=parse_lora("r=8"))
     exact = trace_model(job)
-    monkeypatch.setattr(tracer, "_loss", fails)
+    monkeypatch.setattr(tracer, "loss_of", fails)
     made = trace_job(job)
     assert (made.exact, made.note) == (False, "not traced (RuntimeError: this kernel is for CUDA): closed form")
     assert (made.parameters, made.frozen) == (exact.parameters, exact.frozen)
