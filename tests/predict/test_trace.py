@@ -268,7 +268,7 @@ def test_a_model_that_is_built_but_cannot_run_here_is_estimated_by_its_own_param
     monkeypatch.setattr(tracing, "cache_key", lambda *arguments: "none")
     job = make_job(lora=parse_lora("r=8"))
     exact = trace_model(job)
-    monkeypatch.setattr(tracer, "_loss", fails)
+    monkeypatch.setattr(tracer, "loss_of", fails)
     made = trace_job(job)
     assert (made.exact, made.note) == (False, untraced_note("RuntimeError: this kernel is for CUDA"))
     assert made.note.endswith("intervals of activations and times are 3 times as wide")
