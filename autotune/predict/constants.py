@@ -8,7 +8,7 @@ from autotune.predict.fit import Prior
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 
-MEMORY_NOISE = 0.025  # of a peak, before calibration
+MEMORY_NOISE = 0.05  # of a peak, before calibration
 TIME_NOISE = 0.10  # of the logarithm of a step's seconds
 REPEAT_MEMORY, REPEAT_TIME = 0.004, 0.02  # the same candidate measured twice
 UNTRACED = 3.0  # times as wide are intervals for a model that could not be traced
@@ -25,11 +25,11 @@ MEMORY = {
     "temporaries": Prior(1.0, 0.25),
     "activations": Prior(1.0, 0.05),
     "recomputed": Prior(1.0, 0.15),
-    "cached": Prior(0.10, 0.08),
+    "cached": Prior(0.20, 0.12),
 }
-# Batches of changing length leave blocks of every size behind, which none that comes later fits: so many times as much of the
-# activations is kept, that is as much again (rows of modelscope/ms-swift: torch reserves about twice what it allocates for them).
-MANY_LENGTHS = 10.0
+# Of the activations, where batches differ in length: each leaves blocks behind that those to come may not fit. Published are from
+# nothing (huggingface/peft) to as much again (modelscope/ms-swift).
+MANY_LENGTHS = 0.3
 STUCK = 0.3  # of the cached blocks cannot be given back, for they share a segment with used ones
 MEMORY_CONSTANTS = ("overhead", *MEMORY)  # in the order of a fit
 # The context of one process. With CUDA's lazy loading (torch 2 on CUDA 11.7 and later) 0.4 to 0.6 GiB, with all kernels loaded

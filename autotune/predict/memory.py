@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.predict.constants import MANY_LENGTHS, MEMORY_CONSTANTS, STUCK
+from autotune.predict.constants import MEMORY_CONSTANTS, STUCK
 from autotune.predict.knobs import Floats
 from autotune.predict.prepared import Prepared
 from autotune.problem.hardware import Hardware
@@ -38,17 +38,11 @@ def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats
         held = held + b.host
     factor = k["activations"] * np.where(p.columns.checkpointing > 0, k["recomputed"], 1.0)
     passing = k["buckets"] * b.buckets + k["gathered"] * b.gathered + k["temporaries"] * b.temporaries
-    activations = factor * b.activations
-    cached = k["cached"] * k["scale"] * (passing + _times_kept(p) * activations)
-    passing = k["scale"] * (passing + activations)
+    passing = k["scale"] * (passing + factor * b.activations)
+    cached = k["cached"] * passing
     step = np.array([float(name == "step") for name in b.moments])[:, None]
     kept = step * b.left + b.holes if hardware.device == "cuda" else 0.0
     return np.asarray(held + passing), np.asarray(cached + kept)
-
-
-def _times_kept(p: Prepared) -> Floats:
-    """(n,): how many times as much of the activations is kept as where all batches are alike."""
-    return np.where(p.columns.many_lengths > 0, MANY_LENGTHS, 1.0)
 
 
 def moments(p: Prepared, hardware: Hardware, constants: Floats) -> Floats:
@@ -82,16 +76,16 @@ def slopes(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, 
         activations = b.activations[at, every]
         passing = {name: getattr(b, name)[at, every] for name in ("buckets", "gathered", "temporaries")}
         passing["activations"] = activations * np.where(again, k["recomputed"], 1.0)
-        many = dict(zip(passing, [1.0, 1.0, 1.0, _times_kept(p)], strict=True))
-        times = {name: k["cached"] * shown * much for name, much in many.items()}
-        by_name = {name: k["scale"] * (1 + times[name]) * size for name, size in passing.items()}
+        times = k["scale"] * (1 + k["cached"] * shown)
+        by_name = {name: times * size for name, size in passing.items()}
+        all_passing = sum(k[name] * size for name, size in passing.items())
         recomputed = np.where(again, k["activations"] * activations, 0.0)
         by_name |= {
             "overhead": np.full(len(every), GIB * shown),
-            "scale": k["states"] * states + sum(k[name] * (1 + times[name]) * size for name, size in passing.items()),
+            "scale": k["states"] * states + (1 + k["cached"] * shown) * all_passing,
             "states": k["scale"] * states,
-            "recomputed": k["scale"] * (1 + times["activations"]) * recomputed,
-            "cached": k["scale"] * shown * sum(k[name] * many[name] * size for name, size in passing.items()),
+            "recomputed": times * recomputed,
+            "cached": k["scale"] * shown * all_passing,
         }
         found.append(np.array([by_name[name] for name in MEMORY_CONSTANTS]).T)
     return found[0], found[1]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune.predict.constants import MEMORY, QUIRKS, UNREAD_STATES, UNTRACED
+from autotune.predict.constants import MANY_LENGTHS, MEMORY, QUIRKS, UNREAD_STATES, UNTRACED
 from autotune.predict.knobs import Columns, Floats, columns_of
 from autotune.predict.optimizers import stepper
 from autotune.predict.passes import Trace
@@ -39,7 +39,7 @@ class Prepared:
         """Candidates that all have this trace; `guessed`: unlike that of the others it is an estimate."""
         c = columns_of(candidates, job)
         b = bill(job, trace, c, hardware.device)
-        doubt = doubt_of(b, candidates, guessed)
+        doubt = np.hypot(doubt_of(b, candidates, guessed), MANY_LENGTHS * c.many_lengths * b.activations.max(axis=0))
         features = np.hstack([features_of(c), np.tile(job_features(job, hardware, trace), (len(candidates), 1))])
         return cls(c, b, work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt)
 

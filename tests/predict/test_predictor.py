@@ -8,7 +8,7 @@ import pytest
 from autotune.errors import UserError
 from autotune.executors.replay import Landscape, load_landscape
 from autotune.predict import predictor as predictor_module
-from autotune.predict.closed_form import closed_form_trace
+from autotune.predict.closed_form import closed_form_trace, untraced_note
 from autotune.predict.constants import MEMORY, overhead_prior
 from autotune.predict.fit import Neighbours, Prior, fit
 from autotune.predict.knobs import padded_tokens
@@ -266,7 +266,7 @@ def test_a_way_that_can_only_be_estimated_is_predicted_wider(monkeypatch: pytest
     monkeypatch.setattr(predictor_module, "trace_job", only_sdpa)
     predictor = Predictor(job, hardware)
     table = predictor.table(candidates)
-    assert predictor.notes() == ["not traced (a test): closed form"]
+    assert predictor.notes() == [untraced_note("a test")]
     assert [one.exact for one in predictor.predict_many(candidates)] == [True, False]
     assert table.peak_sigma[0] == pytest.approx(sure.peak_sigma[0])
     assert table.peak_sigma[1] / table.peak[1] > 1.5 * sure.peak_sigma[1] / sure.peak[1]

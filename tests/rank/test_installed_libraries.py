@@ -2,20 +2,21 @@
 
 import pytest
 
+from autotune.problem.job import Job
 from autotune.problem.models import resolve_model, shipped_models
 from autotune.problem.space_file import DS_TOP_LEVEL, DS_ZERO_KEYS
+from autotune.problem.tasks import default_task
 
 
 @pytest.mark.parametrize("name", [name for name, spec in shipped_models().items() if spec.parameters])
 def test_parameter_counts_are_the_published_ones(name: str) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
 
-    from autotune.rank.building import transformers_config
+    from autotune.rank.building import task_model, transformers_config
 
     spec = resolve_model(name)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(transformers_config(spec))
+        model = task_model(transformers_config(spec), Job(spec, 1, 32, "bf16", task=default_task(spec.config)))
     assert sum(parameter.numel() for parameter in model.parameters()) == spec.parameters
 
 
