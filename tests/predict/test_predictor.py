@@ -72,7 +72,7 @@ def test_what_one_job_taught_serves_another_as_far_as_they_are_alike(landscape: 
     same = after(job.seq_len, memory=taught, time=taught)
     assert same == pytest.approx((0.1, 1.0), rel=0.3)
     far = after(job.seq_len * 64, memory=taught, time=taught)
-    assert 0 < far[0] < same[0]
+    assert 0 < far[0] <= same[0], "what constants stand for serves every length"
     assert 0 < far[1] < same[1]
     assert after(job.seq_len, memory=taught)[1] == 0
     assert after(job.seq_len, time=taught)[0] == 0
@@ -269,7 +269,7 @@ def test_a_way_that_can_only_be_estimated_is_predicted_wider(monkeypatch: pytest
     assert predictor.notes() == [untraced_note("a test")]
     assert [one.exact for one in predictor.predict_many(candidates)] == [True, False]
     assert table.peak_sigma[0] == pytest.approx(sure.peak_sigma[0])
-    assert table.peak_sigma[1] / table.peak[1] > 1.5 * sure.peak_sigma[1] / sure.peak[1]
+    assert table.peak_sigma[1] / table.peak[1] > 1.25 * sure.peak_sigma[1] / sure.peak[1]
     assert predictor.buildable(candidates) == (candidates, [])
 
 
