@@ -84,7 +84,18 @@ class Ignorant(Predictor):
         one = np.ones(len(prepared.columns.stage))
         samples = prepared.columns.micro_batch * prepared.columns.accumulation * self.job.ranks
         capacity = float(self.hardware.capacity_bytes)
-        return Table(0.5 * capacity * one, capacity * one, 0.0 * one, samples, one, one)
+        half, width, nothing = 0.5 * capacity * one, capacity * one, 0.0 * one
+        return Table(
+            peak=half,
+            peak_sigma=width,
+            allocated=half,
+            allocated_sigma=width,
+            needed=half,
+            host=nothing,
+            step=samples,
+            step_sigma=one,
+            samples=one,
+        )
 
 
 class WithoutLadder(Proposer):
