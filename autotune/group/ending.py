@@ -14,6 +14,7 @@ import psutil
 KILL_GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
 KILL_SECONDS = 10.0  # for a process group after SIGKILL
 REAP_SECONDS = 5.0  # for a killed process to be gone
+EXEC_SECONDS, _YOUNG_SECONDS = 0.5, 30.0  # how long `exec` may take on a busy machine, of a process that is so young
 
 
 def die_with_parent() -> None:
@@ -117,6 +118,16 @@ def marked(variable: str, value: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            if process.environ().get(variable) == value:
+            if _environment(process).get(variable) == value:
                 found.append(process)
+    return found
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    """A process's environment. One in the middle of `exec` has none yet: whoever has just been started is asked again."""
+    found: dict[str, str] = process.environ()
+    until = time.monotonic() + EXEC_SECONDS
+    while not found and time.time() - process.create_time() < _YOUNG_SECONDS and time.monotonic() < until:
+        time.sleep(0.002)
+        found = process.environ()
     return found

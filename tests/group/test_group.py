@@ -1,6 +1,7 @@
 """One watch for trials and trainings: ranks that die, hang or leave at every point of their life."""
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -282,3 +283,23 @@ def test_what_the_kernel_does_not_let_go_is_said(fakes: Fakes, monkeypatch: pyte
     )
     group.kill()
     wait_until(lambda: len(group.statuses()) == 2, "the ranks' end")
+
+
+def test_a_process_in_the_middle_of_exec_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux shows no environment of it (fs/proc/base.c, environ_read), and its rank may be dead already."""
+    process = subprocess.Popen(["sleep", "60"], env={**os.environ, "AUTOTUNE_TEST": "this one"})
+    asked: list[int] = []
+    environ = psutil.Process.environ
+
+    def late(self: psutil.Process) -> dict[str, str]:
+        if self.pid != process.pid:
+            return environ(self)
+        asked.append(self.pid)
+        return environ(self) if len(asked) > 3 else {}
+
+    monkeypatch.setattr(psutil.Process, "environ", late)
+    try:
+        assert [found.pid for found in marked("AUTOTUNE_TEST", "this one")] == [process.pid]
+    finally:
+        process.kill()
+        process.wait()
