@@ -43,13 +43,8 @@ def planned_hardware(
         hardware = dataclasses.replace(found, count=count, nodes=nodes)
     else:
         hardware = named_hardware(name.strip(), count, headroom=headroom, nodes=nodes)
-    if memory_cap_bytes is not None and memory_cap_bytes > hardware.capacity_bytes:
-        raise UserError(
-            f"--memory-cap {format_bytes(memory_cap_bytes)} is above the {format_bytes(hardware.capacity_bytes)} of one "
-            f"{hardware.name}: give less, or leave it out"
-        )
     host = host_memory_bytes or hardware.host_memory_bytes
-    return roomy(dataclasses.replace(hardware, host_memory_bytes=host, memory_cap_bytes=memory_cap_bytes))
+    return roomy(dataclasses.replace(hardware, host_memory_bytes=host).capped(memory_cap_bytes))
 
 
 def roomy(hardware: Hardware) -> Hardware:

@@ -100,6 +100,19 @@ class Hardware:
         free = self.memory_bytes - self.taken_bytes
         return min(free, self.memory_cap_bytes or free)
 
+    def capped(self, memory_cap_bytes: int | None) -> Hardware:
+        """The same, of which a rank may use no more than the cap; None: as it is.
+
+        Raises:
+            UserError: the cap is above the capacity.
+        """
+        if memory_cap_bytes is not None and memory_cap_bytes > self.capacity_bytes:
+            raise UserError(
+                f"--memory-cap {format_bytes(memory_cap_bytes)} is above the capacity of "
+                f"{format_bytes(self.capacity_bytes)} a rank: give less, or leave it out"
+            )
+        return dataclasses.replace(self, memory_cap_bytes=memory_cap_bytes or self.memory_cap_bytes)
+
     @property
     def ceiling_bytes(self) -> int:
         """Memory that a winner may use: the capacity less the headroom."""
@@ -211,13 +224,7 @@ def detect(device: str, gpus: int | None, *, memory_cap_bytes: int | None = None
     if not visible and device != "cpu" and (device == "cuda" or gpus is not None):
         raise UserError(_no_gpu(device, gpus))
     found = _detect_cuda(visible, gpus) if visible else _detect_cpu(gpus)
-    capacity = found.capacity_bytes
-    if memory_cap_bytes is not None and memory_cap_bytes > capacity:
-        raise UserError(
-            f"--memory-cap {format_bytes(memory_cap_bytes)} is above the capacity of "
-            f"{format_bytes(capacity)} a rank: give less, or leave it out"
-        )
-    return dataclasses.replace(found, memory_cap_bytes=memory_cap_bytes, headroom=headroom)
+    return dataclasses.replace(found, headroom=headroom).capped(memory_cap_bytes)
 
 
 def _no_gpu(device: str, gpus: int | None) -> str:

@@ -10,12 +10,10 @@ import torch
 from autotune.problem.job import Job
 from autotune.problem.tasks import ANSWERS, CLASSIFICATION, IMAGE_TEXT, MASKED, SEQ2SEQ, TOKENS
 from autotune.rank.building import transformers_config
-from autotune.rank.images import image_batch
+from autotune.rank.images import IGNORED, Batch, image_batch
 
-Batch = dict[str, torch.Tensor]
 Integers = Callable[[tuple[int, ...], int], torch.Tensor]  # (shape, below which number)
 
-IGNORED = -100  # as a label
 _MASKED_SHARE = 0.15  # Devlin et al. 2019, section 3.1; DataCollatorForLanguageModeling's default
 
 
