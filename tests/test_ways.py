@@ -42,6 +42,10 @@ OBEY = {
     "compiled_in_place": ("rows", 1),
     "past_the_engine": ("rows", 1),
     "unlike_lengths": ("rows", 1),
+    "queries_and_documents": ("rows", 4),
+    "features": ("rows", 1),
+    "boundary_by_hand": ("rows", 1),
+    "two_engines": ("rows", 1),
 }
 # The sequences that a micro-batch of it has, and what is said.
 LEFT = {
@@ -49,6 +53,7 @@ LEFT = {
     "loss_backward_of_its_own_batch": (2, "gave 8 rows a step where 4 were asked for"),
     "from_yaml": (3, "a step where"),
     "from_a_setting batch=6": (6, "gave 24 rows a step where 12 were asked for"),
+    "time_first": (4, "gave 32 rows a step where 16 were asked for"),
     "plain_lists": (4, "cannot be counted"),
 }
 

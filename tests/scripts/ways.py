@@ -261,6 +261,46 @@ def unlike_lengths(args: argparse.Namespace) -> None:
     train(engine, ([torch.arange(3 + place) for place in range(micro(engine))] for _ in range(STEPS)))
 
 
+def queries_and_documents(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    for _ in range(STEPS):
+        loss = engine(ids(micro(engine))) + engine(ids(3 * micro(engine), 2 * TOKENS))
+        engine.backward(loss)
+        engine.step()
+
+
+def features(args: argparse.Namespace) -> None:
+    """Images with their labels: no tokens anywhere."""
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4 * 36, 10))
+    engine = engine_of(args, net)
+    for _ in range(STEPS):
+        images, labels = torch.rand(micro(engine), 3, 8, 8), torch.randint(0, 10, (micro(engine),))
+        engine.backward(torch.nn.functional.cross_entropy(engine(images), labels))
+        engine.step()
+
+
+def boundary_by_hand(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    times = engine.gradient_accumulation_steps()
+    for _ in range(STEPS):
+        for part in range(times):
+            engine.set_gradient_accumulation_boundary(part == times - 1)
+            train(engine, [ids(micro(engine))])
+
+
+def two_engines(args: argparse.Namespace) -> None:
+    first, second = engine_of(args), engine_of(args)
+    for _ in range(STEPS):
+        batch = ids(micro(first))
+        train(first, [batch])
+        train(second, [batch])
+
+
+def time_first(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    train(engine, (ids(micro(engine)).T for _ in range(STEPS)))
+
+
 def growing_batch(args: argparse.Namespace) -> None:
     engine = engine_of(args)
     train(engine, (ids(micro(engine) + step // 4) for step in range(STEPS)))
