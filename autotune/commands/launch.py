@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from autotune.commands.python import TRAINING, ranks_python
 from autotune.commands.request import Request, launch_setup
 from autotune.commands.setup import LaunchSetup, PlanSetup
 from autotune.errors import NothingFits, UserError
@@ -45,11 +46,14 @@ def launch_training(request: Request, say: Callable[[str], None] = print) -> Lau
         UserError: bad input, or a study that is not of this script.
         NothingFits: no config is predicted to fit.
     """
-    setup = launch_setup(request)
-    if setup.study is not None:
-        training = _from_study(setup, StudyStore.load(setup.study, setup.storage), say)
-    else:
-        training = _from_plan(setup)
+    store = StudyStore.load(request.study, request.storage) if request.study is not None else None
+    remembered = store.python if store is not None else None
+    with ranks_python(request.python, say, needed=TRAINING, remembered=remembered):
+        return _launch(launch_setup(request), store, say)
+
+
+def _launch(setup: LaunchSetup, store: StudyStore | None, say: Callable[[str], None]) -> LaunchSummary:
+    training = _from_study(setup, store, say) if store is not None else _from_plan(setup)
     tuned = training.hardware
     found = detect(tuned.device, tuned.count, memory_cap_bytes=setup.memory_cap_bytes, headroom=tuned.headroom)
     say(f"{len(training.ladder)} configs on the ladder; a failure is met at most {setup.max_restarts} times")

@@ -77,6 +77,7 @@ class Request:
     max_restarts: int = 10
     hang_timeout: str = "30m"
     convert: bool = False
+    python: str | None = None  # of the environment where ranks run
     runs: Path = Path("runs")
 
 
@@ -179,8 +180,6 @@ def launch_setup(request: Request) -> LaunchSetup:
         folder = _study_folder(request.runs, f"launch-{script.name}")
     return LaunchSetup(
         script=script,
-        study=request.study,
-        storage=request.storage,
         plan=plan,
         folder=folder,
         memory_cap_bytes=parse_bytes(request.memory_cap) if request.memory_cap else None,

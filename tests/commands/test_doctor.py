@@ -4,11 +4,12 @@ import subprocess
 import types
 from pathlib import Path
 
-import psutil
 import pytest
 
 from autotune.commands import doctor
 from autotune.group.locks import held_gpus
+from autotune.linux import MainMemory
+from autotune.problem import host
 from autotune.problem.hardware import detect
 from autotune.units import GIB, MIB
 from tests.cli_call import call
@@ -175,7 +176,7 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_little_memory_and_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=GIB, total=64 * GIB))
+    monkeypatch.setattr(host, "main_memory", lambda: MainMemory(available=GIB, total=64 * GIB))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=8 * MIB))
     found = by_name(doctor._memory())
     assert found["main memory"].level == "warn"
