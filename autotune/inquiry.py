@@ -43,7 +43,7 @@ def origin(module: str) -> str | None:
         sys.path.insert(0, "")
     try:
         found = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
+    except Exception:  # the package that it lies in is imported, and may raise anything
         return None
     return os.path.abspath(found.origin) if found and found.origin and found.has_location else None
 

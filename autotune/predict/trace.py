@@ -92,7 +92,9 @@ def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seco
     if job.script and not traceable(job.script.profile):
         return profile_trace(job)
     if missing := [name for name in _RUNS_IT if current().version(name) is None]:
-        return closed_form_trace(job, f"{' and '.join(missing)} not installed; --python names an environment that has them")
+        return closed_form_trace(
+            job, f"{' and '.join(missing)} not installed; --python names an environment that has them"
+        )
     job, replaced = _runnable(job)
     path = _cache_path(job, loss, device)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
