@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from autotune.commands.python import TRAINING, ranks_python
@@ -46,14 +47,24 @@ def launch_training(request: Request, say: Callable[[str], None] = print) -> Lau
         UserError: bad input, or a study that is not of this script.
         NothingFits: no config is predicted to fit.
     """
-    store = StudyStore.load(request.study, request.storage) if request.study is not None else None
-    remembered = store.python if store is not None else None
-    with ranks_python(request.python, say, needed=TRAINING, remembered=remembered):
-        return _launch(launch_setup(request), store, say)
+    with ranks_python(request.python, say, needed=TRAINING, remembered=_remembered(request)):
+        return _launch(launch_setup(request), say)
 
 
-def _launch(setup: LaunchSetup, store: StudyStore | None, say: Callable[[str], None]) -> LaunchSummary:
-    training = _from_study(setup, store, say) if store is not None else _from_plan(setup)
+def _remembered(request: Request) -> str | None:
+    """The Python that the study was measured in, where that was not the tuner's; a study that is none is complained of later,
+    after what was typed."""
+    if request.study is not None:
+        with suppress(UserError):
+            return StudyStore.load(request.study, request.storage).python
+    return None
+
+
+def _launch(setup: LaunchSetup, say: Callable[[str], None]) -> LaunchSummary:
+    if setup.study is not None:
+        training = _from_study(setup, StudyStore.load(setup.study, setup.storage), say)
+    else:
+        training = _from_plan(setup)
     tuned = training.hardware
     found = detect(tuned.device, tuned.count, memory_cap_bytes=setup.memory_cap_bytes, headroom=tuned.headroom)
     say(f"{len(training.ladder)} configs on the ladder; a failure is met at most {setup.max_restarts} times")

@@ -91,7 +91,10 @@ def _found(typed: str | None, say: Callable[[str], None], remembered: str | None
             return interpreter_at(given, name), f"{name} {given}"
     if remembered is not None:
         name = "the study's Python"
-        return interpreter_at(remembered, name), f"{name} {remembered}"
+        try:
+            return interpreter_at(remembered, name), f"{name} {remembered}"
+        except UserError as error:
+            raise UserError(f"{error}; {OPTION} names another") from None
     own = Own()
     if own.version("torch") is None and (active := _active()) is not None:
         say(f"ranks run in {active.path}, of the active environment; {OPTION} names another")

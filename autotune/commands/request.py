@@ -180,6 +180,8 @@ def launch_setup(request: Request) -> LaunchSetup:
         folder = _study_folder(request.runs, f"launch-{script.name}")
     return LaunchSetup(
         script=script,
+        study=request.study,
+        storage=request.storage,
         plan=plan,
         folder=folder,
         memory_cap_bytes=parse_bytes(request.memory_cap) if request.memory_cap else None,

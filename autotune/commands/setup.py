@@ -57,10 +57,12 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSetup:
-    """A script to train, and what for lack of a study its configs come from: the plan for a model."""
+    """A script to train, and where its configs come from: a study, or the plan for a model."""
 
     script: Script
-    plan: PlanSetup | None  # None where the configs are a study's
+    study: str | None
+    storage: str | None
+    plan: PlanSetup | None  # None where a study is named
     folder: Path | None  # of a launch without a study, not made yet
     memory_cap_bytes: int | None
     max_restarts: int

@@ -45,6 +45,9 @@ def test_who_is_asked_in_which_order(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(module.VARIABLE, variable)
     assert taken(remembered=remembered) == (variable, [])
     assert taken(typed, remembered=remembered) == (typed, [])
+    monkeypatch.delenv(module.VARIABLE)
+    with pytest.raises(UserError, match=r"^the study's Python /gone: no such file; .*; --python names another$"):
+        taken(remembered="/gone")
     monkeypatch.setenv(module.VARIABLE, " ")
     assert taken() == (sys.executable, []), "set to nothing, as shells unset"
 
