@@ -36,6 +36,7 @@ _LAUNCHERS = {
 }
 NVML_FILE = "AUTOTUNE_NVML"  # the variable that tells a rank of nvidia-ml-py's one file, see `problem.gpus`
 _PACKAGE = Path(__file__).parent
+_INSTALLED = ("site-packages", "dist-packages")
 # Every Python since 2.4 can run this: the oldest say their version and no more. A module of the user's in the current folder
 # must not stand in for one of the standard library's.
 _ASK = (
@@ -112,7 +113,9 @@ class Own:
         return inquiry.origin(module)
 
     def environment(self) -> dict[str, str]:
-        return _with_path(dict(os.environ), _PACKAGE.parent)
+        found = dict(os.environ)
+        # installed it is found anyway, and all of `site-packages` in PYTHONPATH would reach other Pythons that a script starts
+        return found if _PACKAGE.parent.name in _INSTALLED else _with_path(found, _PACKAGE.parent)
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,12 @@ def test_the_tuners_own_is_no_other(tmp_path: Path) -> None:
     assert Own().environment()["PYTHONPATH"].split(os.pathsep)[0] == str(Path(interpreter.__file__).parents[1])
 
 
+def test_where_it_is_installed_nothing_is_put_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/users/own")
+    monkeypatch.setattr(interpreter, "_PACKAGE", Path("/env/lib/python3.12/site-packages/autotune"))
+    assert Own().environment()["PYTHONPATH"] == "/users/own"
+
+
 def test_a_virtual_environment_is_another_though_its_python_is_the_same_file(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True, timeout=120)
     for typed in (tmp_path / "env", tmp_path / "env/bin/python"):
