@@ -63,6 +63,9 @@ Device = Annotated[str, option("auto, cuda or cpu.")]
 MemoryCap = Annotated[Text, option("What one rank may use, like 24GiB.")]
 Headroom = Annotated[Text, option("Share of the capacity to leave free; default 5%.")]
 Executor = Annotated[str, option("local, or replay:TABLE to search a recorded table.")]
+Python = Annotated[
+    Text, option("Python of the environment that you train in; default: $AUTOTUNE_PYTHON, this one, or an active one.")
+]
 Isolation = Annotated[str, option("fork (pre-imported server) or spawn (cold starts).")]
 
 # how it is searched, and where that is kept
@@ -130,6 +133,7 @@ def run(
     max_trials: MaxTrials = None,
     out: WinnerFile = None,
     isolation: Isolation = "fork",
+    python: Python = None,
     task: Task = None,
     image_size: ImageSize = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -189,6 +193,7 @@ def plan(
     task: Task = None,
     image_size: ImageSize = None,
     trust_remote_code: TrustRemoteCode = False,
+    python: Python = None,
     as_json: Json = False,
 ) -> None:
     """Predict what fits, how fast and for what money, on how many of which GPUs, and what would help; runs nothing."""
@@ -196,7 +201,7 @@ def plan(
     from autotune.commands.plan import plans
     from autotune.results.plan_view import show_comparison, show_plan
 
-    made = plans(request, [*compare.split(",")] if compare else [gpu])
+    made = plans(request, [*compare.split(",")] if compare else [gpu], say)
     if as_json:
         emit([one.to_json() for one in made] if compare else made[0].to_json())
     elif compare:
@@ -224,6 +229,7 @@ def launch(
     convert: Convert = False,
     memory_cap: MemoryCap = None,
     storage: Storage = None,
+    python: Python = None,
     as_json: Json = False,
 ) -> None:
     """Train your script under the winner, and bring it back with less memory when it runs out.
@@ -234,7 +240,7 @@ def launch(
     request = typed(locals())
     from autotune.commands.launch import launch_training
 
-    summary = launch_training(request, lambda text: print(f"autotune: {text}", file=sys.stderr, flush=True))
+    summary = launch_training(request, say)
     if as_json:
         emit(summary.to_json())
     else:
@@ -309,12 +315,16 @@ def models(as_json: Json = False) -> None:
 
 @app.command()
 def doctor(
-    nvme_path: Annotated[Path | None, option("A folder that nvme offload would use.")] = None, as_json: Json = False
+    nvme_path: Annotated[Path | None, option("A folder that nvme offload would use.")] = None,
+    python: Python = None,
+    as_json: Json = False,
 ) -> None:
     """Check driver, torch, NCCL, DeepSpeed's ops, memory and disk; builds CPU Adam ahead of time."""
     from autotune.commands.doctor import examine
+    from autotune.commands.python import ranks_python
 
-    findings = examine(nvme_path)
+    with ranks_python(python, say, judge=False):
+        findings = examine(nvme_path)
     if as_json:
         emit([vars(finding) for finding in findings])
     else:
@@ -354,8 +364,12 @@ def main() -> None:
         raise
 
 
+def say(text: str) -> None:
+    print(f"autotune: {text}", file=sys.stderr, flush=True)
+
+
 def fail(text: str, code: int) -> None:
-    print(f"autotune: {text}", file=sys.stderr)
+    say(text)
     sys.exit(code)
 
 

@@ -31,7 +31,7 @@ from common import HERE, RESULTS, print_table
 
 from autotune.errors import UserError
 from autotune.files import write_atomically
-from autotune.group.ending import die_with_parent
+from autotune.linux import die_with_parent
 from autotune.problem.hardware import detect
 
 LIMIT_SECONDS = 480.0  # of a step: a lent machine runs one command for ten minutes

@@ -63,6 +63,7 @@ DEAR = {  # file: what its tests share
     "tests/test_scripts.py": "scripts",
     "tests/test_ways.py": "scripts",
     "tests/test_end_to_end.py": "finished_study",
+    "tests/test_wheel.py": "wheel",
     "tests/gpu/test_cuda.py": "gpu",  # one test at a time has the device
 }
 

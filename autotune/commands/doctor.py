@@ -6,15 +6,17 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune.commands.python import check_versions, versions_of
+from autotune.errors import UserError
 from autotune.file_systems import file_system_of
 from autotune.group.environment import trial_environment
 from autotune.group.locks import holder_of
+from autotune.interpreter import Own, current
 from autotune.predict.unread import newer_version
 from autotune.problem.cpus import usable_cpus
 from autotune.problem.gpus import (
@@ -49,7 +51,7 @@ class Finding:
 
 def examine(nvme_path: Path | None = None) -> list[Finding]:
     """Everything there is to find; builds DeepSpeed's CPU Adam where it is not built yet."""
-    return [*_gpus(), *_memory(), *_disk(nvme_path), *_libraries()]
+    return [*_gpus(), *_memory(), *_disk(nvme_path), *_python(), *_libraries()]
 
 
 def _gpus() -> Iterator[Finding]:
@@ -190,9 +192,14 @@ def torch_facts():
             "nccl": list(cuda.nccl_version()) if torch.version.cuda else None}
 attempt("torch", torch_facts)
 def versions():
-    import deepspeed, transformers, optuna
-    return {"deepspeed": deepspeed.__version__, "transformers": transformers.__version__, "optuna": optuna.__version__}
+    import deepspeed
+    return {"deepspeed": deepspeed.__version__}
 attempt("versions", versions)
+def transformers():
+    import transformers
+    out["versions"]["transformers"] = transformers.__version__
+    return True
+attempt("transformers", transformers)
 def op(name):
     from deepspeed.accelerator import get_accelerator
     from autotune.group.ops import load_ops
@@ -212,11 +219,28 @@ _OPS = {  # what is lost without it
 }
 
 
+_TRAIN_THERE = "--python PATH of the environment that you train in, or pip install 'deepspeed-autotune[train]'"
+
+
+def _python() -> Iterator[Finding]:
+    """In what ranks run, and whether its packages are of versions that are supported."""
+    ranks = current()
+    found = f"{'.'.join(map(str, ranks.python))} ({ranks.path})"
+    if ranks.beside:
+        found += f", beside autotune's own ({Own().path})"
+    try:
+        check_versions(versions_of(ranks))
+    except UserError as error:
+        yield Finding("bad", "Python", found, str(error), "--python PATH of an environment that has those")
+    else:
+        yield Finding("good", "Python", found)
+
+
 def _libraries() -> Iterator[Finding]:
     device = "cuda" if visible_gpus() else "cpu"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _EXAMINATION, *_OPS],
+            [current().path, "-c", _EXAMINATION, *_OPS],
             env=trial_environment(device, usable_cpus()),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -245,7 +269,7 @@ def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
     errors = facts["errors"]
     torch = facts.get("torch")
     if torch is None:
-        yield Finding("bad", "torch", errors["torch"], "nothing can be measured", "pip install torch==2.13.0")
+        yield Finding("bad", "torch", errors["torch"], "nothing can be measured", _TRAIN_THERE)
         return
     if device == "cuda" and not torch["available"]:
         build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "a CPU build"
@@ -270,9 +294,10 @@ def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
         level, cost, fix = ("warn", newer, "look for a newer autotune") if newer else ("good", "", "")
         yield Finding(level, "libraries", ", ".join(f"{k} {v}" for k, v in versions.items()), cost, fix)
     else:
-        yield Finding(
-            "bad", "libraries", errors["versions"], "nothing can be measured", "pip install -U deepspeed-autotune"
-        )
+        yield Finding("bad", "libraries", errors["versions"], "nothing can be measured", _TRAIN_THERE)
+    if "transformers" in errors:
+        cost = "no --model can be trained; scripts that do without it can"
+        yield Finding("warn", "transformers", errors["transformers"], cost, "install transformers")
     for op, cost in _OPS.items():
         name = f"DeepSpeed op {op.removesuffix('Builder')}"
         if op in facts:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+from autotune.commands.python import TRAINING, ranks_python
 from autotune.commands.request import Request, launch_setup
 from autotune.commands.setup import LaunchSetup, PlanSetup
 from autotune.errors import NothingFits, UserError
@@ -45,7 +47,20 @@ def launch_training(request: Request, say: Callable[[str], None] = print) -> Lau
         UserError: bad input, or a study that is not of this script.
         NothingFits: no config is predicted to fit.
     """
-    setup = launch_setup(request)
+    with ranks_python(request.python, say, needed=TRAINING, remembered=_remembered(request)):
+        return _launch(launch_setup(request), say)
+
+
+def _remembered(request: Request) -> str | None:
+    """The Python that the study was measured in, where that was not the tuner's; a study that is none is complained of later,
+    after what was typed."""
+    if request.study is not None:
+        with suppress(UserError):
+            return StudyStore.load(request.study, request.storage).python
+    return None
+
+
+def _launch(setup: LaunchSetup, say: Callable[[str], None]) -> LaunchSummary:
     if setup.study is not None:
         training = _from_study(setup, StudyStore.load(setup.study, setup.storage), say)
     else:

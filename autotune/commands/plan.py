@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from autotune.commands.plan_gains import gains
 from autotune.commands.plan_machines import Machines
+from autotune.commands.python import NAMED_MODEL, ranks_python
 from autotune.commands.request import Request, plan_setups
 from autotune.commands.setup import PlanSetup
 from autotune.predict.elsewhere import PLENTY, Elsewhere, host_bytes_per_node
@@ -21,18 +22,22 @@ from autotune.results.plan_view import token_speed
 from autotune.units import GIB, format_bytes
 
 
-def plans(request: Request, gpus: Sequence[str | None]) -> list[Plan]:
+def plans(request: Request, gpus: Sequence[str | None], say: Callable[[str], None] = lambda text: None) -> list[Plan]:
     """A plan for each named GPU; None is the machine's own. One alone is told of other machines, too.
+
+    Args:
+        say: takes a line for people.
 
     Raises:
         UserError: bad input.
     """
     made: list[Plan] = []
     traces: dict[str, Trace] = {}  # by precision: one trace serves all GPUs
-    for setup in plan_setups(request, gpus):
-        predictor = Predictor(setup.job, setup.hardware, traces.get(setup.job.precision))
-        traces[setup.job.precision] = predictor.trace
-        made.append(make_plan(setup, predictor, elsewhere=len(gpus) == 1))
+    with ranks_python(request.python, say, named=NAMED_MODEL):  # without torch the plan is a rougher one
+        for setup in plan_setups(request, gpus):
+            predictor = Predictor(setup.job, setup.hardware, traces.get(setup.job.precision))
+            traces[setup.job.precision] = predictor.trace
+            made.append(make_plan(setup, predictor, elsewhere=len(gpus) == 1))
     return made
 
 

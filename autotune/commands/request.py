@@ -77,6 +77,7 @@ class Request:
     max_restarts: int = 10
     hang_timeout: str = "30m"
     convert: bool = False
+    python: str | None = None  # of the environment where ranks run
     runs: Path = Path("runs")
 
 

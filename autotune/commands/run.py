@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from autotune.commands.probe import Probe, after_probe, probe
+from autotune.commands.python import NAMED_MODEL, TRAINING, ranks_python
 from autotune.commands.request import Request, run_setup
 from autotune.commands.setup import Setup
 from autotune.errors import NothingFits, UserError
@@ -80,7 +81,13 @@ def run_study(
         MachineTrouble: the machine fails, whatever the candidate.
         NothingFits: no candidate is feasible.
     """
-    setup = run_setup(request)
+    local = request.executor == "local"
+    needed = () if not local else TRAINING if request.script or request.workload else NAMED_MODEL
+    with ranks_python(request.python, lambda text: None if quiet else console.print(text), needed=needed):
+        return _run(run_setup(request), console, quiet, confirm)
+
+
+def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], bool] | None) -> RunSummary:
     if setup.found_no_gpu:
         console.print("no GPU found: running CPU ranks", style="yellow")
         if confirm is not None and not confirm("tune on CPU ranks?"):
@@ -183,6 +190,9 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver) -> 
 def _announce(setup: Setup, store: StudyStore, observer: PlainObserver, resumed: bool, closed: int) -> None:
     ceiling = format_bytes(setup.hardware.ceiling_bytes)
     observer.say(f"{setup.job.summary}, on {setup.hardware}")
+    if store.python is not None:
+        versions = ", ".join(f"{name} {store.versions[name]}" for name in TRAINING)
+        observer.say(f"ranks run in {store.python}: {versions}")
     observer.say(f"space {setup.space.name}: {len(setup.candidates)} candidates; winners use at most {ceiling} a rank")
     if resumed:
         used = sum(call.used_seconds for call in store.calls())

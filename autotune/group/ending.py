@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
@@ -15,16 +14,6 @@ KILL_GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
 KILL_SECONDS = 10.0  # for a process group after SIGKILL
 REAP_SECONDS = 5.0  # for a killed process to be gone
 EXEC_SECONDS, _YOUNG_SECONDS = 0.5, 30.0  # how long `exec` may take on a busy machine, of a process that is so young
-
-
-def die_with_parent() -> None:
-    """The kernel kills this process when its parent dies: a killed tuner leaves no orphan."""
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def adopt_orphans() -> None:
-    """What a dead child leaves running becomes this process's child: a data loader's worker with a session of its own."""
-    ctypes.CDLL(None, use_errno=True).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
 def end_ranks(

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Mapping
 
+from autotune.interpreter import current
 from autotune.problem.candidate import Candidate
 from autotune.problem.gpus import BY_BUS, ORDER, compute_capabilities
-from autotune.processes import package_environment
 
 THREADS = "OMP_NUM_THREADS"
 ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
@@ -26,9 +25,9 @@ def training_environment(device: str, threads: int) -> dict[str, str]:
         device: `cuda` or `cpu`.
         threads: that it computes with on the CPU.
     """
-    beside = os.path.dirname(sys.executable)
+    beside = os.path.dirname(current().path)
     env = {
-        **package_environment(),
+        **current().environment(),
         # torch looks for ninja in PATH; pip put it beside this Python, which need not be an activated environment.
         # Always the same one: another version's log would make it build every op again.
         "PATH": os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]),

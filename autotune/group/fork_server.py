@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from autotune.group.ending import adopt_orphans, die_with_parent
 from autotune.group.ops import load_ops
 from autotune.group.protocol import Channel, Message
+from autotune.linux import adopt_orphans, die_with_parent
 
 _FORK_TEST_SECONDS = 120  # without persistence mode each of eight GPUs takes seconds to wake
 _CUDA_ERROR_NOT_INITIALIZED = 3  # CUresult: what a fork of a process that has used CUDA is told
@@ -32,11 +32,9 @@ def preload(model_type: str | None, ops: list[str], modules: list[str]) -> dict[
     """Imports what every rank needs and loads DeepSpeed's JIT ops, building them where this machine has not yet."""
     began = time.monotonic()
     import deepspeed  # noqa: F401
-    import torch
-    import torch.distributed
-    import transformers
-    from transformers import AutoModelForCausalLM  # noqa: F401
 
+    with suppress(ImportError):  # a script may do without it
+        from transformers import AutoModelForCausalLM  # noqa: F401
     if model_type:
         with suppress(Exception):
             from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
@@ -53,7 +51,6 @@ def preload(model_type: str | None, ops: list[str], modules: list[str]) -> dict[
         "import_seconds": imported - began,
         "ops_seconds": time.monotonic() - imported,
         "failed_ops": failed,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "fork_safe": os.environ.get("DS_ACCELERATOR") == "cpu" or cuda_survives_fork(),
     }
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from autotune.errors import UserError
 from autotune.group.ending import below, marked
 from autotune.group.protocol import Channel, Message
 from autotune.group.verdict import log_tail
+from autotune.interpreter import current
 
 MARK = "AUTOTUNE_RANKS_OF"  # the variable by which what ranks have started is found
 _BUILDING_SECONDS = 1800  # all ops of a slow machine; beyond that a compiler hangs
@@ -69,7 +69,7 @@ class SpawnLauncher:
         output = self.log.open("ab") if self.log is not None else None
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", entry, address, str(rank)],
+                [current().path, "-m", entry, address, str(rank)],
                 env={**self._env, MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -122,7 +122,7 @@ class ForkLauncher:
         self._channel, theirs = Channel.pair()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "autotune.group.fork_server", str(theirs.fileno())],
+                [current().path, "-m", "autotune.group.fork_server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env=self._env,
                 stdin=subprocess.DEVNULL,

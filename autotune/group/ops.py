@@ -7,11 +7,10 @@ holds are therefore broken first.
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
-import psutil
+from autotune.linux import is_open
 
 LIVELY_SECONDS = 120.0  # a folder that changed this lately may be building on another host with the same home
 
@@ -35,7 +34,7 @@ def load_ops(names: list[str]) -> dict[str, str]:
 def wait_for_lock(lock: Path, lively_seconds: float = LIVELY_SECONDS) -> None:
     """Returns when nobody builds behind `lock`, having removed the file if whoever made it is gone."""
     while lock.exists():
-        if not _held(lock) and time.time() - _last_change(lock.parent) > lively_seconds:
+        if not is_open(lock) and time.time() - _last_change(lock.parent) > lively_seconds:
             lock.unlink(missing_ok=True)
             print(f"removed {lock}: the build that made it is gone", flush=True)
             return
@@ -47,18 +46,6 @@ def _build_folder(op: str) -> Path:
     from torch.utils.cpp_extension import _get_build_directory
 
     return Path(_get_build_directory(op, verbose=False))
-
-
-def _held(lock: Path) -> bool:
-    """Whether a process of this machine has the lock open, as its maker does until it is done."""
-    path = os.path.realpath(lock)
-    for process in psutil.process_iter():
-        try:
-            if any(file.path == path for file in process.open_files()):
-                return True
-        except (psutil.Error, OSError):
-            continue
-    return False
 
 
 def _last_change(folder: Path) -> float:

@@ -11,20 +11,18 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
 from autotune.files import write_atomically
+from autotune.interpreter import current
 from autotune.predict.closed_form import closed_form_trace, profile_trace
 from autotune.predict.passes import Trace
 from autotune.problem.job import Job
 from autotune.problem.tasks import CAUSAL, IMAGE_TEXT, SEQ2SEQ
-from autotune.processes import package_environment
 
 __all__ = ["LOSSES", "VERSION", "Trace", "cache_folder", "cache_key", "trace_job", "trace_jobs", "traceable"]
 
@@ -34,6 +32,7 @@ __all__ = ["LOSSES", "VERSION", "Trace", "cache_folder", "cache_key", "trace_job
 # (torch's list of operators that autocast to float32).
 LOSSES = ("own", "fused", "chunked", "shifted32", "shifted16", "shifted-cast")
 
+_RUNS_IT = ("torch", "transformers")
 VERSION = 6  # of what the tracer finds: raise it when that changes
 
 
@@ -44,7 +43,7 @@ def cache_folder() -> Path:
 
 def cache_key(job: Job, loss: str = "own", device: str = "cuda") -> str:
     """A hash of all that decides a trace: model, sequence length, precision, task, and the versions of what runs it."""
-    versions = {name: metadata.version(name) for name in ("torch", "transformers")}
+    versions = {name: current().version(name) for name in _RUNS_IT}
     parts = {
         "model": asdict(job.model),
         "seq_len": job.seq_len,
@@ -92,6 +91,10 @@ def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seco
         )
     if job.script and not traceable(job.script.profile):
         return profile_trace(job)
+    if missing := [name for name in _RUNS_IT if current().version(name) is None]:
+        return closed_form_trace(
+            job, f"{' and '.join(missing)} not installed; --python names an environment that has them"
+        )
     job, replaced = _runnable(job)
     path = _cache_path(job, loss, device)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -145,11 +148,11 @@ def trace_jobs(jobs: Sequence[tuple[Job, str]], told: Callable[[int, int], None]
         return
     paths = list(missing)
     with subprocess.Popen(
-        [sys.executable, "-m", "autotune.predict.tracer", "--many"],
+        [current().path, "-m", "autotune.predict.tracer", "--many"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**package_environment(), **_NO_GPU, "TRANSFORMERS_VERBOSITY": "error"},
+        env={**current().environment(), **_NO_GPU, "TRANSFORMERS_VERBOSITY": "error"},
         text=True,
     ) as tracing:
         assert tracing.stdin
@@ -186,9 +189,9 @@ def _ask_tracer(job: Job, options: list[str], timeout_seconds: float) -> dict[st
     hidden = {} if "--sizes" in options else _NO_GPU
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "autotune.predict.tracer", *options],
+            [current().path, "-m", "autotune.predict.tracer", *options],
             input=json.dumps(job.to_json()),
-            env={**package_environment(), **hidden, "TRANSFORMERS_VERBOSITY": "error"},
+            env={**current().environment(), **hidden, "TRANSFORMERS_VERBOSITY": "error"},
             text=True,
             capture_output=True,
             timeout=timeout_seconds,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from typing import Any
 
 from autotune.errors import UserError
+from autotune.interpreter import current
 from autotune.problem.candidate import (
     ACCUMULATION,
     CHECKPOINTING,
@@ -83,8 +83,8 @@ def installed(space: SearchSpace) -> tuple[SearchSpace, list[str]]:
 
 
 def missing_package(choice: object) -> str | None:
-    """The package that an attention kernel or adapters (`r=16,…`) need, where this machine lacks it."""
+    """The package that an attention kernel or adapters (`r=16,…`) need, where the environment of the ranks lacks it."""
     if choice in (None, "none"):
         return None
     package = "peft" if str(choice).startswith("r=") else _KERNELS.get(str(choice))
-    return package if package and importlib.util.find_spec(package) is None else None
+    return package if package and not current().has(package) else None

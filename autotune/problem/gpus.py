@@ -6,18 +6,21 @@ with CUDA_DEVICE_ORDER=PCI_BUS_ID, which `group/environment.py` therefore gives 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
+from autotune.interpreter import NVML_FILE
+from autotune.linux import name_of, runs
 from autotune.units import MIB, format_bytes
 
+_TUNERS_NVML = "autotune_nvml"
 ORDER, BY_BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
 
 
@@ -71,12 +74,30 @@ def open_nvml() -> Any:
     bindings, which then wait for their own lock for ever.
     """
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
+        lib = _bindings()
+        lib.nvmlInit()
     except Exception:
         return None
-    return pynvml
+    return lib
+
+
+def _bindings() -> Any:
+    """nvidia-ml-py, of this environment or else the tuner's, whose one file every Python can run.
+
+    Raises:
+        ImportError: there is none.
+    """
+    with suppress(ImportError):
+        return importlib.import_module("pynvml")
+    with suppress(KeyError):
+        return sys.modules[_TUNERS_NVML]
+    spec = importlib.util.spec_from_file_location(_TUNERS_NVML, os.environ.get(NVML_FILE, ""))
+    if spec is None or spec.loader is None:
+        raise ImportError("nvidia-ml-py is not installed")
+    # under a name of ours: to the user's own code it stays uninstalled
+    sys.modules[_TUNERS_NVML] = found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
 
 
 @contextmanager
@@ -94,7 +115,7 @@ def nvml() -> Iterator[Any]:
 def driver_trouble() -> str:
     """Why the driver does not answer; an empty string where it does, or where this machine has none."""
     try:
-        import pynvml
+        pynvml = _bindings()
     except Exception as error:
         return f"nvidia-ml-py cannot be imported: {error}"
     try:
@@ -110,8 +131,7 @@ def driver_trouble() -> str:
 @contextmanager
 def telling(label: str) -> Iterator[None]:
     """NVML's errors as GpuError or GpuLost, with the GPU's name."""
-    import pynvml
-
+    pynvml = _bindings()
     gone = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
     try:
         yield
@@ -143,14 +163,7 @@ def holders(lib: Any, handle: Any) -> dict[int, int]:
 def holders_text(by_pid: dict[int, int]) -> str:
     """`python3 (pid 4711) 12.00 GiB, …`, the largest first."""
     largest = sorted(by_pid.items(), key=lambda item: -item[1])[:4]
-    return ", ".join(f"{_process_name(pid)} (pid {pid}) {format_bytes(held)}" for pid, held in largest)
-
-
-def _process_name(pid: int) -> str:
-    try:
-        return psutil.Process(pid).name()
-    except psutil.Error:
-        return "a process"
+    return ", ".join(f"{name_of(pid) or 'a process'} (pid {pid}) {format_bytes(held)}" for pid, held in largest)
 
 
 def free_by_uuid() -> dict[str, int]:
@@ -227,15 +240,8 @@ def settled_gpus(count: int | None) -> list[Gpu]:
 
 def _nobodys(gpu: Gpu) -> bool:
     """Whether much of its memory is held by no process that this one sees alive."""
-    alive = sum(held for pid, held in gpu.holders.items() if _runs(pid))
+    alive = sum(held for pid, held in gpu.holders.items() if runs(pid))
     return gpu.held_bytes - alive > _NOBODYS_BYTES
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
-    except psutil.Error:
-        return False
 
 
 def selected(wanted: str | None, uuids: Sequence[str]) -> list[int]:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
+from autotune.linux import main_memory
 
 PROC = Path("/proc/self")
 
@@ -44,14 +44,14 @@ _V2 = _Controller("cgroup2", ("memory.max", "memory.high"), "memory.current", "i
 
 def host_total_bytes() -> int:
     """The machine's main memory, or the tightest limit of a cgroup above this process."""
-    machine: int = psutil.virtual_memory().total
+    machine = main_memory().total
     return min([machine, *(limit for limit, _ in _limited(machine))])
 
 
 def host_available_bytes() -> int:
     """What may still be taken before the kernel kills: the machine's available memory, or the least that a limited cgroup
     above this process has left. Cached files count as left, as they do in the machine's own figure."""
-    machine = psutil.virtual_memory()
+    machine = main_memory()
     return max(0, min([machine.available, *(limit - used for limit, used in _limited(machine.total))]))
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import re
 import subprocess
-import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError, near
-from autotune.processes import package_environment
+from autotune.interpreter import current
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,9 @@ def _from_hub(name: str, trust_remote_code: bool) -> ModelSpec:
     """Reads the configuration in a process of its own: this one never imports transformers."""
     flags = ["--trust-remote-code"] if trust_remote_code else []
     # -P: a file of the user's own, like tokenizers.py, does not stand in for the library
-    command = [sys.executable, "-P", "-m", "autotune.rank.hub", *flags, name]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=package_environment())
+    safe = ["-P"] if current().python >= (3, 11) else []  # before that `rank.hub` itself sees to it
+    command = [current().path, *safe, "-m", "autotune.rank.hub", *flags, name]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=current().environment())
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
@@ -110,17 +109,12 @@ def workload_spec(reference: str) -> ModelSpec:
     name, colon, function = reference.partition(":")
     if not colon or not name or not function:
         raise UserError(f"--workload {reference}: expected package.module:function")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # the current folder, as `python -m` has it
-    try:
-        found = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        found = None
-    if found is None or not found.origin:
+    found = current().origin(name)
+    if found is None:
         raise UserError(f"--workload {reference}: no module {name} here or installed")
-    text = Path(found.origin).read_bytes()
+    text = Path(found).read_bytes()
     named = re.escape(function)
     defined = rf"^\s*(?:def|class) {named}\b|^{named}\s*=|^from .*\b{named}\b"
     if not re.search(defined, text.decode(errors="replace"), re.MULTILINE):
-        raise UserError(f"--workload {reference}: {found.origin} has no {function}")
-    return ModelSpec(function, {}, f"{found.origin} {hashlib.sha256(text).hexdigest()[:12]}")
+        raise UserError(f"--workload {reference}: {found} has no {function}")
+    return ModelSpec(function, {}, f"{found} {hashlib.sha256(text).hexdigest()[:12]}")

@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from autotune.group.ending import die_with_parent
 from autotune.group.protocol import Message
+from autotune.linux import die_with_parent
 from autotune.problem.checkpoint import checkpoint_bytes
 from autotune.problem.outcome import Phase
 from autotune.rank.base import EXIT_REPORTED, BaseRank, greet, leave

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from autotune.linux import main_memory
+
 PATIENCE_SECONDS = 2.0  # for the driver; it answers within a millisecond where it answers at all
 
 Numbers = dict[str, int]
@@ -29,9 +31,7 @@ def collect(device: str, cap_bytes: int | None = None) -> Numbers:
     """
     numbers: Numbers = {}
     with suppress(Exception):
-        import psutil
-
-        numbers["host_available_bytes"] = int(psutil.virtual_memory().available)
+        numbers["host_available_bytes"] = main_memory().available
     if device == "cpu":
         with suppress(Exception):
             numbers.update(_of_cpu(cap_bytes))

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from autotune.group.ending import die_with_parent
+from autotune.linux import die_with_parent
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Phase
 from autotune.rank.base import BaseRank, greet, leave
@@ -73,7 +73,10 @@ class TrainRank(BaseRank):
             earlier: by output folder, the checkpoints that were there when this launch first trained into it, see
                 `checkpoints`. The parent is told of a folder that is not among them.
         """
-        from transformers import Trainer
+        try:
+            from transformers import Trainer
+        except ImportError:  # nor has the script one
+            return
 
         def train(
             original: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any

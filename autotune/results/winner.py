@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from autotune.group.environment import assignments, variables_of
+from autotune.interpreter import launched
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
@@ -101,7 +102,7 @@ def train_with_lines(
     if job.script is None:
         return []
     path = str(config.resolve())
-    words = [*starter(job.script, job.ranks, path), *command(job.script, winner, path)]
+    words = [*launched(starter(job.script, job.ranks, path)), *command(job.script, winner, path)]
     plain = f"{assignments({**environment, **variables_of(winner, threads)})} {shlex.join(words)}"
     watched = f"autotune launch {study} -- {shlex.join(job.script.argv)}"
     if carried(job.script):

@@ -5,15 +5,13 @@ Version 0.1 wrote down the job, the machine and the packages alone. What it did 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import re
 from contextlib import suppress
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
+from autotune import inquiry
+from autotune.interpreter import current
 from autotune.problem.candidate import ALLOCATOR_VARIABLES
 from autotune.problem.cpus import threads_per_rank
 from autotune.problem.gpus import nvml
@@ -51,8 +49,9 @@ def fingerprint(job: Job, hardware: Hardware) -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of the packages on which measurements depend."""
-    return {package: _version(package) or "missing" for package in ("torch", "deepspeed", "transformers", "optuna")}
+    """Versions of the packages on which measurements depend, as the ranks have them."""
+    theirs = {package: current().version(package) or "missing" for package in ("torch", "deepspeed", "transformers")}
+    return {**theirs, "optuna": inquiry.version("optuna") or "missing"}  # the tuner's own
 
 
 def driver_versions() -> dict[str, str]:
@@ -62,9 +61,8 @@ def driver_versions() -> dict[str, str]:
         if lib is not None:
             driver = lib.nvmlSystemGetDriverVersion()
             found["driver"] = driver.decode() if isinstance(driver, bytes) else str(driver)
-    cuda = _torch_cuda()
-    if cuda is not None:
-        found |= {"cuda": cuda, "nccl": _version(f"nvidia-nccl-cu{cuda.partition('.')[0]}")}
+    if current().cuda is not None:
+        found |= {"cuda": current().cuda, "nccl": current().nccl}
     return {name: version for name, version in found.items() if version}
 
 
@@ -77,26 +75,6 @@ def watched_variables() -> dict[str, str]:
         and (name in _WATCHED or name.startswith(_WATCHED_PREFIXES))
         and not name.startswith(_UNWATCHED_PREFIXES)
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _torch_cuda() -> str | None:
-    """`12.8`, as torch's `version.py` says it, without importing torch; None where it is built without CUDA."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        text = (Path(spec.origin).parent / "version.py").read_text()
-    except OSError:
-        return None
-    said = re.search(r"^cuda\b.*=\s*['\"](.+)['\"]", text, re.MULTILINE)
-    return said[1] if said else None
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -15,6 +15,7 @@ import optuna
 from optuna.trial import TrialState
 
 from autotune.errors import UserError, near
+from autotune.interpreter import other_python
 from autotune.problem.candidate import Candidate
 from autotune.problem.cpus import threads_of_0_1
 from autotune.problem.hardware import Hardware
@@ -91,6 +92,7 @@ class StudyStore:
         self._set("fingerprint", mark)
         self._set("hardware", hardware.to_json())
         self._set("space", space.text)
+        self._set("python", other_python())
         self._set("objective", "samples per second, all ranks")
 
     @classmethod
@@ -141,6 +143,8 @@ class StudyStore:
         if store.attributes.get("space") != space.text:
             store._set("space", space.text)
         store._set("hardware", hardware.to_json())
+        if store.python != other_python():
+            store._set("python", other_python())
         return store, True
 
     @classmethod
@@ -193,6 +197,12 @@ class StudyStore:
     @property
     def versions(self) -> dict[str, str]:
         return dict(self.fingerprint["versions"])
+
+    @property
+    def python(self) -> str | None:
+        """The Python that its ranks ran in, where that was not the tuner's own."""
+        found = self.attributes.get("python")
+        return str(found) if found else None
 
     @property
     def threads(self) -> int:

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from autotune.group.ending import die_with_parent
 from autotune.group.protocol import Channel, Message
+from autotune.linux import die_with_parent
 from autotune.rank.base import greet
 from autotune.rank.train import checkpoints, newest_checkpoint
 

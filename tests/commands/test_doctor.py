@@ -1,19 +1,23 @@
 import json
 import shutil
 import subprocess
+import sys
 import types
 from pathlib import Path
 
-import psutil
 import pytest
 
 from autotune.commands import doctor
 from autotune.group.locks import held_gpus
+from autotune.interpreter import interpreter_at, running_in
+from autotune.linux import MainMemory
+from autotune.problem import host
 from autotune.problem.hardware import detect
 from autotune.units import GIB, MIB
 from tests.cli_call import call
 from tests.fake_driver import FUNCTION_NOT_FOUND, GPU_IS_LOST, LIB_RM_VERSION_MISMATCH, Card, Driver, Slice
 from tests.network import mount
+from tests.test_interpreter import stand_in
 
 RTX_3090 = "NVIDIA GeForce RTX 3090"
 FACTS = {
@@ -175,7 +179,7 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_little_memory_and_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=GIB, total=64 * GIB))
+    monkeypatch.setattr(host, "main_memory", lambda: MainMemory(available=GIB, total=64 * GIB))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=8 * MIB))
     found = by_name(doctor._memory())
     assert found["main memory"].level == "warn"
@@ -198,3 +202,21 @@ def test_where_runs_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     local = by_name(doctor._disk(tmp_path / "scratch"))
     assert local["disk"].level == local["nvme path"].level == "good"
     assert "xfs" in local["disk"].found
+
+
+def test_in_which_python_ranks_run(tmp_path: Path) -> None:
+    (own,) = doctor._python()
+    assert (own.level, sys.executable in own.found, "beside" in own.found) == ("good", True, False)
+    python = stand_in(tmp_path / "bin/python", versions={"torch": "1.13.1"})
+    with running_in(interpreter_at(str(python), "--python")):
+        (found,) = doctor._python()
+    assert found.level == "bad"
+    assert found.found == f"3.12.1 ({python}), beside autotune's own ({sys.executable})"
+    assert "torch 1.13.1 (expected torch>=" in found.cost
+
+
+def test_an_environment_without_transformers_can_train_scripts() -> None:
+    found = by_name(
+        doctor.judge_libraries({**FACTS, "errors": {"transformers": "No module named 'transformers'"}}, "cuda")
+    )
+    assert (found["libraries"].level, found["transformers"].level) == ("good", "warn")

@@ -3,6 +3,7 @@
 import pytest
 
 from autotune.errors import UserError
+from autotune.interpreter import Own
 from autotune.problem.fitting import for_job, installed
 from autotune.problem.space_file import parse_space
 from tests.conftest import make_job
@@ -18,7 +19,7 @@ def test_kernels_that_are_not_installed_are_left_out_once() -> None:
 
 
 def test_adapters_without_peft_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(Own, "has", lambda self, module: False)
     left, lines = installed(parse_space("knobs: {zero_stage: [1], lora: [none, 8]}"))
     assert left.knobs["lora"].values == ("none",)
     assert lines[0] == "lora r=8 needs the package peft, which is not installed: left out"

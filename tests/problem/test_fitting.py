@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from autotune.errors import UserError
-from autotune.problem import fitting
+from autotune.interpreter import Own
 from autotune.problem.fitting import for_device, for_job, installed, missing_package
 from autotune.problem.job import Job, Script
 from autotune.problem.space import SearchSpace
@@ -81,7 +81,7 @@ def test_what_the_users_own_config_sets_is_held_unless_it_is_tuned() -> None:
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> SearchSpace:
     """A space, on a machine without peft and without kernels of attention."""
-    monkeypatch.setattr(fitting.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(Own, "has", lambda self, module: False)
     return parse_space(
         "{name: mine, knobs: {zero_stage: [1], attention: [sdpa, flash_attention_2, flash_attention_3], lora: [none, 8]}}"
     )
@@ -101,7 +101,7 @@ def test_what_is_not_installed_is_left_out_and_said(bare: SearchSpace) -> None:
 
 
 def test_what_is_installed_stays(bare: SearchSpace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(Own, "has", lambda self, module: True)
     assert installed(bare) == (bare, [])
     plain = parse_space("knobs: {zero_stage: [1], lora: [8]}")
     assert installed(plain) == (plain, [])

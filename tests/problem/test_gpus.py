@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autotune.interpreter import NVML_FILE
 from autotune.problem import gpus
 from autotune.problem.gpus import (
     all_cards,
@@ -226,3 +227,26 @@ def test_a_process_of_its_own_finds_the_library_as_it_finds_a_real_one(driver: D
     env = {**os.environ, **driver.environment, "CUDA_VISIBLE_DEVICES": "2,0,7"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [[driver.cards[2].uuid, driver.cards[0].uuid], 2]
+
+
+_WITHOUT_BINDINGS = """
+import sys
+sys.path[:] = [path for path in sys.path if not path.endswith("site-packages")]
+from autotune.problem import gpus
+try:
+    import pynvml
+except ImportError:
+    print("none of its own", gpus._bindings().__name__, gpus._bindings() is gpus._bindings(), "pynvml" in sys.modules)
+"""
+
+
+def test_a_rank_whose_environment_has_no_bindings_reads_the_tuners_one_file() -> None:
+    import pynvml
+
+    env = {**os.environ, NVML_FILE: pynvml.__file__}
+    command = [sys.executable, "-c", _WITHOUT_BINDINGS]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "none of its own autotune_nvml True False", done.stderr
+    del env[NVML_FILE]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert "ImportError: nvidia-ml-py is not installed" in done.stderr

@@ -7,11 +7,10 @@ import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
-import psutil
 import pytest
 
+from autotune.linux import MainMemory
 from autotune.problem import host
 from autotune.problem.host import host_available_bytes, host_total_bytes, kernel_oom_kills
 from autotune.units import GIB, MIB
@@ -50,7 +49,7 @@ class Machine:
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A machine of 64 GiB of which 48 are available, in no group; what was found before is forgotten."""
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=TOTAL, available=FREE))
+    monkeypatch.setattr(host, "main_memory", lambda: MainMemory(total=TOTAL, available=FREE))
     monkeypatch.setattr(host, "PROC", tmp_path / "proc")
     host._groups.cache_clear()
     yield

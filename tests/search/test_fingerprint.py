@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from autotune import inquiry
 from autotune.problem.hardware import detect, named_hardware
 from autotune.search import fingerprint as module
 from autotune.search.fingerprint import changes, differences, fingerprint, identity, knowing_more, package_versions
@@ -104,7 +105,7 @@ def test_the_driver_and_what_torch_is_built_for(
 ) -> None:
     (tmp_path / "version.py").write_text(text)
     monkeypatch.setattr(util, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
-    monkeypatch.setattr(module, "_version", lambda package: f"of {package.rpartition('-')[2]}")
+    monkeypatch.setattr(inquiry, "version", lambda package: f"of {package.rpartition('-')[2]}")
 
     @contextmanager
     def nvml():  # type: ignore[no-untyped-def]

@@ -11,8 +11,11 @@ _UNLIMITED_TOKENS = 10**6  # a tokenizer without a limit names a far larger one
 
 
 def install(context: Context) -> None:
-    """The limit of every tokenizer that is made goes to `context.allowed_tokens`."""
-    from transformers import PreTrainedTokenizerBase
+    """The limit of every tokenizer that is made goes to `context.allowed_tokens`. Does nothing without transformers."""
+    try:
+        from transformers import PreTrainedTokenizerBase
+    except ImportError:
+        return
 
     def init(original: Callable[..., Any], tokenizer: Any, /, *args: Any, **kwargs: Any) -> None:
         original(tokenizer, *args, **kwargs)

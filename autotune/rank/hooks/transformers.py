@@ -10,8 +10,12 @@ from autotune.rank.hooks.context import Context
 
 
 def install(context: Context) -> None:
-    """Arguments are changed before `__post_init__` reads them: there they are checked and the config is loaded."""
-    from transformers import TrainingArguments
+    """Arguments are changed before `__post_init__` reads them: there they are checked and the config is loaded. Does nothing
+    where transformers is not installed."""
+    try:
+        from transformers import TrainingArguments
+    except ImportError:
+        return
 
     def post_init(original: Callable[..., Any], arguments: Any) -> None:
         _fill(context, arguments)

@@ -1,0 +1,131 @@
+"""In which Python ranks run: what was typed, what a study was measured in, or the environment that is active."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from autotune import inquiry
+from autotune.errors import UserError
+from autotune.interpreter import Interpreter, Own, interpreter_at, running_in
+
+OPTION, VARIABLE = "--python", "AUTOTUNE_PYTHON"
+ACTIVE = ("VIRTUAL_ENV", "CONDA_PREFIX")  # set by whoever activates an environment
+TRAINING = ("torch", "deepspeed")  # what every rank needs
+NAMED_MODEL = (*TRAINING, "transformers")
+# As the extra `train` of pyproject.toml asks for; pip is not asked about an environment that is only used.
+RANGES = {"torch": ">=2.11", "deepspeed": ">=0.19.8", "transformers": ">=5.17"}
+
+
+@contextmanager
+def ranks_python(
+    typed: str | None,
+    say: Callable[[str], None],
+    *,
+    needed: Sequence[str] = (),
+    named: Sequence[str] | None = None,
+    remembered: str | None = None,
+    judge: bool = True,
+) -> Iterator[Interpreter]:
+    """Decides it for all that is done inside the `with`.
+
+    Args:
+        typed: `--python`; without it AUTOTUNE_PYTHON counts, then `remembered`, then the tuner's own, then an active one.
+        say: is told which one was taken, where nobody has named it.
+        needed: packages without which nothing can be done.
+        named: the same where a Python was named; None: `needed`.
+        remembered: what a study was measured in, where that was not the tuner's own.
+        judge: False leaves packages and versions to whoever asks, as `autotune doctor` does.
+
+    Raises:
+        UserError: it is no Python, does not answer, or lacks a package; or a version is none that is supported.
+    """
+    found, said = _found(typed, say, remembered)
+    if said and named is not None:
+        needed = named
+    if judge and needed:
+        _check_packages(found, needed, said)
+        try:
+            check_versions(versions_of(found))
+        except UserError as error:
+            raise UserError(f"{said or found.path}: {error}") from None
+    with running_in(found):
+        yield found
+
+
+def versions_of(interpreter: Interpreter) -> dict[str, str]:
+    """Version by package, of those that are there and matter."""
+    return {package: version for package in inquiry.PACKAGES if (version := interpreter.version(package))}
+
+
+def check_versions(found: Mapping[str, str]) -> None:
+    """Whether versions are of those that are supported.
+
+    Args:
+        found: version by package; one that is not installed is left out.
+
+    Raises:
+        UserError: one is not; the message names all that are not, and what was expected.
+    """
+    wrong = []
+    for package, allowed in RANGES.items():
+        with suppress(KeyError, InvalidVersion):  # a developer's build may call itself anything
+            if not SpecifierSet(allowed).contains(Version(found[package]), prereleases=True):
+                wrong.append(f"{package} {found[package]} (expected {package}{allowed})")
+    if wrong:
+        raise UserError(f"{', '.join(wrong)}: not supported; use another version there, or another environment")
+
+
+def _found(typed: str | None, say: Callable[[str], None], remembered: str | None) -> tuple[Interpreter, str]:
+    """(the interpreter, what named it, empty where nobody did)."""
+    for given, name in ((typed, OPTION), (os.environ.get(VARIABLE), VARIABLE)):
+        if given is not None and (given.strip() or given is typed):
+            if not given.strip():
+                raise UserError(f"{name} is empty: expected the Python of the environment that you train in")
+            return interpreter_at(given, name), f"{name} {given}"
+    if remembered is not None:
+        name = "the study's Python"
+        try:
+            return interpreter_at(remembered, name), f"{name} {remembered}"
+        except UserError as error:
+            raise UserError(f"{error}; {OPTION} names another") from None
+    own = Own()
+    if own.version("torch") is None and (active := _active()) is not None:
+        say(f"ranks run in {active.path}, of the active environment; {OPTION} names another")
+        return active, f"the active environment's {active.path}"
+    return own, ""
+
+
+def _active() -> Interpreter | None:
+    """The Python of an activated environment that is not the tuner's and has torch."""
+    for variable in ACTIVE:
+        folder = os.environ.get(variable)
+        if not folder or Path(folder).resolve() == Path(sys.prefix).resolve():
+            continue
+        with suppress(UserError):
+            found = interpreter_at(folder, variable)
+            if found.version("torch") is not None:
+                return found
+    return None
+
+
+def _check_packages(found: Interpreter, needed: Sequence[str], said: str) -> None:
+    missing = [package for package in needed if found.version(package) is None and not found.has(package)]
+    if not missing:
+        return
+    lacking = " and no ".join(missing)
+    if said:
+        raise UserError(
+            f"{said}: no {lacking} there; expected the Python of the environment that you train in "
+            f"(`{found.path} -m pip install {' '.join(missing)}` adds to it)"
+        )
+    raise UserError(
+        f"no {lacking} in autotune's own environment ({sys.prefix}): give {OPTION} PATH of the environment that you train "
+        f"in (or set {VARIABLE}), or install it here: pip install 'deepspeed-autotune[train]'"
+    )

@@ -1,0 +1,324 @@
+"""The Python that ranks, the fork server and the tracer run in: the tuner's own, or that of the environment that people train in.
+
+Which it is is decided once a call (`commands/python.py`), and holds for all of this process (`running_in`): whoever starts a
+process of ours, or asks for a version, asks `current()`. What the user's Python is given of the tuner's environment is this
+package alone, in a folder where nothing else lies: neither a rank nor what it starts sees optuna, or another torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from autotune import inquiry
+from autotune.errors import UserError
+
+ANSWER_SECONDS = 60.0  # for an interpreter to say what it has; a cold conda on a network takes ten
+LEAST_PYTHON = (3, 10)
+_LAUNCHERS = {
+    "torchrun": "torch.distributed.run",
+    "deepspeed": "deepspeed.launcher.runner",
+    "accelerate": "accelerate.commands.accelerate_cli",
+}
+NVML_FILE = "AUTOTUNE_NVML"  # the variable that tells a rank of nvidia-ml-py's one file, see `problem.gpus`
+_PACKAGE = Path(__file__).parent
+_INSTALLED = ("site-packages", "dist-packages")
+# Every Python since 2.4 can run this: the oldest say their version and no more. A module of the user's in the current folder
+# must not stand in for one of the standard library's.
+_ASK = (
+    "import sys; sys.path[:] = [p for p in sys.path if p not in ('', '.')]; "
+    "print('PYTHON %d.%d.%d' % sys.version_info[:3]); "
+    f"sys.version_info >= {LEAST_PYTHON} and __import__('runpy').run_path(sys.argv.pop(1), run_name='__main__')"
+)
+
+
+class Interpreter(Protocol):
+    """A Python and the environment it belongs to."""
+
+    @property
+    def path(self) -> str:
+        """The executable."""
+
+    @property
+    def python(self) -> tuple[int, ...]:
+        """Its version, (3, 12, 1)."""
+
+    @property
+    def beside(self) -> bool:
+        """Whether it is another than the tuner's own."""
+
+    @property
+    def cuda(self) -> str | None:
+        """For which CUDA its torch is built."""
+
+    @property
+    def nccl(self) -> str | None:
+        """The version of NCCL that came with its torch."""
+
+    def version(self, package: str) -> str | None:
+        """Of one of `inquiry.PACKAGES`; None where it is not there."""
+
+    def has(self, module: str) -> bool:
+        """Whether a top-level module can be imported."""
+
+    def origin(self, module: str) -> str | None:
+        """The file of a module, the current folder included; None where there is none."""
+
+    def environment(self) -> dict[str, str]:
+        """This process's environment, in which its `python -m autotune.…` finds this package even where it is not installed."""
+
+
+class Own:
+    """The tuner's."""
+
+    beside = False
+
+    @property
+    def path(self) -> str:
+        return sys.executable
+
+    @property
+    def python(self) -> tuple[int, ...]:
+        return tuple(sys.version_info[:3])
+
+    @property
+    def cuda(self) -> str | None:
+        return inquiry.cuda()
+
+    @property
+    def nccl(self) -> str | None:
+        return inquiry.nccl()
+
+    def version(self, package: str) -> str | None:
+        return inquiry.version(package)
+
+    def has(self, module: str) -> bool:
+        return inquiry.has(module)
+
+    def origin(self, module: str) -> str | None:
+        return inquiry.origin(module)
+
+    def environment(self) -> dict[str, str]:
+        found = dict(os.environ)
+        # installed it is found anyway, and all of `site-packages` in PYTHONPATH would reach other Pythons that a script starts
+        return found if _PACKAGE.parent.name in _INSTALLED else _with_path(found, _PACKAGE.parent)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Another than the tuner's, as it has answered."""
+
+    path: str
+    python: tuple[int, ...]
+    prefix: str
+    versions: Mapping[str, str]
+    cuda: str | None
+    nccl: str | None
+
+    beside = True
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def version(self, package: str) -> str | None:
+        return self.versions.get(package)
+
+    @functools.cache  # noqa: B019  # there are one or two a process
+    def has(self, module: str) -> bool:
+        return bool(_asked(self.path, "has", module)[1])
+
+    def origin(self, module: str) -> str | None:
+        found = _asked(self.path, "origin", module)[1]
+        return str(found) if found else None
+
+    def environment(self) -> dict[str, str]:
+        found = _with_path(dict(os.environ), _package_alone())
+        own = found.get("VIRTUAL_ENV")
+        if own and Path(own).resolve() == Path(sys.prefix).resolve():  # the tuner's: it is none of theirs
+            del found["VIRTUAL_ENV"]
+        if (nvml := inquiry.origin("pynvml")) is not None:
+            found[NVML_FILE] = nvml
+        return found
+
+
+_current: Interpreter = Own()
+
+
+def current() -> Interpreter:
+    """The one that this process's ranks, tracers and look-ups are of."""
+    return _current
+
+
+def other_python() -> str | None:
+    """The current one's path where it is not the tuner's own: what a study remembers, so that a later call takes it too."""
+    return _current.path if _current.beside else None
+
+
+@contextmanager
+def running_in(interpreter: Interpreter) -> Iterator[Interpreter]:
+    """Makes it the current one for as long as the `with` lasts."""
+    global _current
+    before, _current = _current, interpreter
+    try:
+        yield interpreter
+    finally:
+        _current = before
+
+
+def which(command: str) -> str | None:
+    """A console script as the user's environment has it: beside the current interpreter, else in PATH."""
+    beside = Path(current().path).parent / command
+    if os.sep not in command and beside.is_file() and os.access(beside, os.X_OK):
+        return str(beside)
+    return shutil.which(command)
+
+
+def launched(words: Sequence[str]) -> list[str]:
+    """A launcher's command line as a person types it who has not activated the environment of the ranks: the launcher by its
+    path, or as a module where the environment has no such script."""
+    module = _LAUNCHERS.get(words[0])
+    if module is None or not _current.beside:
+        return list(words)
+    script = Path(_current.path).parent / words[0]
+    if not script.is_file():
+        return [_current.path, "-m", module, *words[1:]]
+    found = shutil.which(words[0])
+    return [words[0] if found is not None and os.path.samefile(found, script) else str(script), *words[1:]]
+
+
+# -- another's ------------------------------------------------------------------------------------------------------------
+
+
+def interpreter_at(typed: str, said_by: str) -> Interpreter:
+    """The interpreter of a path, of a command in PATH, or of the folder of a virtual environment.
+
+    Args:
+        said_by: what named it, for complaints: `--python`.
+
+    Raises:
+        UserError: there is none, it cannot be run, is no Python or too old, or does not answer.
+    """
+    executable, said = _executable(typed, f"{said_by} {typed}"), f"{said_by} {typed}"
+    try:
+        version, found = _asked(executable, "facts")
+    except _NoAnswer as error:
+        raise UserError(f"{said}: {error}; expected the Python of the environment that you train in") from None
+    if found is None:
+        least = ".".join(map(str, LEAST_PYTHON))
+        raise UserError(f"{said} is Python {version}: expected {least} or newer")
+    python = tuple(int(part) for part in version.split("."))
+    # a shim of pyenv's or a script around it is left out from here on: it would stand between us and the process
+    path = found["executable"] or executable
+    if Path(found["prefix"]).resolve() == Path(sys.prefix).resolve() and python == Own().python:
+        return Own()
+    return Beside(path, python, found["prefix"], found["versions"], found["cuda"], found["nccl"])
+
+
+def _executable(typed: str, said: str) -> str:
+    """Raises UserError where there is nothing that could be run."""
+    path = Path(typed).expanduser()
+    if path.is_dir():
+        inside = path / "bin" / "python"
+        if not inside.is_file():
+            raise UserError(f"{said} is a folder without bin/python: expected a Python, or its environment's folder")
+        path = inside
+    if not path.is_file():
+        found = shutil.which(typed) if os.sep not in typed else None
+        if found is None:
+            raise UserError(f"{said}: no such file; expected the Python of the environment that you train in")
+        path = Path(found)
+    if not os.access(path, os.X_OK):
+        raise UserError(f"{said} cannot be run: it is not executable; expected a Python")
+    return os.path.abspath(path)  # not resolved: the link's place is what makes it its environment's
+
+
+class _NoAnswer(Exception):
+    """The message says how it behaved."""
+
+
+def _asked(executable: str, *question: str) -> tuple[str, Any]:
+    """(version, answer of `inquiry`); the answer is None where the Python is too old to be asked.
+
+    Raises:
+        _NoAnswer: it cannot be run, hangs or is no Python.
+    """
+    command = [executable, "-c", _ASK, str(_PACKAGE / "inquiry.py"), *question]
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise _NoAnswer(f"it cannot be run ({error.strerror})") from None
+    try:
+        out, err = process.communicate(timeout=ANSWER_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise _NoAnswer(f"no answer within {ANSWER_SECONDS:.0f} s") from None
+    finally:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+            process.kill()
+            process.wait()
+    lines = out.splitlines()
+    at = next((i for i, line in enumerate(lines) if line.startswith("PYTHON ")), None)
+    if at is None:
+        raise _NoAnswer("it is no Python")
+    version = lines[at].removeprefix("PYTHON ")
+    if tuple(int(part) for part in version.split(".")) < LEAST_PYTHON:
+        return version, None
+    with contextlib.suppress(ValueError):
+        return version, json.loads(lines[-1])
+    raise _NoAnswer(f"it fails ({(err.strip().splitlines() or [f'exit status {process.returncode}'])[-1][:160]})")
+
+
+# -- this package, for another ---------------------------------------------------------------------------------------------
+
+
+def _with_path(env: dict[str, str], folder: Path) -> dict[str, str]:
+    return {**env, "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), env.get("PYTHONPATH")]))}
+
+
+@functools.cache
+def _package_alone() -> Path:
+    """A folder that has a link to this package and nothing else: what lies beside the package, a whole `site-packages`, is
+    none of another environment's."""
+    root = os.environ.get("AUTOTUNE_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    key = hashlib.sha256(os.fsencode(_PACKAGE)).hexdigest()[:12]
+    folder = Path(root).expanduser() / "autotune" / "package" / key
+    try:
+        _link(folder)
+    except OSError:  # a home that cannot be written
+        folder = Path(tempfile.mkdtemp(prefix="autotune-package-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        _link(folder)
+    return folder
+
+
+def _link(folder: Path) -> None:
+    link = folder / "autotune"
+    if link.is_symlink() and Path(os.readlink(link)) == _PACKAGE:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    made = folder / f".{os.getpid()}"  # replaced at once: another call may be starting ranks
+    made.symlink_to(_PACKAGE, target_is_directory=True)
+    os.replace(made, link)

@@ -1,0 +1,78 @@
+"""What the kernel itself tells of memory and processes, and what it is asked to do for ours.
+
+The tuner asks psutil for more than this. Ranks, the fork server and the tracer run in the environment that people train in,
+which need not have psutil: they ask here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+_SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36  # prctl(2)
+_DEAD = ("Z", "X")  # states of a process that has ended: proc_pid_stat(5)
+_LONGEST_NAME = 15  # characters of a name that the kernel keeps
+
+
+class MainMemory(NamedTuple):
+    """The machine's, in bytes, whatever a cgroup leaves of it."""
+
+    total: int
+    available: int  # without swapping, page cache that would be given back included
+
+
+def main_memory() -> MainMemory:
+    """As /proc/meminfo says.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    sizes = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
+    return MainMemory(int(sizes["MemTotal:"]) * 1024, int(sizes["MemAvailable:"]) * 1024)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in _DEAD
+    except (OSError, IndexError):
+        return False
+
+
+def name_of(pid: int) -> str | None:
+    """A process's name, in full where its command line has it; None where it is gone or another's."""
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text().rstrip("\n")
+        if len(name) >= _LONGEST_NAME:
+            command = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0])
+            longer = os.path.basename(command)
+            return longer if longer.startswith(name) else name
+    except OSError:
+        return None
+    return name
+
+
+def is_open(file: Path) -> bool:
+    """Whether a process of this machine that we may look into has the file open."""
+    path = os.path.realpath(file)
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        with suppress(OSError):  # gone, or another user's
+            for descriptor in folder.iterdir():
+                with suppress(OSError):
+                    if os.readlink(descriptor) == path:
+                        return True
+    return False
+
+
+def die_with_parent() -> None:
+    """The kernel kills this process when its parent dies: a killed tuner leaves no orphan."""
+    ctypes.CDLL(None, use_errno=True).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """What a dead child leaves running becomes this process's child: a data loader's worker with a session of its own."""
+    ctypes.CDLL(None, use_errno=True).prctl(_SET_SUBREAPER, 1)

@@ -1,0 +1,51 @@
+"""What is read of /proc, against psutil."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from autotune.linux import is_open, main_memory, name_of, runs
+from autotune.units import GIB
+
+
+def test_main_memory_is_as_psutil_has_it() -> None:
+    ours, theirs = main_memory(), psutil.virtual_memory()
+    assert ours.total == theirs.total
+    assert abs(ours.available - theirs.available) < 2 * GIB, "others take and give some between the two"
+
+
+def test_a_process_that_runs_has_a_name_and_one_that_has_ended_does_not_run() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert runs(process.pid)
+        assert name_of(process.pid) == psutil.Process(process.pid).name()
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not runs(process.pid), "a zombie"
+    assert not runs(process.pid)
+    assert name_of(process.pid) is None
+
+
+def test_a_name_that_the_kernel_cuts_is_whole(tmp_path: Path) -> None:
+    long = tmp_path / "a-program-with-a-long-name"
+    long.symlink_to("/bin/sleep")
+    with subprocess.Popen([long, "600"]) as process:
+        assert name_of(process.pid) == long.name == psutil.Process(process.pid).name()
+        process.kill()
+
+
+def test_a_file_is_open_as_long_as_anybody_has_it(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with (tmp_path / "file").open("w"):
+        assert is_open(tmp_path / "file")
+        assert is_open(tmp_path / "link")
+    assert not is_open(tmp_path / "file")
+    code = f"import sys; file = open({str(tmp_path / 'file')!r}); print('open', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert is_open(tmp_path / "file")
+        process.kill()
+    assert not is_open(tmp_path / "file")
