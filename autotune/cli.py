@@ -11,7 +11,7 @@ import typer
 
 from autotune.cli_parts import Json, Text, console, emit, option
 from autotune.cli_spaces import spaces_app
-from autotune.errors import MachineTrouble, NothingFits, UserError
+from autotune.errors import MachineTrouble, NothingFits, Stopped, UserError
 from autotune.version import __version__
 
 if TYPE_CHECKING:
@@ -344,6 +344,8 @@ def main() -> None:
         fail(str(error), 3)
     except MachineTrouble as error:
         fail(str(error), 4)
+    except Stopped as stopped:
+        fail(str(stopped), 130)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except BrokenPipeError:

@@ -7,13 +7,16 @@ import os
 import shutil
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autotune.file_systems import file_system_of
+from autotune.group.ending import end_marked
 from autotune.group.environment import trial_environment
+from autotune.group.launchers import MARK
 from autotune.group.locks import holder_of
 from autotune.predict.unread import newer_version
 from autotune.problem.cpus import usable_cpus
@@ -195,11 +198,13 @@ def versions():
 attempt("versions", versions)
 def op(name):
     from deepspeed.accelerator import get_accelerator
+    from autotune.group.ending import taking_all_along
     from autotune.group.ops import load_ops
     if get_accelerator().create_op_builder(name) is None:
         raise RuntimeError("not for this device")
-    if why := load_ops([name]).get(name):
-        raise RuntimeError(why)
+    with taking_all_along():
+        if why := load_ops([name]).get(name):
+            raise RuntimeError(why)
     return True
 for name in sys.argv[1:]:
     attempt(name, lambda: op(name))
@@ -213,11 +218,11 @@ _OPS = {  # what is lost without it
 
 
 def _libraries() -> Iterator[Finding]:
-    device = "cuda" if visible_gpus() else "cpu"
+    device, mark = "cuda" if visible_gpus() else "cpu", uuid.uuid4().hex
     try:
         done = subprocess.run(
             [sys.executable, "-c", _EXAMINATION, *_OPS],
-            env=trial_environment(device, usable_cpus()),
+            env={**trial_environment(device, usable_cpus()), MARK: mark},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -232,6 +237,8 @@ def _libraries() -> Iterator[Finding]:
             "try `ds_report`; a build that hangs says where",
         )
         return
+    finally:
+        end_marked(MARK, mark)  # compilers, where it was killed
     line = next((line for line in done.stdout.splitlines() if line.startswith("FACTS")), None)
     if line is None:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]

@@ -21,7 +21,7 @@ from autotune.problem.job import Job, load_ds_config, load_lengths, longest_sequ
 from autotune.problem.models import ModelSpec, resolve_model, workload_spec
 from autotune.problem.prices import Price, price_table
 from autotune.problem.script import make_script
-from autotune.problem.script_job import unknown_job
+from autotune.problem.script_job import first_candidates, unknown_job
 from autotune.problem.space import SearchSpace
 from autotune.problem.space_file import load_space
 from autotune.problem.tasks import image_size_of, task_of
@@ -241,8 +241,8 @@ def _what_is_tuned(request: Request) -> _Tuned:
     space = _space(request, hardware)
     if request.script:
         job = _script_job(request, hardware)
-        engines = [Candidate.of(family) for family in space.families()]  # enough to know which ops are needed
-        return _Tuned(job, hardware, space, engines)
+        assert job.script is not None
+        return _Tuned(job, hardware, space, first_candidates(job.script))
     for option, used in (("--map", bool(request.maps)), ("--worst-case", request.worst_case)):
         if used:
             raise UserError(f"{option} is about a script: give it after `--`, like `-- train.py …`")

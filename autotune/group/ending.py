@@ -6,25 +6,53 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import psutil
 
 KILL_GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
+BUILD_GRACE_SECONDS = 0.3  # the same for compilers
 KILL_SECONDS = 10.0  # for a process group after SIGKILL
 REAP_SECONDS = 5.0  # for a killed process to be gone
 EXEC_SECONDS, _YOUNG_SECONDS = 0.5, 30.0  # how long `exec` may take on a busy machine, of a process that is so young
 
 
-def die_with_parent() -> None:
-    """The kernel kills this process when its parent dies: a killed tuner leaves no orphan."""
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """The kernel sends this process a signal when its parent dies: a killed tuner leaves no orphan."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def adopt_orphans() -> None:
     """What a dead child leaves running becomes this process's child: a data loader's worker with a session of its own."""
     ctypes.CDLL(None, use_errno=True).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+@contextmanager
+def taking_all_along() -> Iterator[None]:
+    """When the parent dies meanwhile, or SIGTERM comes, this process leaves with every process that it has started: compilers
+    have no other end than that of their work."""
+    adopt_orphans()  # what a dead child leaves is then found, too
+    before = signal.signal(signal.SIGTERM, _leave_with_all)
+    die_with_parent(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave_with_all(number: int, frame: object) -> None:
+    own = psutil.Process()
+    for child in below(own):
+        with suppress(psutil.Error):
+            child.terminate()  # upon which a compiler removes its temporary files
+    until = time.monotonic() + BUILD_GRACE_SECONDS
+    while started := [child for child in below(own) if _runs(child)]:
+        for child in started if time.monotonic() > until else ():
+            with suppress(psutil.Error):
+                child.kill()
+        time.sleep(0.02)
+    os._exit(128 + number)
 
 
 def end_ranks(
@@ -111,6 +139,22 @@ def _group_lives(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def end_marked(variable: str, value: str) -> None:
+    """Ends every process that was started with `variable` at this value in its environment, and what it starts meanwhile:
+    SIGTERM, upon which a compiler removes its temporary files, then SIGKILL."""
+    for process in marked(variable, value):
+        with suppress(psutil.Error):
+            process.terminate()
+    until = time.monotonic() + BUILD_GRACE_SECONDS
+    while left := [process for process in marked(variable, value) if _runs(process)]:
+        if time.monotonic() > until + REAP_SECONDS:
+            return  # the kernel does not let go of it
+        for process in left if time.monotonic() > until else ():
+            with suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.02)
 
 
 def marked(variable: str, value: str) -> list[psutil.Process]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,11 +66,33 @@ def batch_seen(facts: dict[str, Any]) -> dict[str, Any]:
     return answer("rows", 1)
 
 
+def first_candidates(script: Script) -> list[Candidate]:
+    """What the script's first run may be, as far as is known before it: its config where its command names one, else what
+    its text speaks of."""
+    path = config_path(script)
+    if path is not None:
+        return [candidate_of_config(json.loads(path.read_text()))]
+    offloads = re.search("offload_optimizer|CPUAdam", _text(script) or "")
+    return [Candidate(()), *([Candidate.of({"offload_optimizer": "cpu"})] if offloads else [])]
+
+
+def _text(script: Script) -> str | None:
+    """The script itself; None where it cannot be read."""
+    if script.path is None or not script.path.is_file():
+        return None
+    return script.path.read_text(errors="replace")
+
+
 def unknown_job(script: Script, hardware: Hardware) -> Job:
-    """The stand-in: of the script only the command is known, and the optimizer if the command names a DeepSpeed config."""
+    """The stand-in: of the script only the command is known, and the optimizer if the command names a DeepSpeed config; else
+    it may be DeepSpeed's Adam wherever the script's text has the word."""
     model = ModelSpec(script.name, {}, " ".join(script.argv))
     path = config_path(script)
-    optimizer = {"type": "AdamW"} if path is None else json.loads(path.read_text()).get("optimizer")
+    if path is not None:
+        optimizer = json.loads(path.read_text()).get("optimizer")
+    else:
+        text = _text(script)
+        optimizer = {"type": "AdamW"} if text is None or re.search("[\"']optimizer[\"']", text) else None
     base = {"optimizer": optimizer} if isinstance(optimizer, dict) else {}
     return Job(model, hardware.count, 1, "fp32", base_config=base, script=script)
 

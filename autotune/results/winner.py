@@ -96,7 +96,7 @@ def train_with_lines(
     Args:
         threads: CPU threads a rank that it was measured with. The launchers hand on what the command's environment says,
             and give several ranks one each where it says nothing.
-        environment: what the training needs set to get the GPUs that the study had (`Hardware.environment`).
+        environment: what the training needs set besides, see `results.export.environment_of`.
     """
     if job.script is None:
         return []
