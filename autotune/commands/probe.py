@@ -162,7 +162,7 @@ def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
 
 def after_probe(setup: Setup, probed: Probe) -> Setup:
     """The setup of a script, now that it has run: its real job, and the space and candidates that are left for it."""
-    job = job_of(probed.script, setup.hardware, setup.global_batch_size)
+    job = job_of(probed.script, setup.hardware, setup.global_batch_size, free=setup.free_batch)
     space = for_job(setup.space, job)
     own, candidates = own_candidate(probed.script), tuple(space.candidates(job))
     if own not in candidates:

@@ -127,10 +127,10 @@ class Ops:
         lines = []
         for builder in sorted(set().union(*missing.values())):
             count = sum(builder in needed for needed in missing.values())
-            what = f"{count} candidates need DeepSpeed's {op_name(builder)}, which cannot be built"
-            lines.append(f"{what} ({self.failed[builder]})")
+            of = f"{count} of {len(candidates)} candidates need it"
+            lines.append(f"DeepSpeed's {op_name(builder)} cannot be built ({self.failed[builder]}): {of}")
         if not left:
-            raise UserError(f"all {lines[0]}; `autotune doctor` says what is missing")
+            raise UserError(f"{'; '.join(lines)}; `autotune doctor` says what is missing")
         return left, [f"{line}: left out" for line in lines]
 
 

@@ -97,8 +97,8 @@ def unknown_job(script: Script, hardware: Hardware) -> Job:
     return Job(model, hardware.count, 1, "fp32", base_config=base, script=script)
 
 
-def job_of(script: Script, hardware: Hardware, global_batch_size: int | None) -> Job:
-    """The Job of a script with a profile; its global batch is the script's own unless another is asked for."""
+def job_of(script: Script, hardware: Hardware, global_batch_size: int | None, free: bool = False) -> Job:
+    """The Job of a script with a profile; its global batch is the script's own unless another is asked for, or it is free."""
     seen = script.profile
     base = {
         key: value
@@ -109,7 +109,7 @@ def job_of(script: Script, hardware: Hardware, global_batch_size: int | None) ->
         base.setdefault("zero_force_ds_cpu_optimizer", False)  # offloaded or not, it stays the script's optimizer
     if seen["untested_optimizer"]:
         base.setdefault("zero_allow_untested_optimizer", True)
-    own = seen["micro_batch"] * seen["accumulation"] * hardware.count
+    own = own_samples(script, hardware.count)
     parameters = sum(seen["trained"]) + seen["frozen"]
     config = {"model_type": "", **seen["model_config"]}
     model = ModelSpec(script.name, config, " ".join(script.argv), parameters)
@@ -118,10 +118,15 @@ def job_of(script: Script, hardware: Hardware, global_batch_size: int | None) ->
         hardware.count,
         seen["seq_len"],
         seen["precision"],
-        global_batch_size=global_batch_size or own,
+        global_batch_size=None if free else global_batch_size or own,
         base_config=base,
         script=script,
     )
+
+
+def own_samples(script: Script, ranks: int) -> int:
+    """Samples of one optimizer step over all ranks, of the script as it is; with a profile."""
+    return int(script.profile["micro_batch"] * script.profile["accumulation"] * ranks)
 
 
 def own_candidate(script: Script) -> Candidate:
@@ -131,3 +136,16 @@ def own_candidate(script: Script) -> Candidate:
     if seen["checkpointing"]:
         knobs[CHECKPOINTING] = seen["checkpointed"]
     return Candidate.of({**candidate_of_config(seen["config"]).as_dict, **knobs})
+
+
+def other_batch(candidate: Candidate, job: Job) -> str:
+    """What to see to where a script's steps are of another size than its own; empty where they are not."""
+    if job.script is None or "micro_batch" not in job.script.profile:
+        return ""
+    own, now = own_samples(job.script, job.ranks), candidate.micro_batch * candidate.accumulation * job.ranks
+    if own == now:
+        return ""
+    return (
+        f"its steps are of {now} samples, the script's own of {own}: the learning rate, its warm-up and the number of steps "
+        "need your attention"
+    )

@@ -17,6 +17,7 @@ from autotune.group.extensions import FOLDER
 from autotune.problem.candidate import Candidate, under
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement
+from autotune.problem.script_job import other_batch
 from autotune.problem.tasks import CAUSAL
 from autotune.rank.config import needed_ops
 from autotune.search.study import VERIFY, Record, StudyStore
@@ -102,6 +103,8 @@ def needs(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[
         variables: of the environment that it was measured under.
     """
     lines = [f"start it with {assignments(variables)}: it was measured so"]
+    if other := other_batch(candidate, job):
+        lines.append(other)
     if candidate.checkpointing:
         lines.append(
             "call model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False}) "

@@ -14,6 +14,7 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Phase
 from autotune.problem.script import carried, command, starter
+from autotune.problem.script_job import other_batch
 from autotune.search.study import AS_IS, RESUME, SEARCH, VERIFY, Record
 from autotune.units import format_bytes, format_count, format_duration
 
@@ -58,6 +59,8 @@ def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hard
         lines.append(f"  {times[own]:.2f}x {AS_IS}: {own}{_other_batch(own, record.candidate, job)}")
     elif own == record.candidate:
         lines.append(f"  {AS_IS} has this config already")
+    if other := other_batch(record.candidate, job):
+        lines.append(f"  {other}")
     return lines
 
 
