@@ -11,7 +11,7 @@ import typer
 
 from autotune.cli_parts import Json, Text, console, emit, option
 from autotune.cli_spaces import spaces_app
-from autotune.errors import MachineTrouble, NothingFits, UserError
+from autotune.errors import MachineTrouble, NothingFits, Stopped, UserError
 from autotune.version import __version__
 
 if TYPE_CHECKING:
@@ -43,7 +43,10 @@ ImageSize = Annotated[int | None, option("Height and width of images in pixels, 
 SeqLen = Annotated[Text, option("Tokens a sequence, or max; default 2048 (CPU ranks: 64).")]
 Precision = Annotated[Text, option("bf16, fp16 or fp32; default: the best the device has.")]
 Optimizer = Annotated[str, option("adamw, adam, fused_adam, lion, sgd or adagrad.")]
-GlobalBatchSize = Annotated[int | None, option("Sequences an optimizer step over all ranks, kept exactly.")]
+GlobalBatchSize = Annotated[
+    Text,
+    option("Sequences an optimizer step over all ranks, kept exactly; free: whatever is fastest (a script: its own)."),
+]
 DsConfig = Annotated[Path | None, option("Your own DeepSpeed config: what is not tuned is kept.")]
 Lora = Annotated[Text, option("Adapters: r=16,targets=all-linear (or q_proj+v_proj),alpha=32.")]
 Attention = Annotated[Text, option("eager, sdpa, flash_attention_2, flash_attention_3 or flex_attention.", "--attn")]
@@ -354,6 +357,8 @@ def main() -> None:
         fail(str(error), 3)
     except MachineTrouble as error:
         fail(str(error), 4)
+    except Stopped as stopped:
+        fail(str(stopped), 130)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except BrokenPipeError:

@@ -38,6 +38,10 @@ class MachineTrouble(Exception):
     """The machine fails, whatever the candidate: a driver, a network interface, shared memory. The CLI exits with 4."""
 
 
+class Stopped(Exception):
+    """A person stopped it before it came to anything. The CLI exits with 130."""
+
+
 def near(word: str, known: Iterable[str]) -> str:
     """`; did you mean A or B?` for a misspelt word, or an empty string."""
     matches = difflib.get_close_matches(word.lower(), list(known), n=3, cutoff=0.5)

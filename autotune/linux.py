@@ -68,9 +68,37 @@ def is_open(file: Path) -> bool:
     return False
 
 
-def die_with_parent() -> None:
-    """The kernel kills this process when its parent dies: a killed tuner leaves no orphan."""
-    ctypes.CDLL(None, use_errno=True).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+def descendants(pid: int) -> list[int]:
+    """The process ids of what a process has started and that runs still, and of what these have."""
+    children: dict[int, list[int]] = {}
+    for one in _pids():
+        with suppress(OSError, IndexError, ValueError):
+            state, parent = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[:2]
+            if state not in _DEAD:
+                children.setdefault(int(parent), []).append(one)
+    found = list(children.get(pid, ()))
+    for one in found:  # which grows meanwhile
+        found += children.get(one, ())
+    return found
+
+
+def working_in(folder: Path) -> list[int]:
+    """The process ids of what has the folder as its working directory, this process aside."""
+    path, found = os.path.realpath(folder), []
+    for pid in _pids():
+        with suppress(OSError):  # gone, or another user's
+            if pid != os.getpid() and os.readlink(f"/proc/{pid}/cwd") == path:
+                found.append(pid)
+    return found
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """The kernel sends this process a signal when its parent dies: a killed tuner leaves no orphan."""
+    ctypes.CDLL(None, use_errno=True).prctl(_SET_DEATH_SIGNAL, number)
 
 
 def adopt_orphans() -> None:

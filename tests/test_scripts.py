@@ -18,7 +18,7 @@ from autotune.problem.hardware import detect
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Source
 from autotune.problem.script import carried
-from autotune.problem.script_job import job_of, own_candidate, unknown_job
+from autotune.problem.script_job import job_of, other_batch, own_candidate, unknown_job
 from autotune.problem.space_file import load_space
 from autotune.recovery.ladder import Rung
 from autotune.recovery.supervisor import LaunchSummary, Supervisor
@@ -659,3 +659,30 @@ def test_the_command_line_end_to_end(tmp_path: Path) -> None:
     wrong = autotune("launch", "mine", "--", str(SCRIPTS / "plain.py"))
     assert wrong.returncode == 2
     assert "is of" in wrong.stderr
+
+
+def test_a_free_batch_is_tried_in_other_sizes_and_still_checked(scripts: Scripts, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    flags = (("train_micro_batch_size_per_gpu", "--batch_size"),)
+    found = scripts.probe([str(SCRIPTS / "plain.py"), "--deepspeed_config", "ds.json"], tmp_path, flags)
+    job = job_of(found.script, scripts.hardware, None, free=True)
+    candidates = for_job(load_space("cpu_demo"), job).candidates(job)
+    totals = {one.micro_batch * one.accumulation * job.ranks for one in candidates}
+    assert {2, 8, 64} <= totals
+    assert job_of(found.script, scripts.hardware, None).global_batch_size == 8, "else its own is kept"
+    larger = own_candidate(found.script).but(train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=4)
+    outcome = scripts.measure(found, larger)
+    assert outcome.measurement is not None
+    assert outcome.measurement.samples_per_second * outcome.measurement.step_seconds == pytest.approx(32)
+    assert "its steps are of 32 samples, the script's own of 8: the learning rate" in other_batch(larger, job)
+    assert other_batch(own_candidate(found.script), job) == ""
+
+
+def test_a_free_batch_that_the_script_does_not_take_is_left(scripts: Scripts, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({**CONFIG, "train_micro_batch_size_per_gpu": 4}))
+    found = scripts.probe([str(SCRIPTS / "ways.py"), "constant_batch", "--deepspeed_config", "ds.json"], tmp_path)
+    assert found.script.profile["batch_note"]
+    job = job_of(found.script, scripts.hardware, None, free=True)
+    own = own_candidate(found.script)
+    candidates = for_job(load_space("cpu_demo"), job).candidates(job)
+    assert {(one.micro_batch, one.accumulation) for one in candidates} == {(own.micro_batch, own.accumulation)}

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any
 from autotune.commands.python import check_versions, versions_of
 from autotune.errors import UserError
 from autotune.file_systems import file_system_of
+from autotune.group.ending import end_marked
 from autotune.group.environment import trial_environment
+from autotune.group.launchers import MARK
 from autotune.group.locks import holder_of
 from autotune.interpreter import Own, current
 from autotune.predict.unread import newer_version
@@ -202,11 +205,13 @@ def transformers():
 attempt("transformers", transformers)
 def op(name):
     from deepspeed.accelerator import get_accelerator
+    from autotune.group.along import taking_all_along
     from autotune.group.ops import load_ops
     if get_accelerator().create_op_builder(name) is None:
         raise RuntimeError("not for this device")
-    if why := load_ops([name]).get(name):
-        raise RuntimeError(why)
+    with taking_all_along():
+        if why := load_ops([name]).get(name):
+            raise RuntimeError(why)
     return True
 for name in sys.argv[1:]:
     attempt(name, lambda: op(name))
@@ -237,11 +242,11 @@ def _python() -> Iterator[Finding]:
 
 
 def _libraries() -> Iterator[Finding]:
-    device = "cuda" if visible_gpus() else "cpu"
+    device, mark = "cuda" if visible_gpus() else "cpu", uuid.uuid4().hex
     try:
         done = subprocess.run(
             [current().path, "-c", _EXAMINATION, *_OPS],
-            env=trial_environment(device, usable_cpus()),
+            env={**trial_environment(device, usable_cpus()), MARK: mark},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -256,6 +261,8 @@ def _libraries() -> Iterator[Finding]:
             "try `ds_report`; a build that hangs says where",
         )
         return
+    finally:
+        end_marked(MARK, mark)  # compilers, where it was killed
     line = next((line for line in done.stdout.splitlines() if line.startswith("FACTS")), None)
     if line is None:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]

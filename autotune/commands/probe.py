@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.commands.setup import Setup
-from autotune.errors import UserError
+from autotune.errors import Stopped, UserError
 from autotune.executors.base import Effort
 from autotune.executors.local import LocalExecutor
 from autotune.files import write_atomically
@@ -49,6 +49,7 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
 
     Raises:
         UserError: it never calls DeepSpeed, ends too early, or fails by itself; the message ends with its own traceback.
+        Stopped: it was stopped.
     """
     memory = folder / "probe.json"
     key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.memory_cap_bytes}"
@@ -62,7 +63,9 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
     if baseline.kind.is_oom:
         say(f"as it is it does not fit ({baseline.reason}); trying what takes least memory")
         before, executor.job = executor.job, dataclasses.replace(executor.job, base_config=_ANY_OPTIMIZER)
-        outcome, found = _try(executor, Candidate.of(_THRIFTY), "probe-thrifty", seconds)
+        thrifty = Candidate.of(_THRIFTY)
+        executor.load_ops([thrifty])
+        outcome, found = _try(executor, thrifty, "probe-thrifty", seconds)
         executor.job = before
         if not outcome.ok:
             raise UserError(f"{script.name} fits neither as it is nor at its thriftiest: {outcome.reason}")
@@ -110,6 +113,8 @@ def _batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
 def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: float) -> tuple[Outcome, dict[str, Any]]:
     with closing(executor.session(candidate, name)) as session:
         outcome = session.measure(candidate, EFFORT, seconds)
+    if outcome.kind is Kind.INTERRUPTED and outcome.source is Source.STOP:
+        raise Stopped("stopped before anything of the script was measured")
     if outcome.kind is Kind.INTERRUPTED:
         more = ": give a larger --budget" if outcome.source is Source.BUDGET else ""
         raise UserError(f"{outcome.reason}, before anything of the script was measured{more}")
@@ -157,7 +162,7 @@ def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
 
 def after_probe(setup: Setup, probed: Probe) -> Setup:
     """The setup of a script, now that it has run: its real job, and the space and candidates that are left for it."""
-    job = job_of(probed.script, setup.hardware, setup.global_batch_size)
+    job = job_of(probed.script, setup.hardware, setup.global_batch_size, free=setup.free_batch)
     space = for_job(setup.space, job)
     own, candidates = own_candidate(probed.script), tuple(space.candidates(job))
     if own not in candidates:

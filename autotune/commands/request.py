@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from autotune.commands.global_batch import FREE, parse_global_batch
 from autotune.commands.plan_hardware import planned_hardware, roomy
 from autotune.commands.setup import LaunchSetup, PlanSetup, Setup
 from autotune.errors import UserError
@@ -21,7 +22,7 @@ from autotune.problem.job import Job, load_ds_config, load_lengths, longest_sequ
 from autotune.problem.models import ModelSpec, resolve_model, workload_spec
 from autotune.problem.prices import Price, price_table
 from autotune.problem.script import make_script
-from autotune.problem.script_job import unknown_job
+from autotune.problem.script_job import first_candidates, unknown_job
 from autotune.problem.space import SearchSpace
 from autotune.problem.space_file import load_space
 from autotune.problem.tasks import image_size_of, task_of
@@ -43,7 +44,7 @@ class Request:
     seq_len: int | str | None = None  # `max`: the model's longest
     precision: str | None = None
     optimizer: str = "adamw"
-    global_batch_size: int | None = None
+    global_batch_size: int | str | None = None  # `free`: whatever is fastest
     ds_config: Path | None = None
     space: str | None = None
     memory_cap: str | None = None
@@ -96,8 +97,9 @@ def run_setup(request: Request) -> Setup:
         raise UserError(f"--max-trials {request.max_trials}: expected at least 1")
     if request.isolation not in ("fork", "spawn"):
         raise UserError(f"--isolation {request.isolation}: expected fork or spawn")
+    batch = parse_global_batch(request.global_batch_size)
     tuned = _what_is_tuned(request)
-    name = request.study or study_name(tuned.job, tuned.hardware, request.global_batch_size)
+    name = request.study or study_name(tuned.job, tuned.hardware, FREE if request.global_batch_size == FREE else batch)
     return Setup(
         job=tuned.job,
         hardware=tuned.hardware,
@@ -110,7 +112,8 @@ def run_setup(request: Request) -> Setup:
         storage=request.storage,
         out=request.out,
         found_no_gpu=tuned.hardware.device == "cpu" and request.device == "auto" and tuned.landscape is None,
-        global_batch_size=request.global_batch_size,
+        global_batch_size=batch,
+        free_batch=request.global_batch_size == FREE,
         budget_seconds=budget_seconds,
         max_trials=request.max_trials,
         tolerance=parse_share(request.tolerance),
@@ -168,7 +171,7 @@ def launch_setup(request: Request) -> LaunchSetup:
     silent_seconds = parse_duration(request.hang_timeout)
     plan = folder = None
     if request.study is None:
-        if request.global_batch_size is None:
+        if parse_global_batch(request.global_batch_size) is None:
             raise UserError(
                 "launch without a study needs --global-batch-size: what the training is set to per optimizer step"
             )
@@ -191,11 +194,11 @@ def launch_setup(request: Request) -> LaunchSetup:
     )
 
 
-def study_name(job: Job, hardware: Hardware, global_batch_size: int | None = None) -> str:
+def study_name(job: Job, hardware: Hardware, global_batch_size: int | str | None = None) -> str:
     """The same for the same job on the same machine, so that the same command resumes.
 
     Args:
-        global_batch_size: as asked for: of a script the job is not known yet.
+        global_batch_size: as asked for, `free` included: of a script the job is not known yet.
     """
     key = hashlib.sha256(json.dumps(identity(job, hardware), sort_keys=True).encode()).hexdigest()[:6]
     if job.script:
@@ -242,8 +245,8 @@ def _what_is_tuned(request: Request) -> _Tuned:
     space = _space(request, hardware)
     if request.script:
         job = _script_job(request, hardware)
-        engines = [Candidate.of(family) for family in space.families()]  # enough to know which ops are needed
-        return _Tuned(job, hardware, space, engines)
+        assert job.script is not None
+        return _Tuned(job, hardware, space, first_candidates(job.script))
     for option, used in (("--map", bool(request.maps)), ("--worst-case", request.worst_case)):
         if used:
             raise UserError(f"{option} is about a script: give it after `--`, like `-- train.py …`")
@@ -286,8 +289,9 @@ def _script_job(request: Request, hardware: Hardware) -> Job:
         "--image-size": request.image_size,
     }
     _refuse(options, "with a script: the script itself says it")
-    if request.global_batch_size is not None and request.global_batch_size % hardware.count:
-        raise UserError(f"--global-batch-size {request.global_batch_size} cannot be split over {hardware.count} ranks")
+    batch = parse_global_batch(request.global_batch_size)
+    if batch is not None and (batch < 1 or batch % hardware.count):
+        raise UserError(f"--global-batch-size {batch} cannot be split over {hardware.count} ranks")
     return unknown_job(make_script(request.script, request.maps, request.worst_case, request.ds_config), hardware)
 
 
@@ -300,8 +304,8 @@ def _named_job(request: Request, hardware: Hardware) -> Job:
     base = load_ds_config(request.ds_config) if request.ds_config else {}
     lengths = load_lengths(request.lengths) if request.lengths else ()
     task = task_of(model.config, request.task, model.name)
-    batch = request.global_batch_size
-    if batch is None and isinstance(base.get("train_batch_size"), int):
+    batch = parse_global_batch(request.global_batch_size)
+    if batch is None and request.global_batch_size != FREE and isinstance(base.get("train_batch_size"), int):
         batch = base["train_batch_size"]
     job = Job(
         model=model,

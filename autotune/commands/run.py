@@ -30,7 +30,7 @@ from autotune.problem.outcome import Kind
 from autotune.problem.script_job import own_candidate
 from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
 from autotune.results.console import PlainObserver, make_observer, record_json
-from autotune.results.export import export_record
+from autotune.results.export import environment_of, export_record
 from autotune.results.winner import closest_lines, train_with_lines, winner_lines
 from autotune.search.fingerprint import package_versions
 from autotune.search.proposer import Proposer
@@ -80,6 +80,7 @@ def run_study(
         UserError: bad input, or a job that fails by itself.
         MachineTrouble: the machine fails, whatever the candidate.
         NothingFits: no candidate is feasible.
+        Stopped: it was stopped before the search began.
     """
     local = request.executor == "local"
     needed = () if not local else TRAINING if request.script or request.workload else NAMED_MODEL
@@ -100,6 +101,8 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
         with closing(_executor(setup, stopped.is_set)) as executor:
             local = executor if isinstance(executor, LocalExecutor) else None
             probed = None
+            if local is not None:
+                local.show = observer.doing
             if local is not None and setup.job.script is not None:
                 _open(local, observer.say)
                 probed = probe(local, setup.job.script, setup.folder, setup.budget_seconds / 2, observer.say)
@@ -108,7 +111,6 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             store = _open_study(setup, probed, observer)
             predictor = Predictor(setup.job, setup.hardware)
             candidates, left_out = predictor.buildable(setup.candidates)
-            setup = dataclasses.replace(setup, candidates=tuple(candidates))
             wider = [f"{note}; predictions are wider for it" for note in predictor.notes()]
             for line in filter(None, [*left_out, *wider, newer_version(package_versions()["deepspeed"])]):
                 observer.say(line)
@@ -117,8 +119,10 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
                 local.on_phase = observer.phase
                 if probed is None:
                     _open(local, observer.say)
-                # All of the call counts, but for building DeepSpeed's ops: that happens once a machine.
-                spent_seconds = time.monotonic() - opening - local.build_seconds
+                candidates = _with_ops(local, candidates, store, observer.say)
+                # All of the call counts, but for building DeepSpeed's ops: that happens once an environment.
+                spent_seconds = time.monotonic() - opening - local.ops.build_seconds
+            setup = dataclasses.replace(setup, candidates=tuple(candidates))
             proposer = _proposer(setup, store, predictor)
             found = _search(setup, store, executor, proposer, observer, spent_seconds, stopped.is_set)
         return _summary(setup, store, found, proposer.open, predictor)
@@ -163,6 +167,18 @@ def _executor(setup: Setup, cancelled: Callable[[], bool]) -> LocalExecutor | Re
 def _open(executor: LocalExecutor, say: Callable[[str], None]) -> None:
     executor.open(say)
     executor.check(say)
+
+
+def _with_ops(
+    executor: LocalExecutor, candidates: list[Candidate], store: StudyStore, say: Callable[[str], None]
+) -> list[Candidate]:
+    """The candidates whose DeepSpeed ops can be loaded here, built now where they are not; the study knows where they lie."""
+    executor.load_ops(candidates)
+    left, lines = executor.ops.left(candidates, executor.job, executor.hardware.device)
+    for line in lines:
+        say(line)
+    store.note_extensions(executor.ops.folder)
+    return left
 
 
 def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver) -> StudyStore:
@@ -264,7 +280,7 @@ def _summary(
         lines = winner_lines(found.winner, store.records(), store.job, store.hardware)
         if not found.verified:
             lines.append("  not verified: the budget or the call ended first; run again to verify it")
-        given = (store.threads, store.hardware.environment)
+        given = (store.threads, environment_of(store, found.winner.candidate))
         lines += train_with_lines(found.winner.candidate, store.job, store.name, files[0], *given)
         counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())
         trials, used = sum(found.by_kind.values()), format_duration(found.used_seconds)

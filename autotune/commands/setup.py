@@ -46,6 +46,7 @@ class Setup:
     out: Path | None  # where the winner goes; None: into the folder
     found_no_gpu: bool  # CPU ranks were not asked for
     global_batch_size: int | None  # samples an optimizer step, as asked for
+    free_batch: bool  # a script's own is not kept either
     budget_seconds: float
     max_trials: int | None
     tolerance: float  # a share of the speed

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import Cause, MachineTrouble, Unusable
+from autotune.errors import Cause, MachineTrouble, Stopped, Unusable
 from autotune.executors.base import Effort
 from autotune.executors.deadlines import SCRIPT_DEADLINES, Deadlines
-from autotune.executors.measurement import inside_bytes, measurement_of
+from autotune.executors.measurement import inside_bytes, interrupted, measurement_of
+from autotune.executors.ops import Ops
 from autotune.executors.scratch import scratch_folder
 from autotune.executors.selftest import check_group
 from autotune.group.environment import trial_environment
@@ -35,7 +36,6 @@ from autotune.rank.config import needed_ops, trial_config
 MODEL_RANK, SCRIPT_RANK = "autotune.rank.model", "autotune.rank.script"
 CHECKPOINT = "checkpoint"  # a trial's folder for it
 WOKEN = "CUDA was woken before the fork"  # as a forked rank says it
-_LOADING_SECONDS = 20.0  # ops that took longer were built, not loaded
 
 
 class LocalExecutor:
@@ -43,7 +43,7 @@ class LocalExecutor:
 
     Args:
         folder: the study's; each trial's logs go to a folder in it.
-        candidates: those that may be tried: they decide which of DeepSpeed's ops are built beforehand.
+        candidates: those that are tried first: they decide which of DeepSpeed's ops `open` builds.
         isolation: `fork` (from a server that has imported everything) or `spawn` (cold starts).
         cancelled: asked several times a second; a trial that runs then ends as interrupted.
         fault: a fault that tests plant into the trial of that name.
@@ -70,11 +70,12 @@ class LocalExecutor:
         self.cancelled, self.on_phase, self.fault = cancelled, on_phase, fault
         self.count_live_tensors = count_live_tensors
         self.isolation = isolation
-        self._ops = needed_ops(candidates, job, hardware.device)
+        self._first = list(candidates)
         self._launcher: Launcher | None = None
-        self.build_seconds = 0.0  # spent building DeepSpeed's ops, once a machine
         self.meter = make_meter(hardware)
         self.say: Callable[[str], None] = lambda text: None
+        self.show: Callable[[str], None] = lambda text: None  # what takes long, while it does
+        self.ops = Ops(lambda text: self.say(text), lambda text: self.show(text))
 
     @property
     def entry(self) -> str:
@@ -92,31 +93,29 @@ class LocalExecutor:
         for left in self.folder.glob(f"trials/*/{CHECKPOINT}"):  # by a tuner that was killed
             shutil.rmtree(left, ignore_errors=True)
         self.say = say
+        self._launcher = SpawnLauncher(self._environment(), self.folder / "spawn.log")
         if self.isolation == "fork":
-            self._start_fork_server(say)
-        else:
-            self._launcher = SpawnLauncher(self._environment(), self.folder / "spawn.log")
+            modules = heavy_imports(self.job.script) if self.job.script else []
+            server = ForkLauncher(
+                self._environment(),
+                self.folder / "server.log",
+                cancelled=lambda: self.cancelled(),
+                model_type=self.job.model.config.get("model_type"),
+                modules=[self.entry, *modules],
+            )
+            server.open()
+            self._launcher = server
+        self.load_ops(self._first)
 
     def _environment(self) -> dict[str, str]:
         return trial_environment(self.hardware.device, threads_per_rank(self.job.ranks))
 
-    def _start_fork_server(self, say: Callable[[str], None]) -> None:
-        """A fork server, ready; cold starts instead where forking is not safe on this machine."""
-        server = ForkLauncher(
-            self._environment(),
-            self.folder / "server.log",
-            model_type=self.job.model.config.get("model_type"),
-            ops=self._ops,
-            modules=[self.entry, *(heavy_imports(self.job.script) if self.job.script else [])],
-        )
-        server.open(say)
-        seconds = float(server.ready.get("ops_seconds", 0.0))
-        self.build_seconds += seconds if seconds > _LOADING_SECONDS else 0.0
-        for op, why in server.ready.get("failed_ops", {}).items():
-            say(f"DeepSpeed's {op} cannot be built ({why}); `autotune doctor` says what that costs")
-        self._launcher = server
-        if not server.ready.get("fork_safe"):
-            self._start_cold(say)
+    def load_ops(self, candidates: list[Candidate]) -> None:
+        """Has DeepSpeed's ops built, where they are not, that trials of these candidates need."""
+        names = needed_ops(candidates, self.job, self.hardware.device)
+        log = self.folder / "server.log"
+        if not self.ops.load(self.launcher, names, self._environment(), log, self.cancelled):
+            self._start_cold(self.say)
 
     def check(self, say: Callable[[str], None]) -> None:
         try:
@@ -206,6 +205,8 @@ class LocalSession:
                 outcome = self._resume(candidate, effort, deadline)
             else:
                 outcome = self._measured(candidate) if stop is Stop.ARRIVED else self._failed(stop)
+        except Stopped:  # while a server was started anew
+            outcome = interrupted(Phase.START)
         except OSError as error:  # disk full, no descriptors left: the machine, not the candidate
             phase = self._group.phase if self._group is not None else Phase.START
             why = f"exception OSError: {error}"
@@ -357,8 +358,7 @@ class LocalSession:
         """
         group = self._running()
         if stop is Stop.CANCELLED:
-            why, said, source = "the study was stopped", "stop requested", Source.STOP
-            return Outcome(Kind.INTERRUPTED, group.phase, reason=why, evidence=said, source=source)
+            return interrupted(group.phase)
         if stop is Stop.DEADLINE:  # says nothing of the candidate: it may be tried again with more time
             why, said = f"its share of the budget ended in {group.phase.value}", "deadline of the budget"
             kind, waited = Kind.INTERRUPTED, group.waited_seconds

@@ -12,7 +12,7 @@ from autotune.predict.flops import model_flops_per_token
 from autotune.problem.candidate import Candidate, samples, under
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
-from autotune.problem.outcome import Measurement
+from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
 
 
 def measurement_of(
@@ -102,3 +102,9 @@ def median_spread(values: list[float]) -> float:
         return max(values) - min(values)
     low, _, high = statistics.quantiles(sorted(values), n=4, method="inclusive")
     return float(1.96 * 1.2533 * (high - low) / 1.349 / len(values) ** 0.5)
+
+
+def interrupted(phase: Phase) -> Outcome:
+    """Of a trial that a person stopped."""
+    why, said = "the study was stopped", "stop requested"
+    return Outcome(Kind.INTERRUPTED, phase, reason=why, evidence=said, source=Source.STOP)

@@ -10,6 +10,8 @@ from contextlib import suppress
 
 import psutil
 
+from autotune.group.along import BUILD_GRACE_SECONDS
+
 KILL_GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
 KILL_SECONDS = 10.0  # for a process group after SIGKILL
 REAP_SECONDS = 5.0  # for a killed process to be gone
@@ -100,6 +102,22 @@ def _group_lives(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def end_marked(variable: str, value: str) -> None:
+    """Ends every process that was started with `variable` at this value in its environment, and what it starts meanwhile:
+    SIGTERM, upon which a compiler removes its temporary files, then SIGKILL."""
+    for process in marked(variable, value):
+        with suppress(psutil.Error):
+            process.terminate()
+    until = time.monotonic() + BUILD_GRACE_SECONDS
+    while left := [process for process in marked(variable, value) if _runs(process)]:
+        if time.monotonic() > until + REAP_SECONDS:
+            return  # the kernel does not let go of it
+        for process in left if time.monotonic() > until else ():
+            with suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.02)
 
 
 def marked(variable: str, value: str) -> list[psutil.Process]:

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from autotune.group.along import taking_all_along
+from autotune.group.extensions import FOLDER, use_own_folder
 from autotune.group.ops import load_ops
 from autotune.group.protocol import Channel, Message
 from autotune.linux import adopt_orphans, die_with_parent
@@ -28,8 +30,8 @@ _FORK_TEST_SECONDS = 120  # without persistence mode each of eight GPUs takes se
 _CUDA_ERROR_NOT_INITIALIZED = 3  # CUresult: what a fork of a process that has used CUDA is told
 
 
-def preload(model_type: str | None, ops: list[str], modules: list[str]) -> dict[str, Any]:
-    """Imports what every rank needs and loads DeepSpeed's JIT ops, building them where this machine has not yet."""
+def preload(model_type: str | None, modules: list[str]) -> dict[str, Any]:
+    """Imports what every rank needs."""
     began = time.monotonic()
     import deepspeed  # noqa: F401
 
@@ -43,16 +45,23 @@ def preload(model_type: str | None, ops: list[str], modules: list[str]) -> dict[
     for name in ("torch._dynamo", *modules):
         with suppress(Exception):
             importlib.import_module(name)
-    imported = time.monotonic()
-    failed = load_ops(ops)
+    return {"import_seconds": time.monotonic() - began}
+
+
+def serve_ops(channel: Channel, names: list[str]) -> None:
+    """Loads DeepSpeed's JIT ops, building those that this environment has not yet, and tells how it goes. Should the tuner
+    die meanwhile, the compilers die with this process."""
+    with taking_all_along():
+        failed = load_ops(names, lambda **said: channel.send("op", **said))
+    die_with_parent()
+    _settle()
+    fork_safe = os.environ.get("DS_ACCELERATOR") == "cpu" or cuda_survives_fork()
+    channel.send("ops", failed=failed, folder=os.environ.get(FOLDER, ""), fork_safe=fork_safe)
+
+
+def _settle() -> None:
     gc.collect()
     gc.freeze()  # the children's collector leaves the shared pages alone
-    return {
-        "import_seconds": imported - began,
-        "ops_seconds": time.monotonic() - imported,
-        "failed_ops": failed,
-        "fork_safe": os.environ.get("DS_ACCELERATOR") == "cpu" or cuda_survives_fork(),
-    }
 
 
 def cuda_survives_fork() -> bool:
@@ -87,7 +96,7 @@ def serve(sock: socket.socket) -> None:
     hello = channel.receive()
     if hello is None:
         return
-    channel.send("ready", **preload(hello.get("model_type"), hello.get("ops", []), hello.get("modules", [])))
+    channel.send("ready", **preload(hello.get("model_type"), hello.get("modules", [])))
     wake_read, wake_write = os.pipe()
     watched: list[int] = [sock.fileno(), wake_read]
     os.set_blocking(wake_write, False)
@@ -105,7 +114,9 @@ def serve(sock: socket.socket) -> None:
                 children.discard(pid)
                 channel.send("exited", pid=pid, status=os.waitstatus_to_exitcode(status))
         for message in channel.drain():
-            if message["type"] == "launch":
+            if message["type"] == "ops":
+                serve_ops(channel, message["names"])
+            elif message["type"] == "launch":
                 try:
                     pid = _fork(message, [sock.fileno(), wake_read, wake_write])
                 except OSError as error:  # no memory or no process is left: the server lives on
@@ -146,6 +157,7 @@ def main() -> None:
     die_with_parent()
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the tuner decides
+    use_own_folder()  # for what its ranks, too, may build
     serve(socket.socket(fileno=int(sys.argv[1])))
 
 

@@ -16,14 +16,16 @@ from typing import Any, Protocol
 
 import psutil
 
-from autotune.errors import UserError
-from autotune.group.ending import below, marked
+from autotune.errors import Stopped, UserError
+from autotune.group.ending import below, end_marked, marked
 from autotune.group.protocol import Channel, Message
 from autotune.group.verdict import log_tail
 from autotune.interpreter import current
 
 MARK = "AUTOTUNE_RANKS_OF"  # the variable by which what ranks have started is found
-_BUILDING_SECONDS = 1800  # all ops of a slow machine; beyond that a compiler hangs
+_IMPORT_SECONDS = 1800  # of a slow disk; beyond that it hangs
+_BUILDING_SECONDS = 1800  # one op of a slow machine; beyond that a compiler hangs
+_LOOK_SECONDS = 0.1
 _FORK_SECONDS = 30.0  # a fork takes 10 ms; a server that needs longer has no memory left, or is stopped
 
 
@@ -103,28 +105,33 @@ class ForkLauncher:
     Args:
         env: the server's environment, which its ranks inherit.
         log: takes what the server writes, and its ranks until they are told their own.
-        preload: what the server imports and builds, see `autotune.group.fork_server.preload`.
+        preload: what the server imports, see `autotune.group.fork_server.preload`.
+        cancelled: asked several times a second while the server imports and builds, which then ends within a second.
     """
 
-    def __init__(self, env: Mapping[str, str], log: Path, **preload: Any) -> None:
-        self.log, self._env, self._preload = log, env, preload
+    def __init__(
+        self, env: Mapping[str, str], log: Path, *, cancelled: Callable[[], bool] = lambda: False, **preload: Any
+    ) -> None:
+        self.log, self._env, self._preload, self._cancelled = log, env, preload, cancelled
+        self._mark = uuid.uuid4().hex  # inherited by the compilers that it starts
         self._pids: dict[str, int] = {}  # by ticket: what was asked for, and is running now
         self._refusals: dict[str, OSError] = {}  # by ticket
         self._statuses: dict[int, int] = {}
-        self.ready: Message = {}
+        self._busy = True
 
-    def open(self, say: Callable[[str], None]) -> None:
-        """Starts the server and waits until it has imported and built everything.
+    def open(self) -> None:
+        """Starts the server and waits until it has imported everything.
 
         Raises:
-            UserError: it died, or a build hangs.
+            UserError: it died, or hangs.
+            Stopped: it was cancelled.
         """
         self._channel, theirs = Channel.pair()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [current().path, "-m", "autotune.group.fork_server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env=self._env,
+                env={**self._env, MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -132,23 +139,47 @@ class ForkLauncher:
             )
         theirs.close()
         self._channel.send("hello", **self._preload)
-        waited = 0
-        while not (message := self._channel.receive(5.0)):
-            if self._channel.closed:
+        self._await("ready", _IMPORT_SECONDS, lambda message: None)
+
+    def load_ops(self, names: list[str], tell: Callable[[Message | None], None]) -> Message:
+        """Has the server load DeepSpeed's ops, which may mean minutes of building; ranks that are forked later have them.
+
+        Args:
+            names: of their builders.
+            tell: is told what is done with which op, see `autotune.group.ops.Tell`; None: nothing new.
+
+        Returns:
+            `failed`: why, by builder; `folder`: where they lie; `fork_safe`: whether the server may still be forked.
+
+        Raises:
+            UserError: the server died, or a build hangs.
+            Stopped: it was cancelled.
+        """
+        self._channel.send("ops", names=names)
+        return self._await("ops", _BUILDING_SECONDS, tell)
+
+    def _await(self, kind: str, seconds: float, tell: Callable[[Message | None], None]) -> Message:
+        """The server's message of this kind; `tell` is told those that come before it, and None while there are none."""
+        until, self._busy = time.monotonic() + seconds, True
+        while (message := self._channel.receive(_LOOK_SECONDS)) is None or message["type"] != kind:
+            tell(message)
+            if message is not None:
+                until = time.monotonic() + seconds
+            elif self._channel.closed:
+                self.close()
                 tail = log_tail(self.log).strip().splitlines()
                 raise UserError(f"the fork server died: {tail[-1] if tail else 'no output'} (log: {self.log})")
-            waited += 5
-            if waited > _BUILDING_SECONDS:
-                self._process.kill()
+            elif self._cancelled():
+                self.close()
+                raise Stopped("stopped before anything was measured")
+            elif time.monotonic() > until:
+                self.close()
                 raise UserError(
-                    f"DeepSpeed's ops were not built within {_BUILDING_SECONDS} s; `autotune doctor` tries "
-                    f"each (log: {self.log})"
+                    f"the fork server did not get on for {seconds:.0f} s, importing or building DeepSpeed's ops; "
+                    f"`autotune doctor` tries each (log: {self.log})"
                 )
-            if waited == 15:
-                say(
-                    "starting takes long: DeepSpeed's ops are built once on this machine, which takes minutes on a slow CPU"
-                )
-        self.ready = message
+        self._busy = False
+        return message
 
     def launch(self, entry: str, address: str, rank: int) -> int:
         ticket = f"{address}#{rank}"
@@ -196,6 +227,8 @@ class ForkLauncher:
 
     def close(self) -> None:
         self._channel.close()
+        if self._busy:  # it does not read, and what it has started does not end with it
+            end_marked(MARK, self._mark)
         try:
             self._process.wait(timeout=3)
         except subprocess.TimeoutExpired:

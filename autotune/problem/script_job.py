@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,17 +66,39 @@ def batch_seen(facts: dict[str, Any]) -> dict[str, Any]:
     return answer("rows", 1)
 
 
+def first_candidates(script: Script) -> list[Candidate]:
+    """What the script's first run may be, as far as is known before it: its config where its command names one, else what
+    its text speaks of."""
+    path = config_path(script)
+    if path is not None:
+        return [candidate_of_config(json.loads(path.read_text()))]
+    offloads = re.search("offload_optimizer|CPUAdam", _text(script) or "")
+    return [Candidate(()), *([Candidate.of({"offload_optimizer": "cpu"})] if offloads else [])]
+
+
+def _text(script: Script) -> str | None:
+    """The script itself; None where it cannot be read."""
+    if script.path is None or not script.path.is_file():
+        return None
+    return script.path.read_text(errors="replace")
+
+
 def unknown_job(script: Script, hardware: Hardware) -> Job:
-    """The stand-in: of the script only the command is known, and the optimizer if the command names a DeepSpeed config."""
+    """The stand-in: of the script only the command is known, and the optimizer if the command names a DeepSpeed config; else
+    it may be DeepSpeed's Adam wherever the script's text has the word."""
     model = ModelSpec(script.name, {}, " ".join(script.argv))
     path = config_path(script)
-    optimizer = {"type": "AdamW"} if path is None else json.loads(path.read_text()).get("optimizer")
+    if path is not None:
+        optimizer = json.loads(path.read_text()).get("optimizer")
+    else:
+        text = _text(script)
+        optimizer = {"type": "AdamW"} if text is None or re.search("[\"']optimizer[\"']", text) else None
     base = {"optimizer": optimizer} if isinstance(optimizer, dict) else {}
     return Job(model, hardware.count, 1, "fp32", base_config=base, script=script)
 
 
-def job_of(script: Script, hardware: Hardware, global_batch_size: int | None) -> Job:
-    """The Job of a script with a profile; its global batch is the script's own unless another is asked for."""
+def job_of(script: Script, hardware: Hardware, global_batch_size: int | None, free: bool = False) -> Job:
+    """The Job of a script with a profile; its global batch is the script's own unless another is asked for, or it is free."""
     seen = script.profile
     base = {
         key: value
@@ -86,7 +109,7 @@ def job_of(script: Script, hardware: Hardware, global_batch_size: int | None) ->
         base.setdefault("zero_force_ds_cpu_optimizer", False)  # offloaded or not, it stays the script's optimizer
     if seen["untested_optimizer"]:
         base.setdefault("zero_allow_untested_optimizer", True)
-    own = seen["micro_batch"] * seen["accumulation"] * hardware.count
+    own = own_samples(script, hardware.count)
     parameters = sum(seen["trained"]) + seen["frozen"]
     config = {"model_type": "", **seen["model_config"]}
     model = ModelSpec(script.name, config, " ".join(script.argv), parameters)
@@ -95,10 +118,15 @@ def job_of(script: Script, hardware: Hardware, global_batch_size: int | None) ->
         hardware.count,
         seen["seq_len"],
         seen["precision"],
-        global_batch_size=global_batch_size or own,
+        global_batch_size=None if free else global_batch_size or own,
         base_config=base,
         script=script,
     )
+
+
+def own_samples(script: Script, ranks: int) -> int:
+    """Samples of one optimizer step over all ranks, of the script as it is; with a profile."""
+    return int(script.profile["micro_batch"] * script.profile["accumulation"] * ranks)
 
 
 def own_candidate(script: Script) -> Candidate:
@@ -108,3 +136,16 @@ def own_candidate(script: Script) -> Candidate:
     if seen["checkpointing"]:
         knobs[CHECKPOINTING] = seen["checkpointed"]
     return Candidate.of({**candidate_of_config(seen["config"]).as_dict, **knobs})
+
+
+def other_batch(candidate: Candidate, job: Job) -> str:
+    """What to see to where a script's steps are of another size than its own; empty where they are not."""
+    if job.script is None or "micro_batch" not in job.script.profile:
+        return ""
+    own, now = own_samples(job.script, job.ranks), candidate.micro_batch * candidate.accumulation * job.ranks
+    if own == now:
+        return ""
+    return (
+        f"its steps are of {now} samples, the script's own of {own}: the learning rate, its warm-up and the number of steps "
+        "need your attention"
+    )

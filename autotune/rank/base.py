@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from autotune.errors import Unusable
+from autotune.group.extensions import use_own_folder
 from autotune.group.protocol import Channel, Message
 from autotune.group.verdict import is_memory_error
 from autotune.problem.job import Job
@@ -107,6 +108,7 @@ class BaseRank(ABC):
             OMP_NUM_THREADS=str(self.spec["threads"]),
         )
         os.environ.update(self.spec.get("env", {}))
+        use_own_folder()
 
     def _join_group(self, device: Device) -> None:
         """The ranks meet in a file instead of at a port: two studies on a machine cannot meet each other."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from typing import Any
 
 from autotune.problem.candidate import Candidate
@@ -17,6 +19,9 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adagrad": {"type": "Adagrad", "params": {"lr": 1e-5}},
 }
 QUIET = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger", "autotuning", "dump_state")
+
+# Builders of ops without which DeepSpeed does, or whose lack the machine's own test finds before any candidate.
+DISPENSABLE = frozenset({"ShareMemCommBuilder"})
 
 
 def trial_config(candidate: Candidate, job: Job) -> dict[str, Any]:
@@ -50,22 +55,42 @@ def optimizer_section(job: Job, candidate: Candidate) -> dict[str, Any]:
     return {"type": section["type"], "params": params}
 
 
-def needed_ops(candidates: list[Candidate], job: Job, device: str) -> list[str]:
-    """Names of the builders of the DeepSpeed JIT ops that trials of these candidates load. They are built before the
-    budget starts."""
-    ops = ["ShareMemCommBuilder"] if device == "cpu" else []
-    kind = job.optimizer_kind
+def needed_ops(candidates: Sequence[Candidate], job: Job, device: str) -> list[str]:
+    """Names of the builders of the DeepSpeed JIT ops that trials of these candidates load, as `DeepSpeedEngine` chooses
+    its optimizer. They are built before the budget starts."""
+    ops = ["ShareMemCommBuilder"] if device == "cpu" else []  # loaded with the process group, whatever the config
     offloads = {candidate.offload_optimizer for candidate in candidates}
-    if offloads - {"none"}:
-        ops.append({"lion": "CPULionBuilder", "adagrad": "CPUAdagradBuilder"}.get(kind, "CPUAdamBuilder"))
-    own = job.base_config.get("optimizer")
-    if kind == "fused_adam" or (own and "adam" in kind and not (own.get("params") or {}).get("torch_adam")):
-        ops.append("FusedAdamBuilder")
-    if kind == "lion" and "none" in offloads:
-        ops.append("FusedLionBuilder")
+    cpu, fused = _optimizer_ops(job)
+    if cpu and offloads - {"none"}:
+        ops.append(cpu)
+    if fused and "none" in offloads:
+        ops.append(fused)
     if any("nvme" in (candidate.offload_optimizer, candidate.offload_param) for candidate in candidates):
         ops.append("AsyncIOBuilder")
+    pins = offloads - {"none"} or any(candidate.offload_param != "none" for candidate in candidates)
+    if pins and os.environ.get("DS_PIN_MEMORY_BACKEND") == "native":
+        ops.append("PinMemoryBuilder")
     return ops
+
+
+def _optimizer_ops(job: Job) -> tuple[str, str]:
+    """Builders of the optimizer's step where its states are offloaded, and where they are not; empty: torch's own."""
+    profile = job.script.profile if job.script is not None else {}
+    if profile.get("client_optimizer") and not profile.get("through_arguments"):
+        return "", ""  # the script's, which it stays (`job_of`)
+    section = job.base_config.get("optimizer")
+    own = section if isinstance(section, dict) and "type" in section else None
+    kind = str(own["type"] if own else job.optimizer).lower()
+    if kind in ("adam", "adamw", "fused_adam", "muon"):
+        if own and (own.get("params") or {}).get("torch_adam"):
+            return "", ""
+        # of a config without an optimizer `optimizer_section` makes torch's; Trainer brings its own
+        return "CPUAdamBuilder", "FusedAdamBuilder" if own or kind == "fused_adam" else ""
+    return {
+        "lion": ("CPULionBuilder", "FusedLionBuilder"),
+        "adagrad": ("CPUAdagradBuilder", ""),
+        "lamb": ("", "FusedLambBuilder"),
+    }.get(kind, ("", ""))
 
 
 def _without_auto(value: Any) -> Any:

@@ -14,18 +14,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import UserError
+from autotune.errors import Stopped, UserError
+from autotune.executors.ops import Ops
 from autotune.files import write_atomically
 from autotune.group.environment import training_environment
+from autotune.group.extensions import FOLDER, is_built, own_folder
 from autotune.group.group import Group
 from autotune.group.launchers import Launcher, SpawnLauncher
 from autotune.group.policy import Policy, Stop
 from autotune.group.protocol import Message
 from autotune.group.verdict import judge
+from autotune.interpreter import current
 from autotune.problem.cpus import threads_per_rank
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind
+from autotune.rank.config import needed_ops
 from autotune.recovery.ladder import Rung
 from autotune.units import format_bytes, format_duration
 
@@ -140,8 +144,9 @@ class Supervisor:
         self.max_restarts, self.convert, self._say = max_restarts, convert, say
         self._policy = Policy(HELLO_SECONDS, lambda phase: silent_seconds, SETTLE_SECONDS, may_leave=True)
         self.threads = threads or threads_per_rank(job.ranks)
-        env = training_environment(hardware.device, self.threads)
-        self._own_launcher = SpawnLauncher(env, cwd=job.script.cwd)
+        self._env = training_environment(hardware.device, self.threads)
+        self._ops = Ops(self.say)
+        self._own_launcher = SpawnLauncher(self._env, cwd=job.script.cwd)
         self._launcher = launcher or self._own_launcher
         self._signal: signal.Signals | None = None
         self._group: Group | None = None
@@ -180,7 +185,7 @@ class Supervisor:
             attempt = Attempt(at, str(rung.candidate))
             attempts.append(attempt)
             started = time.monotonic()
-            end = self._attempt(rung)
+            end = self._build(rung) or self._attempt(rung)
             attempt.steps, attempt.seconds = end.steps, time.monotonic() - started
             attempt.resumed_from = end.resumed_from
             attempt.ended = f"{end.kind.value}: {end.reason}" if end.kind else end.reason
@@ -197,6 +202,25 @@ class Supervisor:
                 return LaunchSummary(end.code or 1, attempts)
             at += down
             self.say("stepping down" if down else "starting again under the same config")
+
+    def _build(self, rung: Rung) -> _End | None:
+        """Builds the ops that a rung needs and that are not there, which ranks would do in silence; how it ended where that was
+        stopped."""
+        device = self.hardware.device
+        folder = Path(os.environ.get(FOLDER) or own_folder(device))
+        needed = needed_ops([rung.candidate], self.job, device)
+        # whose folder an environment beside this one has is known there
+        missing = [name for name in needed if current().beside or not is_built(name, folder)]
+        if not missing:
+            return None
+        try:
+            log = self.folder / "server.log"
+            self._ops.load(self._launcher, missing, self._env, log, lambda: self._signal is not None)
+        except Stopped:
+            assert self._signal is not None
+            reason = f"stopped by {self._signal.name}, before DeepSpeed's ops were built"
+            return _Heard(self.say).end(128 + self._signal, None, reason)
+        return None
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 

@@ -59,6 +59,9 @@ class PlainObserver:
     def phase(self, name: str) -> None:
         pass
 
+    def doing(self, text: str) -> None:
+        """What takes long just now, besides a trial; empty when it is done."""
+
     def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None:
         pass
 
@@ -88,15 +91,23 @@ class LiveObserver(PlainObserver):
         self._best: tuple[float, Candidate, Outcome] | None = None
         self._running = "starting"
         self._phase = ""
+        self._doing: tuple[str, float] | None = None  # since when
+        self._searching = False
         self._failures: list[str] = []
         self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render, transient=True)
 
     def start(self) -> None:
         self._began = time.monotonic()
+        self._searching = True
         self._live.start()
 
     def stop(self) -> None:
         self._live.stop()
+
+    def doing(self, text: str) -> None:
+        self._doing = (text, time.monotonic()) if text else None
+        if not self._searching:  # before it there is no view yet
+            (self._live.start if text else self._live.stop)()
 
     def phase(self, name: str) -> None:
         self._phase = name
@@ -116,6 +127,10 @@ class LiveObserver(PlainObserver):
                 self._best = (found, candidate, outcome)
 
     def _render(self) -> Panel:
+        if self._doing is not None:
+            text, since = self._doing
+            line = Text(f"now   {text}, {format_duration(time.monotonic() - since)} so far")
+            return Panel(Group(line), title="autotune", border_style="dim")
         left = max(0.0, self._budget - (time.monotonic() - self._began))
         counts = "  ".join(f"[{_STYLE[kind]}]{kind.value} {number}[/]" for kind, number in sorted(self._counts.items()))
         lines: list[Any] = [

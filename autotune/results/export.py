@@ -13,10 +13,13 @@ import yaml
 from autotune.errors import UserError
 from autotune.files import write_atomically
 from autotune.group.environment import assignments, variables_of
+from autotune.group.extensions import FOLDER
 from autotune.problem.candidate import Candidate, under
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement
+from autotune.problem.script_job import other_batch
 from autotune.problem.tasks import CAUSAL
+from autotune.rank.config import needed_ops
 from autotune.search.study import VERIFY, Record, StudyStore
 from autotune.version import __version__
 
@@ -100,6 +103,8 @@ def needs(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[
         variables: of the environment that it was measured under.
     """
     lines = [f"start it with {assignments(variables)}: it was measured so"]
+    if other := other_batch(candidate, job):
+        lines.append(other)
     if candidate.checkpointing:
         lines.append(
             "call model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False}) "
@@ -146,7 +151,7 @@ def meta(
 
     Args:
         threads: CPU threads a rank that it was measured with.
-        environment: what the training needs set to get the GPUs that the study had (`Hardware.environment`).
+        environment: what the training needs set besides, see `environment_of`.
         resume_peak_bytes: of the worst rank while a fresh group went on from a checkpoint; None where that was not tried.
     """
     variables = {**environment, **variables_of(candidate, threads)}
@@ -236,6 +241,13 @@ def export_study(study: str, storage: str | None, style: str, out: Path | None, 
     return export_record(store, record, target, style, record.role == VERIFY)
 
 
+def environment_of(store: StudyStore, candidate: Candidate) -> dict[str, str]:
+    """What a training needs set to get the GPUs that the study had, and to find DeepSpeed's ops built where its config needs
+    some."""
+    ops = store.extensions and needed_ops([candidate], store.job, store.hardware.device)
+    return {**store.hardware.environment, **({FOLDER: store.extensions} if ops else {})}
+
+
 def export_record(store: StudyStore, record: Record, out: Path, style: str, verified: bool) -> list[Path]:
     """Writes a measured trial's config and its meta file; returns the paths.
 
@@ -254,7 +266,7 @@ def export_record(store: StudyStore, record: Record, out: Path, style: str, veri
         fingerprint=store.fingerprint,
         headroom=store.hardware.headroom,
         threads=store.threads,
-        environment=store.hardware.environment,
+        environment=environment_of(store, record.candidate),
         resume_peak_bytes=store.resume_peak_bytes(record.candidate),
     )
     try:

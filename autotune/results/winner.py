@@ -15,6 +15,7 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Phase
 from autotune.problem.script import carried, command, starter
+from autotune.problem.script_job import other_batch
 from autotune.search.study import AS_IS, RESUME, SEARCH, VERIFY, Record
 from autotune.units import format_bytes, format_count, format_duration
 
@@ -59,6 +60,8 @@ def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hard
         lines.append(f"  {times[own]:.2f}x {AS_IS}: {own}{_other_batch(own, record.candidate, job)}")
     elif own == record.candidate:
         lines.append(f"  {AS_IS} has this config already")
+    if other := other_batch(record.candidate, job):
+        lines.append(f"  {other}")
     return lines
 
 
@@ -97,7 +100,7 @@ def train_with_lines(
     Args:
         threads: CPU threads a rank that it was measured with. The launchers hand on what the command's environment says,
             and give several ranks one each where it says nothing.
-        environment: what the training needs set to get the GPUs that the study had (`Hardware.environment`).
+        environment: what the training needs set besides, see `results.export.environment_of`.
     """
     if job.script is None:
         return []

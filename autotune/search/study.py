@@ -348,6 +348,15 @@ class StudyStore:
             return None
         return next((record for record in self.records() if record.number == chosen["number"]), None)
 
+    def note_extensions(self, folder: str) -> None:
+        """Where the ops that DeepSpeed builds at run time lay for the trials."""
+        self._set("extensions", folder)
+
+    @property
+    def extensions(self) -> str:
+        """Their folder; empty where it is not known."""
+        return str(self.attributes.get("extensions", ""))
+
     def note_skips(self, skips: dict[str, int]) -> None:
         """Why candidates were not tried: reason to count."""
         self._set("skips", skips)

@@ -20,6 +20,7 @@ def test_what_makes_another_job_makes_another_name(tmp_path: Path) -> None:
         study_name(longer, hardware),
         study_name(job, hardware, 16),
         study_name(job, hardware, 32),
+        study_name(job, hardware, "free"),
         study_name(job, capped),
         study_name(make_job(), hardware),
         study_name(make_job(seq_len=64), hardware),

@@ -75,3 +75,15 @@ def test_the_printed_command_gets_the_gpus_that_the_study_had(tmp_path: Path) ->
         order = "CUDA_DEVICE_ORDER=PCI_BUS_ID " if given else ""
         expected = f"  train with: {order}OMP_NUM_THREADS=3 torchrun"
         assert line.startswith(expected)
+
+
+def test_a_winner_of_another_batch_asks_for_a_look_at_the_learning_rate(tmp_path: Path) -> None:
+    script = Script(("train.py",), str(tmp_path), profile={"micro_batch": 2, "accumulation": 2})
+    job = make_job(script=script)  # on two ranks
+    outcome = Outcome(Kind.OK, measurement=Measurement(1.0, 0.01, 5, 10.0, 10.0, 300 * MIB))
+    own = Record(0, make_candidate(0, 2, 2), outcome, SEARCH, AS_IS)
+    for micro_batch, accumulation, warns in ((4, 1, False), (1, 4, False), (4, 2, True), (1, 1, True)):
+        won = Record(1, make_candidate(1, micro_batch, accumulation), outcome, VERIFY)
+        last = winner_lines(won, [own, won], job, detect("cpu", 2))[-1]
+        assert ("the learning rate" in last) == warns
+    assert last.startswith("  its steps are of 2 samples, the script's own of 8: ")

@@ -1,0 +1,202 @@
+"""Where this environment's DeepSpeed ops are built and kept. Standard library only: ranks and their parent both ask.
+
+torch keeps what it builds at run time in one folder a user and Python, and builds an op anew whenever a path or a version
+differs from the last time. Two environments used in turn would build every op again at every start. So each environment has
+a folder of its own beside torch's; a `TORCH_EXTENSIONS_DIR` that the user has set is honoured as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+FOLDER = "TORCH_EXTENSIONS_DIR"  # torch's own variable
+_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+def use_own_folder() -> Path:
+    """The folder of this process's extensions, which torch finds from now on: the environment's own unless one is set."""
+    if FOLDER not in os.environ:
+        folder = own_folder(os.environ.get("DS_ACCELERATOR", ""))
+        with suppress(OSError):  # a home that cannot be written: torch complains of it when it builds
+            folder.mkdir(parents=True, exist_ok=True)
+            os.environ[FOLDER] = str(folder)
+            _adopt_all(folder)
+        return folder
+    return Path(os.environ[FOLDER])
+
+
+def own_folder(device: str) -> Path:
+    """This environment's folder, made or not.
+
+    Args:
+        device: `cuda` or `cpu`: DeepSpeed builds some ops otherwise where no GPU is to be used.
+    """
+    versions = f"torch{_version('torch')}-deepspeed{_version('deepspeed')}"
+    name = f"autotune-py{_python()}-{versions}{device and '-'}{device}"
+    key = hashlib.sha256(json.dumps([name, *_made_with()]).encode()).hexdigest()[:10]
+    return _torch_root() / f"{name}-{key}"
+
+
+def is_built(builder: str, folder: Path) -> bool:
+    """Whether the op of this builder (`CPUAdamBuilder`) was built in the folder, as far as can be told without torch."""
+    op = _record(folder / f"{builder}.json").get("op")
+    return bool(op) and (folder / str(op) / f"{op}.so").exists()
+
+
+def last_seconds(builder: str, folder: Path) -> float | None:
+    """How long building took the last time, here or in another environment; None where it never was."""
+    others = list(_torch_root().glob(f"*/{builder}.json"))
+    with suppress(OSError):
+        others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in (folder / f"{builder}.json", *others):
+        if seconds := _record(path).get("seconds"):
+            return float(seconds)
+    return None
+
+
+def note_built(builder: str, op: str, seconds: float | None, folder: Path) -> None:
+    """Notes that an op is built here, and how long it took; None where that is not known: what was known stays.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path = folder / f"{builder}.json"
+    record = {"op": op, "seconds": _record(path).get("seconds") if seconds is None else round(seconds, 1)}
+    if record == _record(path):
+        return
+    descriptor, name = tempfile.mkstemp(dir=folder, prefix=f".{path.name}.")
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(record, file)
+    os.replace(name, path)
+
+
+def _record(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+# -- what makes an environment another -----------------------------------------------------------------------------------
+
+
+def _torch_root() -> Path:
+    """As torch's `get_default_build_root` has it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch_extensions"
+
+
+def _python() -> str:
+    return f"{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "-missing"
+
+
+def _made_with() -> list[str]:
+    """What stands in a build besides the versions: paths, CUDA, compilers, and the processors it is made for
+    (`-march=native`; a home may be shared by machines)."""
+    torch = _package_folder("torch")
+    cuda = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or shutil.which("nvcc") or ""
+    said = ""
+    with suppress(OSError):
+        said = (torch / "version.py").read_text() if torch else ""
+    with suppress(OSError):
+        cuda = os.path.realpath(cuda) if cuda else ""
+    compilers = [os.path.realpath(shutil.which(name) or name) for name in (_cxx(), os.environ.get("CC", "cc"))]
+    return [
+        os.path.realpath(sys.prefix),
+        str(torch),
+        str(_package_folder("deepspeed")),
+        said,
+        cuda,
+        *compilers,
+        *_chips(),
+    ]
+
+
+def _cxx() -> str:
+    return os.environ.get("CXX") or "c++"
+
+
+def _chips() -> list[str]:
+    """The instructions of this machine's processors, and the models of its GPUs."""
+    found = [platform.machine()]
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text()
+        found += sorted(set(re.findall(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)))[:1]
+    models = set()
+    for path in _GPUS.glob("*/information"):
+        with suppress(OSError):
+            models |= set(re.findall(r"^Model:\s*(.*)$", path.read_text(), re.MULTILINE))
+    return [*found, *sorted(models)]
+
+
+def _package_folder(name: str) -> Path | None:
+    spec = importlib.util.find_spec(name)
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+
+
+# -- what torch has built for this very environment before ---------------------------------------------------------------
+
+
+def _adopt_all(folder: Path) -> None:
+    """Copies what torch's default folder has of this very environment: ninja, which keeps times and commands beside what it
+    has made, then finds nothing to do, or does the rest."""
+    torch = _package_folder("torch")
+    if torch is None:
+        return
+    for built in _torch_root().glob(f"py{_python()}_*/*/*.so"):
+        source, ours = built.parent, folder / built.parent.name
+        if built.stem == source.name and not ours.exists():
+            with suppress(OSError, shutil.Error):
+                _adopt(source, ours, torch)
+
+
+def _adopt(source: Path, ours: Path, torch: Path) -> None:
+    before = _state(source)
+    if before is None or f"-isystem {torch}/include " not in (source / "build.ninja").read_text():
+        return
+    # ninja goes by times and paths: a package replaced in place by files with older times would not be noticed
+    installed = max(_installed_ns(package) for package in ("torch", "deepspeed"))
+    if (source / f"{source.name}.so").stat().st_mtime_ns <= installed:
+        return
+    copy = Path(tempfile.mkdtemp(dir=ours.parent, prefix=f".{ours.name}."))
+    try:
+        shutil.copytree(source, copy, dirs_exist_ok=True)
+        if _state(source) == before:  # nobody has begun to build there meanwhile
+            os.rename(copy, ours)
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)
+
+
+def _state(source: Path) -> list[tuple[str, int]] | None:
+    """Names and times of a folder's files; None where a build holds it."""
+    if (source / "lock").exists():
+        return None
+    return sorted((path.name, path.stat().st_mtime_ns) for path in source.iterdir())
+
+
+def _installed_ns(package: str) -> int:
+    """When the package was put where it is."""
+    folder = _package_folder(package)
+    if folder is None:
+        return sys.maxsize  # nothing is adopted
+    status = (folder / "__init__.py").stat()
+    return max(status.st_mtime_ns, status.st_ctime_ns)
