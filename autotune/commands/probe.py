@@ -138,6 +138,7 @@ def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
             "checkpointed",
             "through_arguments",
             "loader_prepared",
+            "relaunched",
             "client_optimizer",
             "untested_optimizer",
             "flags",
