@@ -45,6 +45,9 @@ def changes_for(script: Script, file: ArgumentFile, candidate: Candidate, config
             found[place] = not value if negated else value
     if config is not None and (place := config_place(script, data)) is not None:
         found[place] = config
+        framework = framework_of(script)
+        if framework is not None and framework.superseded in data:
+            found[(framework.superseded,)] = None
     return found
 
 

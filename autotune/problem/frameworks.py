@@ -24,6 +24,9 @@ class Framework:
     variables: dict[str, str] = field(default_factory=dict)  # that make it start RANKS ranks
     words: tuple[str, ...] = ()  # the same, at the end of its command
     separated: bool = False  # by `--` before them
+    superseded: str = (
+        ""  # an argument that names a launcher's config with DeepSpeed in it, and would contradict the winner's
+    )
     negated: dict[str, str] = field(default_factory=dict)  # knob -> the name by which its files switch it off
 
     def environment(self, ranks: int) -> dict[str, str]:
@@ -32,9 +35,12 @@ class Framework:
     def arguments(self, argv: Sequence[str], ranks: int) -> list[str]:
         """The command's words, such that it starts so many ranks with DeepSpeed."""
         words = list(argv)
-        if any(word.partition("=")[0].replace("-", "_") in _SPELT for word in words):
-            return words
-        added = [word.replace("RANKS", str(ranks)) for word in self.words]
+        if self.superseded and (flag := f"--{self.superseded}") in words:
+            del words[words.index(flag) : words.index(flag) + 2]
+        given = any(word.partition("=")[0].replace("-", "_") in _SPELT for word in words)
+        added = [word.replace("RANKS", str(ranks)) for word in self.words if not given or word == "--use_deepspeed"]
+        if any(word in words for word in ("--use_deepspeed", "--launcher")):
+            added = [word for word in added if word != "--use_deepspeed"]
         return [*words, *(["--"] if self.separated and "--" not in words and added else []), *added]
 
 
@@ -54,7 +60,7 @@ FRAMEWORKS = (
     ),
     Framework("ms-swift", ("swift",), (*_TRAINER, "trl"), variables={"NPROC_PER_NODE": "RANKS"}),
     Framework("axolotl", ("axolotl",), (*_TRAINER, "trl"), words=_BY_ACCELERATE, separated=True),
-    Framework("trl", ("trl",), (*_TRAINER, "trl"), words=_BY_ACCELERATE),
+    Framework("trl", ("trl",), (*_TRAINER, "trl"), words=_BY_ACCELERATE, superseded="accelerate_config"),
 )
 _BY_MODULE = {"llamafactory": 0, "swift": 1, "axolotl": 2, "trl": 3}
 

@@ -21,7 +21,7 @@ from autotune.problem.argument_files import (
 )
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value, knobs_of
 from autotune.problem.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, CommandLine, started, take_apart, with_option
-from autotune.problem.frameworks import framework_of
+from autotune.problem.frameworks import FRAMEWORKS, framework_of
 from autotune.problem.job import Script
 
 # Hugging Face's names, in Trainer's arguments and in its examples' own parsers.
@@ -31,7 +31,10 @@ KNOWN_FLAGS = {
     CHECKPOINTING: "--gradient_checkpointing",
 }
 LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")  # what the `deepspeed` launcher gives every rank
-FLAGS = frozenset((*KNOWN_FLAGS.values(), CONFIG_FLAG, *LOCAL_RANK_FLAGS))  # worth knowing whether a script has them
+_NEGATED_FLAGS = tuple(f"--{name}" for one in FRAMEWORKS for name in one.negated.values())
+FLAGS = frozenset(
+    (*KNOWN_FLAGS.values(), *_NEGATED_FLAGS, CONFIG_FLAG, *LOCAL_RANK_FLAGS)
+)  # worth knowing whether a script has them
 
 
 # Imports of seconds that a fork server pays once for all trials, where a script's text speaks of them.
@@ -61,8 +64,12 @@ def heavy_imports(script: Script) -> list[str]:
 
 def settings(script: Script, candidate: Candidate) -> dict[str, Value]:
     """Flag and value for every knob of the candidate that a flag is known for."""
-    flags = {**KNOWN_FLAGS, **dict(script.flags)}
-    return {flags[name]: value for name, value in candidate.knobs if name in flags}
+    found: dict[str, Value] = {}
+    for knob, value in candidate.knobs:
+        flag, negated = _flag_of(script, knob)
+        if flag is not None:
+            found[flag] = not value if negated else value
+    return found
 
 
 def candidate_of_config(config: dict[str, Any]) -> Candidate:
@@ -84,14 +91,18 @@ def command(script: Script, candidate: Candidate, config: str) -> list[str]:
     if not named and not carries_config(script) and CONFIG_FLAG in flags and script.profile.get("through_arguments"):
         argv = with_flag(argv, CONFIG_FLAG, config)
     for knob, value in candidate.knobs:
-        flag = _flag_of(script, knob)
+        flag, negated = _flag_of(script, knob)
         if flag in flags and not (carries(script, knob) and flag not in _given(script)):
-            argv = with_flag(argv, flag, value)
+            argv = with_flag(argv, flag, not value if negated else value)
     return argv
 
 
-def _flag_of(script: Script, knob: str) -> str | None:
-    return {**KNOWN_FLAGS, **dict(script.flags)}.get(knob)
+def _flag_of(script: Script, knob: str) -> tuple[str | None, bool]:
+    """The flag of a knob, and whether it says the opposite."""
+    framework = framework_of(script)
+    if framework is not None and knob in framework.negated and knob not in dict(script.flags):
+        return f"--{framework.negated[knob]}", True
+    return {**KNOWN_FLAGS, **dict(script.flags)}.get(knob), False
 
 
 def _given(script: Script) -> set[str]:
@@ -107,7 +118,7 @@ def carried(script: Script) -> bool:
             return False
     # a loop of DeepSpeed's has its batch from the config, Trainer from its own arguments
     return not through or all(
-        _flag_of(script, knob) in flags or carries(script, knob) for knob in (MICRO_BATCH, ACCUMULATION)
+        _flag_of(script, knob)[0] in flags or carries(script, knob) for knob in (MICRO_BATCH, ACCUMULATION)
     )
 
 

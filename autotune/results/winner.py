@@ -111,7 +111,7 @@ def train_with_lines(
     else:
         lines = [f"  train with: {watched}", f"  or put {config} where the script has its own config"]
     started = job.script.profile.get(RELAUNCHED, 0)
-    if started not in (0, job.ranks) and framework_of(job.script) is None:
+    if started not in (0, job.ranks) and not job.script.launcher and framework_of(job.script) is None:
         lines.append(f"    it starts its own ranks: have it start {job.ranks}")
     if job.script.profile["loader_prepared"] and not dict(job.script.flags).get(MICRO_BATCH):
         lines += [f"    with batch_size={winner.micro_batch} in its data loader, which no config reaches"]

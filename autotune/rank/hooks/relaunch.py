@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 
 from autotune.errors import UserError
 from autotune.problem.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, CommandLine, take_apart
-from autotune.problem.job import Script
 from autotune.problem.script import line_of
 from autotune.rank.execution import ACCELERATE_MODULE, run_target
+from autotune.rank.hooks import accelerate
 from autotune.rank.hooks.context import Context
 
 _DEEPEST = 5  # starters below one another
@@ -76,38 +76,46 @@ class _Takeover:
         self._launching = line_of(context.script).kind == ACCELERATE
 
     def over(self, words: list[str], env: Mapping[str, str] | None) -> None:
-        """Goes on as what the words start, where that would be ranks; returns where it would be something else."""
+        """Goes on as what the words start, where that would be ranks; returns where it would be something else, as all is
+        that a script starts once it has its engine."""
+        if self._context.engine is not None:
+            return
         try:
             line = take_apart(words)
         except UserError:
             return  # `torchrun --help`
         if line.kind == ACCELERATE and line.target:
-            self._launching = True
             target = ["--module", *line.target[1:]] if line.target[0] == "-m" else list(line.target)
-            self.start(["-m", ACCELERATE_MODULE, *line.launcher[line.head :], *target], env, None)
+            self.start(["-m", ACCELERATE_MODULE, *line.launcher[line.head :], *target], env, None, launching=True)
         elif line.kind and line.target:
             target = [*line.target[:1], *self._local_rank(line), *line.target[1:]]
             if line.target[0] == "-m":
                 target = [*line.target[:2], *self._local_rank(line), *line.target[2:]]
             self.start(target, env, line.ranks)
-        elif line.python and line.target and (self._launching or _own(self._context.script, line.target)):
-            self._launching = False
+        elif (
+            line.python and line.target and (self._launching or (not self._depth and self._starts_itself(line.target)))
+        ):
             self.start(list(line.target), env, None)
 
-    def start(self, target: list[str], env: Mapping[str, str] | None, ranks: int | str | None) -> NoReturn:
+    def start(
+        self, target: list[str], env: Mapping[str, str] | None, ranks: int | str | None, *, launching: bool = False
+    ) -> NoReturn:
         """Runs the target in place of a new process.
 
         Args:
+            launching: whether the target is a launcher itself.
             env: which that would have had; None: this one's.
             ranks: how many would have been started, where that is known.
         """
         self._depth += 1
+        self._launching = launching
         if self._depth > _DEEPEST:
             raise RuntimeError(f"{self._context.script.target} starts itself again and again: {shlex.join(target)}")
         self._context.relaunched = (
             int(ranks) if ranks is not None and str(ranks).isdigit() else self._context.relaunched or 1
         )
         self._take(env if env is not None else os.environ)
+        accelerate.begin_anew(self._context)
         code: Any = 0
         sys.path[:] = self._home
         try:
@@ -127,6 +135,17 @@ class _Takeover:
         if candidate is not None and _ACCUMULATION in os.environ:
             patches.set_environment(_ACCUMULATION, str(candidate.accumulation))
         patches.set_environment("TORCHELASTIC_RUN_ID", "none")
+
+    def _starts_itself(self, target: Sequence[str]) -> bool:
+        """Whether an installed command starts a file or a module of its own package."""
+        if self._context.script.program is None:
+            return False
+        names = set(re.findall(r"\w+", Path(self._context.script.program).read_text(errors="replace")))
+        if target[0] == "-m":
+            return len(target) > 1 and target[1].partition(".")[0] in names
+        file = Path(target[0]).resolve()
+        folders = [Path(path).resolve() for name in names for path in getattr(sys.modules.get(name), "__path__", ())]
+        return any(file.is_relative_to(folder) for folder in folders)
 
     def _local_rank(self, line: CommandLine) -> list[str]:
         return [f"--local_rank={os.environ['LOCAL_RANK']}"] if line.gives_local_rank else []
@@ -158,15 +177,3 @@ def _words(command: Any) -> list[str]:
         except ValueError:
             return []
     return [os.fsdecode(word) for word in command] if isinstance(command, Sequence) else []
-
-
-def _own(script: Script, target: Sequence[str]) -> bool:
-    """Whether an installed command starts a file or a module of its own package."""
-    if script.program is None:
-        return False
-    names = set(re.findall(r"\w+", Path(script.program).read_text(errors="replace")))
-    if target[0] == "-m":
-        return len(target) > 1 and target[1].partition(".")[0] in names
-    file = Path(target[0]).resolve()
-    folders = [Path(path).resolve() for name in names for path in getattr(sys.modules.get(name), "__path__", ())]
-    return any(file.is_relative_to(folder) for folder in folders)
