@@ -19,6 +19,7 @@ class Framework:
     """One framework's command."""
 
     package: str  # as pip calls it
+    packages: tuple[str, ...]  # as Python imports it
     programs: tuple[str, ...]
     modules: tuple[str, ...]  # worth importing once for all trials
     variables: dict[str, str] = field(default_factory=dict)  # that make it start RANKS ranks
@@ -53,16 +54,16 @@ _TRAINER = ("transformers.trainer", "transformers.training_args", "accelerate", 
 FRAMEWORKS = (
     Framework(
         "llamafactory",
+        ("llamafactory",),
         ("llamafactory-cli", "lmf"),
         (*_TRAINER, "trl"),
         variables={"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "RANKS"},
         negated={CHECKPOINTING: "disable_gradient_checkpointing"},
     ),
-    Framework("ms-swift", ("swift",), (*_TRAINER, "trl"), variables={"NPROC_PER_NODE": "RANKS"}),
-    Framework("axolotl", ("axolotl",), (*_TRAINER, "trl"), words=_BY_ACCELERATE, separated=True),
-    Framework("trl", ("trl",), (*_TRAINER, "trl"), words=_BY_ACCELERATE, superseded="accelerate_config"),
+    Framework("ms-swift", ("swift",), ("swift",), (*_TRAINER, "trl"), variables={"NPROC_PER_NODE": "RANKS"}),
+    Framework("axolotl", ("axolotl",), ("axolotl",), (*_TRAINER, "trl"), words=_BY_ACCELERATE, separated=True),
+    Framework("trl", ("trl",), ("trl",), (*_TRAINER, "trl"), words=_BY_ACCELERATE, superseded="accelerate_config"),
 )
-_BY_MODULE = {"llamafactory": 0, "swift": 1, "axolotl": 2, "trl": 3}
 
 
 def framework_of(script: Script) -> Framework | None:
@@ -70,4 +71,4 @@ def framework_of(script: Script) -> Framework | None:
     if script.program is not None:
         return next((one for one in FRAMEWORKS if Path(script.program).name in one.programs), None)
     top = script.target.partition(".")[0] if script.is_module else ""
-    return FRAMEWORKS[_BY_MODULE[top]] if top in _BY_MODULE else None
+    return next((one for one in FRAMEWORKS if top in one.packages), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -43,6 +44,21 @@ def program_file(name: str, python: str = sys.executable) -> Path:
             f"install it there, or give the Python that has it"
         )
     return Path(found)
+
+
+def check_module(name: str, python: str = sys.executable) -> None:
+    """Checks that a module can be found from here, where the ranks' interpreter is this one; another's is not asked.
+
+    Raises:
+        UserError: it cannot.
+    """
+    top = name.partition(".")[0]
+    if python != sys.executable or Path(top).is_dir() or Path(f"{top}.py").is_file():
+        return
+    if importlib.util.find_spec(top) is None:
+        known = next((one for one in FRAMEWORKS if top in one.packages), None)
+        install = f": `pip install {known.package}` there, or give the Python that has it" if known else ""
+        raise UserError(f"`-- -m {name} …`: no module {top} here, nor in {_environment(python)}{install}")
 
 
 def interpreter_of(program: Path) -> str | None:

@@ -15,7 +15,7 @@ from autotune.problem.candidate import KNOBS, MICRO_BATCH
 from autotune.problem.command_line import ACCELERATE, CommandLine, several_nodes, take_apart
 from autotune.problem.frameworks import framework_of
 from autotune.problem.job import ArgumentFile, Script
-from autotune.problem.programs import program_file
+from autotune.problem.programs import check_module, program_file
 from autotune.problem.script import KNOWN_FLAGS
 
 _MPI = {"mpirun", "mpiexec", "srun"}
@@ -67,6 +67,8 @@ def make_script(
 ) -> Script:
     """The script of a command line; see `read_command`."""
     line = take_apart(words)
+    if line.kind == ACCELERATE:
+        check_module("accelerate", python)
     argv, program = _target(line, python)
     if ds_config is not None and not is_ds_config(ds_config):
         raise UserError(f"--ds-config {ds_config}: expected a DeepSpeed config JSON")
@@ -100,6 +102,7 @@ def _target(line: CommandLine, python: str) -> tuple[tuple[str, ...], Path | Non
     if argv[0] == "-m":
         if len(argv) < 2:
             raise UserError("`-- -m`: expected a module's name after it")
+        check_module(argv[1], python)
         return argv, None
     path = Path(argv[0])
     if path.is_file():

@@ -46,7 +46,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv(name, str(tmp_path / "cache"))
     for name in ("NPROC_PER_NODE", "NNODES", "PET_NPROC_PER_NODE"):
         monkeypatch.delenv(name, raising=False)
-    (tmp_path / "train.py").write_text("print(1)\n")
+    for name in ("train.py", "mine.py"):
+        (tmp_path / name).write_text("print(1)\n")
     (tmp_path / "ds.json").write_text(json.dumps(DS))
     (tmp_path / "x.yaml").write_text(ARGUMENTS)
     (tmp_path / "acc.yaml").write_text(ACCELERATE)
@@ -93,12 +94,14 @@ def test_an_installed_command_is_a_script(programs: Path) -> None:
         ),
         (["lmf", "train"], "`-- lmf …`: llamafactory is not installed in "),
         (["shell"], "`-- shell …`: a command, no script: give what it starts"),
+        (["-m", "axolotl.cli.train"], "`-- -m axolotl.cli.train …`: no module axolotl here, nor in "),
+        (["torchrun", "-m", "nothing.train"], "`-- -m nothing.train …`: no module nothing here, nor in "),
         (["torchrun", "mine"], "no script mine: expected a Python file, or `-m` and a module"),
     ],
 )
 def test_what_is_no_program(programs: Path, words: list[str], message: str) -> None:
     with pytest.raises(UserError) as caught:
-        make_script(words, [], python=str(programs))
+        make_script(words, [], python=sys.executable if "-m" in words else str(programs))
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
@@ -224,8 +227,16 @@ def trained(words: str, python: Path | None = None, **profile: object) -> tuple[
         ("llamafactory-cli train x.yaml", "llamafactory-cli train COPY"),
         ("swift sft x.yaml", "swift sft COPY"),
         ("axolotl train x.yaml", "axolotl train COPY -- --use_deepspeed --num_processes 2"),
-        ("axolotl train x.yaml --num-processes 2", "axolotl train COPY --num-processes 2"),
+        ("axolotl train x.yaml --num-processes 2", "axolotl train COPY --num-processes 2 -- --use_deepspeed"),
+        (
+            "axolotl train x.yaml --launcher torchrun -- --nproc_per_node 2",
+            "axolotl train COPY --launcher torchrun -- --nproc_per_node 2",
+        ),
         ("trl sft --config x.yaml", "trl sft --config COPY --use_deepspeed --num_processes 2"),
+        (
+            "trl sft --config x.yaml --accelerate_config zero2 --num_processes 2",
+            "trl sft --config COPY --num_processes 2 --use_deepspeed",
+        ),
     ],
 )
 def test_the_winner_in_the_same_form(programs: Path, words: str, expected: str) -> None:
