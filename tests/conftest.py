@@ -62,6 +62,7 @@ DEAR = {  # file: what its tests share
     "tests/rank/test_workload.py": "bench",
     "tests/test_scripts.py": "scripts",
     "tests/test_ways.py": "scripts",
+    "tests/test_launchers.py": "scripts",
     "tests/test_end_to_end.py": "finished_study",
     "tests/test_wheel.py": "wheel",
     "tests/gpu/test_cuda.py": "gpu",  # one test at a time has the device
@@ -304,8 +305,10 @@ class Scripts:
     def probe(
         self, argv: list[str], cwd: Path, flags: tuple[tuple[str, str], ...] = (), seconds: float = 300.0
     ) -> Probe:
-        script = Script(tuple(argv), str(cwd), flags)
-        folder = self.executor.folder = cwd / "runs" / "study"
+        return self.probe_script(Script(tuple(argv), str(cwd), flags), seconds)
+
+    def probe_script(self, script: Script, seconds: float = 300.0) -> Probe:
+        folder = self.executor.folder = Path(script.cwd) / "runs" / "study"
         folder.mkdir(parents=True, exist_ok=True)
         self.executor.job = unknown_job(script, self.hardware)
         return probe(self.executor, script, folder, seconds, lambda text: None)

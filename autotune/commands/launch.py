@@ -87,6 +87,10 @@ def _from_study(setup: LaunchSetup, store: StudyStore, say: Callable[[str], None
     """Under a study's winner, with what the study knows of the script."""
     job, script = store.job, setup.script
     check_script(store.name, job, script.target)
+    if setup.ranks not in (None, store.hardware.count):
+        raise UserError(
+            f"study {store.name} is of {store.hardware.count} ranks, and `{setup.ranks_said}` of {setup.ranks}: give as many"
+        )
     winner = store.winner
     if winner is None:
         raise UserError(f"study {store.name} has no winner yet: `autotune run --study {store.name} …` goes on")
@@ -94,7 +98,7 @@ def _from_study(setup: LaunchSetup, store: StudyStore, say: Callable[[str], None
         say(f"study {store.name} is of {job.model.name} with synthetic batches, not of a script: its config is taken")
     known = job.script or script
     script = dataclasses.replace(
-        script, flags=script.flags or known.flags, profile=known.profile, ds_config=known.ds_config
+        script, flags=script.flags or known.flags, profile=known.profile, ds_config=known.ds_config or script.ds_config
     )
     ladder = ladder_of(store, winner.candidate, setup.convert)
     return _Training(

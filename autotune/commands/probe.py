@@ -20,6 +20,7 @@ from autotune.problem.fitting import for_job
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Outcome, Source
 from autotune.problem.script_job import UNCOUNTED, Counted, batch_seen, job_of, own_candidate
+from autotune.problem.space import SearchSpace
 
 EFFORT = Effort(min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
 # What a script that does not fit as it is may still run under, so that something is learnt of it.
@@ -143,6 +144,7 @@ def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
             "checkpointed",
             "through_arguments",
             "loader_prepared",
+            "relaunched",
             "client_optimizer",
             "untested_optimizer",
             "flags",
@@ -167,4 +169,14 @@ def after_probe(setup: Setup, probed: Probe) -> Setup:
     own, candidates = own_candidate(probed.script), tuple(space.candidates(job))
     if own not in candidates:
         candidates = (*candidates, own)
-    return dataclasses.replace(setup, job=job, space=space, candidates=candidates)
+    return dataclasses.replace(setup, job=job, space=_with_values(space, own), candidates=candidates)
+
+
+def _with_values(space: SearchSpace, own: Candidate) -> SearchSpace:
+    """The space with the script's own values among its knobs': Optuna takes no choice that a study has not had from its first
+    trial on."""
+    knobs = dict(space.knobs)
+    for name, value in own.knobs:
+        if name in knobs and value not in knobs[name].values:
+            knobs[name] = dataclasses.replace(knobs[name], values=(*knobs[name].values, value))
+    return dataclasses.replace(space, knobs=knobs)

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 from autotune.commands.global_batch import FREE, parse_global_batch
 from autotune.commands.plan_hardware import planned_hardware, roomy
 from autotune.commands.setup import LaunchSetup, PlanSetup, Setup
+from autotune.commands.typed_command import ranks_asked_for, typed_command
 from autotune.errors import UserError
 from autotune.executors.replay import Landscape, load_landscape
 from autotune.problem.candidate import Candidate
 from autotune.problem.fitting import for_device, for_job, installed, missing_package
 from autotune.problem.hardware import Hardware, detect
-from autotune.problem.job import Job, load_ds_config, load_lengths, longest_sequence, parse_lora
+from autotune.problem.job import Job, Script, load_ds_config, load_lengths, longest_sequence, parse_lora
 from autotune.problem.models import ModelSpec, resolve_model, workload_spec
 from autotune.problem.prices import Price, price_table
-from autotune.problem.script import make_script
 from autotune.problem.script_job import first_candidates, unknown_job
 from autotune.problem.space import SearchSpace
 from autotune.problem.space_file import load_space
@@ -165,7 +165,8 @@ def launch_setup(request: Request) -> LaunchSetup:
     Raises:
         UserError: bad input.
     """
-    script = make_script(request.script, request.maps)
+    typed = typed_command(request.script, request.maps)
+    script = typed.script
     if request.max_restarts < 0:
         raise UserError(f"--max-restarts {request.max_restarts}: expected 0 or more")
     silent_seconds = parse_duration(request.hang_timeout)
@@ -176,13 +177,16 @@ def launch_setup(request: Request) -> LaunchSetup:
                 "launch without a study needs --global-batch-size: what the training is set to per optimizer step"
             )
         own = str(request.ds_config.resolve()) if request.ds_config else None
-        script = dataclasses.replace(script, ds_config=own)
+        script = dataclasses.replace(script, ds_config=own or script.ds_config)
+        request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed))
         hardware = _this_machine(request)
         job = _named_job(request, hardware)
         plan = PlanSetup(job=job, hardware=hardware, space=for_job(_space(request, hardware), job))
         folder = _study_folder(request.runs, f"launch-{script.name}")
     return LaunchSetup(
         script=script,
+        ranks=typed.ranks,
+        ranks_said=typed.said,
         study=request.study,
         storage=request.storage,
         plan=plan,
@@ -241,12 +245,14 @@ def _what_is_tuned(request: Request) -> _Tuned:
         return _Tuned(landscape.job(), landscape.hardware(headroom), landscape.space(), rows, landscape=landscape)
     if request.executor != "local":
         raise UserError(f"--executor {request.executor}: expected local or replay:TABLE")
+    if request.script:
+        typed = typed_command(request.script, request.maps, request.worst_case, request.ds_config)
+        request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed))
     hardware = _this_machine(request)
     space = _space(request, hardware)
     if request.script:
-        job = _script_job(request, hardware)
-        assert job.script is not None
-        return _Tuned(job, hardware, space, first_candidates(job.script))
+        job = _script_job(request, typed.script, hardware)
+        return _Tuned(job, hardware, space, first_candidates(typed.script))
     for option, used in (("--map", bool(request.maps)), ("--worst-case", request.worst_case)):
         if used:
             raise UserError(f"{option} is about a script: give it after `--`, like `-- train.py …`")
@@ -273,7 +279,7 @@ def _refuse(options: Mapping[str, object], why: str) -> None:
             raise UserError(f"{name} {why}; leave {name} out")
 
 
-def _script_job(request: Request, hardware: Hardware) -> Job:
+def _script_job(request: Request, script: Script, hardware: Hardware) -> Job:
     """The stand-in for a script's Job; options that speak of a model are refused."""
     options = {
         "--model": request.model,
@@ -292,7 +298,7 @@ def _script_job(request: Request, hardware: Hardware) -> Job:
     batch = parse_global_batch(request.global_batch_size)
     if batch is not None and (batch < 1 or batch % hardware.count):
         raise UserError(f"--global-batch-size {batch} cannot be split over {hardware.count} ranks")
-    return unknown_job(make_script(request.script, request.maps, request.worst_case, request.ds_config), hardware)
+    return unknown_job(script, hardware)
 
 
 # -- the job of a named model --------------------------------------------------------------------------------------------

@@ -61,6 +61,8 @@ class LaunchSetup:
     """A script to train, and where its configs come from: a study, or the plan for a model."""
 
     script: Script
+    ranks: int | None  # as the script's command says
+    ranks_said: str  # where it says so
     study: str | None
     storage: str | None
     plan: PlanSetup | None  # None where a study is named

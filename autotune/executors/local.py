@@ -317,7 +317,7 @@ class LocalSession:
         job = executor.job
         what: dict[str, Any] = {"config": trial_config(candidate, job), "checkpointing": candidate.checkpointing}
         if job.script:
-            what = {"candidate": candidate.as_dict, "scratch": str(scratch_folder(self._folder, job.script))}
+            what = {"candidate": candidate.as_dict, "scratch": str(scratch_folder(self._folder, job, candidate))}
         return {
             **what,
             "job": under(job, candidate).to_json(),

@@ -5,16 +5,21 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from autotune.problem.job import Script
+from autotune.problem.argument_texts import write_trial_files
+from autotune.problem.candidate import Candidate
+from autotune.problem.job import Job
 
 
-def scratch_folder(folder: Path, script: Script) -> Path:
+def scratch_folder(folder: Path, job: Job, candidate: Candidate) -> Path:
     """A folder that shows a script what its own does, and takes what it writes there: links to every entry but the
-    one that holds the study, which is a usual place for logs too."""
+    one that holds the study, which is a usual place for logs too. Its argument files have the candidate in them."""
+    assert job.script is not None
+    script = job.script
     scratch = folder.resolve() / "scratch"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     for entry in Path(script.cwd).iterdir():
         if entry.resolve() not in scratch.parents:
             (scratch / entry.name).symlink_to(entry)
+    write_trial_files(job, candidate, scratch, quiet=True)
     return scratch

@@ -91,20 +91,38 @@ def parse_lora(text: str) -> Lora:
 
 
 @dataclass(frozen=True)
+class ArgumentFile:
+    """A YAML or JSON file that a command names, and that holds arguments of its training."""
+
+    at: int  # index of the word that names it, in `Script.argv`, or in `Script.launcher`
+    path: str
+    text: str
+    data: dict[str, Any]  # as parsed, so that a rank needs no parser
+    launcher: bool = False  # whether its launcher reads it
+
+
+@dataclass(frozen=True)
 class Script:
     """A user's own training script: the command typed after `--`, its folder, and the flags that carry knobs."""
 
-    argv: tuple[str, ...]  # the script, or `-m` and a module, then its arguments
+    argv: tuple[str, ...]  # the script, `-m` and a module, or an installed command's name, then its arguments
     cwd: str
     flags: tuple[tuple[str, str], ...] = ()  # (knob, flag) as the user declared them
     worst_case: bool = False  # every batch is padded to the longest that the script allows
     ds_config: str | None = None  # file for scripts that leave DeepSpeed to `accelerate launch`
     profile: dict[str, Any] = field(default_factory=dict)  # what running it as it is showed
+    launcher: tuple[str, ...] = ()  # typed before it, with its options, see `command_line.CommandLine`
+    environment: tuple[tuple[str, str], ...] = ()  # (name, value) typed before that
+    program: str | None = None  # the file of an installed command
+    files: tuple[ArgumentFile, ...] = ()
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Script:
-        flags = tuple((knob, flag) for knob, flag in data.get("flags", ()))
-        return cls(**{**data, "argv": tuple(data["argv"]), "flags": flags})
+        made: dict[str, Any] = {"argv": tuple(data["argv"]), "launcher": tuple(data.get("launcher", ()))}
+        for name in ("flags", "environment"):
+            made[name] = tuple((first, second) for first, second in data.get(name, ()))
+        made["files"] = tuple(ArgumentFile(**one) for one in data.get("files", ()))
+        return cls(**{**data, **made})
 
     @property
     def is_module(self) -> bool:
@@ -128,14 +146,18 @@ class Script:
     @property
     def path(self) -> Path | None:
         """The script's file; None for a module."""
+        if self.program is not None:
+            return Path(self.program)
         return None if self.is_module else Path(self.cwd) / self.target
 
     @property
     def key(self) -> str:
-        """A hash of the command and the file's text: what was learnt of one script is not used for another."""
+        """A hash of the command and the texts of its files: what was learnt of one script is not used for another."""
         text = self.path.read_bytes() if self.path and self.path.is_file() else b""
-        parts = json.dumps([self.argv, self.cwd, self.flags, self.worst_case, self.ds_config]).encode()
-        return hashlib.sha256(parts + text).hexdigest()[:12]
+        known: list[Any] = [self.argv, self.cwd, self.flags, self.worst_case, self.ds_config]
+        if self.launcher or self.environment or self.files:
+            known += [self.launcher, self.environment, [one.text for one in self.files]]
+        return hashlib.sha256(json.dumps(known).encode() + text).hexdigest()[:12]
 
 
 @dataclass(frozen=True)
@@ -192,6 +214,10 @@ class Job:
         for name in ("script", "workload", "lora", "attention", "compiled", "lengths", "packed", "image_size"):
             if not data[name]:
                 del data[name]  # what is not used does not make an older study another's
+        if self.script:  # nor does what this one is started without
+            for name in ("launcher", "environment", "program", "files"):
+                if not data["script"][name]:
+                    del data["script"][name]
         if self.lora:
             data["lora"] = self.lora.to_json()
         if self.task == CAUSAL:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import os
+import dataclasses
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import UserError, near
-from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, KNOBS, MICRO_BATCH, Candidate, Value, knobs_of
+from autotune.problem.argument_files import (
+    CONFIG_FLAG,
+    carries,
+    carries_config,
+    is_ds_config,
+    launcher_file,
+    own_config,
+    own_files,
+    renamed,
+    winners_copy,
+)
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value, knobs_of
+from autotune.problem.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, CommandLine, started, take_apart, with_option
+from autotune.problem.frameworks import FRAMEWORKS, framework_of
 from autotune.problem.job import Script
 
 # Hugging Face's names, in Trainer's arguments and in its examples' own parsers.
@@ -20,12 +30,11 @@ KNOWN_FLAGS = {
     ACCUMULATION: "--gradient_accumulation_steps",
     CHECKPOINTING: "--gradient_checkpointing",
 }
-CONFIG_FLAG = "--deepspeed"  # of Hugging Face's parsers: the config's file
 LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")  # what the `deepspeed` launcher gives every rank
-FLAGS = frozenset((*KNOWN_FLAGS.values(), CONFIG_FLAG, *LOCAL_RANK_FLAGS))  # worth knowing whether a script has them
-_LAUNCHERS = {"deepspeed", "torchrun", "accelerate", "mpirun", "srun"}
-# One of these at the top makes a JSON file a DeepSpeed config.
-_DS_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
+_NEGATED_FLAGS = tuple(f"--{name}" for one in FRAMEWORKS for name in one.negated.values())
+FLAGS = frozenset(
+    (*KNOWN_FLAGS.values(), *_NEGATED_FLAGS, CONFIG_FLAG, *LOCAL_RANK_FLAGS)
+)  # worth knowing whether a script has them
 
 
 # Imports of seconds that a fork server pays once for all trials, where a script's text speaks of them.
@@ -40,6 +49,9 @@ _HEAVY = {
 
 def heavy_imports(script: Script) -> list[str]:
     """Modules that the script will import, of those that are worth importing beforehand."""
+    framework = framework_of(script)
+    if framework is not None:
+        return sorted(framework.modules)
     text = script.argv[1] if script.path is None else ""
     if script.path is not None and script.path.is_file():
         text = script.path.read_text(errors="replace")
@@ -52,8 +64,12 @@ def heavy_imports(script: Script) -> list[str]:
 
 def settings(script: Script, candidate: Candidate) -> dict[str, Value]:
     """Flag and value for every knob of the candidate that a flag is known for."""
-    flags = {**KNOWN_FLAGS, **dict(script.flags)}
-    return {flags[name]: value for name, value in candidate.knobs if name in flags}
+    found: dict[str, Value] = {}
+    for knob, value in candidate.knobs:
+        flag, negated = _flag_of(script, knob)
+        if flag is not None:
+            found[flag] = not value if negated else value
+    return found
 
 
 def candidate_of_config(config: dict[str, Any]) -> Candidate:
@@ -62,105 +78,141 @@ def candidate_of_config(config: dict[str, Any]) -> Candidate:
 
 
 def command(script: Script, candidate: Candidate, config: str) -> list[str]:
-    """The script's command line for a candidate, with `config` as its DeepSpeed config file.
+    """The script's command line for a candidate, with `config` as its DeepSpeed config file, and beside it the copies of its
+    argument files.
 
-    Knobs that no flag is known for are not in it; `carried` says whether there are any.
+    Knobs that neither a flag nor a file is known for are not in it; `carried` says whether there are any.
     """
     argv = with_configs(script.argv, Path(script.cwd), lambda path, at: config)
     flags = _flags(script)
-    if argv == list(script.argv) and CONFIG_FLAG in flags and script.profile.get("through_arguments"):
+    for file in own_files(script):
+        argv[file.at] = renamed(argv[file.at], str(winners_copy(Path(config).resolve(), file)))
+    named = config_path(script) is not None and own_config(script) is None
+    if not named and not carries_config(script) and CONFIG_FLAG in flags and script.profile.get("through_arguments"):
         argv = with_flag(argv, CONFIG_FLAG, config)
-    for flag, setting in settings(script, candidate).items():
-        if flag in flags:
-            argv = with_flag(argv, flag, setting)
+    for knob, value in candidate.knobs:
+        flag, negated = _flag_of(script, knob)
+        if flag in flags and not (carries(script, knob) and flag not in _given(script)):
+            argv = with_flag(argv, flag, not value if negated else value)
     return argv
+
+
+def _flag_of(script: Script, knob: str) -> tuple[str | None, bool]:
+    """The flag of a knob, and whether it says the opposite."""
+    framework = framework_of(script)
+    if framework is not None and knob in framework.negated and knob not in dict(script.flags):
+        return f"--{framework.negated[knob]}", True
+    return {**KNOWN_FLAGS, **dict(script.flags)}.get(knob), False
+
+
+def _given(script: Script) -> set[str]:
+    return {word.partition("=")[0].lstrip("+") for word in script.argv}
 
 
 def carried(script: Script) -> bool:
     """Whether `command` carries every knob of a candidate, so that nothing need be changed in the script's code or files."""
-    flags, through = {**KNOWN_FLAGS, **dict(script.flags)}, bool(script.profile.get("through_arguments"))
-    if config_path(script) is None and not (through and CONFIG_FLAG in _flags(script)):
-        return False
+    through, flags = bool(script.profile.get("through_arguments")), _flags(script)
+    if config_path(script) is None and not (through and CONFIG_FLAG in flags):
+        launched = line_of(script).kind == ACCELERATE
+        if not carries_config(script) and not launched:
+            return False
     # a loop of DeepSpeed's has its batch from the config, Trainer from its own arguments
-    return not through or {flags[MICRO_BATCH], flags[ACCUMULATION]} <= _flags(script)
+    return not through or all(
+        _flag_of(script, knob)[0] in flags or carries(script, knob) for knob in (MICRO_BATCH, ACCUMULATION)
+    )
 
 
 def _flags(script: Script) -> set[str]:
     """Flags that the script takes: given, declared, or seen in its parser."""
-    given = {word.partition("=")[0] for word in script.argv}
-    return given | set(dict(script.flags).values()) | set(script.profile.get("flags", ()))
+    return _given(script) | set(dict(script.flags).values()) | set(script.profile.get("flags", ()))
 
 
-def make_script(command: list[str], maps: list[str], worst_case: bool = False, ds_config: Path | None = None) -> Script:
-    """The script of a command line.
+def line_of(script: Script) -> CommandLine:
+    """The script's launcher, taken apart, with the script as its target."""
+    line = take_apart([*script.launcher, "script"])
+    return dataclasses.replace(line, environment=script.environment, target=script.argv)
 
-    Raises:
-        UserError: it is no Python script, or a mapping is none.
+
+def typed(script: Script) -> list[str]:
+    """The whole command as it was typed."""
+    line = line_of(script)
+    return [*(f"{name}={value}" for name, value in script.environment), *started(line, script.launcher, script.argv)]
+
+
+def training_command(script: Script, candidate: Candidate, ranks: int, config: str) -> list[str]:
+    """The command that trains with a candidate without autotune, as the user starts it: the same launcher, told the ranks.
+
+    Args:
+        config: the path of the candidate's DeepSpeed config.
     """
-    words = list(command)
-    if words and Path(words[0]).name.startswith("python"):
-        words = words[1:]
-    if not words:
-        raise UserError("no script after `--`: expected `autotune run … -- train.py its arguments`")
-    if words[0] in _LAUNCHERS:
-        raise UserError(f"`-- {words[0]} …`: give the script itself; autotune starts the ranks (like `-- train.py …`)")
-    if words[0] == "-m":
-        if len(words) < 2:
-            raise UserError("`-- -m`: expected a module's name after it")
-    else:
-        path = Path(words[0])
-        if not path.is_file() and shutil.which(words[0]):
-            raise UserError(
-                f"`-- {words[0]} …`: a command, no script: give what it starts, like `-- train.py …` or "
-                "`-- -m trl.scripts.sft …`"
-            )
-        if not path.is_file():
-            raise UserError(f"no script {words[0]}: expected a Python file, or `-m` and a module")
-        if b"\0" in path.read_bytes()[:4096]:
-            raise UserError(f"{words[0]} is no Python script: give the training's .py file")
-    if ds_config is not None and not is_ds_config(ds_config):
-        raise UserError(f"--ds-config {ds_config}: expected a DeepSpeed config JSON")
-    own = str(ds_config.resolve()) if ds_config is not None else None
-    return Script(tuple(words), os.getcwd(), tuple(_mapping(text) for text in maps), worst_case, own)
+    words, line, framework = command(script, candidate, config), line_of(script), framework_of(script)
+    if line.kind:
+        return started(line, _launcher_words(script, candidate, line, ranks, config), words)
+    if framework is not None and script.program is not None:
+        return framework.arguments(words, ranks)
+    if script.program is not None:
+        # one that starts its own ranks is left to it, see `RELAUNCHED`
+        return words if script.profile.get(RELAUNCHED) else [*_TORCHRUN, str(ranks), "--no-python", *words]
+    if script.profile.get(RELAUNCHED):
+        return ["python", *words]
+    return started(line, _starter(script, ranks, config), words)
 
 
-def _mapping(text: str) -> tuple[str, str]:
-    knob, equals, flag = text.partition("=")
-    if not equals or not flag or "=" in flag:
-        raise UserError(
-            f"--map {text}: expected KNOB=--FLAG, like {MICRO_BATCH}=--batch_size, or KNOB=NAME where the script is "
-            "given NAME=VALUE"
-        )
-    if knob not in KNOBS:
-        raise UserError(f"--map {text}: unknown knob {knob!r}{near(knob, KNOBS)}")
-    return knob, flag
+RELAUNCHED = "relaunched"  # of a profile: the script starts its ranks itself
+_TORCHRUN = ("torchrun", "--nproc-per-node")
+_RANKS_OPTION = {TORCHRUN: "--nproc-per-node", DEEPSPEED: "--num_gpus", ACCELERATE: "--num_processes"}
 
 
-def starter(script: Script, ranks: int, config: str) -> list[str]:
-    """The launcher's command line that starts the script's ranks without autotune."""
+def variables_for(script: Script, ranks: int) -> dict[str, str]:
+    """What stands before `training_command`: what was typed there, and by what a framework is told the ranks."""
+    framework = framework_of(script)
+    own = framework.environment(ranks) if framework and script.program and not script.launcher else {}
+    return {**own, **dict(script.environment)}
+
+
+def _launcher_words(script: Script, candidate: Candidate, line: CommandLine, ranks: int, config: str) -> list[str]:
+    """The typed launcher's words, with the number of ranks and the winner's config in them."""
+    file = launcher_file(script)
+    named = next((one.data.get("num_processes") for one in script.files if one.launcher), None)
+    wanted: dict[str, str] = {}
+    if (
+        ranks not in (line.ranks, named if line.ranks is None else None)
+        and not {"include", "exclude"} & line.options.keys()
+    ):
+        wanted[_RANKS_OPTION[line.kind]] = str(ranks)
+    elsewhere = CONFIG_FLAG in _given(script) or carries_config(script)
+    if file is not None:
+        wanted["--config_file"] = str(winners_copy(Path(config).resolve(), file))
+        if (precision := file.data.get("mixed_precision", "no")) != "no" and "mixed_precision" not in line.options:
+            wanted["--mixed_precision"] = str(precision)
+    elif line.kind == ACCELERATE and not elsewhere:
+        wanted["--deepspeed_config_file"] = config
+        if "use_deepspeed" not in line.options:
+            line = dataclasses.replace(line, launcher=(*line.launcher, "--use_deepspeed"))
+    known = {**(file.data.get("deepspeed_config") or {} if file else {}), **line.options}
+    if line.kind == ACCELERATE and ACCUMULATION in known:
+        wanted[f"--{ACCUMULATION}"] = str(candidate.accumulation)
+    for name, value in wanted.items():
+        line = dataclasses.replace(line, launcher=tuple(with_option(line, name, value)))
+    return list(line.launcher)
+
+
+def _starter(script: Script, ranks: int, config: str) -> list[str]:
+    """The launcher for a script that was typed without one."""
     if script.ds_config is None:
         if not script.profile.get("through_arguments") and set(LOCAL_RANK_FLAGS) & set(script.profile.get("flags", ())):
             return ["deepspeed", "--num_gpus", str(ranks)]
-        return ["torchrun", "--nproc-per-node", str(ranks)]
+        return [*_TORCHRUN, str(ranks)]
     return ["accelerate", "launch", "--use_deepspeed", "--deepspeed_config_file", config, "--num_processes", str(ranks)]
-
-
-def is_ds_config(path: Path) -> bool:
-    """Whether the file is a DeepSpeed config."""
-    if path.suffix != ".json" or not path.is_file():
-        return False
-    try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(data, dict) and not _DS_KEYS.isdisjoint(data)
 
 
 def config_path(script: Script) -> Path | None:
     """The DeepSpeed config file that the command names; None where the config stands elsewhere."""
     if script.ds_config is not None:
         return Path(script.ds_config)
-    return next((path for _, _, path in _config_files(script.argv, Path(script.cwd))), None)
+    named = next((path for _, _, path in _config_files(script.argv, Path(script.cwd))), None)
+    inside = own_config(script) if named is None else None
+    return inside if isinstance(inside, Path) else named
 
 
 def _config_files(argv: Sequence[str], cwd: Path) -> Iterator[tuple[int, str, Path]]:

@@ -4,19 +4,49 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from autotune.problem.command_line import ACCELERATE
 from autotune.problem.job import Script
+from autotune.problem.script import line_of
+
+ACCELERATE_MODULE = "accelerate.commands.launch"
 
 
-def run_script(script: Script, arguments: list[str]) -> None:
+def run_script(script: Script, arguments: Sequence[str]) -> None:
     """Runs the script as `__main__` with these arguments, its folder first on the path; the current folder is the
-    caller's to set. Raises what the script raises, SystemExit included."""
-    sys.argv = [script.target, *arguments]
-    if script.is_module:
-        sys.path.insert(0, "")
-        runpy.run_module(script.target, run_name="__main__", alter_sys=True)
+    caller's to set. Raises what the script raises, SystemExit included.
+
+    A script that was typed behind `accelerate launch` is started by that launcher, in this process: what it would set in the
+    environment of its ranks only it knows (`hooks/relaunch.py` takes over where it would start them).
+    """
+    line = line_of(script)
+    if line.kind == ACCELERATE:
+        module = ["--module"] if script.is_module else []
+        target = str(script.path) if script.path is not None else script.target
+        run_target(["-m", ACCELERATE_MODULE, *line.launcher[line.head :], *module, target, *arguments])
     else:
-        path = str(script.path)
-        sys.path.insert(0, str(Path(path).parent))
-        runpy.run_path(path, run_name="__main__")
+        run_target(
+            ["-m", script.target, *arguments] if script.is_module else [str(script.path), *arguments], script.target
+        )
+
+
+def run_target(words: Sequence[str], name: str | None = None) -> None:
+    """Runs a Python file, or `-m` and a module, as `__main__` with the words after it as its arguments.
+
+    Args:
+        name: the file as its `sys.argv[0]`; None: its path.
+    """
+    path = sys.path[:]
+    try:
+        if words[0] == "-m":
+            sys.argv = [words[1], *words[2:]]
+            sys.path.insert(0, "")
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = [name or words[0], *words[1:]]
+            sys.path.insert(0, str(Path(words[0]).parent))
+            runpy.run_path(words[0], run_name="__main__")
+    finally:
+        sys.path[:] = path

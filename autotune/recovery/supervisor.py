@@ -25,6 +25,7 @@ from autotune.group.policy import Policy, Stop
 from autotune.group.protocol import Message
 from autotune.group.verdict import judge
 from autotune.interpreter import current
+from autotune.problem.argument_texts import write_trial_files
 from autotune.problem.cpus import threads_per_rank
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
@@ -246,6 +247,7 @@ class Supervisor:
             "convert": self.convert,
         }
         try:
+            write_trial_files(self.job, rung.candidate, group.home, quiet=False)
             stop = group.start(TRAIN_RANK, self.job.ranks, spec)
             if stop is Stop.ARRIVED:
                 stop = group.watch(lambda: group.all_left)

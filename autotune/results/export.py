@@ -14,6 +14,7 @@ from autotune.errors import UserError
 from autotune.files import write_atomically
 from autotune.group.environment import assignments, variables_of
 from autotune.group.extensions import FOLDER
+from autotune.problem.argument_texts import winners_files
 from autotune.problem.candidate import Candidate, under
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement
@@ -194,6 +195,9 @@ def write_export(
     written = [out]
     if style == "deepspeed":
         write_atomically(out, _json(deepspeed_config(candidate, job)))
+        for path, text in (winners_files(job.script, candidate, out) if job.script else {}).items():
+            write_atomically(path, text)
+            written.append(path)
     elif style == "hf":
         write_atomically(out, _json(training_arguments(candidate, job, device)))
     else:

@@ -11,10 +11,11 @@ from types import MappingProxyType
 from autotune.group.environment import assignments, variables_of
 from autotune.interpreter import launched
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.problem.frameworks import framework_of
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Phase
-from autotune.problem.script import carried, command, starter
+from autotune.problem.script import RELAUNCHED, carried, training_command, typed, variables_for
 from autotune.problem.script_job import other_batch
 from autotune.search.study import AS_IS, RESUME, SEARCH, VERIFY, Record
 from autotune.units import format_bytes, format_count, format_duration
@@ -105,13 +106,17 @@ def train_with_lines(
     if job.script is None:
         return []
     path = str(config.resolve())
-    words = [*launched(starter(job.script, job.ranks, path)), *command(job.script, winner, path)]
-    plain = f"{assignments({**environment, **variables_of(winner, threads)})} {shlex.join(words)}"
-    watched = f"autotune launch {study} -- {shlex.join(job.script.argv)}"
+    words = launched(training_command(job.script, winner, job.ranks, path))
+    variables = {**environment, **variables_of(winner, threads), **variables_for(job.script, job.ranks)}
+    plain = f"{assignments(variables)} {shlex.join(words)}"
+    watched = f"autotune launch {study} -- {shlex.join(typed(job.script))}"
     if carried(job.script):
         lines = [f"  train with: {plain}", f"  or watched: {watched}"]
     else:
         lines = [f"  train with: {watched}", f"  or put {config} where the script has its own config"]
+    started = job.script.profile.get(RELAUNCHED, 0)
+    if started not in (0, job.ranks) and not job.script.launcher and framework_of(job.script) is None:
+        lines.append(f"    it starts its own ranks: have it start {job.ranks}")
     if job.script.profile["loader_prepared"] and not dict(job.script.flags).get(MICRO_BATCH):
         lines += [f"    with batch_size={winner.micro_batch} in its data loader, which no config reaches"]
     return lines

@@ -12,6 +12,7 @@ carry them, and a `Watcher` sees what the trained engine does. One module a libr
 | `optimizers` | torch's optimizers: a script that trains without DeepSpeed is noticed |
 | `accelerate` | its DeepSpeed config and plugin, the loader that `prepare` is given |
 | `transformers` | TrainingArguments |
+| `relaunch` | subprocess, `os.exec…`, torch's launcher: where a program would start its ranks itself |
 | `tokenizers` | how long a tokenizer lets a sequence be |
 
 Each has `install(context)`. No library is imported before its hook is installed.
@@ -28,6 +29,7 @@ from autotune.rank.hooks import (
     deepspeed,
     optimizers,
     process_group,
+    relaunch,
     tokenizers,
     transformers,
 )
@@ -44,7 +46,7 @@ class Hooks:
         """Called once, before the script runs."""
         context = self.context
         config.announce_to_accelerate(context)
-        for library in (arguments, process_group, deepspeed, optimizers, accelerate, transformers):
+        for library in (arguments, process_group, deepspeed, optimizers, accelerate, transformers, relaunch):
             library.install(context)
         if context.script.worst_case:
             tokenizers.install(context)

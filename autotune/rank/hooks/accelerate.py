@@ -37,10 +37,7 @@ def install(context: Context) -> None:
         wait_for(context, kwargs.get("timeout"))  # TrainingArguments' ddp_timeout, InitProcessGroupKwargs'
 
     context.patches.wrap(accelerate.PartialState, "__init__", share_state)
-    if context.device == "cpu":
-        # Asked by a loop on CPU ranks, accelerate 1.15 finds no backend and takes itself for the only process;
-        # Trainer asks like this.
-        accelerate.PartialState(cpu=True)
+    _state_of_cpu_ranks(context)
 
     def load_config(original: Callable[..., Any], config: Any, config_file_or_dict: Any) -> None:
         original(config, config_file_or_dict)
@@ -58,6 +55,25 @@ def install(context: Context) -> None:
     context.patches.wrap(HfDeepSpeedConfig, "__init__", load_config)
     context.patches.wrap(accelerate.DeepSpeedPlugin, "__post_init__", make_plugin)
     context.patches.wrap(accelerate.Accelerator, "prepare", prepare)
+
+
+def begin_anew(context: Context) -> None:
+    """Forgets what accelerate knows of this process, as a new one would know nothing: the environment is another now."""
+    try:
+        from accelerate.state import AcceleratorState
+    except ImportError:
+        return
+    AcceleratorState._reset_state(reset_partial_state=True)
+    _state_of_cpu_ranks(context)
+
+
+def _state_of_cpu_ranks(context: Context) -> None:
+    """Asked by a loop on CPU ranks, accelerate 1.15 finds no backend and takes itself for the only process; Trainer asks like
+    this."""
+    import accelerate
+
+    if context.device == "cpu":
+        accelerate.PartialState(cpu=True)
 
 
 def _resized(context: Context, objects: tuple[Any, ...]) -> tuple[Any, ...]:

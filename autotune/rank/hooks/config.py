@@ -9,7 +9,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from autotune.problem.script import with_configs, with_flag
+from autotune.problem.argument_files import carries, with_copies
+from autotune.problem.script import line_of, with_configs, with_flag
 from autotune.rank.config import QUIET
 from autotune.rank.hooks.context import Context
 
@@ -38,12 +39,15 @@ def merged(context: Context, config: dict[str, Any]) -> dict[str, Any]:
 
 def merged_arguments(context: Context) -> list[str]:
     """The script's arguments with declared flags set and DeepSpeed config files replaced by merged ones."""
-    argv = list(context.script.arguments)
+    script = context.script
+    argv = with_copies(script, context.folder)[2 if script.is_module else 1 :]
+    if line_of(script).gives_local_rank:
+        argv.insert(0, f"--local_rank={os.environ['LOCAL_RANK']}")
     if context.candidate is None:
         return argv
-    for knob, flag in context.script.flags:
+    for knob, flag in script.flags:
         value = context.candidate.get(knob)
-        if value is not None:
+        if value is not None and not carries(script, knob):
             argv = with_flag(argv, flag, value)
 
     def merged_file(path: Path, at: int) -> str:

@@ -33,6 +33,7 @@ class Context:
     config_seen: bool = False  # the watcher has been told the script's own config
     through_arguments: bool = False  # TrainingArguments carry the batch sizes
     loader_prepared: bool = False  # accelerate has prepared the script's own loader
+    relaunched: int = 0  # ranks that the script would have started itself; 1 where it did not say
     flags: set[str] = field(default_factory=set)  # of `problem.script.FLAGS`, those that the script's parsers have
     allowed_tokens: list[int] = field(default_factory=list)  # longest sequences that arguments and tokenizers allow
 

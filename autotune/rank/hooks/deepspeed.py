@@ -203,6 +203,7 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
         "checkpointed": bool(getattr(plain, "is_gradient_checkpointing", False)),
         "through_arguments": context.through_arguments,
         "loader_prepared": context.loader_prepared,
+        "relaunched": context.relaunched,
         "client_optimizer": optimizer is not None,
         "untested_optimizer": not _zero_supports(optimizer),
         "flags": sorted(context.flags),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from autotune.problem.argument_files import OUTPUT_FOLDER
 from autotune.problem.candidate import CHECKPOINTING
 from autotune.rank.hooks.context import Context
 
@@ -47,7 +48,7 @@ def _fill(context: Context, arguments: Any) -> None:
 
 def _silence(context: Context, arguments: Any) -> None:
     """Nothing is evaluated, reported or left behind outside the context's folder."""
-    arguments.output_dir = str(context.folder / "output")
+    arguments.output_dir = str(context.folder / OUTPUT_FOLDER)
     arguments.report_to = "none"
     arguments.push_to_hub = arguments.load_best_model_at_end = False
     arguments.save_strategy = arguments.eval_strategy = "no"

@@ -64,7 +64,7 @@ def test_arguments_carry_the_candidate_and_leave_nothing_behind(in_rank: Callabl
     assert (found["per_device_train_batch_size"], found["gradient_accumulation_steps"]) == (8, 4)
     assert found["gradient_checkpointing"]
     assert found["use_cpu"]
-    assert found["output_dir"] == str(tmp_path / "output")
+    assert found["output_dir"] == str(tmp_path / ".autotune-output")
     assert (found["save_strategy"], found["eval_strategy"]) == ("no", "no")
     assert not found["load_best_model_at_end"]
     assert found["report_to"] in ("none", [])

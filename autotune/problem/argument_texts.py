@@ -1,0 +1,174 @@
+"""The texts of argument files: found among a command's words, read, and copied with a candidate in them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import UserError
+from autotune.problem.argument_files import (
+    OUTPUT,
+    OUTPUT_FOLDER,
+    Place,
+    changes_for,
+    copies_folder,
+    find,
+    is_ds_config,
+    launcher_changes,
+    launcher_file,
+    own_config,
+    own_files,
+    telling,
+    value_at,
+    winners_copy,
+)
+from autotune.problem.candidate import Candidate
+from autotune.problem.job import ArgumentFile, Job, Script
+from autotune.problem.yaml_edit import edited, parsed
+
+SUFFIXES = (".yaml", ".yml", ".json")
+_MOST_BYTES = 1 << 20  # a larger file holds data
+
+
+def argument_files(argv: Sequence[str], cwd: Path, *, named: Sequence[str] = ()) -> tuple[ArgumentFile, ...]:
+    """The files among the arguments, at their indices.
+
+    Args:
+        named: dotted names that a person has declared to be a knob's.
+
+    Raises:
+        UserError: one that can only be such a file does not parse.
+    """
+    found = []
+    for index, path in _mentioned(argv, cwd):
+        file = read_file(path, index, strict=_surely(argv, index, path))
+        if file is None:
+            continue
+        told = any(value_at(file.data, tuple(name.split("."))) is not None for name in named)
+        if told or telling(file.data):
+            found.append(file)
+    return tuple(found)
+
+
+def read_file(path: Path, index: int, *, strict: bool, launcher: bool = False) -> ArgumentFile | None:
+    """The file, where it can be read and parsed.
+
+    Args:
+        strict: whether one that cannot is a mistake.
+
+    Raises:
+        UserError: it is.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        if strict and not isinstance(error, UnicodeDecodeError):
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        return None
+    try:
+        data = json.loads(text) if path.suffix == ".json" else parsed(text, _shown(path))
+    except json.JSONDecodeError as error:
+        if strict and not _are_lines(text):
+            raise UserError(f"{_shown(path)}:{error.lineno}: not JSON ({error.msg})") from None
+        return None
+    except UserError:
+        if strict or path.suffix != ".json":
+            raise
+        return None
+    return (
+        ArgumentFile(index, str(path), text, json.loads(json.dumps(data, default=str)), launcher)
+        if isinstance(data, dict)
+        else None
+    )
+
+
+def write_trial_files(job: Job, candidate: Candidate | None, folder: Path, *, quiet: bool) -> None:
+    """Writes the copies that a group of ranks reads; beside each are links to what lies beside the original.
+
+    Args:
+        job: of a script.
+        candidate: None, or one without knobs, leaves the script's own values.
+        folder: the group's.
+        quiet: whether what the script writes must stay in the folder.
+    """
+    assert job.script is not None
+    script = job.script
+    for file in own_files(script):
+        path, below = Path(file.path), copies_folder(folder, file)
+        below.mkdir(parents=True, exist_ok=True)
+        for beside in path.parent.iterdir():
+            if beside.name != path.name and not (below / beside.name).is_symlink():
+                (below / beside.name).symlink_to(beside)
+        changes: dict[Place, Any] = {}
+        if candidate is not None and candidate.knobs:
+            changes = changes_for(
+                script, file, candidate, _merged_config(job, candidate, below / f".{path.stem}.ds.json")
+            )
+        if quiet and (place := find(file.data, (OUTPUT,))) is not None:
+            changes[place] = str(folder / OUTPUT_FOLDER)
+        (below / path.name).write_text(edited(file.text, changes, is_json=path.suffix == ".json"))
+
+
+def _merged_config(job: Job, candidate: Candidate, path: Path) -> str | None:
+    """Writes the config that the script's files hold or name, with the candidate's keys in it; returns its path."""
+    assert job.script is not None
+    own = own_config(job.script)
+    if own is None:
+        return None
+    known = own if isinstance(own, dict) else json.loads(own.read_text())
+    base = {**known, **{key: value for key, value in job.base_config.items() if key not in known}}
+    path.write_text(json.dumps(candidate.ds_config(dataclasses.replace(job, base_config=base))))
+    return str(path)
+
+
+def winners_files(script: Script, candidate: Candidate, config: Path) -> dict[Path, str]:
+    """Copies of the user's files with a winner in them, by their paths.
+
+    Args:
+        config: the winner's DeepSpeed config.
+    """
+    found, path = {}, str(config.resolve())
+    for file in script.files:
+        if not file.launcher:
+            changes = changes_for(script, file, candidate, path)
+        elif file == launcher_file(script):
+            changes = launcher_changes(file, candidate, path)
+        else:
+            continue
+        found[winners_copy(config, file)] = edited(file.text, changes, is_json=file.path.endswith(".json"))
+    return found
+
+
+# -- on the command line -------------------------------------------------------------------------------------------------
+
+
+def _mentioned(argv: Sequence[str], cwd: Path) -> Iterator[tuple[int, Path]]:
+    for index, word in enumerate(argv):
+        path = cwd / (word.partition("=")[2] or word)
+        if path.suffix in SUFFIXES and path.is_file() and path.stat().st_size <= _MOST_BYTES and not is_ds_config(path):
+            yield index, path
+
+
+def _surely(argv: Sequence[str], index: int, path: Path) -> bool:
+    """Whether the word can only name a file of arguments: a YAML, or a JSON that is not the value of some other flag."""
+    if path.suffix != ".json":
+        return True
+    flag = argv[index].partition("=")[0] if "=" in argv[index] else argv[index - 1] if index else ""
+    return not flag.startswith("-") or any(word in flag for word in ("config", "args", "deepspeed"))
+
+
+def _are_lines(text: str) -> bool:
+    """Whether the file is JSON lines: data."""
+    try:
+        json.loads(text.lstrip().partition("\n")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _shown(path: Path) -> str:
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

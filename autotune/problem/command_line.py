@@ -1,0 +1,248 @@
+"""A training's command line taken apart: variables in front, the launcher with its options, and what it starts.
+
+Standard library alone: the parent reads so what was typed, and a rank what a framework starts itself again with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from autotune.errors import UserError
+
+TORCHRUN, DEEPSPEED, ACCELERATE = "torchrun", "deepspeed", "accelerate"
+_DEEPSPEED_NODE = "deepspeed.launcher.launch"  # what `deepspeed` starts on each machine
+_PROGRAMS = {"torchrun": TORCHRUN, "deepspeed": DEEPSPEED, "ds": DEEPSPEED, "accelerate-launch": ACCELERATE}
+_MODULES = {
+    "torch.distributed.run": TORCHRUN,
+    "torch.distributed.launch": TORCHRUN,
+    "accelerate.commands.launch": ACCELERATE,
+    "deepspeed.launcher.runner": DEEPSPEED,
+    _DEEPSPEED_NODE: DEEPSPEED,
+}
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Options that take no value, `-` written as `_`: torch 2.13's distributed/run.py (and `use_env` of launch.py), deepspeed
+# 0.19's launcher/runner.py and launch.py, accelerate 1.15's commands/launch.py. `tests/problem/test_command_line.py` compares
+# them with the installed ones.
+_SWITCHES = {
+    TORCHRUN: _names("standalone module no_python run_path virtual_local_rank use_env help version"),
+    DEEPSPEED: _names(
+        "module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid bind_cores_to_rank quiet help"
+    ),
+    ACCELERATE: _names(
+        "quiet cpu multi_gpu tpu ipex use_mps_device use_xpu enable_cpu_affinity dynamo_use_fullgraph dynamo_use_dynamic "
+        "dynamo_use_regional_compilation use_deepspeed use_fsdp use_parallelism_config use_megatron_lm same_network module "
+        "no_python tpu_cluster no_tpu_cluster tpu_use_sudo downcast_bf16 fp8_use_autocast_during_eval debug help"
+    ),
+}
+_READ = {  # options with a value that are read here
+    TORCHRUN: ("nproc_per_node", "nnodes"),
+    DEEPSPEED: ("num_gpus", "num_accelerators", "num_nodes", "include", "exclude", "hostfile", "world_info"),
+    ACCELERATE: ("num_processes", "num_machines", "config_file", "deepspeed_config_file", "gpu_ids"),
+}
+_SHORT = {
+    TORCHRUN: {"m": "module", "r": "redirects", "t": "tee", "h": "help"},
+    DEEPSPEED: {"H": "hostfile", "i": "include", "e": "exclude", "q": "quiet", "h": "help"},
+    ACCELERATE: {"m": "module", "q": "quiet", "t": "tee", "h": "help"},
+}
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?$")
+_PYTHON_VALUED = ("-X", "-W", "--check-hash-based-pycs")
+_WHOLE_MACHINE = ("gpu", "cpu", "xpu", "auto", "all")
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """One command that starts a training."""
+
+    environment: tuple[tuple[str, str], ...]  # NAME=value, typed before it
+    launcher: tuple[str, ...]  # the launcher and its options but for `-m`; empty where there is none
+    kind: str  # TORCHRUN, DEEPSPEED, ACCELERATE, or empty
+    target: tuple[str, ...]  # a file or `-m` and a module, then its arguments
+    options: Mapping[str, str] = field(
+        default_factory=dict
+    )  # the launcher's, `-` written as `_`, without dashes in front
+    python: bool = False  # the target is Python's to run, as its launcher was told or `python` in front of it says
+    head: int = 0  # words of `launcher` before its options
+
+    @property
+    def ranks(self) -> int | None:
+        """Ranks on this machine, as the launcher was told; None where it was told none, or all there are.
+
+        Raises:
+            UserError: that is no number.
+        """
+        if "include" in self.options and self.kind == DEEPSPEED:
+            slots = self.options["include"].partition(":")[2]
+            return len(slots.split(",")) if slots else None
+        name = next((name for name in _RANKS[self.kind] if name in self.options), None) if self.kind else None
+        if name is None or self.options[name] in (*_WHOLE_MACHINE, "-1"):
+            return None
+        return _number(self.options[name], f"{self.launcher[0]}: --{name}", 1)
+
+    @property
+    def gpus(self) -> str | None:
+        """The GPUs that the launcher shows its ranks, as CUDA_VISIBLE_DEVICES names them; None: it leaves them as they are."""
+        if self.kind == DEEPSPEED and ":" in self.options.get("include", ""):
+            return self.options["include"].partition(":")[2] or None
+        if self.kind == ACCELERATE and self.options.get("gpu_ids", "all") != "all":
+            return self.options["gpu_ids"]
+        return None
+
+    @property
+    def gives_local_rank(self) -> bool:
+        """Whether the launcher puts `--local_rank=N` before the script's arguments."""
+        return self.kind == DEEPSPEED and "no_local_rank" not in self.options
+
+
+_RANKS = {TORCHRUN: ("nproc_per_node",), DEEPSPEED: ("num_gpus", "num_accelerators"), ACCELERATE: ("num_processes",)}
+
+
+def take_apart(words: Sequence[str]) -> CommandLine:
+    """A command line, as a shell would give it.
+
+    Raises:
+        UserError: nothing is started by it, an option has no value, or it spans machines.
+    """
+    environment, rest = _assignments(list(words))
+    rest, python = _without_python(rest)
+    head, kind = _launcher(rest, python)
+    if not kind:
+        return CommandLine(environment, (), "", tuple(rest), python=python)
+    options, given, target = _options(kind, rest[head:])
+    launcher = [*rest[:head], *given]
+    if python and rest[0] == "-m":
+        launcher = ["python", *launcher]
+        head += 1
+    if not target:
+        raise UserError(f"`-- {' '.join(launcher)}`: no script after the launcher's options")
+    _one_machine(kind, launcher[0], options)
+    if "module" in options:
+        target = ["-m", *target]
+    return CommandLine(
+        environment, tuple(launcher), kind, tuple(target), options, python="no_python" not in options, head=head
+    )
+
+
+def with_option(line: CommandLine, name: str, value: str) -> list[str]:
+    """The launcher's words with an option set: in place where it is given, else at their end.
+
+    Args:
+        name: as it is written, like `--nproc-per-node`.
+    """
+    words, at = list(line.launcher), line.head
+    wanted = _canonical(line.kind, name)
+    while at < len(words):
+        given, equals, _ = words[at].partition("=")
+        key = _canonical(line.kind, given)
+        valued = not equals and key not in _SWITCHES[line.kind]
+        if key == wanted:
+            words[at : at + 1 + valued] = [f"{given}={value}"] if equals else [given, value]
+            return words
+        at += 1 + valued
+    return [*words, name, value]
+
+
+def started(line: CommandLine, launcher: Sequence[str], target: Sequence[str]) -> list[str]:
+    """The whole command, from a launcher's words and a target (a file, or `-m` and a module, then its arguments)."""
+    spelt_out = line.kind == DEEPSPEED and target[0] == "-m"
+    return [*launcher, *(["--module", *target[1:]] if spelt_out else target)]
+
+
+def _assignments(words: list[str]) -> tuple[tuple[tuple[str, str], ...], list[str]]:
+    if words[:1] == ["env"]:
+        words = words[1:]
+    count = next((at for at, word in enumerate(words) if not _ASSIGNMENT.match(word)), len(words))
+    pairs = (word.partition("=") for word in words[:count])
+    return tuple((name, value) for name, _, value in pairs), words[count:]
+
+
+def _without_python(words: list[str]) -> tuple[list[str], bool]:
+    """The words after `python` and its own options, and whether they began with it."""
+    if not words or not _PYTHON.fullmatch(Path(words[0]).name):
+        return words, False
+    at = 1
+    while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "-c", "-"):
+        at += 2 if words[at] in _PYTHON_VALUED else 1
+    return words[at:], True
+
+
+def _launcher(words: list[str], python: bool) -> tuple[int, str]:
+    """How many words name the launcher, and which it is."""
+    if not words:
+        return 0, ""
+    if words[0] == "-m" and len(words) > 1 and python:
+        if words[1] == "accelerate.commands.accelerate_cli" and words[2:3] == ["launch"]:
+            return 3, ACCELERATE
+        return (2, _MODULES[words[1]]) if words[1] in _MODULES else (0, "")
+    name = Path(words[0]).name
+    if name == "accelerate" and words[1:2] == ["launch"]:
+        return 2, ACCELERATE
+    return (1, _PROGRAMS[name]) if name in _PROGRAMS else (0, "")
+
+
+def _options(kind: str, words: list[str]) -> tuple[dict[str, str], list[str], list[str]]:
+    """The launcher's options, their words but for `-m`, and the words after them."""
+    found: dict[str, str] = {}
+    given: list[str] = []
+    at = 0
+    while at < len(words) and words[at].startswith("-"):
+        if words[at] == "--":
+            return found, given, words[at + 1 :]
+        name, equals, value = words[at].partition("=")
+        key, began = _canonical(kind, name), at
+        at += 1
+        if not equals and key not in _SWITCHES[kind]:
+            if at == len(words):
+                raise UserError(f"`-- {kind} … {name}`: expected a value after it")
+            value = words[at]
+            at += 1
+        found[key] = value
+        if key != "module":
+            given += words[began:at]
+    return found, given, words[at:]
+
+
+def _canonical(kind: str, name: str) -> str:
+    """`--nproc-per-node`, `--nproc_per_node` and `--nproc` (argparse takes beginnings) as `nproc_per_node`."""
+    if not name.startswith("--"):
+        return _SHORT[kind].get(name[1:], name[1:])
+    key = name[2:].replace("-", "_")
+    known = {*_SWITCHES[kind], *_READ[kind]}
+    begun = [one for one in known if one.startswith(key)]
+    return begun[0] if key not in known and len(begun) == 1 else key
+
+
+def _one_machine(kind: str, launcher: str, options: Mapping[str, str]) -> None:
+    """Raises UserError where the ranks are spread over machines."""
+    nodes = {TORCHRUN: "nnodes", DEEPSPEED: "num_nodes", ACCELERATE: "num_machines"}[kind]
+    most = options.get(nodes, "1").rpartition(":")[2]
+    if most.lstrip("-").isdigit() and int(most) > 1:
+        raise UserError(several_nodes(f"{launcher} --{nodes} {options[nodes]}"))
+    hosts = options.get("include", "").split("@")
+    if kind == DEEPSPEED and (len(hosts) > 1 or hosts[0].partition(":")[0] not in ("", "localhost", "127.0.0.1")):
+        raise UserError(several_nodes(f"{launcher} --include {options['include']}"))
+    hostfile = Path(options.get("hostfile") or "/dev/null")
+    if kind == DEEPSPEED and hostfile.is_file():
+        lines = [
+            line for line in hostfile.read_text().splitlines() if line.strip() and not line.lstrip().startswith("#")
+        ]
+        if len(lines) > 1:
+            raise UserError(several_nodes(f"{launcher} --hostfile {hostfile} ({len(lines)} hosts)"))
+
+
+def several_nodes(what: str) -> str:
+    return f"{what}: trainings over several nodes are not spanned yet; give a command for this machine alone"
+
+
+def _number(text: str, what: str, least: int) -> int:
+    if not text.isdigit() or int(text) < least:
+        raise UserError(f"{what} {text}: expected a whole number of at least {least}")
+    return int(text)

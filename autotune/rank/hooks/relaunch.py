@@ -1,0 +1,179 @@
+"""Programs that would start their ranks themselves: this rank is one of those, and goes on as it.
+
+A framework's command (`llamafactory-cli train`, `swift sft`, `axolotl train`, `trl sft`) and `accelerate launch` run here up to
+the point at which they start processes: by `subprocess`, by `os.exec…`, or by torch's own launcher. What they start is then
+run in this process, with the environment that it would have had, and the program ends with its exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from autotune.errors import UserError
+from autotune.problem.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, CommandLine, take_apart
+from autotune.problem.script import line_of
+from autotune.rank.execution import ACCELERATE_MODULE, run_target
+from autotune.rank.hooks import accelerate
+from autotune.rank.hooks.context import Context
+
+_DEEPEST = 5  # starters below one another
+# Of these the rank's own hold: where ranks meet, which one it is, what it computes with.
+_OURS = {
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"),
+}
+_ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+
+
+def install(context: Context) -> None:
+    """Torch's launcher is imported only for what may call it: an installed command, or accelerate's launcher."""
+    taken = _Takeover(context)
+
+    def popen(original: Callable[..., Any], process: Any, /, *args: Any, **kwargs: Any) -> None:
+        command = args[0] if args else kwargs.get("args")
+        taken.over(_words(command), kwargs.get("env"))
+        original(process, *args, **kwargs)
+
+    def replace(original: Callable[..., Any], file: Any, words: Any, env: Any = None, /) -> Any:
+        taken.over([os.fsdecode(file), *list(words)[1:]], env)
+        return original(file, words) if env is None else original(file, words, env)
+
+    def system(original: Callable[..., Any], command: Any, /) -> Any:
+        taken.over(_words(command), None)
+        return original(command)
+
+    context.patches.wrap(subprocess.Popen, "__init__", popen)
+    for name in ("execv", "execvp", "execve", "execvpe"):
+        context.patches.wrap(os, name, replace)
+    context.patches.wrap(os, "system", system)
+    line = line_of(context.script)
+    _announce(context, line)
+    if context.script.program is None and line.kind != ACCELERATE:
+        return
+    import torch.distributed.run
+
+    def run(original: Callable[..., Any], options: Any, /) -> Any:
+        module = ["-m"] if options.module else []
+        taken.start([*module, options.training_script, *options.training_script_args], None, options.nproc_per_node)
+
+    context.patches.wrap(torch.distributed.run, "run", run)
+
+
+class _Takeover:
+    """Where this rank stands among programs that start one another."""
+
+    def __init__(self, context: Context) -> None:
+        self._context, self._depth = context, 0
+        self._home = sys.path[:]
+        # of the launcher that runs now, everything that it starts with Python is a rank
+        self._launching = line_of(context.script).kind == ACCELERATE
+
+    def over(self, words: list[str], env: Mapping[str, str] | None) -> None:
+        """Goes on as what the words start, where that would be ranks; returns where it would be something else, as all is
+        that a script starts once it has its engine."""
+        if self._context.engine is not None:
+            return
+        try:
+            line = take_apart(words)
+        except UserError:
+            return  # `torchrun --help`
+        if line.kind == ACCELERATE and line.target:
+            target = ["--module", *line.target[1:]] if line.target[0] == "-m" else list(line.target)
+            self.start(["-m", ACCELERATE_MODULE, *line.launcher[line.head :], *target], env, None, launching=True)
+        elif line.kind and line.target:
+            target = [*line.target[:1], *self._local_rank(line), *line.target[1:]]
+            if line.target[0] == "-m":
+                target = [*line.target[:2], *self._local_rank(line), *line.target[2:]]
+            self.start(target, env, line.ranks)
+        elif (
+            line.python and line.target and (self._launching or (not self._depth and self._starts_itself(line.target)))
+        ):
+            self.start(list(line.target), env, None)
+
+    def start(
+        self, target: list[str], env: Mapping[str, str] | None, ranks: int | str | None, *, launching: bool = False
+    ) -> NoReturn:
+        """Runs the target in place of a new process.
+
+        Args:
+            launching: whether the target is a launcher itself.
+            env: which that would have had; None: this one's.
+            ranks: how many would have been started, where that is known.
+        """
+        self._depth += 1
+        self._launching = launching
+        if self._depth > _DEEPEST:
+            raise RuntimeError(f"{self._context.script.target} starts itself again and again: {shlex.join(target)}")
+        self._context.relaunched = (
+            int(ranks) if ranks is not None and str(ranks).isdigit() else self._context.relaunched or 1
+        )
+        self._take(env if env is not None else os.environ)
+        accelerate.begin_anew(self._context)
+        code: Any = 0
+        sys.path[:] = self._home
+        try:
+            run_target(target)
+        except SystemExit as error:
+            code = error.code
+        raise SystemExit(code)
+
+    def _take(self, env: Mapping[str, str]) -> None:
+        patches, candidate = self._context.patches, self._context.candidate
+        for name, value in env.items():
+            if name not in _OURS and os.environ.get(name) != value:
+                patches.set_environment(name, value)
+        for folder in env.get("PYTHONPATH", "").split(os.pathsep):
+            if folder and folder not in self._home:
+                self._home.insert(0, folder)
+        if candidate is not None and _ACCUMULATION in os.environ:
+            patches.set_environment(_ACCUMULATION, str(candidate.accumulation))
+        patches.set_environment("TORCHELASTIC_RUN_ID", "none")
+
+    def _starts_itself(self, target: Sequence[str]) -> bool:
+        """Whether an installed command starts a file or a module of its own package."""
+        if self._context.script.program is None:
+            return False
+        names = set(re.findall(r"\w+", Path(self._context.script.program).read_text(errors="replace")))
+        if target[0] == "-m":
+            return len(target) > 1 and target[1].partition(".")[0] in names
+        file = Path(target[0]).resolve()
+        folders = [Path(path).resolve() for name in names for path in getattr(sys.modules.get(name), "__path__", ())]
+        return any(file.is_relative_to(folder) for folder in folders)
+
+    def _local_rank(self, line: CommandLine) -> list[str]:
+        return [f"--local_rank={os.environ['LOCAL_RANK']}"] if line.gives_local_rank else []
+
+
+def _announce(context: Context, line: CommandLine) -> None:
+    """What a launcher that was typed sets in the environment of its ranks; accelerate's own code does it for accelerate."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    known = {
+        TORCHRUN: {
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        | {"ROLE_RANK": os.environ.get("RANK", "0"), "ROLE_WORLD_SIZE": world}
+        | {"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "none"},
+        DEEPSPEED: {"CROSS_RANK": "0", "CROSS_SIZE": "1", "LOCAL_SIZE": world},
+    }
+    for name, value in known.get(line.kind, {}).items():
+        context.patches.set_environment(name, value)
+
+
+def _words(command: Any) -> list[str]:
+    if isinstance(command, str | bytes | os.PathLike):
+        text = os.fsdecode(command)
+        try:
+            return shlex.split(text)
+        except ValueError:
+            return []
+    return [os.fsdecode(word) for word in command] if isinstance(command, Sequence) else []
