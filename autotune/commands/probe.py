@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -20,6 +21,7 @@ from autotune.problem.fitting import for_job
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Outcome, Source
 from autotune.problem.script_job import UNCOUNTED, Counted, batch_seen, job_of, own_candidate
+from autotune.units import format_duration
 
 EFFORT = Effort(min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
 # What a script that does not fit as it is may still run under, so that something is learnt of it.
@@ -113,18 +115,46 @@ def _batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
 def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: float) -> tuple[Outcome, dict[str, Any]]:
     with closing(executor.session(candidate, name)) as session:
         outcome = session.measure(candidate, EFFORT, seconds)
+    if outcome.ok or outcome.kind.is_oom:
+        return outcome, session.facts
+    assert executor.job.script is not None
     if outcome.kind is Kind.INTERRUPTED and outcome.source is Source.STOP:
         raise Stopped("stopped before anything of the script was measured")
+    if why := _in_one_line(outcome, executor.job.script.target, reached=bool(session.facts)):
+        raise UserError(why)
     if outcome.kind is Kind.INTERRUPTED:
         more = ": give a larger --budget" if outcome.source is Source.BUDGET else ""
         raise UserError(f"{outcome.reason}, before anything of the script was measured{more}")
-    if not outcome.ok and not outcome.kind.is_oom:
-        log = f"{outcome.log}/rank{outcome.rank or 0}.log"
-        tail = "\n".join(f"  {line}" for line in log_tail(Path(log)).strip().splitlines()[-12:])
-        raise UserError(
-            f"the script fails by itself, before anything is tuned ({outcome.reason}):\n{tail}\n  log: {log}"
+    log = f"{outcome.log}/rank{outcome.rank or 0}.log"
+    tail = "\n".join(f"  {line}" for line in log_tail(Path(log)).strip().splitlines()[-12:])
+    raise UserError(f"the script fails by itself, before anything is tuned ({outcome.reason}):\n{tail}\n  log: {log}")
+
+
+def _in_one_line(outcome: Outcome, target: str, reached: bool) -> str:
+    """What is wrong and what to do, where it is known: then the script's own traceback says no more.
+
+    Args:
+        reached: whether it has called `deepspeed.initialize`.
+    """
+    said = f"{outcome.evidence}\n{outcome.reason}"
+    log = f"log: {outcome.log}/rank{outcome.rank or 0}.log"
+    if "EOFError" in said and "reading a line" in said:
+        return f"{target} asks for input, and ranks have nobody to ask: give the answer as an argument ({log})"
+    if "bdb.BdbQuit" in said:
+        return f"{target} stops at a breakpoint, and ranks have nobody to ask: take it out ({log})"
+    if re.search("Address already in use|EADDRINUSE", said):
+        return (
+            f"{target} opens a port that is taken, by another of its ranks or by another process: open it on one rank "
+            f"alone, or a free one (port 0) on each ({outcome.reason}; {log})"
         )
-    return outcome, session.facts
+    late = outcome.kind is Kind.TIMEOUT or (outcome.kind is Kind.INTERRUPTED and outcome.source is Source.BUDGET)
+    if late and not reached:
+        return (
+            f"{target} had not called deepspeed.initialize after {format_duration(outcome.seconds)}: autotune tunes scripts "
+            "that train with DeepSpeed, Trainer or accelerate included; give a larger --budget where it only prepares its "
+            f"data for so long ({log})"
+        )
+    return ""
 
 
 def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
