@@ -57,7 +57,7 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
     key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.memory_cap_bytes}"
     if memory.exists():
         known = json.loads(memory.read_text())
-        if known["key"] == key:
+        if known["key"] == key and not _counted_otherwise(known["profile"]):
             baseline = Outcome.from_json(known["baseline"]) if known["baseline"] else None
             return Probe(dataclasses.replace(script, profile=known["profile"]), baseline)
     say(f"running {script.name} as it is, to learn what it trains")
@@ -84,6 +84,11 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
     kept = {"key": key, "profile": profile, "baseline": measured.to_json() if measured else None}
     write_atomically(memory, json.dumps(kept, indent=1))
     return Probe(dataclasses.replace(script, profile=profile), measured)
+
+
+def _counted_otherwise(profile: dict[str, Any]) -> bool:
+    """Whether version 0.1 has counted forwards without gradients as well: no trial would be found to obey."""
+    return "counted" not in profile and profile.get("rows_per_sample", 1) != 1
 
 
 def _batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:

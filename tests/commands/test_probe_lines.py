@@ -2,7 +2,7 @@
 
 import pytest
 
-from autotune.commands.probe import _in_one_line
+from autotune.commands.probe import _counted_otherwise, _in_one_line
 from autotune.problem.outcome import Kind, Outcome, Phase, Source
 
 BUSY = "The server socket has failed to listen on any local network address. port: 29511, code: -98, name: EADDRINUSE"
@@ -37,3 +37,9 @@ def test_a_script_that_never_gets_to_deepspeed() -> None:
 def test_any_other_error_is_the_scripts_own() -> None:
     outcome = Outcome(Kind.CRASH, Phase.INIT, reason="no such column", evidence="exception builtins.KeyError")
     assert not _in_one_line(outcome, "train.py", reached=False)
+
+
+def test_a_profile_that_counted_otherwise_is_made_anew() -> None:
+    assert _counted_otherwise({"rows_per_sample": 2.0})
+    assert not _counted_otherwise({"rows_per_sample": 1.0})
+    assert not _counted_otherwise({"rows_per_sample": 2.0, "counted": "rows"})
