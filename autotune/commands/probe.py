@@ -37,6 +37,10 @@ _THRIFTY: dict[str, Value] = {
 }
 _ANY_OPTIMIZER = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}  # the script's, as it is
 
+_UNREACHED = re.compile(
+    r"exception (urllib\.error\.URLError|socket\.gaierror|builtins\.Connection\w+|(requests|httpx|httpcore)\.\S*Connect\w+)"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
@@ -149,8 +153,14 @@ def _in_one_line(outcome: Outcome, target: str, reached: bool) -> str:
         return f"{target} stops at a breakpoint, and ranks have nobody to ask: take it out ({log})"
     if re.search("Address already in use|EADDRINUSE", said):
         return (
-            f"{target} opens a port that is taken, by another of its ranks or by another process: open it on one rank "
-            f"alone, or a free one (port 0) on each ({outcome.reason}; {log})"
+            f"{target} opens a port that is taken, by itself, another of its ranks or another process: open it once, on one "
+            f"rank alone, or a free one (port 0) on each ({outcome.reason}; {log})"
+        )
+    if "builtins.FileNotFoundError" in said:
+        return f"{target} reads what is not there, as seen from the folder in which you call autotune ({outcome.reason}; {log})"
+    if _UNREACHED.search(said):
+        return (
+            f"{target} cannot reach what it reads over the network ({outcome.reason}): put it on this machine ({log})"
         )
     late = outcome.kind is Kind.TIMEOUT or (outcome.kind is Kind.INTERRUPTED and outcome.source is Source.BUDGET)
     if late and not reached:

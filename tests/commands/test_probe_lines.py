@@ -10,6 +10,10 @@ CASES = [
     (Kind.CRASH, "EOF when reading a line", "exception builtins.EOFError", "asks for input"),
     (Kind.CRASH, "BdbQuit", "exception bdb.BdbQuit", "stops at a breakpoint"),
     (Kind.CRASH, "[Errno 98] Address already in use", "exception builtins.OSError", "opens a port that is taken"),
+    (Kind.CRASH, "[Errno 2] No such file or directory: 'ds.json'", "exception builtins.FileNotFoundError", "'ds.json'"),
+    (Kind.CRASH, "<urlopen error [Errno 111]>", "exception urllib.error.URLError", "over the network"),
+    (Kind.CRASH, "Max retries exceeded", "exception requests.exceptions.ConnectionError", "over the network"),
+    (Kind.CRASH, "timed out", "exception httpx.ConnectTimeout", "over the network"),
     (Kind.INFRASTRUCTURE, BUSY, "exception torch.distributed.DistNetworkError", "port: 29511"),
 ]
 
