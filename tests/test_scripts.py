@@ -693,7 +693,10 @@ def test_a_free_batch_that_the_script_does_not_take_is_left(scripts: Scripts, tm
     [
         ('input("which run? ")', "asks for input"),
         ("breakpoint()", "stops at a breakpoint"),
-        ('import socket; taken = socket.create_server(("127.0.0.1", 18127))', "opens a port that is taken"),
+        (
+            'import socket, time; held = socket.create_server(("127.0.0.1", 18127)); time.sleep(600)',
+            "opens a port that is taken",
+        ),
         ('open("nowhere.json")', "reads what is not there"),
         ('import urllib.request; urllib.request.urlopen("http://127.0.0.1:9/ds.json")', "over the network"),
     ],
