@@ -686,3 +686,54 @@ def test_a_free_batch_that_the_script_does_not_take_is_left(scripts: Scripts, tm
     own = own_candidate(found.script)
     candidates = for_job(load_space("cpu_demo"), job).candidates(job)
     assert {(one.micro_batch, one.accumulation) for one in candidates} == {(own.micro_batch, own.accumulation)}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('input("which run? ")', "asks for input"),
+        ("breakpoint()", "stops at a breakpoint"),
+        (
+            'import socket, time; held = socket.create_server(("127.0.0.1", 18127)); time.sleep(600)',
+            "opens a port that is taken",
+        ),
+        ('open("nowhere.json")', "reads what is not there"),
+        ('import urllib.request; urllib.request.urlopen("http://127.0.0.1:9/ds.json")', "over the network"),
+    ],
+)
+def test_what_a_script_may_not_do_is_said_in_one_line(scripts: Scripts, tmp_path: Path, line: str, said: str) -> None:
+    name = write(tmp_path, "mine.py", line)
+    with pytest.raises(UserError, match=said) as refused:
+        scripts.probe([name], tmp_path)
+    assert str(refused.value).startswith("mine.py ")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_script_that_never_calls_deepspeed_in_its_time(scripts: Scripts, tmp_path: Path) -> None:
+    name = write(tmp_path, "idle.py", "import time\nwhile True:\n    time.sleep(0.05)\n")
+    with pytest.raises(UserError, match=r"^idle\.py had not called deepspeed\.initialize after"):
+        scripts.probe([name], tmp_path, seconds=8.0)
+
+
+def test_a_port_is_free_again_for_the_next_trial(scripts: Scripts, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    name = write(
+        tmp_path,
+        "server.py",
+        f"""
+        import os, socket, sys
+        if os.environ["RANK"] == "0":
+            server = socket.socket()
+            server.bind(("127.0.0.1", 18128))
+            server.listen()
+            client = socket.create_connection(("127.0.0.1", 18128))
+            accepted, _ = server.accept()
+        sys.path.insert(0, {str(SCRIPTS)!r})
+        import plain
+        plain.main()
+        """,
+    )
+    flags = (("train_micro_batch_size_per_gpu", "--batch_size"),)
+    found = scripts.probe([name, "--deepspeed_config", "ds.json"], tmp_path, flags)
+    for _ in range(2):
+        assert scripts.measure(found, make_candidate(1, 4, 1)).ok

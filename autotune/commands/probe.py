@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +22,7 @@ from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Outcome, Source
 from autotune.problem.script_job import UNCOUNTED, Counted, batch_seen, job_of, own_candidate
 from autotune.problem.space import SearchSpace
+from autotune.units import format_duration
 
 EFFORT = Effort(min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
 # What a script that does not fit as it is may still run under, so that something is learnt of it.
@@ -35,6 +37,10 @@ _THRIFTY: dict[str, Value] = {
     "sub_group_size": 10_000_000,
 }
 _ANY_OPTIMIZER = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}  # the script's, as it is
+
+_UNREACHED = re.compile(
+    r"exception (urllib\.error\.URLError|socket\.gaierror|builtins\.Connection\w+|(requests|httpx|httpcore)\.\S*Connect\w+)"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +62,7 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
     key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.memory_cap_bytes}"
     if memory.exists():
         known = json.loads(memory.read_text())
-        if known["key"] == key:
+        if known["key"] == key and not _counted_otherwise(known["profile"]):
             baseline = Outcome.from_json(known["baseline"]) if known["baseline"] else None
             return Probe(dataclasses.replace(script, profile=known["profile"]), baseline)
     say(f"running {script.name} as it is, to learn what it trains")
@@ -83,6 +89,11 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
     kept = {"key": key, "profile": profile, "baseline": measured.to_json() if measured else None}
     write_atomically(memory, json.dumps(kept, indent=1))
     return Probe(dataclasses.replace(script, profile=profile), measured)
+
+
+def _counted_otherwise(profile: dict[str, Any]) -> bool:
+    """Whether version 0.1 has counted forwards without gradients as well: no trial would be found to obey."""
+    return "counted" not in profile and profile.get("rows_per_sample", 1) != 1
 
 
 def _batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
@@ -114,18 +125,52 @@ def _batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
 def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: float) -> tuple[Outcome, dict[str, Any]]:
     with closing(executor.session(candidate, name)) as session:
         outcome = session.measure(candidate, EFFORT, seconds)
+    if outcome.ok or outcome.kind.is_oom:
+        return outcome, session.facts
+    assert executor.job.script is not None
     if outcome.kind is Kind.INTERRUPTED and outcome.source is Source.STOP:
         raise Stopped("stopped before anything of the script was measured")
+    if why := _in_one_line(outcome, executor.job.script.target, reached=bool(session.facts)):
+        raise UserError(why)
     if outcome.kind is Kind.INTERRUPTED:
         more = ": give a larger --budget" if outcome.source is Source.BUDGET else ""
         raise UserError(f"{outcome.reason}, before anything of the script was measured{more}")
-    if not outcome.ok and not outcome.kind.is_oom:
-        log = f"{outcome.log}/rank{outcome.rank or 0}.log"
-        tail = "\n".join(f"  {line}" for line in log_tail(Path(log)).strip().splitlines()[-12:])
-        raise UserError(
-            f"the script fails by itself, before anything is tuned ({outcome.reason}):\n{tail}\n  log: {log}"
+    log = f"{outcome.log}/rank{outcome.rank or 0}.log"
+    tail = "\n".join(f"  {line}" for line in log_tail(Path(log)).strip().splitlines()[-12:])
+    raise UserError(f"the script fails by itself, before anything is tuned ({outcome.reason}):\n{tail}\n  log: {log}")
+
+
+def _in_one_line(outcome: Outcome, target: str, reached: bool) -> str:
+    """What is wrong and what to do, where it is known: then the script's own traceback says no more.
+
+    Args:
+        reached: whether it has called `deepspeed.initialize`.
+    """
+    said = f"{outcome.evidence}\n{outcome.reason}"
+    log = f"log: {outcome.log}/rank{outcome.rank or 0}.log"
+    if "EOFError" in said and "reading a line" in said:
+        return f"{target} asks for input, and ranks have nobody to ask: give the answer as an argument ({log})"
+    if "bdb.BdbQuit" in said:
+        return f"{target} stops at a breakpoint, and ranks have nobody to ask: take it out ({log})"
+    if re.search("Address already in use|EADDRINUSE", said):
+        return (
+            f"{target} opens a port that is taken, by itself, another of its ranks or another process: open it once, on one "
+            f"rank alone, or a free one (port 0) on each ({outcome.reason}; {log})"
         )
-    return outcome, session.facts
+    if "builtins.FileNotFoundError" in said:
+        return f"{target} reads what is not there, as seen from the folder in which you call autotune ({outcome.reason}; {log})"
+    if _UNREACHED.search(said):
+        return (
+            f"{target} cannot reach what it reads over the network ({outcome.reason}): put it on this machine ({log})"
+        )
+    late = outcome.kind is Kind.TIMEOUT or (outcome.kind is Kind.INTERRUPTED and outcome.source is Source.BUDGET)
+    if late and not reached:
+        return (
+            f"{target} had not called deepspeed.initialize after {format_duration(outcome.seconds)}: autotune tunes scripts "
+            "that train with DeepSpeed, Trainer or accelerate included; give a larger --budget where it only prepares its "
+            f"data for so long ({log})"
+        )
+    return ""
 
 
 def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:

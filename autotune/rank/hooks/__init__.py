@@ -8,6 +8,7 @@ carry them, and a `Watcher` sees what the trained engine does. One module a libr
 | --- | --- |
 | `arguments` | argparse: flags that carry knobs, and the rank |
 | `process_group` | torch.distributed: the script's process group is the rank's own |
+| `ports` | sockets: a port that the trial before has just left |
 | `deepspeed` | `deepspeed.initialize`, and forward, backward and step of the engine that trains |
 | `optimizers` | torch's optimizers: a script that trains without DeepSpeed is noticed |
 | `accelerate` | its DeepSpeed config and plugin, the loader that `prepare` is given |
@@ -28,6 +29,7 @@ from autotune.rank.hooks import (
     config,
     deepspeed,
     optimizers,
+    ports,
     process_group,
     relaunch,
     tokenizers,
@@ -46,7 +48,7 @@ class Hooks:
         """Called once, before the script runs."""
         context = self.context
         config.announce_to_accelerate(context)
-        for library in (arguments, process_group, deepspeed, optimizers, accelerate, transformers, relaunch):
+        for library in (arguments, process_group, ports, deepspeed, optimizers, accelerate, transformers, relaunch):
             library.install(context)
         if context.script.worst_case:
             tokenizers.install(context)

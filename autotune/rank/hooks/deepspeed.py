@@ -77,9 +77,7 @@ def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, *
         context.watcher.failed(error)
         raise
     context.engine = made[0]
-    context.module_hook = context.engine.module.register_forward_pre_hook(
-        functools.partial(_see_module, context), with_kwargs=True
-    )
+    watch_module(context, context.engine.module)
     context.watcher.built(context.engine, engine_facts(context, optimizer))
     return made
 
@@ -155,6 +153,22 @@ def _see(context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
     if torch.is_grad_enabled():
         context.watcher.forward(sizes_of(args, kwargs))
         context.watcher.entered(Phase.FORWARD)
+
+
+def watch_module(context: Context, module: Any) -> None:
+    """The watcher sees forwards of the module that trains, too. One that the script has compiled in place would have a hook
+    in its graph, and break it (`fullgraph=True`): what it has compiled is then called past one of ours."""
+    compiled = getattr(module, "_compiled_call_impl", None)
+    if compiled is None:
+        see = functools.partial(_see_module, context)
+        context.module_hook = module.register_forward_pre_hook(see, with_kwargs=True)
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _see_module(context, module, args, kwargs)
+        return compiled(*args, **kwargs)
+
+    module._compiled_call_impl = call
 
 
 def _see_module(context: Context, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

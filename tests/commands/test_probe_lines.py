@@ -1,0 +1,49 @@
+"""A script that cannot be tuned is refused in one line that says what to do, not with the end of a log."""
+
+import pytest
+
+from autotune.commands.probe import _counted_otherwise, _in_one_line
+from autotune.problem.outcome import Kind, Outcome, Phase, Source
+
+BUSY = "The server socket has failed to listen on any local network address. port: 29511, code: -98, name: EADDRINUSE"
+CASES = [
+    (Kind.CRASH, "EOF when reading a line", "exception builtins.EOFError", "asks for input"),
+    (Kind.CRASH, "BdbQuit", "exception bdb.BdbQuit", "stops at a breakpoint"),
+    (Kind.CRASH, "[Errno 98] Address already in use", "exception builtins.OSError", "opens a port that is taken"),
+    (Kind.CRASH, "[Errno 2] No such file or directory: 'ds.json'", "exception builtins.FileNotFoundError", "'ds.json'"),
+    (Kind.CRASH, "<urlopen error [Errno 111]>", "exception urllib.error.URLError", "over the network"),
+    (Kind.CRASH, "Max retries exceeded", "exception requests.exceptions.ConnectionError", "over the network"),
+    (Kind.CRASH, "timed out", "exception httpx.ConnectTimeout", "over the network"),
+    (Kind.INFRASTRUCTURE, BUSY, "exception torch.distributed.DistNetworkError", "port: 29511"),
+]
+
+
+@pytest.mark.parametrize(("kind", "reason", "evidence", "line"), CASES)
+def test_what_is_known_is_said_in_one_line(kind: Kind, reason: str, evidence: str, line: str) -> None:
+    outcome = Outcome(
+        kind, Phase.INIT, reason=reason, evidence=evidence, source=Source.EXCEPTION, log="runs/s/1", rank=1
+    )
+    said = _in_one_line(outcome, "train.py", reached=False)
+    assert said.startswith("train.py ")
+    assert line in said
+    assert "runs/s/1/rank1.log" in said
+    assert "\n" not in said
+
+
+def test_a_script_that_never_gets_to_deepspeed() -> None:
+    for kind, source in ((Kind.INTERRUPTED, Source.BUDGET), (Kind.TIMEOUT, Source.SILENCE)):
+        outcome = Outcome(kind, Phase.INIT, reason="its share of the budget ended", source=source, seconds=90.0)
+        said = _in_one_line(outcome, "train.py", reached=False)
+        assert said.startswith("train.py had not called deepspeed.initialize after 1m30s")
+        assert not _in_one_line(outcome, "train.py", reached=True), "then it is slow, not another sort of script"
+
+
+def test_any_other_error_is_the_scripts_own() -> None:
+    outcome = Outcome(Kind.CRASH, Phase.INIT, reason="no such column", evidence="exception builtins.KeyError")
+    assert not _in_one_line(outcome, "train.py", reached=False)
+
+
+def test_a_profile_that_counted_otherwise_is_made_anew() -> None:
+    assert _counted_otherwise({"rows_per_sample": 2.0})
+    assert not _counted_otherwise({"rows_per_sample": 1.0})
+    assert not _counted_otherwise({"rows_per_sample": 2.0, "counted": "rows"})
