@@ -86,7 +86,7 @@ def config_place(script: Script, data: dict[str, Any]) -> Place | None:
     known = _find_config(script, data) or find(data, (CONFIG,))
     if known is not None or not _trainers(script, data):
         return known
-    elsewhere = CONFIG_FLAG in _given(script) or script.ds_config is not None
+    elsewhere = CONFIG_FLAG in _given(script) or script.ds_config is not None or launcher_file(script) is not None
     return None if elsewhere else (*_beside(data), CONFIG)
 
 

@@ -148,13 +148,11 @@ def training_command(script: Script, candidate: Candidate, ranks: int, config: s
     words, line, framework = command(script, candidate, config), line_of(script), framework_of(script)
     if line.kind:
         return started(line, _launcher_words(script, candidate, line, ranks, config), words)
-    if framework is not None and script.program is not None:
-        return framework.arguments(words, ranks)
+    if _starts_itself(script):
+        words = framework.arguments(words, ranks) if framework is not None else words
+        return words if script.program is not None else ["python", *words]
     if script.program is not None:
-        # one that starts its own ranks is left to it, see `RELAUNCHED`
-        return words if script.profile.get(RELAUNCHED) else [*_TORCHRUN, str(ranks), "--no-python", *words]
-    if script.profile.get(RELAUNCHED):
-        return ["python", *words]
+        return [*_TORCHRUN, str(ranks), "--no-python", *words]
     return started(line, _starter(script, ranks, config), words)
 
 
@@ -163,10 +161,16 @@ _TORCHRUN = ("torchrun", "--nproc-per-node")
 _RANKS_OPTION = {TORCHRUN: "--nproc-per-node", DEEPSPEED: "--num_gpus", ACCELERATE: "--num_processes"}
 
 
+def _starts_itself(script: Script) -> bool:
+    """Whether the command starts its ranks itself: it was seen to, or is known to where there are several."""
+    known = script.program is not None and framework_of(script) is not None
+    return known or bool(script.profile.get(RELAUNCHED))
+
+
 def variables_for(script: Script, ranks: int) -> dict[str, str]:
     """What stands before `training_command`: what was typed there, and by what a framework is told the ranks."""
     framework = framework_of(script)
-    own = framework.environment(ranks) if framework and script.program and not script.launcher else {}
+    own = framework.environment(ranks) if framework and not script.launcher and _starts_itself(script) else {}
     return {**own, **dict(script.environment)}
 
 

@@ -329,6 +329,28 @@ def test_accelerates_own_file(folder: Path) -> None:
     assert carried(script)
 
 
+def test_trainer_under_accelerates_own_file(folder: Path) -> None:
+    (folder / "y.yaml").write_text("per_device_train_batch_size: 2\n")
+    words = "accelerate launch --config_file acc.yaml train.py --config y.yaml"
+    _, _, files = trained(words, through_arguments=True)
+    assert "deepspeed" not in files["best.y.yaml"], "the launcher's file names it"
+    assert files["best.acc.yaml"]["deepspeed_config"]["deepspeed_config_file"] == str(folder / "best.json")
+
+
+@pytest.mark.parametrize(
+    ("words", "relaunched", "expected"),
+    [
+        ("train.py x.yaml", 2, "python train.py COPY"),
+        ("mine x.yaml", 1, "mine COPY"),
+        ("-m trl.cli sft --config x.yaml", 1, "python -m trl.cli sft --config COPY --use_deepspeed --num_processes 2"),
+        ("-m trl.scripts.sft --config x.yaml", 0, "torchrun --nproc-per-node 2 -m trl.scripts.sft --config COPY"),
+    ],
+)
+def test_what_starts_its_ranks_itself(programs: Path, words: str, relaunched: int, expected: str) -> None:
+    _, command, _ = trained(words, programs, through_arguments=True, relaunched=relaunched)
+    assert command == expected.replace("COPY", str(Path.cwd() / "best.x.yaml")).split()
+
+
 def test_accelerates_flags(folder: Path) -> None:
     words = (
         "accelerate launch --use_deepspeed --zero_stage 2 --gradient_accumulation_steps 4 --num_processes 2 train.py"

@@ -26,9 +26,11 @@ def with_deepspeed() -> tuple:
 
 
 def with_accelerate() -> tuple:
-    from accelerate import Accelerator
+    from accelerate import Accelerator, PartialState
 
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    if not torch.cuda.is_available():
+        PartialState(cpu=True)  # as Trainer does: `Accelerator(cpu=True)` leaves DeepSpeed out, accelerate 1.15
+    accelerator = Accelerator()
     loader = torch.utils.data.DataLoader(data, batch_size=2)
     model, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), loader)
     return model, loader, (accelerator, optimizer)
