@@ -26,11 +26,11 @@ MEMORY = {
     "activations": Prior(1.0, 0.05),
     "recomputed": Prior(1.0, 0.15),
     "cached": Prior(0.20, 0.12),
+    # of what `uneven.py` says that batches of many lengths leave behind: less where a loop sorts its rows or empties the cache
+    "uneven": Prior(1.0, 0.35),
 }
-# Of the activations, where batches differ in length: each leaves blocks behind that those to come may not fit. Published are from
-# nothing (huggingface/peft) to as much again (modelscope/ms-swift).
-MANY_LENGTHS = 0.3
 STUCK = 0.3  # of the cached blocks cannot be given back, for they share a segment with used ones
+STUCK_UNEVEN = 0.1  # of the blocks of shorter batches: each has a segment of its own, which a shorter batch may be using
 MEMORY_CONSTANTS = ("overhead", *MEMORY)  # in the order of a fit
 # The context of one process. With CUDA's lazy loading (torch 2 on CUDA 11.7 and later) 0.4 to 0.6 GiB, with all kernels loaded
 # 1.3 (transformers' guide to training on one GPU, on a V100 in 2022 and 2023: rows of huggingface/transformers).

@@ -79,15 +79,16 @@ class _Terms:
 
     def __init__(self, job: Job, trace: Trace, columns: Columns, device: str) -> None:
         self.trace, self.columns, self.ranks = trace, columns, float(job.ranks)
-        self.width, self.frozen_width = job.trained_bytes, job.element_bytes
+        self.width, self.frozen_width = trained_width(job, trace), job.element_bytes
         self.plain = job.plain
         self.stepper = stepper(job)
         # torch's foreach is for CUDA alone; on CPU ranks nothing is really pinned (accelerator/cpu_accelerator.py)
         self.on_gpu = device == "cuda"
         share = 1.0 if not job.plain else self.width / 4
+        narrower = self.width / job.trained_bytes  # `state_share` is of the adapters alone
         self.temporary_bytes = self.stepper.temporary_bytes * share if self.on_gpu else 0.0
         follows = self.stepper.follows_weights & (self.plain | (columns.stage > 0))
-        self.states = self.stepper.state_bytes * np.where(follows, columns.state_share, 1.0)
+        self.states = self.stepper.state_bytes * np.where(follows, columns.state_share * narrower, 1.0)
         self.master, self.accumulated, self.sent = columns.master, columns.accumulated, columns.communicated
         self.total = float(sum(trace.parameters))  # elements, as are the next two
         self.part, self.largest = self.total / self.ranks, float(trace.largest)
@@ -151,6 +152,15 @@ def bill(job: Job, trace: Trace, columns: Columns, device: str = "cpu") -> Bill:
     _add_step(terms, moments, gradients)
     kept = (_host(terms), _left(terms), _holes(terms))
     return Bill(parameters, gradients, optimizer, tuple(moments.names), *moments.tables(), *kept)
+
+
+def trained_width(job: Job, trace: Trace) -> float:
+    """Bytes of an element of trained parameters and their gradients, on average: peft makes 32-bit adapters in a model of 16 bits,
+    but leaves modules that it saves whole (embedding, head: the largest trained) as they are (peft 0.21, cast_adapter_dtype)."""
+    if job.lora is None or not job.lora.saved or job.trained_bytes == job.element_bytes or not trace.parameters:
+        return job.trained_bytes
+    saved = sum(sorted(trace.parameters)[-len(job.lora.saved) :]) / sum(trace.parameters)
+    return saved * job.element_bytes + (1 - saved) * job.trained_bytes
 
 
 def _resident(t: _Terms) -> tuple[Floats, Floats, Floats]:
@@ -291,9 +301,7 @@ def _host(t: _Terms) -> Floats:
     flat = pinned(t.width * t.part, c.pinned_param)
     left = np.where(one_by_one, _sum_of_blocks(t.trace.parameters, t.width / t.ranks), 0.0)
     # frozen ones stay where they were pinned (stage3.py, _create_fp16_partitions_with_defragmentation)
-    shares = _sum_of_blocks(t.trace.every_size, t.width / t.ranks) - _sum_of_blocks(
-        t.trace.parameters, t.width / t.ranks
-    )
+    shares = _sum_of_blocks(t.trace.every_frozen_size, t.width / t.ranks)
     frozen = np.where(one_by_one, shares, t.frozen_width * t.trace.frozen / t.ranks)
     return np.asarray(host + np.where(t.parameters_out, flat + left + frozen, 0.0), dtype=np.float64)
 
