@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune.predict.constants import MEMORY, QUIRKS, UNREAD_STATES, UNTRACED
+from autotune.predict.constants import MEMORY, QUIRKS, SHARDED, UNREAD_STATES, UNTRACED
 from autotune.predict.knobs import Columns, Floats, columns_of
 from autotune.predict.optimizers import stepper
 from autotune.predict.passes import Trace
@@ -42,7 +42,7 @@ class Prepared:
         c = columns_of(candidates, job)
         b = bill(job, trace, c, hardware.device)
         uneven, spread = uneven_shares(job, c, b.activations.max(axis=0))
-        doubt = doubt_of(b, candidates, guessed, spread)
+        doubt = doubt_of(b, c, candidates, job.ranks, guessed, spread)
         features = np.hstack([features_of(c), np.tile(job_features(job, hardware, trace), (len(candidates), 1))])
         return cls(c, b, work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt, uneven)
 
@@ -86,14 +86,17 @@ def _diagonal(tables: list[Floats]) -> Floats:
     return found
 
 
-def doubt_of(b: Bill, candidates: Sequence[Candidate], guessed: bool, uneven: Floats) -> Floats:
-    """(n,) bytes by which peaks are uncertain: of candidates that set keys which no formula reads, of guessed traces, and of
-    batches of many lengths, whose order decides what they leave behind (`uneven` is its deviation as a share of activations)."""
-    largest = b.activations.max(axis=0)
+def doubt_of(
+    b: Bill, c: Columns, candidates: Sequence[Candidate], ranks: int, guessed: bool, uneven: Floats
+) -> Floats:
+    """(n,) bytes by which peaks are uncertain: of candidates that set keys which no formula reads, of states that are shared among
+    ranks, of guessed traces, and of batches of many lengths, whose order decides what they leave behind (`uneven` is its
+    deviation as a share of activations)."""
     unread = np.array([bool(unread_knobs(candidate)) for candidate in candidates])
     of_states = np.where(unread, UNREAD_STATES * (b.parameters + b.gradients + b.optimizer), 0.0)
-    of_activations = np.hypot(UNTRACED * MEMORY["activations"].sigma * guessed, uneven) * largest
-    return np.asarray(np.hypot(of_states, of_activations))
+    of_shares = SHARDED * b.peaks().max(axis=0) * ((c.stage > 0) & (ranks > 1))
+    of_activations = np.hypot(UNTRACED * MEMORY["activations"].sigma * guessed, uneven) * b.activations.max(axis=0)
+    return np.asarray(np.sqrt(of_states**2 + of_shares**2 + of_activations**2))
 
 
 def quirks_of(c: Columns, nodes: int = 1) -> Floats:

@@ -31,8 +31,9 @@ __all__ = ["LOSSES", "VERSION", "Trace", "cache_folder", "cache_key", "trace_job
 # How a decoder's loss is taken: as transformers does it (32-bit logits); from the 16-bit logits in place, as fused cross-entropy
 # kernels do; chunk by chunk, as kernels do that hold the head too and never all logits; and, as the code of models did it before
 # 2025, from a shifted copy of the logits: in 32 bits, in 16, or in 16 and cast by cross entropy itself, as it does under autocast
-# (torch's list of operators that autocast to float32).
-LOSSES = ("own", "fused", "chunked", "shifted32", "shifted16", "shifted-cast")
+# (torch's list of operators that autocast to float32). `held32` is `shifted32` in a loop that holds the model's outputs until
+# backward is done, as loops written by hand do and transformers' Trainer does not.
+LOSSES = ("own", "fused", "chunked", "shifted32", "held32", "shifted16", "shifted-cast")
 
 VERSION = 6  # of what the tracer finds: raise it when that changes
 

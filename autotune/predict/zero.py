@@ -21,6 +21,10 @@ from autotune.problem.job import Job
 # Of the bytes of frozen partitions: published figures of LoRA at stage 3 (QwenLM/Qwen, 72B on 4 GPUs; modelscope/ms-swift, 7B
 # on 2) are 31 and 30 % of these above what is allocated.
 HOLES = 0.3
+# Of the activations of a model that is compiled and does not checkpoint: what pointwise operators make (the 32-bit copies of norms,
+# gates, rotations) is computed again from the operands of products (torch, _functorch/partitioners.py,
+# min_cut_rematerialization_partition). A Llama layer keeps 27 to 32 of 42 hidden sizes; its loss keeps all.
+COMPILED_KEPT = 0.75
 REDUCE_ELEMENTS = 5e8  # stage 0 reduces in flat copies of at most so many elements (engine.py, allreduce_gradients)
 
 SUMS = ("parameters", "gradients", "optimizer", "host", "left", "holes")  # of a Bill: one entry a candidate
@@ -190,6 +194,7 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
     gathered = np.where(t.three, gathered_bytes(t.trace, c, t.frozen_width, t.ranks), 0.0)
     for choice, run in ((0.0, t.trace.plain), (1.0, t.trace.of(True))):
         mine = c.checkpointing == choice
+        kept = np.where((c.compiled > 0) & (choice == 0), COMPILED_KEPT, 1.0)
         for phase, name in ((FORWARD, "forward"), (BACKWARD, "backward")):
             for fixed, each, grads, used in _points(run, phase):
                 held, buckets = _pending(t, grads)
@@ -201,7 +206,7 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
                     np.maximum(t.kept_buckets, t.standing + buckets),
                     np.where(t.three & (t.ranks > 1), np.maximum(gathered, used), 0.0),
                     np.maximum(t.kept, held),
-                    np.maximum(0.0, fixed + each * c.micro_batch) + _kept_inputs(t, run, each),
+                    kept * np.maximum(0.0, fixed + each * c.micro_batch) + _kept_inputs(t, run, each),
                 )
     held, buckets = _pending(t, t.whole, done=True)
     flat = min(t.total, REDUCE_ELEMENTS) * (t.width + np.where(t.sent != t.width, t.sent, 0.0))
