@@ -74,6 +74,10 @@ _SIXTEEN_BITS = ("flash_attention_2", "flash_attention_3")  # "FlashAttention on
 _NO_GPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 
+def _tracer_environment(sees_gpus: bool = False) -> dict[str, str]:
+    return {**package_environment(), **({} if sees_gpus else _NO_GPU), "TRANSFORMERS_VERBOSITY": "error"}
+
+
 def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seconds: float = 300.0) -> Trace:
     """The job's trace: from the cache, or made in a process of its own.
 
@@ -150,7 +154,7 @@ def trace_jobs(jobs: Sequence[tuple[Job, str]], told: Callable[[int, int], None]
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**package_environment(), **_NO_GPU, "TRANSFORMERS_VERBOSITY": "error"},
+        env=_tracer_environment(),
         text=True,
     ) as tracing:
         assert tracing.stdin
@@ -184,12 +188,11 @@ def _ask_tracer(job: Job, options: list[str], timeout_seconds: float) -> dict[st
 
     It sees no GPU, unless only sizes are asked for: those of a model that insists on one.
     """
-    hidden = {} if "--sizes" in options else _NO_GPU
     try:
         done = subprocess.run(
             [sys.executable, "-m", "autotune.predict.tracer", *options],
             input=json.dumps(job.to_json()),
-            env={**package_environment(), **hidden, "TRANSFORMERS_VERBOSITY": "error"},
+            env=_tracer_environment(sees_gpus="--sizes" in options),
             text=True,
             capture_output=True,
             timeout=timeout_seconds,
