@@ -231,8 +231,8 @@ def _techniques_so_far(row: Row, s: Settings) -> None:
 
 
 def internevo(row: Row, s: Settings) -> None:
-    """InternLM/InternEvo: its own engine; states of 32-bit masters over `zero1` GPUs, whole weights on each. A step takes all of a
-    rank's part at once (hybrid_zero_optim.py: one flat 32-bit gradient a group of parameters)."""
+    """InternLM/InternEvo: its own engine; states of 32-bit masters over `zero1` GPUs, whole weights on each. A step takes all
+    of a rank's part at once (hybrid_zero_optim.py: one flat 32-bit gradient a group of parameters)."""
     if "within node" in row["parallel"]:
         raise LeftOut("states sharded within a node only")
     if s.stage == 3:

@@ -9,11 +9,11 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 
 MEMORY_NOISE = 0.04  # of a peak, before calibration; where ranks share states `SHARDED` comes on top
-TIME_NOISE = 0.10  # of the logarithm of a step's seconds
+TIME_NOISE = 0.08  # of the logarithm of a step's seconds
 REPEAT_MEMORY, REPEAT_TIME = 0.004, 0.02  # the same candidate measured twice
 UNTRACED = 3.0  # times as wide are intervals for a model that could not be traced
-# Of a peak, where ZeRO or FSDP shares states among ranks: their buffers and streams differ between versions and frameworks by more
-# than one GPU's training does. Residuals of the fitted sources.
+# Of a peak, where ZeRO or FSDP shares states among ranks: their buffers and streams differ between versions and frameworks by
+# more than one GPU's training does. Residuals of the fitted sources.
 SHARDED = 0.08
 UNREAD_STATES = 0.15  # of parameters, gradients and states, where a key is set that no formula reads
 
@@ -33,7 +33,9 @@ MEMORY = {
     "uneven": Prior(1.0, 0.35),
 }
 STUCK = 0.3  # of the cached blocks cannot be given back, for they share a segment with used ones
-STUCK_UNEVEN = 0.1  # of the blocks of shorter batches: each has a segment of its own, which a shorter batch may be using
+STUCK_UNEVEN = (
+    0.1  # of the blocks of shorter batches: each has a segment of its own, which a shorter batch may be using
+)
 MEMORY_CONSTANTS = ("overhead", *MEMORY)  # in the order of a fit
 # The context of one process. With CUDA's lazy loading (torch 2 on CUDA 11.7 and later) 0.4 to 0.6 GiB, with all kernels loaded
 # 1.3 (transformers' guide to training on one GPU, on a V100 in 2022 and 2023: rows of huggingface/transformers).
@@ -48,9 +50,9 @@ MEASURED_OVERHEAD_GIB = 0.03  # standard deviation of an overhead that ranks hav
 # Logarithms of factors on full rates; a matrix product reaches 60 to 70 % of a GPU's peak, a stream of memory or of a
 # link 75 to 85 %. The hidden share is a logit.
 TIME = {
-    "products": Prior(np.log(1 / 0.86), 0.1),
-    "tail": Prior(np.log(1.4), 0.9),
-    "moved": Prior(np.log(1 / 0.8), 0.2),
+    "products": Prior(np.log(1 / 0.86), 0.07),
+    "tail": Prior(np.log(1.4), 0.5),
+    "moved": Prior(np.log(1 / 0.8), 0.12),
     "starts": Prior(0.0, 0.2),
     "comm": Prior(np.log(1 / 0.7), 0.4),
     "reduce": Prior(np.log(0.8), 0.4),

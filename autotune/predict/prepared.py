@@ -86,11 +86,9 @@ def _diagonal(tables: list[Floats]) -> Floats:
     return found
 
 
-def doubt_of(
-    b: Bill, c: Columns, candidates: Sequence[Candidate], ranks: int, guessed: bool, uneven: Floats
-) -> Floats:
-    """(n,) bytes by which peaks are uncertain: of candidates that set keys which no formula reads, of states that are shared among
-    ranks, of guessed traces, and of batches of many lengths, whose order decides what they leave behind (`uneven` is its
+def doubt_of(b: Bill, c: Columns, candidates: Sequence[Candidate], ranks: int, guessed: bool, uneven: Floats) -> Floats:
+    """(n,) bytes by which peaks are uncertain: of candidates that set keys which no formula reads, of states that are shared
+    among ranks, of guessed traces, and of batches of many lengths, whose order decides what they leave behind (`uneven` is its
     deviation as a share of activations)."""
     unread = np.array([bool(unread_knobs(candidate)) for candidate in candidates])
     of_states = np.where(unread, UNREAD_STATES * (b.parameters + b.gradients + b.optimizer), 0.0)

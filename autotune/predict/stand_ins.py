@@ -164,7 +164,9 @@ def _grouped_products() -> Iterator[None]:
     if before is None:
         yield
         return
-    with _replaced(moe, name, lambda input, weight, offs: weight.dtype == torch.bfloat16 and before(input, weight, offs)):
+    with _replaced(
+        moe, name, lambda input, weight, offs: weight.dtype == torch.bfloat16 and before(input, weight, offs)
+    ):
         yield
 
 

@@ -66,4 +66,4 @@ def _in_large_blocks(job: Job, c: Columns, activations: Floats) -> Floats:
     entries = job.element_bytes * c.micro_batch * job.seq_len
     of_loss = np.minimum(1.0, _LOSS_BYTES * vocabulary * c.micro_batch * job.seq_len / np.maximum(activations, 1.0))
     of_loss = np.where(entries * vocabulary >= OWN_SEGMENT_BYTES, of_loss, 0.0)
-    return of_loss + (1 - of_loss) * np.where(entries * width >= OWN_SEGMENT_BYTES, MIXED, 0.0)
+    return np.asarray(of_loss + (1 - of_loss) * np.where(entries * width >= OWN_SEGMENT_BYTES, MIXED, 0.0))

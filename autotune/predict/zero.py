@@ -21,8 +21,8 @@ from autotune.problem.job import Job
 # Of the bytes of frozen partitions: published figures of LoRA at stage 3 (QwenLM/Qwen, 72B on 4 GPUs; modelscope/ms-swift, 7B
 # on 2) are 31 and 30 % of these above what is allocated.
 HOLES = 0.3
-# Of the activations of a model that is compiled and does not checkpoint: what pointwise operators make (the 32-bit copies of norms,
-# gates, rotations) is computed again from the operands of products (torch, _functorch/partitioners.py,
+# Of the activations of a model that is compiled and does not checkpoint: what pointwise operators make (the 32-bit copies of
+# norms, gates, rotations) is computed again from the operands of products (torch, _functorch/partitioners.py,
 # min_cut_rematerialization_partition). A Llama layer keeps 27 to 32 of 42 hidden sizes; its loss keeps all.
 COMPILED_KEPT = 0.75
 REDUCE_ELEMENTS = 5e8  # stage 0 reduces in flat copies of at most so many elements (engine.py, allreduce_gradients)
@@ -159,8 +159,8 @@ def bill(job: Job, trace: Trace, columns: Columns, device: str = "cpu") -> Bill:
 
 
 def trained_width(job: Job, trace: Trace) -> float:
-    """Bytes of an element of trained parameters and their gradients, on average: peft makes 32-bit adapters in a model of 16 bits,
-    but leaves modules that it saves whole (embedding, head: the largest trained) as they are (peft 0.21, cast_adapter_dtype)."""
+    """Bytes of an element of trained parameters and their gradients, on average: peft makes 32-bit adapters in a model of 16
+    bits, but leaves modules that it saves whole (embedding, head: the largest trained) as they are (peft 0.21, cast_adapter_dtype)."""
     if job.lora is None or not job.lora.saved or job.trained_bytes == job.element_bytes or not trace.parameters:
         return job.trained_bytes
     saved = sum(sorted(trace.parameters)[-len(job.lora.saved) :]) / sum(trace.parameters)
