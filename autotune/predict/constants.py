@@ -8,7 +8,9 @@ from autotune.predict.fit import Prior
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 
-MEMORY_NOISE = 0.04  # of a peak, before calibration; where ranks share states `SHARDED` comes on top
+# Of a peak, before calibration; where ranks share states `SHARDED` comes on top. Of the fitted sources each counts as one, not by
+# its rows: what a source that nobody has seen is off by.
+MEMORY_NOISE = 0.07
 TIME_NOISE = 0.08  # of the logarithm of a step's seconds
 REPEAT_MEMORY, REPEAT_TIME = 0.004, 0.02  # the same candidate measured twice
 UNTRACED = 3.0  # times as wide are intervals for a model that could not be traced

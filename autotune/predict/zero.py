@@ -159,8 +159,8 @@ def bill(job: Job, trace: Trace, columns: Columns, device: str = "cpu") -> Bill:
 
 
 def trained_width(job: Job, trace: Trace) -> float:
-    """Bytes of an element of trained parameters and their gradients, on average: peft makes 32-bit adapters in a model of 16
-    bits, but leaves modules that it saves whole (embedding, head: the largest trained) as they are (peft 0.21, cast_adapter_dtype)."""
+    """Bytes of an element of trained parameters and their gradients, on average: peft makes 32-bit adapters in 16-bit models,
+    but leaves modules that it saves whole (the largest: embedding, head) as they are (peft 0.21, cast_adapter_dtype)."""
     if job.lora is None or not job.lora.saved or job.trained_bytes == job.element_bytes or not trace.parameters:
         return job.trained_bytes
     saved = sum(sorted(trace.parameters)[-len(job.lora.saved) :]) / sum(trace.parameters)
