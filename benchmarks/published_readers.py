@@ -15,7 +15,7 @@
 * Unknown checkpointing is off, unknown accumulation 1: every framework's default. Unknown attention is what transformers
   chose for the architecture at the time (`published_models.eager_then`).
 * A LoRA of unknown rank, targets or dropout has peft's defaults (8, query and value, none). Outside DeepSpeed its weights are
-  fp32 since peft 0.12 (August 2024, `autocast_adapter_dtype`) and of the model's type before.
+  fp32 since peft 0.12 (August 2024, `autocast_adapter_dtype`) and up to 0.5 (2023, tuners/lora.py), else of the model's type.
 """
 
 from __future__ import annotations
@@ -134,12 +134,8 @@ def settings_of(row: Row) -> Settings:
     if not checkpointing.startswith("unknown"):
         s.checkpointing = checkpointing.startswith(("yes", "true", "on", "full"))
     s.lora = lora_of(row)
-    if (
-        s.lora
-        and not s.deepspeed
-        and ("fp32 adapters" in row["precision"] or year_of(row, s.model) >= FP32_ADAPTERS_SINCE)
-    ):
-        s.lora = dataclasses.replace(s.lora, fp32=s.precision != "fp32")
+    if "fp32 adapters" in row["precision"] or year_of(row, s.model) >= FP32_ADAPTERS_SINCE:
+        adapters_in_32_bits(s)
     attention = bare(row["attention"])
     for word, name in (("flash", "flash_attention_2"), ("sdpa", "sdpa"), ("eager", "eager")):
         s.attention = s.attention or (name if attention.startswith(word) else None)
@@ -155,6 +151,12 @@ def settings_of(row: Row) -> Settings:
     s.task = _task(row, s.model)
     s.compiled = row.says("torch.compile")
     return s
+
+
+def adapters_in_32_bits(s: Settings) -> None:
+    """As peft makes them outside DeepSpeed; under autocast they compute in 16 bits, so steps take no longer."""
+    if s.lora and not s.deepspeed and s.precision != "fp32" and s.quantity != "step":
+        s.lora = dataclasses.replace(s.lora, fp32=True)
 
 
 def _offloaded(text: str) -> str:

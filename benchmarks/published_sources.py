@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from published_models import DATA
-from published_readers import Case, Settings, cases_of, settings_of
-from published_rows import MIB, LeftOut, Length, Row
+from published_readers import Case, Settings, adapters_in_32_bits, cases_of, settings_of
+from published_rows import LeftOut, Length, Row
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,13 @@ def qwen(row: Row, s: Settings) -> None:
 
     Every row is padded to model_max_length (finetune.py, preprocess). Single-GPU scripts run without DeepSpeed on weights
     in bf16. `s/it` is Trainer's, an optimizer step. LoraArguments: lora_dropout 0.05.
-    `162.0G` on two cards of 80 GiB is more than they have: a G of this page is a thousand of nvidia-smi's MiB.
+    The page's figures of 7B are of October 2023, before peft 0.6, which left adapters in 32 bits outside DeepSpeed.
+    `162.0G` on two cards of 80 GiB is more than they have: a G of this page is less than a GiB. It is 1e9: in any larger unit
+    single-GPU LoRA of 1.8B, 7B and 14B has a part beside states and context that grows with the frozen weights, and nothing does.
     """
     with_dropout(s, 0.05)
-    s.gigabyte = 1000 * MIB
+    adapters_in_32_bits(s)
+    s.gigabyte = 1e9
     s.length = s.length and Length(s.length.longest, True)
 
 
@@ -80,7 +83,9 @@ def gist(row: Row, s: Settings) -> None:
 
     Precision is not stated: 14 bytes a parameter go with the optimizer when it is offloaded, as they do in 16 bits.
     GPU_PUBLISHED.md: peaks of ZeRO-2 at micro-batch 1 without offload were read before the first step, and `8/128` is a typo.
+    Its peaks have one more 32-bit tensor of logits a row than Trainer's: a loop of its own, which holds the outputs.
     """
+    s.loss = "held32"
     if "zero++" in row["parallel"].lower():
         raise LeftOut("ZeRO++")
     if s.stage == 2 and s.micro_batch == 1 and s.offload_optimizer == "none" and s.quantity == "allocated":
@@ -149,9 +154,11 @@ def ms_swift(row: Row, s: Settings) -> None:
     are those of a lognormal below it, with the statistics that the page prints. Two moments tell little of the mean below a cut
     far to the left: steps at a max_length below the mean are left out. Several GPUs of that page are
     `device_map`'s pipeline. The comments on top of scripts are rounded; one that equals the card says nothing. SftArguments:
-    lora_dropout_p 0.05.
+    lora_dropout_p 0.05. Baichuan's 13B adds ALiBi to its scores (its modeling_baichuan.py): no flash kernel, whatever is asked.
     """
     with_dropout(s, 0.05)
+    if s.model and s.model.name.startswith("baichuan") and s.model.name.endswith("13b"):
+        s.attention = "eager"
     if "Benchmark.md" in row["source_path_or_section"]:
         if s.gpus and s.gpus > 1:
             raise LeftOut("tensor, pipeline or sequence parallel")
@@ -170,7 +177,7 @@ def ms_swift(row: Row, s: Settings) -> None:
         raise LeftOut("equals the card: a requirement, no peak")
 
 
-def lognormal(mean: float, deviation: float, least: int, most: int, bins: int = 24) -> tuple[tuple[int, int], ...]:
+def lognormal(mean: float, deviation: float, least: int, most: int, bins: int = 96) -> tuple[tuple[int, int], ...]:
     """A data set's lengths in tokens as (length, how often): a lognormal cut at both ends, the longest among them."""
     spread = math.log1p((deviation / mean) ** 2)
     centre = math.log(mean) - spread / 2
@@ -199,6 +206,10 @@ def torchtune(row: Row, s: Settings) -> None:
         raise LeftOut("optimizer steps in backward")  # and its activations are on the host
     if s.loss != "fused":
         s.loss = "shifted32"  # modules/transformer.py: `self.output(h).float()`; the recipe shifts a contiguous copy
+    if "cumulative" in row["source_path_or_section"]:
+        _techniques_so_far(row, s)
+    if s.quantity == "step" and row.says("swapped between readme versions"):
+        raise LeftOut("the source's versions contradict each other")
     s.rate_is = "total" if "total_or_per_gpu" in row["figure_kind"] else None
     if row.says("no optimizer_in_bwd"):
         return
@@ -208,10 +219,24 @@ def torchtune(row: Row, s: Settings) -> None:
         raise LeftOut("optimizer not stated")
 
 
+# Of the table that adds them up, in its order, as the notes name them.
+_TECHNIQUES = ("+ packed", "+ torch.compile", "+ chunked cross entropy", "+ activation checkpointing")
+
+
+def _techniques_so_far(row: Row, s: Settings) -> None:
+    """A row has what those above it have."""
+    reached = next((at for at, name in enumerate(_TECHNIQUES) if row.says(name)), -1)
+    s.compiled = reached >= _TECHNIQUES.index("+ torch.compile")
+    s.loss = "fused" if reached >= _TECHNIQUES.index("+ chunked cross entropy") else "shifted32"
+
+
 def internevo(row: Row, s: Settings) -> None:
-    """InternLM/InternEvo: its own engine; states of 32-bit masters over `zero1` GPUs, whole weights on each."""
+    """InternLM/InternEvo: its own engine; states of 32-bit masters over `zero1` GPUs, whole weights on each. A step takes all
+    of a rank's part at once (hybrid_zero_optim.py: one flat 32-bit gradient a group of parameters)."""
     if "within node" in row["parallel"]:
         raise LeftOut("states sharded within a node only")
+    if s.stage == 3:
+        s.zero = {"sub_group_size": int(1e12)}
 
 
 def vectorlm(row: Row, s: Settings) -> None:

@@ -11,21 +11,35 @@ Config = dict[str, Any]
 
 # Architectures whose MLP has two matrices; others gate it by a third.
 _UNGATED = frozenset(
-    ("gpt2", "phi", "gpt_neox", "opt", "mpt", "bert", "roberta", "xlm-roberta", "camembert", "electra")
+    (
+        "gpt2",
+        "phi",
+        "gpt_neox",
+        "opt",
+        "mpt",
+        "bert",
+        "roberta",
+        "xlm-roberta",
+        "camembert",
+        "electra",
+        "deberta",
+        "deberta-v2",
+        "distilbert",
+        "albert",
+        "bart",
+        "mbart",
+        "blenderbot",
+        "pegasus",
+        "marian",
+        "m2m_100",
+        # towers
+        "clip_vision_model",
+        "siglip_vision_model",
+        "idefics3_vision",
+        "qwen2_vl",
+        "qwen3_vl",
+    )
 )
-_UNGATED |= {
-    "deberta",
-    "deberta-v2",
-    "distilbert",
-    "albert",
-    "bart",
-    "mbart",
-    "blenderbot",
-    "pegasus",
-    "marian",
-    "m2m_100",
-}
-_UNGATED |= {"clip_vision_model", "siglip_vision_model", "idefics3_vision", "qwen2_vl", "qwen3_vl"}  # towers
 # Names of the same size in different families.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "depth")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim")

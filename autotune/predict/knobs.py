@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.problem.candidate import ATTENTION, COMPILED, LORA, PACKING, ZERO_DEFAULTS, Candidate
+from autotune.problem.candidate import ATTENTION, COMPILED, EXPANDABLE, LORA, PACKING, ZERO_DEFAULTS, Candidate
 from autotune.problem.job import ATTENTIONS, Job, parse_lora
 
 Floats = NDArray[np.float64]
@@ -42,7 +42,7 @@ class Columns:
     compiled: Floats
     lora: Floats  # the adapters' rank; 0 for full training
     packed: Floats
-    many_lengths: Floats  # whether batches differ in length
+    many_lengths: Floats  # whether batches differ in length, and segments of the allocator cannot grow
     tokens: Floats  # of a row, padding included, on average
     accumulated: (
         Floats  # bytes an element of gradients that are kept, as are the next two of what is sent and of masters
@@ -89,6 +89,7 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
     )
     micro_batch = np.array([float(c.micro_batch) for c in candidates])
     packed = np.array([float(raw.get(PACKING, job.packed)) for raw in raws])
+    fixed_segments = np.array([not raw.get(EXPANDABLE) for raw in raws])
     ranks: dict[Any, float] = {None: float(job.lora.rank) if job.lora else 0.0, "none": 0.0}
     loras = [raw.get(LORA) for raw in raws]
     ranks |= {one: float(parse_lora(str(one)).rank) for one in set(loras) - set(ranks)}
@@ -111,7 +112,7 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
         np.array([float(raw.get(COMPILED, job.compiled)) for raw in raws]),
         np.array([ranks[one] for one in loras]),
         packed,
-        (packed == 0) * float(len(job.lengths) > 1),
+        (packed == 0) * fixed_segments * float(len(job.lengths) > 1),
         np.where(
             packed > 0,
             float(job.seq_len),

@@ -35,12 +35,15 @@ def loss_of(job: Job, model: Any, batches: Any, micro_batch: int, loss: str, liv
     logits = model(**batch).logits
     if loss == "fused":
         return logits.mean()
-    if loss == "shifted32":
+    if loss in ("shifted32", "held32"):
         logits = logits.float()
     shifted = logits[..., :-1, :].contiguous()
     if loss == "shifted-cast":
         shifted = shifted.float()
-    return torch.nn.functional.cross_entropy(shifted.view(-1, shifted.shape[-1]), labels[..., 1:].reshape(-1))
+    scalar = torch.nn.functional.cross_entropy(shifted.view(-1, shifted.shape[-1]), labels[..., 1:].reshape(-1))
+    if loss == "held32":
+        scalar.held = logits  # type: ignore[attr-defined]
+    return scalar
 
 
 def _chunked_loss(model: Any, batch: dict[str, Any]) -> Any:

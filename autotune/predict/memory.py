@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.predict.constants import MEMORY_CONSTANTS, STUCK
+from autotune.predict.constants import MEMORY_CONSTANTS, STUCK, STUCK_UNEVEN
 from autotune.predict.knobs import Floats
 from autotune.predict.prepared import Prepared
 from autotune.problem.hardware import Hardware
@@ -29,8 +29,9 @@ class Peaks:
     shown: Floats  # by NVML
 
 
-def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, Floats]:
-    """(allocated, cached) in bytes: (..., moments, n) at constants (..., constants)."""
+def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, Floats, Floats]:
+    """(allocated, cached, uneven) in bytes: (..., moments, n) at constants (..., constants); `uneven` is cached, too, in whole
+    segments that only shorter batches use."""
     k = {name: constants[..., i, None, None] for i, name in enumerate(MEMORY_CONSTANTS)}
     b = p.bill
     held = k["scale"] * k["states"] * (b.parameters + b.gradients + b.optimizer)
@@ -41,22 +42,24 @@ def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats
     passing = k["scale"] * (passing + factor * b.activations)
     cached = k["cached"] * passing
     step = np.array([float(name == "step") for name in b.moments])[:, None]
-    kept = step * b.left + b.holes if hardware.device == "cuda" else 0.0
-    return np.asarray(held + passing), np.asarray(cached + kept)
+    if hardware.device != "cuda":
+        return np.asarray(held + passing), np.asarray(cached), np.zeros_like(cached)
+    uneven = k["uneven"] * k["scale"] * factor * p.uneven * b.activations
+    return np.asarray(held + passing), np.asarray(cached + step * b.left + b.holes), np.asarray(uneven)
 
 
 def moments(p: Prepared, hardware: Hardware, constants: Floats) -> Floats:
     """(..., moments, n) bytes that NVML would show on a card without end, at constants (..., constants)."""
-    allocated, cached = _moments(p, hardware, constants)
-    return np.asarray(allocated + cached + GIB * constants[..., 0, None, None])
+    allocated, cached, uneven = _moments(p, hardware, constants)
+    return np.asarray(allocated + cached + uneven + GIB * constants[..., 0, None, None])
 
 
 def peaks(p: Prepared, hardware: Hardware, constants: Floats) -> Peaks:
     """The peaks at constants (..., constants)."""
-    allocated, cached = _moments(p, hardware, constants)
+    allocated, cached, uneven = _moments(p, hardware, constants)
     overhead = GIB * constants[..., 0, None]
-    needed = (allocated + STUCK * cached).max(axis=-2) + overhead
-    shown = (allocated + cached).max(axis=-2) + overhead
+    needed = (allocated + STUCK * cached + STUCK_UNEVEN * uneven).max(axis=-2) + overhead
+    shown = (allocated + cached + uneven).max(axis=-2) + overhead
     shown = np.maximum(np.minimum(shown, float(hardware.capacity_bytes)), needed)
     return Peaks(allocated.max(axis=-2), needed, shown)
 
@@ -66,26 +69,28 @@ def slopes(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, 
 
     Both are linear in each constant, but for which moment it is.
     """
-    allocated, cached = _moments(p, hardware, constants)
+    allocated, cached, uneven = _moments(p, hardware, constants)
     k, b = dict(zip(MEMORY_CONSTANTS, constants, strict=True)), p.bill
     every, again = np.arange(allocated.shape[1]), p.columns.checkpointing > 0
     states = b.parameters + b.gradients + b.optimizer
+    left = p.uneven * (hardware.device == "cuda")
     found = []
     for shown in (True, False):
-        at = (allocated + cached if shown else allocated).argmax(axis=0)
-        activations = b.activations[at, every]
+        at = (allocated + cached + uneven if shown else allocated).argmax(axis=0)
+        activations = b.activations[at, every] * np.where(again, k["recomputed"], 1.0)
         passing = {name: getattr(b, name)[at, every] for name in ("buckets", "gathered", "temporaries")}
-        passing["activations"] = activations * np.where(again, k["recomputed"], 1.0)
-        times = k["scale"] * (1 + k["cached"] * shown)
-        by_name = {name: times * size for name, size in passing.items()}
-        all_passing = sum(k[name] * size for name, size in passing.items())
-        recomputed = np.where(again, k["activations"] * activations, 0.0)
+        kept, kept_activations = 1 + k["cached"] * shown, 1 + (k["cached"] + k["uneven"] * left) * shown
+        by_name = {name: k["scale"] * kept * size for name, size in passing.items()}
+        in_passing = sum(k[name] * size for name, size in passing.items())
+        of_activations = k["activations"] * activations
         by_name |= {
             "overhead": np.full(len(every), GIB * shown),
-            "scale": k["states"] * states + (1 + k["cached"] * shown) * all_passing,
+            "scale": k["states"] * states + kept * in_passing + kept_activations * of_activations,
             "states": k["scale"] * states,
-            "recomputed": times * recomputed,
-            "cached": k["scale"] * shown * all_passing,
+            "activations": k["scale"] * kept_activations * activations,
+            "recomputed": k["scale"] * kept_activations * np.where(again, of_activations / k["recomputed"], 0.0),
+            "cached": k["scale"] * shown * (in_passing + of_activations),
+            "uneven": k["scale"] * shown * left * of_activations,
         }
         found.append(np.array([by_name[name] for name in MEMORY_CONSTANTS]).T)
     return found[0], found[1]

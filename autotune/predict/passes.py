@@ -93,9 +93,14 @@ class Trace:
     )  # elements of each frozen one; empty where only their sum is known
 
     @property
+    def every_frozen_size(self) -> list[int]:
+        """Elements of each frozen parameter; their sum as one where that is all that is known."""
+        return self.frozen_sizes or ([self.frozen] if self.frozen else [])
+
+    @property
     def every_size(self) -> list[int]:
         """Elements of each parameter, trainable or frozen."""
-        return [*self.parameters, *(self.frozen_sizes or ([self.frozen] if self.frozen else []))]
+        return [*self.parameters, *self.every_frozen_size]
 
     def of(self, checkpointing: bool) -> Pass:
         return self.checkpointed if checkpointing and self.checkpointed is not None else self.plain

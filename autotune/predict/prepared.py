@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from autotune.predict.constants import MANY_LENGTHS, MEMORY, QUIRKS, UNREAD_STATES, UNTRACED
+from autotune.predict.constants import MEMORY, QUIRKS, SHARDED, UNREAD_STATES, UNTRACED
 from autotune.predict.knobs import Columns, Floats, columns_of
 from autotune.predict.optimizers import stepper
 from autotune.predict.passes import Trace
 from autotune.predict.roofline import Work, work
+from autotune.predict.uneven import uneven_shares
 from autotune.predict.unread import unread_knobs
 from autotune.predict.zero import SUMS, TABLES, Bill, bill
 from autotune.problem.candidate import Candidate
@@ -31,6 +32,7 @@ class Prepared:
     quirks: Floats  # (n, quirks)
     features: Floats  # (n, features)
     doubt: Floats  # (n,) bytes: standard deviation of peaks by what no constant stands for
+    uneven: Floats  # (n,) of the activations: what batches of many lengths leave behind
 
     @classmethod
     def of(
@@ -39,9 +41,10 @@ class Prepared:
         """Candidates that all have this trace; `guessed`: unlike that of the others it is an estimate."""
         c = columns_of(candidates, job)
         b = bill(job, trace, c, hardware.device)
-        doubt = np.hypot(doubt_of(b, candidates, guessed), MANY_LENGTHS * c.many_lengths * b.activations.max(axis=0))
+        uneven, spread = uneven_shares(job, c, b.activations.max(axis=0))
+        doubt = doubt_of(b, c, candidates, job.ranks, guessed, spread)
         features = np.hstack([features_of(c), np.tile(job_features(job, hardware, trace), (len(candidates), 1))])
-        return cls(c, b, work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt)
+        return cls(c, b, work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt, uneven)
 
     @classmethod
     def joined(cls, parts: list[Prepared], at: list[list[int]]) -> Prepared:
@@ -62,14 +65,15 @@ class Prepared:
             joined([part.columns for part in parts]),
             Bill(moments=moments, **beside(bills, SUMS), **tables),
             joined([part.work for part in parts]),
-            **beside(parts, ("quirks", "features", "doubt")),
+            **beside(parts, ("quirks", "features", "doubt", "uneven")),
         )
 
     def rows(self, mask: Floats) -> Prepared:
         """Only the candidates where `mask` is true. The bill stays that of all: only step times are asked of these."""
         columns = Columns(**{name: value[mask] for name, value in vars(self.columns).items()})
         w = Work(**{name: value[mask] for name, value in vars(self.work).items()})
-        return Prepared(columns, self.bill, w, self.quirks[mask], self.features[mask], self.doubt[mask])
+        beside = (self.quirks[mask], self.features[mask], self.doubt[mask], self.uneven[mask])
+        return Prepared(columns, self.bill, w, *beside)
 
 
 def _diagonal(tables: list[Floats]) -> Floats:
@@ -82,12 +86,15 @@ def _diagonal(tables: list[Floats]) -> Floats:
     return found
 
 
-def doubt_of(b: Bill, candidates: Sequence[Candidate], guessed: bool) -> Floats:
-    """(n,) bytes by which peaks are uncertain: of candidates that set keys which no formula reads, and of guessed traces."""
+def doubt_of(b: Bill, c: Columns, candidates: Sequence[Candidate], ranks: int, guessed: bool, uneven: Floats) -> Floats:
+    """(n,) bytes by which peaks are uncertain: of candidates that set keys which no formula reads, of states that are shared
+    among ranks, of guessed traces, and of batches of many lengths, whose order decides what they leave behind (`uneven` is its
+    deviation as a share of activations)."""
     unread = np.array([bool(unread_knobs(candidate)) for candidate in candidates])
     of_states = np.where(unread, UNREAD_STATES * (b.parameters + b.gradients + b.optimizer), 0.0)
-    of_activations = UNTRACED * MEMORY["activations"].sigma * b.activations.max(axis=0) if guessed else 0.0
-    return np.asarray(np.hypot(of_states, of_activations))
+    of_shares = SHARDED * b.peaks().max(axis=0) * ((c.stage > 0) & (ranks > 1))
+    of_activations = np.hypot(UNTRACED * MEMORY["activations"].sigma * guessed, uneven) * b.activations.max(axis=0)
+    return np.asarray(np.sqrt(of_states**2 + of_shares**2 + of_activations**2))
 
 
 def quirks_of(c: Columns, nodes: int = 1) -> Floats:

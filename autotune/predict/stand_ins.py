@@ -30,6 +30,17 @@ def shapes_alone(fused: bool) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute of a module or class is `value` for as long."""
+    before = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
 def with_values(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The tensors that `make` returns as fake ones whose values are known: what is computed from these alone is known, too.
     Models with images cut their features by the values of a batch."""
@@ -58,24 +69,16 @@ _POSITIONS = "get_rope_index"  # a method of Qwen2-VL and its heirs, token by to
 @contextlib.contextmanager
 def _known_values() -> Iterator[None]:
     """Values that are known stay so in tensors of more than one element, and functions of image sizes are computed."""
-    limit = fake_tensor.CONSTANT_NUMEL_LIMIT
-    fake_tensor.CONSTANT_NUMEL_LIMIT = _MOST_KNOWN
-    replaced: list[tuple[Any, str, Any]] = []
-    for module in [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]:
-        for name, function in [(name, vars(module).get(name)) for name in _OF_GRIDS]:
-            if callable(function):
-                replaced.append((module, name, function))
-                setattr(module, name, _computed(function))
-        for kind in [kind for kind in vars(module).values() if isinstance(kind, type)]:
-            if _POSITIONS in vars(kind):
-                replaced.append((kind, _POSITIONS, vars(kind)[_POSITIONS]))
-                setattr(kind, _POSITIONS, _blank_positions)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(fake_tensor, "CONSTANT_NUMEL_LIMIT", _MOST_KNOWN))
+        for module in [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]:
+            for name, function in [(name, vars(module).get(name)) for name in _OF_GRIDS]:
+                if callable(function):
+                    stack.enter_context(_replaced(module, name, _computed(function)))
+            for kind in [kind for kind in vars(module).values() if isinstance(kind, type)]:
+                if _POSITIONS in vars(kind):
+                    stack.enter_context(_replaced(kind, _POSITIONS, _blank_positions))
         yield
-    finally:
-        fake_tensor.CONSTANT_NUMEL_LIMIT = limit
-        for place, name, function in replaced:
-            setattr(place, name, function)
 
 
 def _blank_positions(_: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,11 +149,8 @@ def _fused_attention() -> Iterator[None]:
         out = original(query, key, value, attn_mask.detach(), 0.0, *args, **kwargs)
         return _GradientOfBias.apply(out, attn_mask, (*query.shape[:-1], key.shape[-2]))
 
-    functional.scaled_dot_product_attention = attention
-    try:
+    with _replaced(functional, "scaled_dot_product_attention", attention):
         yield
-    finally:
-        functional.scaled_dot_product_attention = original
 
 
 @contextlib.contextmanager
@@ -164,11 +164,10 @@ def _grouped_products() -> Iterator[None]:
     if before is None:
         yield
         return
-    setattr(moe, name, lambda input, weight, offs: weight.dtype == torch.bfloat16 and before(input, weight, offs))
-    try:
+    with _replaced(
+        moe, name, lambda input, weight, offs: weight.dtype == torch.bfloat16 and before(input, weight, offs)
+    ):
         yield
-    finally:
-        setattr(moe, name, before)
 
 
 @contextlib.contextmanager
@@ -181,15 +180,11 @@ def _plain_masks() -> Iterator[None]:
     from transformers import masking_utils
 
     name = "find_packed_sequence_indices"
-    before = getattr(masking_utils, name, None)
-    if before is None:
+    if not hasattr(masking_utils, name):
         yield
         return
-    setattr(masking_utils, name, lambda position_ids: None)
-    try:
+    with _replaced(masking_utils, name, lambda position_ids: None):
         yield
-    finally:
-        setattr(masking_utils, name, before)
 
 
 @contextlib.contextmanager
@@ -199,7 +194,6 @@ def plain_conversion() -> Iterator[None]:
     torch would swap fake tensors in place, which it refuses where anything holds a weak reference to one, as a fake mode
     does.
     """
-    original = torch.nn.Module._apply
     made: dict[int, tuple[Any, Any]] = {}
 
     def converted(parameter: Any, fn: Any) -> Any:
@@ -222,8 +216,5 @@ def plain_conversion() -> Iterator[None]:
                 module._buffers[name] = fn(buffer)
         return module
 
-    setattr(torch.nn.Module, original.__name__, apply)
-    try:
+    with _replaced(torch.nn.Module, "_apply", apply):
         yield
-    finally:
-        setattr(torch.nn.Module, original.__name__, original)

@@ -29,8 +29,9 @@ __all__ = ["LOSSES", "VERSION", "Trace", "cache_folder", "cache_key", "trace_job
 # How a decoder's loss is taken: as transformers does it (32-bit logits); from the 16-bit logits in place, as fused cross-entropy
 # kernels do; chunk by chunk, as kernels do that hold the head too and never all logits; and, as the code of models did it before
 # 2025, from a shifted copy of the logits: in 32 bits, in 16, or in 16 and cast by cross entropy itself, as it does under autocast
-# (torch's list of operators that autocast to float32).
-LOSSES = ("own", "fused", "chunked", "shifted32", "shifted16", "shifted-cast")
+# (torch's list of operators that autocast to float32). `held32` is `shifted32` in a loop that holds the model's outputs until
+# backward is done, as loops written by hand do and transformers' Trainer does not.
+LOSSES = ("own", "fused", "chunked", "shifted32", "held32", "shifted16", "shifted-cast")
 
 _RUNS_IT = ("torch", "transformers")
 VERSION = 6  # of what the tracer finds: raise it when that changes
@@ -70,6 +71,10 @@ _SIXTEEN_BITS = ("flash_attention_2", "flash_attention_3")  # "FlashAttention on
 
 
 _NO_GPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _tracer_environment(sees_gpus: bool = False) -> dict[str, str]:
+    return {**package_environment(), **({} if sees_gpus else _NO_GPU), "TRANSFORMERS_VERBOSITY": "error"}
 
 
 def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seconds: float = 300.0) -> Trace:
@@ -152,7 +157,7 @@ def trace_jobs(jobs: Sequence[tuple[Job, str]], told: Callable[[int, int], None]
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**current().environment(), **_NO_GPU, "TRANSFORMERS_VERBOSITY": "error"},
+        env=_tracer_environment(),
         text=True,
     ) as tracing:
         assert tracing.stdin
@@ -186,12 +191,11 @@ def _ask_tracer(job: Job, options: list[str], timeout_seconds: float) -> dict[st
 
     It sees no GPU, unless only sizes are asked for: those of a model that insists on one.
     """
-    hidden = {} if "--sizes" in options else _NO_GPU
     try:
         done = subprocess.run(
             [current().path, "-m", "autotune.predict.tracer", *options],
             input=json.dumps(job.to_json()),
-            env={**current().environment(), **hidden, "TRANSFORMERS_VERBOSITY": "error"},
+            env=_tracer_environment(sees_gpus="--sizes" in options),
             text=True,
             capture_output=True,
             timeout=timeout_seconds,

@@ -21,6 +21,10 @@ from autotune.problem.job import Job
 # Of the bytes of frozen partitions: published figures of LoRA at stage 3 (QwenLM/Qwen, 72B on 4 GPUs; modelscope/ms-swift, 7B
 # on 2) are 31 and 30 % of these above what is allocated.
 HOLES = 0.3
+# Of the activations of a model that is compiled and does not checkpoint: what pointwise operators make (the 32-bit copies of
+# norms, gates, rotations) is computed again from the operands of products (torch, _functorch/partitioners.py,
+# min_cut_rematerialization_partition). A Llama layer keeps 27 to 32 of 42 hidden sizes; its loss keeps all.
+COMPILED_KEPT = 0.75
 REDUCE_ELEMENTS = 5e8  # stage 0 reduces in flat copies of at most so many elements (engine.py, allreduce_gradients)
 
 SUMS = ("parameters", "gradients", "optimizer", "host", "left", "holes")  # of a Bill: one entry a candidate
@@ -79,15 +83,16 @@ class _Terms:
 
     def __init__(self, job: Job, trace: Trace, columns: Columns, device: str) -> None:
         self.trace, self.columns, self.ranks = trace, columns, float(job.ranks)
-        self.width, self.frozen_width = job.trained_bytes, job.element_bytes
+        self.width, self.frozen_width = trained_width(job, trace), job.element_bytes
         self.plain = job.plain
         self.stepper = stepper(job)
         # torch's foreach is for CUDA alone; on CPU ranks nothing is really pinned (accelerator/cpu_accelerator.py)
         self.on_gpu = device == "cuda"
         share = 1.0 if not job.plain else self.width / 4
+        narrower = self.width / job.trained_bytes  # `state_share` is of the adapters alone
         self.temporary_bytes = self.stepper.temporary_bytes * share if self.on_gpu else 0.0
         follows = self.stepper.follows_weights & (self.plain | (columns.stage > 0))
-        self.states = self.stepper.state_bytes * np.where(follows, columns.state_share, 1.0)
+        self.states = self.stepper.state_bytes * np.where(follows, columns.state_share * narrower, 1.0)
         self.master, self.accumulated, self.sent = columns.master, columns.accumulated, columns.communicated
         self.total = float(sum(trace.parameters))  # elements, as are the next two
         self.part, self.largest = self.total / self.ranks, float(trace.largest)
@@ -153,6 +158,15 @@ def bill(job: Job, trace: Trace, columns: Columns, device: str = "cpu") -> Bill:
     return Bill(parameters, gradients, optimizer, tuple(moments.names), *moments.tables(), *kept)
 
 
+def trained_width(job: Job, trace: Trace) -> float:
+    """Bytes of an element of trained parameters and their gradients, on average: peft makes 32-bit adapters in 16-bit models,
+    but leaves modules that it saves whole (the largest: embedding, head) as they are (peft 0.21, cast_adapter_dtype)."""
+    if job.lora is None or not job.lora.saved or job.trained_bytes == job.element_bytes or not trace.parameters:
+        return job.trained_bytes
+    saved = sum(sorted(trace.parameters)[-len(job.lora.saved) :]) / sum(trace.parameters)
+    return saved * job.element_bytes + (1 - saved) * job.trained_bytes
+
+
 def _resident(t: _Terms) -> tuple[Floats, Floats, Floats]:
     """(parameters, gradients, optimizer): device bytes that are there all the time."""
     frozen = t.frozen_width * t.trace.frozen
@@ -180,6 +194,7 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
     gathered = np.where(t.three, gathered_bytes(t.trace, c, t.frozen_width, t.ranks), 0.0)
     for choice, run in ((0.0, t.trace.plain), (1.0, t.trace.of(True))):
         mine = c.checkpointing == choice
+        kept = np.where((c.compiled > 0) & (choice == 0), COMPILED_KEPT, 1.0)
         for phase, name in ((FORWARD, "forward"), (BACKWARD, "backward")):
             for fixed, each, grads, used in _points(run, phase):
                 held, buckets = _pending(t, grads)
@@ -191,7 +206,7 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
                     np.maximum(t.kept_buckets, t.standing + buckets),
                     np.where(t.three & (t.ranks > 1), np.maximum(gathered, used), 0.0),
                     np.maximum(t.kept, held),
-                    np.maximum(0.0, fixed + each * c.micro_batch) + _kept_inputs(t, run, each),
+                    kept * np.maximum(0.0, fixed + each * c.micro_batch) + _kept_inputs(t, run, each),
                 )
     held, buckets = _pending(t, t.whole, done=True)
     flat = min(t.total, REDUCE_ELEMENTS) * (t.width + np.where(t.sent != t.width, t.sent, 0.0))
@@ -291,9 +306,7 @@ def _host(t: _Terms) -> Floats:
     flat = pinned(t.width * t.part, c.pinned_param)
     left = np.where(one_by_one, _sum_of_blocks(t.trace.parameters, t.width / t.ranks), 0.0)
     # frozen ones stay where they were pinned (stage3.py, _create_fp16_partitions_with_defragmentation)
-    shares = _sum_of_blocks(t.trace.every_size, t.width / t.ranks) - _sum_of_blocks(
-        t.trace.parameters, t.width / t.ranks
-    )
+    shares = _sum_of_blocks(t.trace.every_frozen_size, t.width / t.ranks)
     frozen = np.where(one_by_one, shares, t.frozen_width * t.trace.frozen / t.ranks)
     return np.asarray(host + np.where(t.parameters_out, flat + left + frozen, 0.0), dtype=np.float64)
 

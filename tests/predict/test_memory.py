@@ -56,8 +56,10 @@ def test_what_does_not_fit_is_said_by_what_it_needs() -> None:
     assert one.peak_bytes == pytest.approx(free.needed_bytes)
 
 
-def test_slopes_are_those_of_the_peaks() -> None:
-    predictor = predictor_on(card(200 * GIB))
+@pytest.mark.parametrize("lengths", [(), ((SEQ_LEN // 2, 10_000), (SEQ_LEN, 1))])
+def test_slopes_are_those_of_the_peaks(lengths: tuple[tuple[int, int], ...]) -> None:
+    job = make_job(precision="bf16", seq_len=SEQ_LEN, lengths=lengths)
+    predictor = Predictor(job, card(200 * GIB), recorded_trace(job))
     candidates = [make_candidate(stage, batch) for stage in range(4) for batch in (1, 256)]
     prepared, mean = predictor.prepare(candidates), predictor._memory.mean
     by_shown, by_allocated = slopes(prepared, predictor.hardware, mean)

@@ -1,0 +1,69 @@
+"""What the caching allocator keeps where batches differ in length: blocks of batches that were the longest so far.
+
+A batch that is longer than all before finds no free block that is large enough, so the allocator takes a new one for each of
+its tensors and keeps the old ones, which now only shorter batches fill (torch, c10/cuda/CUDACachingAllocator.cpp: the smallest
+block that is large enough is split; segments never grow, unless they are `expandable_segments`). After many batches it holds
+the tensors of every record: as many times the longest batch as the records' lengths add up to. Replayed through the
+allocator's rules (`benchmarks/caching_allocator.py`), tensors of one size give exactly that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autotune.predict.flops import dense_shape
+from autotune.predict.knobs import Columns, Floats
+from autotune.problem.job import Job
+from autotune.units import MIB
+
+BATCHES = 100  # of a training, before its memory is looked at: records are rare by then, and so is a chance to see them
+# Blocks from here on have a segment of their own; smaller ones share segments that any length can use.
+OWN_SEGMENT_BYTES = 10 * MIB
+# A layer's blocks are of many sizes, and the larger ones of a shorter batch serve as smaller ones of a longer: replays of layers
+# alone keep 0.7 to 1.4 times what is in use where tensors of one size would keep 2.7.
+MIXED = 0.4
+# Bytes a token and entry of a vocabulary while the loss is taken: logits, their shifted copy, both in 32 bits, the softmax.
+_LOSS_BYTES = 12.0
+
+
+def uneven_shares(job: Job, c: Columns, activations: Floats) -> tuple[Floats, Floats]:
+    """(mean, standard deviation), (n,) each: what is kept of the longest batches' blocks, as a share of `activations` (bytes
+    of the longest batch, (n,))."""
+    if not c.many_lengths.any():
+        return np.zeros(len(c)), np.zeros(len(c))
+    large = c.many_lengths * _in_large_blocks(job, c, activations)
+    mean, deviation = kept_records(job.lengths, c.micro_batch)
+    return large * mean, large * deviation
+
+
+def kept_records(
+    lengths: Sequence[tuple[int, int]], micro_batch: Floats, batches: int = BATCHES
+) -> tuple[Floats, Floats]:
+    """(mean, standard deviation), (n,) each, of the sum of the lengths of all batches that were the longest so far, but for
+    the longest of all, as multiples of the longest; `lengths` are (tokens, how often), and a batch is as long as its longest row.
+
+    A length is a record if the first batch that is at least as long is exactly as long; that of one tells nothing of others.
+    """
+    tokens, counts = np.array(sorted(lengths), dtype=np.float64).T
+    sizes, place = np.unique(micro_batch, return_inverse=True)
+    up_to = np.concatenate([[0.0], np.cumsum(counts) / counts.sum()]) ** sizes[:, None]
+    shorter, at_least = up_to[:, :-1], np.maximum(1 - up_to[:, :-1], 1e-12)
+    record = np.minimum(1.0, np.diff(up_to, axis=1) / at_least) * (1 - shorter**batches)
+    share = tokens / tokens[-1]
+    mean, variance = np.maximum(0.0, record @ share - 1), (record * (1 - record)) @ share**2
+    return np.asarray(mean[place]), np.asarray(np.sqrt(variance)[place])
+
+
+def _in_large_blocks(job: Job, c: Columns, activations: Floats) -> Floats:
+    """(n,) the share of the activations that blocks of records cannot be used for again: of the loss all, of layers a part,
+    where they are too large to share a segment."""
+    shape = dense_shape(job.model.config)
+    if shape is None:
+        return np.full(len(c), MIXED)
+    _, width, vocabulary = shape
+    entries = job.element_bytes * c.micro_batch * job.seq_len
+    of_loss = np.minimum(1.0, _LOSS_BYTES * vocabulary * c.micro_batch * job.seq_len / np.maximum(activations, 1.0))
+    of_loss = np.where(entries * vocabulary >= OWN_SEGMENT_BYTES, of_loss, 0.0)
+    return np.asarray(of_loss + (1 - of_loss) * np.where(entries * width >= OWN_SEGMENT_BYTES, MIXED, 0.0))
