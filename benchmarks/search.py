@@ -77,6 +77,60 @@ def misled(number: int) -> type[Biased]:
     return type(f"Misled{number}", (Biased,), {"memory_salt": (number,), "time_salt": (100 + number,)})
 
 
+class Wrong(Predictor):
+    """A predictor that no measurement calibrates, because what it says is bent on its way out."""
+
+    bends_memory = bends_time = True
+
+    def bend(self, logs: Any) -> Any:
+        """The logarithms of a predicted quantity, bent."""
+        raise NotImplementedError
+
+    def prepared_table(self, prepared: Any) -> Table:
+        table = super().prepared_table(prepared)
+        if self.bends_time:
+            samples = np.exp(self.bend(np.log(table.samples)))
+            table = dataclasses.replace(table, samples=samples, step=table.step * table.samples / samples)
+        if self.bends_memory:
+            factor = np.exp(self.bend(np.log(table.peak))) / table.peak
+            names = ("peak", "peak_sigma", "allocated", "allocated_sigma", "needed")
+            table = dataclasses.replace(table, **{name: getattr(table, name) * factor for name in names})
+        return table
+
+
+class Inverted(Wrong):
+    """What is fast it holds for slow, and what is large for small."""
+
+    def bend(self, logs: Any) -> Any:
+        return 2 * np.median(logs) - logs
+
+
+class WrongTime(Inverted):
+    """Right in memory, inverted in time."""
+
+    bends_memory = False
+
+
+class WrongMemory(Inverted):
+    """Right in time, inverted in memory."""
+
+    bends_time = False
+
+
+class Constant(Wrong):
+    """Every candidate is as fast and as large as any, and it is sure of it."""
+
+    def bend(self, logs: Any) -> Any:
+        return np.full(len(logs), np.median(logs))
+
+
+class Drawn(Wrong):
+    """At random, over the range that is right, and sure of it."""
+
+    def bend(self, logs: Any) -> Any:
+        return np.random.default_rng(len(logs)).permutation(logs)
+
+
 class Ignorant(Predictor):
     """A predictor that knows nothing: every candidate may fit and is as fast as any."""
 
@@ -108,17 +162,25 @@ class WithoutLadder(Proposer):
 class WithoutDominance(Proposer):
     """What ran out of memory says nothing of other candidates but through the predictor."""
 
-    def _rule_out(self, mask: Any, reason: str) -> None:
-        pass
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._openings.rule_out = lambda mask, reason: None  # type: ignore[method-assign]
 
 
 class WithoutSampler(Proposer):
-    """The predictor alone, even where it is blunt."""
+    """The model alone, even where measurements refute the predictor."""
 
-    def _advised(self, allowed: Any) -> Proposal:
+    def _advised(self) -> Proposal:
         return Proposal(self.candidates[int(self._worth()[0].argmax())], "best predicted")
 
 
+WRONG: dict[str, type[Predictor]] = {
+    "inverted": Inverted,
+    "constant": Constant,
+    "drawn": Drawn,
+    "wrong-time": WrongTime,
+    "wrong-memory": WrongMemory,
+}
 MISLED = {f"misled-{number}": misled(number) for number in range(1, 6)}
 # One part taken away each, or made wrong.
 ABLATIONS: dict[str, tuple[type[Predictor], type[Proposer]]] = {
@@ -128,7 +190,7 @@ ABLATIONS: dict[str, tuple[type[Predictor], type[Proposer]]] = {
     "no-ladder": (Predictor, WithoutLadder),
     "no-dominance": (Predictor, WithoutDominance),
     "no-sampler": (Predictor, WithoutSampler),
-    **{name: (predictor, Proposer) for name, predictor in MISLED.items()},
+    **{name: (predictor, Proposer) for name, predictor in (MISLED | WRONG).items()},
 }
 
 

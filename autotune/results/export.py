@@ -17,7 +17,7 @@ from autotune.problem.candidate import Candidate, under
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement
 from autotune.problem.tasks import CAUSAL
-from autotune.search.study import VERIFY, Record, StudyStore
+from autotune.search.study import VERIFY, Record, StudyStore, resumed_peak_bytes
 from autotune.version import __version__
 
 FORMATS = {"deepspeed": ".json", "accelerate": ".accelerate.yaml", "hf": ".training_arguments.json"}  # their suffixes
@@ -255,7 +255,7 @@ def export_record(store: StudyStore, record: Record, out: Path, style: str, veri
         headroom=store.hardware.headroom,
         threads=store.threads,
         environment=store.hardware.environment,
-        resume_peak_bytes=store.resume_peak_bytes(record.candidate),
+        resume_peak_bytes=resumed_peak_bytes(store.records(), record.candidate),
     )
     try:
         return write_export(record.candidate, store.job, out, data, style=style, device=store.hardware.device)
