@@ -202,7 +202,7 @@ def autotune(landscape: Landscape, trace: Trace, seed: int, budget: float, parts
     predictor = make_predictor(job, hardware, trace)
     candidates = sorted(landscape.rows, key=str)
     random.Random(seed).shuffle(candidates)
-    proposer = make_proposer(candidates, space, job, hardware, store, seed, predictor)
+    proposer = make_proposer(candidates, space, job, hardware, seed, predictor)
     began = time.perf_counter()
     result = Tuner(store, executor, proposer, space, hardware, budget_seconds=budget).run()
     trials = max(1, len(executor.ledger.trials))

@@ -56,6 +56,7 @@ class Forecast:
     sigma: Floats  # of these
     step: Floats  # seconds
     fits: Floats  # probability of staying under the ceiling
+    share: Floats  # what a rank is believed to need, as a share of the device
     hopeless: Flags  # whether the device's memory is too small beyond doubt
     host: Flags  # whether the host's is
 
@@ -72,6 +73,7 @@ class Beliefs:
         self.speed, self.memory = Trust(), Trust()
         self._surprises: list[float] = []
         self._table: Table | None = None
+        self._forecasts: dict[bool, Forecast] = {}
         self._before: Table | None = None  # the latest; of a large space partly older
         self._short: tuple[Places, Prepared] | None = None
         self._fresh = 0  # tables since all were predicted
@@ -125,6 +127,7 @@ class Beliefs:
             self._hear_shortage(at, outcome)
         self.predictor.observe(candidate, outcome)
         self._table = None
+        self._forecasts.clear()
 
     def _hear(self, at: int, measured: Measurement) -> None:
         speed, peak = math.log(measured.samples_per_second), math.log(measured.peak_bytes)
@@ -165,11 +168,16 @@ class Beliefs:
         recent = self._surprises[-8:]
         return max(1.0, math.sqrt(sum(z * z for z in recent) / len(recent))) if len(recent) > 1 else 1.0
 
-    def forecast(self) -> Forecast:
-        """Of every candidate, by whoever is believed."""
+    def forecast(self, rival: bool = False) -> Forecast:
+        """Of every candidate, by whoever is believed; with `rival`, of speed by measurements alone."""
+        if rival not in self._forecasts:
+            self._forecasts[rival] = self._forecast(rival)
+        return self._forecasts[rival]
+
+    def _forecast(self, rival: bool) -> Forecast:
         table = self.table()
         logs, sigma, step = np.log(table.samples), self._humility * table.step_sigma, table.step
-        if self.speed.refuted and len(self._speeds):
+        if (rival or self.speed.refuted) and len(self._speeds):
             logs, sigma = self._speeds.predict()
             step = self._samples / np.exp(logs)
         capacity, ceiling = float(self.hardware.capacity_bytes), float(self.hardware.ceiling_bytes)
@@ -178,10 +186,10 @@ class Beliefs:
             peak, spread = self._peaks.predict()
             fits = normal_cdf((math.log(ceiling) - peak) / spread)
             hopeless = np.zeros(len(peak), dtype=bool)
-            return Forecast(logs, sigma, step, fits, hopeless, hopeless)
+            return Forecast(logs, sigma, step, fits, np.exp(peak) / capacity, hopeless, hopeless)
         fits = normal_cdf((ceiling - table.needed) / table.peak_sigma)
         hopeless = table.needed - HOPELESS_SIGMAS * table.peak_sigma > capacity
-        return Forecast(logs, sigma, step, fits, hopeless, host)
+        return Forecast(logs, sigma, step, fits, table.needed / capacity, hopeless, host)
 
 
 def _one(surrogate: Surrogate, at: int) -> tuple[float, float]:

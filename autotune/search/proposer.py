@@ -21,11 +21,10 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Outcome, Phase, Source
 from autotune.problem.space import SearchSpace
-from autotune.search.beliefs import Beliefs, normal_cdf
+from autotune.search.beliefs import Beliefs, Forecast, normal_cdf
 from autotune.search.factors import Screen, kind_of
 from autotune.search.openings import Openings
 from autotune.search.sampler import FAILED, Answer, Sampler
-from autotune.search.study import StudyStore
 from autotune.units import GIB, format_bytes
 
 STARTUP_SECONDS = 15.0  # an engine's start, until one was measured
@@ -35,8 +34,10 @@ LAST_RESORTS = 4  # engines tried although nothing is predicted to fit
 LEAST_EVIDENCE = 8  # candidates measured before a search may end by itself
 MEMORY_END_AFTER = 4  # candidates measured before an exhaustive search looks for where memory ends
 HEAD = 6  # trials before the sampler has its share
-AUDITS = 2  # of the sampler's, before a search may end by itself
-OPTIMISTIC_SHARE = 4  # one in so many is the sampler's while nothing refutes the predictor
+CATCH_UP = 2  # trials of its in a row while it has had fewer
+AUDITS = 2  # second opinions that have found nothing better, before a search may end by itself
+MOST_BOLD = 2  # trials of what is predicted not to fit, before it may
+IMPLAUSIBLE = 2.0  # such a share of the device no predictor is wrong by
 SECOND_ORDER_GAIN = 0.1  # logarithm of what second-order knobs gain, until the study has measured it
 DOUBTLESS_SIGMAS = 3.0  # so far below the best a level is not worth seeing
 STALE = 32  # trials in vain, at least, before a search without a predictor ends by itself
@@ -60,7 +61,6 @@ class Proposer:
         space: SearchSpace,
         job: Job,
         hardware: Hardware,
-        store: StudyStore,
         seed: int,
         predictor: Predictor,
         *,
@@ -90,6 +90,9 @@ class Proposer:
         self._last_resorts = 0
         self._proposed = 0  # candidates in this call
         self._improved_at = 0  # how many there were when the best was last beaten
+        self._audited = 0  # second opinions since then
+        self._bold_tries = 0
+        self._in_a_row = 0  # the sampler's latest
         self._sampled = 0  # of these, the sampler's
         self._seed, self._answers = seed, dict[int, Answer]()
         self.stopped_early = ""
@@ -121,7 +124,7 @@ class Proposer:
         if fits and outcome.measurement is not None:
             best = max(self.speed.values(), default=0.0)
             if outcome.measurement.samples_per_second > best * (1 + self.tolerance):
-                self._improved_at = self._proposed
+                self._improved_at, self._audited = self._proposed, 0
             self.speed[candidate] = outcome.measurement.samples_per_second
         if at is None:
             return
@@ -204,6 +207,7 @@ class Proposer:
         self._proposed += 1
         if self._sampler_is_due:
             return self._advised()
+        self._in_a_row = 0
         worth, gain = self._worth()
         some = bool(np.isfinite(worth).any())
         if not self.speed and not some:
@@ -213,11 +217,15 @@ class Proposer:
             return Proposal(self.candidates[best], "best predicted")
         worthwhile = some and gain[best] >= WORTHWHILE * self.tolerance
         refines = not worthwhile or self._kind_fitted[self._kind[best]]
-        if refines and (unseen := self._unseen()) is not None:
+        if refines and (unseen := self._unseen() or (self._bold() if self._beliefs.refuted else None)) is not None:
             return unseen
         if worthwhile or (some and len(self.speed) < LEAST_EVIDENCE):
             return Proposal(self.candidates[best], f"predicted gain {100 * math.expm1(gain[best]):.1f} %")
-        if self._beliefs.refuted or self._sampled < AUDITS or (self.exhaustive and some):
+        if (bold := self._bold()) is not None:
+            return bold
+        if not self._beliefs.refuted and self._audited < AUDITS and (second := self._second_opinion()) is not None:
+            return second
+        if self._beliefs.refuted or (self.exhaustive and some):
             return self._advised()
         if some:
             self.stopped_early = (
@@ -232,12 +240,10 @@ class Proposer:
 
     @property
     def _sampler_is_due(self) -> bool:
-        """Half of all trials are the sampler's once measurements speak against the predictor, fewer before."""
-        if self._proposed <= HEAD:
+        """Half of all trials are the sampler's where measurements speak against the predictor; until they are, two of three."""
+        if not self._beliefs.refuted or self._proposed <= HEAD:
             return False
-        if self._beliefs.refuted:
-            return 2 * self._sampled < self._proposed
-        return bool(self.speed) and OPTIMISTIC_SHARE * self._sampled < self._proposed - LEAST_EVIDENCE
+        return 2 * self._sampled < self._proposed and self._in_a_row < CATCH_UP
 
     def _unseen(self, among: Flags | None = None) -> Proposal | None:
         """The most promising candidate with a level of a first-order knob that the study has not seen; None where every
@@ -250,12 +256,35 @@ class Proposer:
             mask &= among
         if not mask.any():
             return None
-        worth, gain = self._worth()
+        worth, gain = self._worth(forecast)
         promise = worth
         if gain[mask].max() < WORTHWHILE * self.tolerance:
             promise = forecast.logs + 4 * np.log(np.maximum(forecast.fits, 1e-9))
         promise = np.where(mask, promise, -np.inf)
         return Proposal(self.candidates[int(promise.argmax())], "a level not seen before")
+
+    def _second_opinion(self) -> Proposal | None:
+        """What measurements alone, without the predictor, hold for the most worth a trial; None where that is nothing."""
+        worth, gain = self._worth(self._beliefs.forecast(rival=True))
+        best = int(worth.argmax())
+        if not np.isfinite(worth[best]) or gain[best] < WORTHWHILE * self.tolerance:
+            return None
+        self._audited += 1
+        return Proposal(self.candidates[best], "most promising by measurements alone, whatever is predicted")
+
+    def _bold(self) -> Proposal | None:
+        """The candidate nearest to fitting among those that would be faster and that only a predicted lack of memory holds
+        back, with a level that the study has not seen: what a predictor that is wrong of memory would hide."""
+        if self._bold_tries >= MOST_BOLD and not self._beliefs.refuted:
+            return None
+        forecast = self._beliefs.forecast()
+        mask = self._open & self._screen.unseen() & (forecast.share < IMPLAUSIBLE) & ~forecast.host
+        mask &= forecast.logs + DOUBTLESS_SIGMAS * forecast.sigma > math.log(max(self.speed.values()))
+        if not mask.any():
+            return None
+        self._bold_tries += 1
+        nearest = int(np.where(mask, forecast.share, np.inf).argmin())
+        return Proposal(self.candidates[nearest], "predicted not to fit, and of a level not seen before")
 
     def _last_resort(self) -> Proposal | None:
         """Where nothing has fitted and nothing is predicted to: the candidate of least memory, in case that is wrong."""
@@ -305,8 +334,8 @@ class Proposer:
     def trial_seconds(self, candidate: Candidate) -> float:
         """What a trial of the candidate may take at most, by its size and by what others took."""
         at = self._index.get(candidate)
-        table = self._predictions()
-        step = float(table.step[at] * np.exp(2 * table.step_sigma[at])) if at is not None else 10.0
+        forecast = self._beliefs.forecast()
+        step = float(forecast.step[at] * np.exp(2 * forecast.sigma[at])) if at is not None else 10.0
         measuring = 12 * step + 30.0
         starting = 4 * max(self._startup, default=STARTUP_SECONDS) + size_seconds(self.job, candidate)
         usual = self.patience(candidate) * (starting + measuring)
@@ -321,13 +350,13 @@ class Proposer:
         forecast = self._beliefs.forecast()
         return forecast.hopeless, forecast.host
 
-    def _worth(self, alive: Flags | None = None) -> tuple[Floats, Floats]:
+    def _worth(self, forecast: Forecast | None = None, alive: Flags | None = None) -> tuple[Floats, Floats]:
         """(gain a second, gain) of measuring each candidate; the first is minus infinity where it is ruled out.
 
         Gain is the expected improvement of log samples a second over the best so far, times the probability of fitting.
         `alive` marks the candidates that the running engine can measure without a new start.
         """
-        forecast = self._beliefs.forecast()
+        forecast = forecast or self._beliefs.forecast()
         barred = ~self._open | forecast.hopeless | forecast.host
         if not self.speed:
             # first something that surely fits: it calibrates everything else
@@ -360,6 +389,7 @@ class Proposer:
             fitting = allowed & (forecast.fits > 0.5) & ~forecast.host
             allowed = fitting if fitting.any() else allowed
         self._sampled += 1
+        self._in_a_row += 1
         at = self._sampler.next(allowed, self._openings.too_large)
         candidate = self.candidates[at]
         if self.exhaustive:  # every rung of that engine in one start

@@ -12,7 +12,6 @@ from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
 from autotune.problem.space_file import parse_space
 from autotune.search.dominance import Dominance
 from autotune.search.proposer import Proposer
-from autotune.search.study import StudyStore
 from autotune.units import GIB
 from tests.conftest import make_candidate, make_job
 
@@ -30,10 +29,9 @@ def needs_no_less(candidate: Candidate, other: Candidate) -> bool:
 
 def make_proposer(landscape: Landscape, **options: object) -> Proposer:
     job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
-    store = StudyStore.in_memory(job, hardware, space)
     predictor = Predictor(job, hardware, trace_job(job))
     candidates = sorted(landscape.rows, key=str)
-    return Proposer(candidates, space, job, hardware, store, 0, predictor, **options)  # type: ignore[arg-type]
+    return Proposer(candidates, space, job, hardware, 0, predictor, **options)  # type: ignore[arg-type]
 
 
 def result(landscape: Landscape, candidate: Candidate) -> Outcome:
@@ -79,8 +77,7 @@ def test_a_kernel_that_crashes_everywhere_is_given_up() -> None:
         "knobs: {zero_stage: [1, 2], train_micro_batch_size_per_gpu: [1, 2], "
         "attention: [sdpa, flex_attention], overlap_comm: [true, false]}"
     )
-    store = StudyStore.in_memory(job, hardware, space)
-    proposer = Proposer(space.candidates(job), space, job, hardware, store, 0, Predictor(job, hardware))
+    proposer = Proposer(space.candidates(job), space, job, hardware, 0, Predictor(job, hardware))
     crashed = Outcome(
         Kind.CRASH, Phase.FORWARD, reason="no such kernel", evidence="exception RuntimeError", source=Source.EXCEPTION
     )
@@ -192,9 +189,8 @@ def test_where_nothing_is_predicted_to_fit_the_least_is_tried(landscape: Landsca
 
     job, space = landscape.job(), landscape.space()
     small = dataclasses.replace(landscape.hardware(), memory_cap_bytes=GIB // 2)
-    store = StudyStore.in_memory(job, small, space)
     candidates = sorted(landscape.rows, key=str)
-    proposer = Proposer(candidates, space, job, small, store, 0, Predictor(job, small, trace_job(job)))
+    proposer = Proposer(candidates, space, job, small, 0, Predictor(job, small, trace_job(job)))
     tried = 0
     while (proposal := proposer.next()) is not None:
         assert "nothing is predicted to fit" in proposal.note
