@@ -162,9 +162,13 @@ class WithoutLadder(Proposer):
 class WithoutDominance(Proposer):
     """What ran out of memory says nothing of other candidates but through the predictor."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._openings.rule_out = lambda mask, reason: None  # type: ignore[method-assign]
+    def observe(self, candidate: Candidate, outcome: Outcome) -> None:
+        before = self._openings.open.copy()
+        super().observe(candidate, outcome)
+        self._openings.open[:] = before
+        self._openings.too_large[:] = False
+        if outcome.kind.says_something_of_the_candidate:
+            self._openings.close(candidate)
 
 
 class WithoutSampler(Proposer):
