@@ -198,7 +198,9 @@ ABLATIONS: dict[str, tuple[type[Predictor], type[Proposer]]] = {
 }
 
 
-def autotune(landscape: Landscape, trace: Trace, seed: int, budget: float, parts: str) -> dict[str, Any]:
+def autotune(
+    landscape: Landscape, trace: Trace, seed: int, budget: float, parts: str, until_found: bool = False
+) -> dict[str, Any]:
     executor = ReplayExecutor(landscape, seed)
     job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
     store = StudyStore.in_memory(job, hardware, space)
@@ -208,7 +210,16 @@ def autotune(landscape: Landscape, trace: Trace, seed: int, budget: float, parts
     random.Random(seed).shuffle(candidates)
     proposer = make_proposer(candidates, space, job, hardware, seed, predictor)
     began = time.perf_counter()
-    result = Tuner(store, executor, proposer, space, hardware, budget_seconds=budget).run()
+    tuner = Tuner(
+        store,
+        executor,
+        proposer,
+        space,
+        hardware,
+        budget_seconds=budget,
+        cancelled=lambda: until_found and "trials98" in judge(landscape, executor, budget),
+    )
+    result = tuner.run()
     trials = max(1, len(executor.ledger.trials))
     return {
         **judge(landscape, executor, budget),
@@ -381,13 +392,13 @@ def judge(landscape: Landscape, executor: ReplayExecutor, budget: float) -> dict
     return found
 
 
-def one(task: tuple[Path, str, int, float]) -> dict[str, Any]:
-    path, strategy, seed, budget = task
+def one(task: tuple[Path, str, int, float, bool]) -> dict[str, Any]:
+    path, strategy, seed, budget, until_found = task
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore")
     landscape = load_landscape(path)
     if strategy in ABLATIONS:
-        return autotune(landscape, trace_job(landscape.job()), seed, budget, strategy)
+        return autotune(landscape, trace_job(landscape.job()), seed, budget, strategy, until_found)
     kind = {"tpe": by_optuna(tpe), "gp": by_optuna(gp), "random": at_random, "deepspeed": like_deepspeed}[strategy]
     return baseline(landscape, seed, budget, kind)
 
@@ -444,6 +455,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--strategies", default="autotune,tpe,random,deepspeed")
     parser.add_argument("--budget", default="30m")
+    parser.add_argument("--until-found", action="store_true", help="end a study of ours once 98 %% was measured")
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parse(parser, landscapes=[DATA / "landscapes_own"], seeds=1, budget="5m", jobs=1)
     strategies = arguments.strategies.split(",")
@@ -456,7 +468,12 @@ def main() -> None:
     budget = parse_duration(arguments.budget)
     for path in tables:
         trace_job(load_landscape(path).job())  # once, before the processes share the cache
-    tasks = [(path, s, seed, budget) for path in tables for s in strategies for seed in range(arguments.seeds)]
+    tasks = [
+        (path, s, seed, budget, arguments.until_found)
+        for path in tables
+        for s in strategies
+        for seed in range(arguments.seeds)
+    ]
     with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
         runs = pool.map(one, tasks, chunksize=1)
     rows = []

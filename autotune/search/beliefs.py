@@ -18,7 +18,7 @@ from autotune.predict.knobs import Flags, Floats, Places
 from autotune.predict.predictor import Predictor, Table
 from autotune.predict.prepared import Prepared
 from autotune.predict.roofline import host_limit_bytes
-from autotune.problem.candidate import Candidate, samples
+from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Measurement, Outcome
@@ -67,7 +67,7 @@ class Beliefs:
     def __init__(self, predictor: Predictor, job: Job, hardware: Hardware, candidates: Sequence[Candidate]) -> None:
         self.predictor, self.job, self.hardware = predictor, job, hardware
         self._prepared = predictor.prepare(candidates)
-        self._samples = np.array([samples(job, candidate) for candidate in candidates])
+        self._count = len(candidates)
         first, second = features(candidates)
         self._speeds, self._peaks = Surrogate(first, second), Surrogate(first, second)
         self.speed, self.memory = Trust(), Trust()
@@ -95,7 +95,7 @@ class Beliefs:
         """Of a large space only the candidates that may come to be of use are predicted anew after every measurement, and all
         of them after every few."""
         due = self._fresh % ALL_EVERY == 0 or len(self._peaks) < ALL_EVERY
-        if self._before is None or due or len(self._samples) < 2 * SHORTLIST:
+        if self._before is None or due or self._count < 2 * SHORTLIST:
             self._fresh = 1
             self._before = self.predictor.prepared_table(self._prepared)
             self._short = None
@@ -179,7 +179,7 @@ class Beliefs:
         logs, sigma, step = np.log(table.samples), self._humility * table.step_sigma, table.step
         if (rival or self.speed.refuted) and len(self._speeds):
             logs, sigma = self._speeds.predict()
-            step = self._samples / np.exp(logs)
+            step = table.samples * table.step / np.exp(logs)
         capacity, ceiling = float(self.hardware.capacity_bytes), float(self.hardware.ceiling_bytes)
         host = table.host * self.job.ranks / self.hardware.nodes > 1.1 * host_limit_bytes(self.hardware)
         if self.memory.refuted and len(self._peaks):

@@ -55,10 +55,10 @@ TWICE_TPE = 24  # rungs; TPE needs 12 in the median (docs/search.md)
 
 @pytest.mark.parametrize("name", [*WRONG, "adversarial"])
 def test_a_wrong_predictor_costs_at_most_twice_the_trials_of_tpe(name: str) -> None:
-    needed = sorted(one((OWN, name, seed, 1800.0)).get("trials95", math.inf) for seed in range(3))
+    needed = sorted(one((OWN, name, seed, 1800.0, True)).get("trials95", math.inf) for seed in range(3))
     assert needed[1] <= TWICE_TPE
     assert needed[-1] < math.inf, "no seed is kept from the optimum"
 
 
 def test_a_right_predictor_needs_few_trials() -> None:
-    assert one((OWN, "autotune", 0, 1800.0))["trials98"] <= 7
+    assert one((OWN, "autotune", 0, 1800.0, True))["trials98"] <= 7
