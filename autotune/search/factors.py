@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autotune.predict.knobs import Flags
+from autotune.predict.knobs import Flags, Floats
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, MODEL_KNOBS, Candidate
 
 FIRST_ORDER = (
@@ -19,6 +19,8 @@ FIRST_ORDER = (
     "offload_param",
     *MODEL_KNOBS,
 )
+SECOND_ORDER_GAIN = 0.1  # logarithm of what second-order knobs gain, until the study has measured it twice
+LEAST_REACH = 0.01
 SPREAD = 3  # levels of a size: small, middle and large
 
 
@@ -30,6 +32,42 @@ def is_first_order(name: str) -> bool:
 def kind_of(candidate: Candidate) -> tuple[object, ...]:
     """The first-order settings of a candidate."""
     return tuple(candidate.get(name) for name in FIRST_ORDER)
+
+
+class Kinds:
+    """Which kinds were measured, and what turning second-order knobs has gained in them."""
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        kinds: dict[tuple[object, ...], int] = {}
+        self._of = np.array([kinds.setdefault(kind_of(candidate), len(kinds)) for candidate in candidates])
+        self._first = np.full(len(kinds), np.nan)  # logarithms of samples a second
+        self._best = np.full(len(kinds), -np.inf)
+        self._again = np.zeros(len(kinds), dtype=bool)  # measured with other second-order settings, too
+
+    def note(self, at: int, speed: float) -> None:
+        """The candidate at this place was measured; its speed is the logarithm of samples a second."""
+        kind = self._of[at]
+        if math.isnan(self._first[kind]):
+            self._first[kind] = speed
+        else:
+            self._again[kind] = True
+        self._best[kind] = max(self._best[kind], speed)
+
+    @property
+    def measured(self) -> Flags:
+        """(n,) whether one of each candidate's kind was measured."""
+        return np.asarray(np.isfinite(self._first[self._of]))
+
+    @property
+    def reach(self) -> float:
+        """What second-order knobs may gain, as a logarithm: twice what they did where they were turned, or usually do."""
+        gained = float((self._best[self._again] - self._first[self._again]).sum())
+        return max(LEAST_REACH, 2 * (2 * SECOND_ORDER_GAIN + gained) / (2 + int(self._again.sum())))
+
+    @property
+    def ceiling(self) -> Floats:
+        """(n,) the most that each candidate's speed may come to by second-order knobs; of unmeasured kinds minus infinity."""
+        return np.asarray(self._best[self._of] + self.reach)
 
 
 class Screen:

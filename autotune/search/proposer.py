@@ -22,7 +22,7 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Outcome, Phase, Source
 from autotune.problem.space import SearchSpace
 from autotune.search.beliefs import Beliefs, Forecast, normal_cdf
-from autotune.search.factors import Screen, kind_of
+from autotune.search.factors import Kinds, Screen
 from autotune.search.openings import Openings
 from autotune.search.sampler import FAILED, Answer, Sampler
 from autotune.units import GIB, format_bytes
@@ -38,7 +38,6 @@ CATCH_UP = 2  # trials of its in a row while it has had fewer
 AUDITS = 2  # second opinions that have found nothing better, before a search may end by itself
 MOST_BOLD = 2  # trials of what is predicted not to fit, before it may
 IMPLAUSIBLE = 2.0  # such a share of the device no predictor is wrong by
-SECOND_ORDER_GAIN = 0.1  # logarithm of what second-order knobs gain, until the study has measured it
 DOUBTLESS_SIGMAS = 3.0  # so far below the best a level is not worth seeing
 STALE = 32  # trials in vain, at least, before a search without a predictor ends by itself
 WORTHWHILE = 0.25  # of the tolerance: a predicted gain below it is none
@@ -74,12 +73,7 @@ class Proposer:
         self._index, self._family = self._openings.index, self._openings.family
         self._beliefs = Beliefs(predictor, job, hardware, candidates)
         self._screen = Screen(candidates)
-        kinds: dict[tuple[object, ...], int] = {}
-        self._kind = np.array([kinds.setdefault(kind_of(c), len(kinds)) for c in candidates])
-        self._kind_best = np.full(len(kinds), -np.inf)  # logarithm of samples a second
-        self._kind_first = np.full(len(kinds), np.nan)
-        self._kind_again = np.zeros(len(kinds), dtype=bool)  # measured with other second-order settings, too
-        self._kind_fitted = np.zeros(len(kinds), dtype=bool)
+        self._kinds = Kinds(candidates)
         self._micro_batch = np.array([c.micro_batch for c in candidates])
         self._accumulation = np.array([c.accumulation for c in candidates])
         self.speed: dict[Candidate, float] = {}
@@ -89,11 +83,11 @@ class Proposer:
         self._ran_out = 0
         self._last_resorts = 0
         self._proposed = 0  # candidates in this call
-        self._improved_at = 0  # how many there were when the best was last beaten
+        self._sampled = 0  # of these, the sampler's
+        self._in_a_row = 0  # the latest of these
+        self._improved_at = 0  # how many were proposed when the best was last beaten
         self._audited = 0  # second opinions since then
         self._bold_tries = 0
-        self._in_a_row = 0  # the sampler's latest
-        self._sampled = 0  # of these, the sampler's
         self._seed, self._answers = seed, dict[int, Answer]()
         self.stopped_early = ""
 
@@ -132,28 +126,9 @@ class Proposer:
         if outcome.measurement is None:
             self._answers[at] = 0.0, max(FAILED, (outcome.missing_bytes or 0) / GIB)
             return
-        speed, over = (
-            outcome.measurement.samples_per_second,
-            outcome.measurement.peak_bytes - self.hardware.ceiling_bytes,
-        )
-        self._answers[at] = speed, max(0.0, over / GIB)
-        self._note_kind(int(self._kind[at]), math.log(speed))
-
-    def _note_kind(self, kind: int, speed: float) -> None:
-        """A candidate with these first-order settings was measured."""
-        self._kind_fitted[kind] = True
-        if math.isnan(self._kind_first[kind]):
-            self._kind_first[kind] = speed
-        else:
-            self._kind_again[kind] = True
-        self._kind_best[kind] = max(self._kind_best[kind], speed)
-
-    @property
-    def _second_order_gain(self) -> float:
-        """Logarithm of what second-order knobs have gained where they were turned; before that, what they usually do."""
-        again = self._kind_again
-        gained = float((self._kind_best[again] - self._kind_first[again]).sum())
-        return (2 * SECOND_ORDER_GAIN + gained) / (2 + int(again.sum()))
+        over = outcome.measurement.peak_bytes - self.hardware.ceiling_bytes
+        self._answers[at] = outcome.measurement.samples_per_second, max(0.0, over / GIB)
+        self._kinds.note(at, math.log(outcome.measurement.samples_per_second))
 
     def allow_longer(self, candidate: Candidate, outcome: Outcome) -> None:
         """A limit of ours has ended the candidate's trial: from now on it has twice as long, and what still was starting
@@ -216,7 +191,7 @@ class Proposer:
         if not self.speed:
             return Proposal(self.candidates[best], "best predicted")
         worthwhile = some and gain[best] >= WORTHWHILE * self.tolerance
-        refines = not worthwhile or self._kind_fitted[self._kind[best]]
+        refines = not worthwhile or self._kinds.measured[best]
         if refines and (unseen := self._unseen() or (self._bold() if self._beliefs.refuted else None)) is not None:
             return unseen
         if worthwhile or (some and len(self.speed) < LEAST_EVIDENCE):
@@ -364,9 +339,9 @@ class Proposer:
             return np.where(barred, -np.inf, gain), gain
         best = math.log(max(self.speed.values()))
         # of a kind that was measured only second-order knobs are left to turn
-        seen, reach = self._kind_fitted[self._kind], 2 * self._second_order_gain
-        logs = np.where(seen, np.minimum(forecast.logs, self._kind_best[self._kind] + reach), forecast.logs)
-        sigma = np.where(seen, np.minimum(forecast.sigma, max(reach, 0.01)), forecast.sigma)
+        seen, reach = self._kinds.measured, self._kinds.reach
+        logs = np.where(seen, np.minimum(forecast.logs, self._kinds.ceiling), forecast.logs)
+        sigma = np.where(seen, np.minimum(forecast.sigma, reach), forecast.sigma)
         z = (logs - best) / sigma
         gain = sigma * (z * normal_cdf(z) + np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)) * forecast.fits
         if not self.exhaustive:
