@@ -196,49 +196,36 @@ def ablation() -> str:
     return table(header, rows)
 
 
-def adversarial() -> str:
-    header = ["landscape", "reach 95 / 98 %", "rungs", "processes", "minutes", "OOMs a study, share of the budget"]
-    rows = []
-    for name, strategies in by_landscape("search-ablation").items():
-        row = strategies["adversarial"]
-        rows.append(
-            [name, f"{100 * row['share95']:.0f} / {percent(row['share98'])}"]
-            + [number(row[column]) for column in ("trials95", "processes95", "minutes95")]
-            + [f"{number(row['ooms'])}, {100 * row['oom_share']:.1f} %"]
-        )
-    return table(header, rows)
+def alone() -> dict[str, int | None]:
+    """Landscape -> median rungs to 95 % of plain TPE."""
+    rows = [row for row in [*result("search"), *result("search-own")] if row["strategy"] == "tpe"]
+    return {row["landscape"]: row["trials95"] for row in rows}
 
 
-TWICE = {
-    "trials95": (20, "rungs"),
-    "processes95": (8, "processes"),
-    "minutes95": (8, "minutes"),
-    "ooms": (4, "out-of-memories"),
-}
+def wrong() -> str:
+    """Median rungs to 95 % under each predictor, a column a landscape; TPE's last."""
+    landscapes = by_landscape("search-wrong")
+    strategies = dict.fromkeys(row["strategy"] for row in result("search-wrong"))
+
+    def cell(row: dict[str, Any]) -> str:
+        reached = "" if row["share95"] == 1 else f" ({percent(row['share95'])})"
+        return ("—" if row["trials95"] is None else number(row["trials95"])) + reached
+
+    rows = [[name, *(cell(of[name]) for of in landscapes.values())] for name in strategies]
+    tpe = ["plain TPE", *(number(alone()[name] or float("nan")) for name in landscapes)]
+    return table(["predictor", *landscapes], [*rows, tpe])
 
 
-def adversarial_targets() -> str:
-    """Twice the targets of an honest predictor, and which are missed."""
-    rows = [strategies["adversarial"] for strategies in by_landscape("search-ablation").values()]
-    missed = [
-        what
-        for column, (limit, what) in TWICE.items()
-        if any(row[column] is None or row[column] > limit for row in rows)
+def wrong_bound() -> str:
+    """How many cells of that table are within twice TPE's rungs, and which are not."""
+    rows, tpe = result("search-wrong"), alone()
+    beyond = [
+        f"{row['strategy']} on {row['landscape']}"
+        for row in rows
+        if row["trials95"] is None or row["trials95"] > 2 * (tpe[row["landscape"]] or float("inf"))
     ]
-    limits = listed([f"{limit} {what}" for limit, what in TWICE.values()])
-    return f"{limits}: {f'{listed(missed)} missed' if missed else 'all met'}"
-
-
-def misled() -> str:
-    """Studies that reach 95 % under predictors that are wrong in six ways."""
-    landscapes = by_landscape("search-misled")
-    reached = {name: [row["share95"] for row in rows.values()] for name, rows in landscapes.items()}
-    short = [
-        f"{name} {sum(shares):.0f} of {len(shares)}" for name, shares in reached.items() if sum(shares) < len(shares)
-    ]
-    total = [share for shares in reached.values() for share in shares]
-    text = f"{sum(total):.0f} of {len(total)} studies reach 95 %"
-    return text + (f" ({', '.join(short)})" if short else "")
+    text = f"Within twice TPE's median: {len(rows) - len(beyond)} of {len(rows)} ({rows[0]['seeds']} seeds each)"
+    return text + (f"; beyond it: {listed(beyond)}." if beyond else ".")
 
 
 # -- real trainings --------------------------------------------------------------------------------------------------
@@ -286,9 +273,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "search-tpe": search_tpe,
     "search-own": search_own,
     "search-ablation": ablation,
-    "search-adversarial": adversarial,
-    "search-adversarial-targets": adversarial_targets,
-    "search-misled": misled,
+    "search-wrong": wrong,
+    "search-wrong-bound": wrong_bound,
     "launch-overhead": launch_overhead,
     "launch-kills": launch_kills,
     "storage": storage,

@@ -148,9 +148,7 @@ def one_call(bench: Bench, seed: int, url: str, folder: Path, planter: Planter, 
             store.close_interrupted()
             candidates = space.candidates(bench.job)
             predictor = Predictor(bench.job, executor.hardware, trace_job(bench.job))
-            proposer = Proposer(
-                candidates, space, bench.job, executor.hardware, store, seed, predictor, exhaustive=True
-            )
+            proposer = Proposer(candidates, space, bench.job, executor.hardware, seed, predictor, exhaustive=True)
             options = {"search_effort": QUICK, "verify_effort": VERIFY, "observer": planter}
             Tuner(
                 store, executor, proposer, space, executor.hardware, budget_seconds=900, max_trials=trials, **options

@@ -17,8 +17,10 @@ from common import HERE, RESULTS
 
 OWN = str(HERE / "data" / "landscapes_own")
 SHARED = str(HERE / "data" / "landscapes")
-ABLATIONS = "autotune,no-predictor,no-ladder,no-dominance,no-sampler,adversarial"
-MISLED = "adversarial,misled-1,misled-2,misled-3,misled-4,misled-5"
+ABLATIONS = "autotune,no-predictor,no-ladder,no-dominance,no-sampler"
+WRONG = (
+    "autotune,inverted,constant,drawn,wrong-time,wrong-memory,adversarial,misled-1,misled-2,misled-3,misled-4,misled-5"
+)
 
 # Name of the result -> the command and its options. The first writes what the second reads.
 FULL: dict[str, list[str]] = {
@@ -38,7 +40,7 @@ FULL: dict[str, list[str]] = {
         "autotune,tpe,random,adversarial",
     ],
     "search-ablation": ["search.py", "--seeds", "3", "--strategies", ABLATIONS],
-    "search-misled": ["search.py", "--landscapes", SHARED, OWN, "--seeds", "1", "--strategies", MISLED],
+    "search-wrong": ["search.py", "--landscapes", SHARED, OWN, "--until-found", "--seeds", "3", "--strategies", WRONG],
     "proposer": ["proposer.py"],
     "storage": ["storage.py"],
     "trials-cpu": ["trials.py"],

@@ -77,6 +77,60 @@ def misled(number: int) -> type[Biased]:
     return type(f"Misled{number}", (Biased,), {"memory_salt": (number,), "time_salt": (100 + number,)})
 
 
+class Wrong(Predictor):
+    """A predictor that no measurement calibrates, because what it says is bent on its way out."""
+
+    bends_memory = bends_time = True
+
+    def bend(self, logs: Any) -> Any:
+        """The logarithms of a predicted quantity, bent."""
+        raise NotImplementedError
+
+    def prepared_table(self, prepared: Any) -> Table:
+        table = super().prepared_table(prepared)
+        if self.bends_time:
+            samples = np.exp(self.bend(np.log(table.samples)))
+            table = dataclasses.replace(table, samples=samples, step=table.step * table.samples / samples)
+        if self.bends_memory:
+            factor = np.exp(self.bend(np.log(table.peak))) / table.peak
+            names = ("peak", "peak_sigma", "allocated", "allocated_sigma", "needed")
+            table = dataclasses.replace(table, **{name: getattr(table, name) * factor for name in names})
+        return table
+
+
+class Inverted(Wrong):
+    """What is fast it holds for slow, and what is large for small."""
+
+    def bend(self, logs: Any) -> Any:
+        return 2 * np.median(logs) - logs
+
+
+class WrongTime(Inverted):
+    """Right in memory, inverted in time."""
+
+    bends_memory = False
+
+
+class WrongMemory(Inverted):
+    """Right in time, inverted in memory."""
+
+    bends_time = False
+
+
+class Constant(Wrong):
+    """Every candidate is as fast and as large as any, and it is sure of it."""
+
+    def bend(self, logs: Any) -> Any:
+        return np.full(len(logs), np.median(logs))
+
+
+class Drawn(Wrong):
+    """At random, over the range that is right, and sure of it."""
+
+    def bend(self, logs: Any) -> Any:
+        return np.random.default_rng(len(logs)).permutation(logs)
+
+
 class Ignorant(Predictor):
     """A predictor that knows nothing: every candidate may fit and is as fast as any."""
 
@@ -108,17 +162,29 @@ class WithoutLadder(Proposer):
 class WithoutDominance(Proposer):
     """What ran out of memory says nothing of other candidates but through the predictor."""
 
-    def _rule_out(self, mask: Any, reason: str) -> None:
-        pass
+    def observe(self, candidate: Candidate, outcome: Outcome) -> None:
+        before = self._openings.open.copy()
+        super().observe(candidate, outcome)
+        self._openings.open[:] = before
+        self._openings.too_large[:] = False
+        if outcome.kind.says_something_of_the_candidate:
+            self._openings.close(candidate)
 
 
 class WithoutSampler(Proposer):
-    """The predictor alone, even where it is blunt."""
+    """The model alone, even where measurements refute the predictor."""
 
-    def _advised(self, allowed: Any) -> Proposal:
+    def _advised(self) -> Proposal:
         return Proposal(self.candidates[int(self._worth()[0].argmax())], "best predicted")
 
 
+WRONG: dict[str, type[Predictor]] = {
+    "inverted": Inverted,
+    "constant": Constant,
+    "drawn": Drawn,
+    "wrong-time": WrongTime,
+    "wrong-memory": WrongMemory,
+}
 MISLED = {f"misled-{number}": misled(number) for number in range(1, 6)}
 # One part taken away each, or made wrong.
 ABLATIONS: dict[str, tuple[type[Predictor], type[Proposer]]] = {
@@ -128,11 +194,13 @@ ABLATIONS: dict[str, tuple[type[Predictor], type[Proposer]]] = {
     "no-ladder": (Predictor, WithoutLadder),
     "no-dominance": (Predictor, WithoutDominance),
     "no-sampler": (Predictor, WithoutSampler),
-    **{name: (predictor, Proposer) for name, predictor in MISLED.items()},
+    **{name: (predictor, Proposer) for name, predictor in (MISLED | WRONG).items()},
 }
 
 
-def autotune(landscape: Landscape, trace: Trace, seed: int, budget: float, parts: str) -> dict[str, Any]:
+def autotune(
+    landscape: Landscape, trace: Trace, seed: int, budget: float, parts: str, until_found: bool = False
+) -> dict[str, Any]:
     executor = ReplayExecutor(landscape, seed)
     job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
     store = StudyStore.in_memory(job, hardware, space)
@@ -140,9 +208,18 @@ def autotune(landscape: Landscape, trace: Trace, seed: int, budget: float, parts
     predictor = make_predictor(job, hardware, trace)
     candidates = sorted(landscape.rows, key=str)
     random.Random(seed).shuffle(candidates)
-    proposer = make_proposer(candidates, space, job, hardware, store, seed, predictor)
+    proposer = make_proposer(candidates, space, job, hardware, seed, predictor)
     began = time.perf_counter()
-    result = Tuner(store, executor, proposer, space, hardware, budget_seconds=budget).run()
+    tuner = Tuner(
+        store,
+        executor,
+        proposer,
+        space,
+        hardware,
+        budget_seconds=budget,
+        cancelled=lambda: until_found and "trials98" in judge(landscape, executor, budget),
+    )
+    result = tuner.run()
     trials = max(1, len(executor.ledger.trials))
     return {
         **judge(landscape, executor, budget),
@@ -315,13 +392,13 @@ def judge(landscape: Landscape, executor: ReplayExecutor, budget: float) -> dict
     return found
 
 
-def one(task: tuple[Path, str, int, float]) -> dict[str, Any]:
-    path, strategy, seed, budget = task
+def one(task: tuple[Path, str, int, float, bool]) -> dict[str, Any]:
+    path, strategy, seed, budget, until_found = task
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore")
     landscape = load_landscape(path)
     if strategy in ABLATIONS:
-        return autotune(landscape, trace_job(landscape.job()), seed, budget, strategy)
+        return autotune(landscape, trace_job(landscape.job()), seed, budget, strategy, until_found)
     kind = {"tpe": by_optuna(tpe), "gp": by_optuna(gp), "random": at_random, "deepspeed": like_deepspeed}[strategy]
     return baseline(landscape, seed, budget, kind)
 
@@ -378,6 +455,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--strategies", default="autotune,tpe,random,deepspeed")
     parser.add_argument("--budget", default="30m")
+    parser.add_argument("--until-found", action="store_true", help="end a study of ours once 98 %% was measured")
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parse(parser, landscapes=[DATA / "landscapes_own"], seeds=1, budget="5m", jobs=1)
     strategies = arguments.strategies.split(",")
@@ -390,7 +468,12 @@ def main() -> None:
     budget = parse_duration(arguments.budget)
     for path in tables:
         trace_job(load_landscape(path).job())  # once, before the processes share the cache
-    tasks = [(path, s, seed, budget) for path in tables for s in strategies for seed in range(arguments.seeds)]
+    tasks = [
+        (path, s, seed, budget, arguments.until_found)
+        for path in tables
+        for s in strategies
+        for seed in range(arguments.seeds)
+    ]
     with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
         runs = pool.map(one, tasks, chunksize=1)
     rows = []

@@ -123,7 +123,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
                 # All of the call counts, but for building DeepSpeed's ops: that happens once an environment.
                 spent_seconds = time.monotonic() - opening - local.ops.build_seconds
             setup = dataclasses.replace(setup, candidates=tuple(candidates))
-            proposer = _proposer(setup, store, predictor)
+            proposer = _proposer(setup, predictor)
             found = _search(setup, store, executor, proposer, observer, spent_seconds, stopped.is_set)
         return _summary(setup, store, found, proposer.open, predictor)
 
@@ -219,13 +219,12 @@ def _announce(setup: Setup, store: StudyStore, observer: PlainObserver, resumed:
         observer.say(f"study {store.name} is new")
 
 
-def _proposer(setup: Setup, store: StudyStore, predictor: Predictor) -> Proposer:
+def _proposer(setup: Setup, predictor: Predictor) -> Proposer:
     return Proposer(
         list(setup.candidates),
         setup.space,
         setup.job,
         setup.hardware,
-        store,
         setup.seed,
         predictor,
         tolerance=setup.tolerance,

@@ -14,6 +14,7 @@ from autotune.problem.job import ATTENTIONS, Job, parse_lora
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+Places = NDArray[np.intp]  # which of them
 _WIDTHS = {"fp32": 4.0, "float32": 4.0, "float": 4.0, "fp16": 2.0, "float16": 2.0, "half": 2.0} | dict.fromkeys(
     ("bf16", "bfloat16"), 2.0
 )  # bytes of DeepSpeed's names of dtypes (runtime/config.py, DtypeEnum)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from autotune.predict.constants import MEMORY, QUIRKS, SHARDED, UNREAD_STATES, UNTRACED
-from autotune.predict.knobs import Columns, Floats, columns_of
+from autotune.predict.knobs import Columns, Flags, Floats, Places, columns_of
 from autotune.predict.optimizers import stepper
 from autotune.predict.passes import Trace
 from autotune.predict.roofline import Work, work
@@ -68,12 +68,15 @@ class Prepared:
             **beside(parts, ("quirks", "features", "doubt", "uneven")),
         )
 
-    def rows(self, mask: Floats) -> Prepared:
-        """Only the candidates where `mask` is true. The bill stays that of all: only step times are asked of these."""
-        columns = Columns(**{name: value[mask] for name, value in vars(self.columns).items()})
-        w = Work(**{name: value[mask] for name, value in vars(self.work).items()})
-        beside = (self.quirks[mask], self.features[mask], self.doubt[mask], self.uneven[mask])
-        return Prepared(columns, self.bill, w, *beside)
+    def rows(self, chosen: Flags | Places) -> Prepared:
+        """Only the candidates where `chosen` is true, or at these places."""
+        columns = Columns(**{name: value[chosen] for name, value in vars(self.columns).items()})
+        w = Work(**{name: value[chosen] for name, value in vars(self.work).items()})
+        sums = {name: getattr(self.bill, name)[chosen] for name in SUMS}
+        tables = {name: getattr(self.bill, name)[:, chosen] for name in TABLES}
+        b = dataclasses.replace(self.bill, **sums, **tables)
+        beside = (self.quirks[chosen], self.features[chosen], self.doubt[chosen], self.uneven[chosen])
+        return Prepared(columns, b, w, *beside)
 
 
 def _diagonal(tables: list[Floats]) -> Floats:

@@ -74,7 +74,7 @@ _NO_GPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def _tracer_environment(sees_gpus: bool = False) -> dict[str, str]:
-    return {**package_environment(), **({} if sees_gpus else _NO_GPU), "TRANSFORMERS_VERBOSITY": "error"}
+    return {**current().environment(), **({} if sees_gpus else _NO_GPU), "TRANSFORMERS_VERBOSITY": "error"}
 
 
 def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seconds: float = 300.0) -> Trace:

@@ -21,7 +21,7 @@ from autotune.problem.outcome import Measurement
 from autotune.problem.script_job import other_batch
 from autotune.problem.tasks import CAUSAL
 from autotune.rank.config import needed_ops
-from autotune.search.study import VERIFY, Record, StudyStore
+from autotune.search.study import VERIFY, Record, StudyStore, resumed_peak_bytes
 from autotune.version import __version__
 
 FORMATS = {"deepspeed": ".json", "accelerate": ".accelerate.yaml", "hf": ".training_arguments.json"}  # their suffixes
@@ -271,7 +271,7 @@ def export_record(store: StudyStore, record: Record, out: Path, style: str, veri
         headroom=store.hardware.headroom,
         threads=store.threads,
         environment=environment_of(store, record.candidate),
-        resume_peak_bytes=store.resume_peak_bytes(record.candidate),
+        resume_peak_bytes=resumed_peak_bytes(store.records(), record.candidate),
     )
     try:
         return write_export(record.candidate, store.job, out, data, style=style, device=store.hardware.device)

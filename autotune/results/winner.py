@@ -17,7 +17,7 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Phase
 from autotune.problem.script import RELAUNCHED, carried, training_command, typed, variables_for
 from autotune.problem.script_job import other_batch
-from autotune.search.study import AS_IS, RESUME, SEARCH, VERIFY, Record
+from autotune.search.study import AS_IS, SEARCH, VERIFY, Record, resumed_peak_bytes
 from autotune.units import format_bytes, format_count, format_duration
 
 
@@ -40,9 +40,8 @@ def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hard
         f"  step {format_duration(measured.step_seconds)}; peak {format_bytes(measured.peak_bytes)} of "
         f"{format_bytes(hardware.capacity_bytes)} ({free:.0f} % free, headroom {100 * hardware.headroom:.0f} %)",
     ]
-    resumed = [r.outcome for r in records if r.role == RESUME and r.candidate == record.candidate and r.outcome]
-    if resumed and resumed[-1].ok and resumed[-1].peak_bytes is not None:
-        lines.append(f"  goes on from a checkpoint: peak {format_bytes(resumed[-1].peak_bytes)}")
+    if (peak_bytes := resumed_peak_bytes(records, record.candidate)) is not None:
+        lines.append(f"  goes on from a checkpoint: peak {format_bytes(peak_bytes)}")
     if measured.mfu is not None:
         lines.append(f"  {measured.model_tflops_per_gpu:.1f} model TFLOP/s a GPU, MFU {100 * measured.mfu:.1f} %")
     times = _times_others(record, records)

@@ -1,50 +1,82 @@
-"""Optuna's sampler as an adviser: it learns from every finished trial of the study and suggests settings."""
+"""Optuna's TPE over the candidates, as it would search alone."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
 import optuna
 
+from autotune.predict.knobs import Flags
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate, Value
 from autotune.problem.space import SearchSpace
-from autotune.search.distributions import distribution
-from autotune.search.study import StudyStore
+from autotune.search.distances import Distances
 
-MOST_TRIALS = 500  # the latest; a sampler's own time grows with what it knows
+MOST_ASKED = 24  # questions in a row whose answer is known already; a sampler that knows much asks little that is new
+FAILED = 1.0  # constraint of what did not run, in GiB where it ran out of memory
+
+Answer = tuple[float, float]  # samples a second, GiB over memory
 
 
 class Sampler:
-    """Optuna's TPE; `docs/search.md` compares it with others."""
+    """Asks for candidates, and is told of what it asked for and of nothing else: so it needs what plain TPE needs, however the
+    other trials of the study were chosen. What is known already is answered without a trial."""
 
-    def __init__(self, space: SearchSpace, store: StudyStore, seed: int) -> None:
-        self.space, self.store = space, store
-        self._known: set[int] = set()
-        sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=4)
-        self._shadow = optuna.create_study(direction="maximize", sampler=sampler)
+    def __init__(self, candidates: list[Candidate], space: SearchSpace, seed: int, answers: dict[int, Answer]) -> None:
+        self.space = space
+        self._distances = Distances(candidates)
+        names = [name for name in (*space.order, MICRO_BATCH, ACCUMULATION) if name in space.knobs]
+        self._names = [name for name in names if name != ACCUMULATION or not _follows(candidates)]
+        self._answers = answers  # what is known of the candidate at a place, whoever asked for it
+        self._waiting: list[tuple[optuna.Trial, int]] = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True)
+        self._study = optuna.create_study(direction="maximize", sampler=sampler)
 
-    def wanted(self) -> Candidate:
-        """A setting that the sampler would like to see; it need not be a candidate of the space's grid."""
-        finished = (optuna.trial.TrialState.COMPLETE,)
-        for trial in self.store.study.get_trials(deepcopy=False, states=finished)[-MOST_TRIALS:]:
-            if trial.number not in self._known:
-                self._known.add(trial.number)
-                self._shadow.add_trial(trial)
-        asked = self._shadow.ask()
-        wanted: dict[str, Value] = {}
-        for name in (*self.space.order, MICRO_BATCH, ACCUMULATION):
-            if name in self.space.knobs:
-                wanted[name] = self._suggest(asked, name)
-        self._shadow.tell(asked, state=optuna.trial.TrialState.FAIL)
-        return Candidate.of(wanted)
+    def next(self, allowed: Flags, too_large: Flags) -> int:
+        """The place of the candidate that it would like to see, among those allowed; of these there must be one."""
+        self._tell()
+        for _ in range(MOST_ASKED):
+            trial = self._study.ask()
+            distances = self._distances.to(Candidate.of({name: self._suggest(trial, name) for name in self._names}))
+            at = int(distances.argmin())
+            if at not in self._answers and allowed[at]:
+                break
+            if at not in self._answers and too_large[at]:
+                self._answers[at] = 0.0, FAILED
+            if at in self._answers:
+                self._answered(trial, self._answers[at])
+            else:
+                self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        else:
+            trial = self._study.ask()
+            distances = self._distances.to(Candidate.of({name: self._suggest(trial, name) for name in self._names}))
+            at = int(np.where(allowed, distances, np.inf).argmin())
+        self._waiting.append((trial, at))
+        return at
+
+    def _tell(self) -> None:
+        """What was asked for before and was measured since."""
+        for trial, at in self._waiting:
+            if at in self._answers:
+                self._answered(trial, self._answers[at])
+            else:
+                self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        self._waiting.clear()
+
+    def _answered(self, trial: optuna.Trial, answer: Answer) -> None:
+        speed, over = answer
+        trial.set_constraint("memory_gib_over", over)
+        self._study.tell(trial, speed)
 
     def _suggest(self, trial: optuna.Trial, name: str) -> Value:
-        values = self.space.knobs[name].values
-        kind = distribution(values, values[0])
-        value: Value
-        if isinstance(kind, optuna.distributions.CategoricalDistribution):
-            value = trial.suggest_categorical(name, kind.choices)  # type: ignore[assignment]
-        elif isinstance(kind, optuna.distributions.IntDistribution):
-            value = trial.suggest_int(name, kind.low, kind.high, log=kind.log)
-        else:
-            assert isinstance(kind, optuna.distributions.FloatDistribution)
-            value = trial.suggest_float(name, kind.low, kind.high, log=kind.log)
+        value: Value = trial.suggest_categorical(name, self.space.knobs[name].values)  # type: ignore[assignment]
         return value
+
+
+def _follows(candidates: Sequence[Candidate]) -> bool:
+    """Whether accumulation is decided by the other knobs, as where the global batch is given."""
+    others = {tuple(item for item in candidate.knobs if item[0] != ACCUMULATION) for candidate in candidates}
+    return len(others) == len(candidates)

@@ -243,11 +243,6 @@ class StudyStore:
             if r.outcome and r.outcome.measurement and r.role != RESUME
         }
 
-    def resume_peak_bytes(self, candidate: Candidate) -> int | None:
-        """The highest memory of a rank that went on from a checkpoint of the candidate's; None where none has."""
-        found = [r.outcome for r in self.records() if r.role == RESUME and r.candidate == candidate and r.outcome]
-        return found[-1].peak_bytes if found and found[-1].ok else None
-
     def failed(self) -> set[Candidate]:
         """Candidates that ran out of memory, were refused or crashed, and were never measured."""
         told = [(r.candidate, r.outcome) for r in self.records() if r.outcome]
@@ -364,6 +359,12 @@ class StudyStore:
     @property
     def skips(self) -> dict[str, int]:
         return dict(self.attributes.get("skips", {}))
+
+
+def resumed_peak_bytes(records: list[Record], candidate: Candidate) -> int | None:
+    """The highest memory of a rank that went on from a checkpoint of the candidate's; None where none has."""
+    found = [r.outcome for r in records if r.role == RESUME and r.candidate == candidate and r.outcome]
+    return found[-1].peak_bytes if found and found[-1].ok else None
 
 
 def _found_running(records: list[Record]) -> set[tuple[Candidate, str]]:

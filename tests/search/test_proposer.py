@@ -11,8 +11,8 @@ from autotune.problem.hardware import named_hardware
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
 from autotune.problem.space_file import parse_space
 from autotune.search.dominance import Dominance
+from autotune.search.factors import kind_of
 from autotune.search.proposer import Proposer
-from autotune.search.study import StudyStore
 from autotune.units import GIB
 from tests.conftest import make_candidate, make_job
 
@@ -30,10 +30,9 @@ def needs_no_less(candidate: Candidate, other: Candidate) -> bool:
 
 def make_proposer(landscape: Landscape, **options: object) -> Proposer:
     job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
-    store = StudyStore.in_memory(job, hardware, space)
     predictor = Predictor(job, hardware, trace_job(job))
     candidates = sorted(landscape.rows, key=str)
-    return Proposer(candidates, space, job, hardware, store, 0, predictor, **options)  # type: ignore[arg-type]
+    return Proposer(candidates, space, job, hardware, 0, predictor, **options)  # type: ignore[arg-type]
 
 
 def result(landscape: Landscape, candidate: Candidate) -> Outcome:
@@ -79,8 +78,7 @@ def test_a_kernel_that_crashes_everywhere_is_given_up() -> None:
         "knobs: {zero_stage: [1, 2], train_micro_batch_size_per_gpu: [1, 2], "
         "attention: [sdpa, flex_attention], overlap_comm: [true, false]}"
     )
-    store = StudyStore.in_memory(job, hardware, space)
-    proposer = Proposer(space.candidates(job), space, job, hardware, store, 0, Predictor(job, hardware))
+    proposer = Proposer(space.candidates(job), space, job, hardware, 0, Predictor(job, hardware))
     crashed = Outcome(
         Kind.CRASH, Phase.FORWARD, reason="no such kernel", evidence="exception RuntimeError", source=Source.EXCEPTION
     )
@@ -91,7 +89,7 @@ def test_a_kernel_that_crashes_everywhere_is_given_up() -> None:
     assert any(c.get("attention") == "flex_attention" for c in proposer.open)
     proposer.observe(apart, crashed)
     assert all(c.get("attention") == "sdpa" for c in proposer.open)
-    assert any("no such kernel" in reason for reason in proposer.skipped)
+    assert any("no such kernel" in reason for reason in proposer.skips())
 
 
 def test_rungs_of_one_engine_ascend(landscape: Landscape) -> None:
@@ -192,12 +190,66 @@ def test_where_nothing_is_predicted_to_fit_the_least_is_tried(landscape: Landsca
 
     job, space = landscape.job(), landscape.space()
     small = dataclasses.replace(landscape.hardware(), memory_cap_bytes=GIB // 2)
-    store = StudyStore.in_memory(job, small, space)
     candidates = sorted(landscape.rows, key=str)
-    proposer = Proposer(candidates, space, job, small, store, 0, Predictor(job, small, trace_job(job)))
+    proposer = Proposer(candidates, space, job, small, 0, Predictor(job, small, trace_job(job)))
     tried = 0
     while (proposal := proposer.next()) is not None:
         assert "nothing is predicted to fit" in proposal.note
         tried += 1
         proposer.observe(proposal.candidate, Outcome(Kind.OOM_DEVICE, missing_bytes=GIB))
     assert 1 <= tried <= 4
+
+
+def measured_as(candidate: Candidate, samples_per_second: float) -> Outcome:
+    step = candidate.micro_batch * candidate.accumulation * 2 / samples_per_second
+    measured = Measurement(step, 0.0, 4, samples_per_second, samples_per_second, GIB)
+    return Outcome(Kind.OK, measurement=measured, outside_seconds=12.0)
+
+
+def small_space(buckets: str = "[50000000, 500000000]") -> Proposer:
+    job, hardware = make_job(), named_hardware("h100", 2)
+    space = parse_space(
+        "knobs: {zero_stage: [0, 1, 2, 3], train_micro_batch_size_per_gpu: [1, 2, 4], "
+        f"activation_checkpointing: [true, false], reduce_bucket_size: {buckets}, overlap_comm: [true, false]}}"
+    )
+    return Proposer(space.candidates(job), space, job, hardware, 0, Predictor(job, hardware))
+
+
+def test_what_matters_most_is_seen_at_every_level_before_anything_else_is_turned() -> None:
+    """Whatever is measured: here nothing but the micro-batch matters, and a larger one is slower, as nobody expects."""
+    proposer, kinds, refined_at = small_space(), [], None
+    for trial in range(12):
+        proposal = proposer.next()
+        if proposal is None:
+            break
+        kind = kind_of(proposal.candidate)
+        if kind in kinds and refined_at is None:
+            refined_at = trial
+        kinds.append(kind)
+        proposer.observe(proposal.candidate, measured_as(proposal.candidate, 100.0 / proposal.candidate.micro_batch))
+    seen = {stage for stage, *_ in kinds[:refined_at]}
+    assert seen == {0, 1, 2, 3}
+    assert {checkpointing for _, _, _, checkpointing, *_ in kinds[:refined_at]} == {True, False}
+    best = max(proposer.speed, key=proposer.speed.__getitem__)
+    assert best.micro_batch == 1
+
+
+def test_second_order_knobs_are_not_turned_where_they_cannot_make_up_for_the_rest() -> None:
+    proposer = small_space("[5000000, 50000000, 500000000]")
+    slow = [c for c in proposer.candidates if c.stage == 3 and c.micro_batch == 4 and not c.checkpointing]
+    fast = next(c for c in proposer.candidates if c.stage == 0 and c.micro_batch == 1)
+    proposer.observe(fast, measured_as(fast, 100.0))
+    for candidate in slow[:3]:
+        proposer.observe(candidate, measured_as(candidate, 40.0))
+    _, gain = proposer._worth()
+    left = [proposer.candidates.index(c) for c in slow[3:]]
+    assert gain[left].max() < 0.001
+
+
+def test_a_search_does_not_end_before_a_second_opinion(landscape: Landscape) -> None:
+    proposer, notes = make_proposer(landscape), []
+    while (proposal := proposer.next()) is not None:
+        notes.append(proposal.note)
+        proposer.observe(proposal.candidate, result(landscape, proposal.candidate))
+    assert sum("by measurements alone" in note for note in notes) >= 1
+    assert proposer.stopped_early

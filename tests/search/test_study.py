@@ -73,7 +73,6 @@ def test_what_killed_the_tuner_twice_is_not_tried_again(tmp_path: Path) -> None:
             SPACE,
             store.job,
             store.hardware,
-            store,
             0,
             Predictor(store.job, store.hardware),
         )

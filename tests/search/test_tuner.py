@@ -38,7 +38,7 @@ def search(
     store = store or StudyStore.in_memory(job, hardware, space)
     executor = executor or ReplayExecutor(landscape, seed)
     candidates = sorted(landscape.rows, key=str)
-    proposer = Proposer(candidates, space, job, hardware, store, seed, Predictor(job, hardware, trace_job(job)))
+    proposer = Proposer(candidates, space, job, hardware, seed, Predictor(job, hardware, trace_job(job)))
     tuner = Tuner(store, executor, proposer, space, hardware, budget_seconds=budget, **options)  # type: ignore[arg-type]
     return tuner.run(), executor, store
 

@@ -1,0 +1,84 @@
+"""Which candidates may still be tried, and why the others may not: what follows from measurements, whatever is predicted."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from autotune.predict.knobs import Flags
+from autotune.problem.candidate import Candidate, Value
+from autotune.problem.outcome import Kind, Outcome, Source
+from autotune.search.dominance import Dominance
+
+
+class Openings:
+    """The candidates of a study, those that are ruled out marked with their reason."""
+
+    def __init__(self, candidates: list[Candidate]) -> None:
+        self.candidates = candidates
+        self.index = {candidate: i for i, candidate in enumerate(candidates)}
+        self.open = np.ones(len(candidates), dtype=bool)
+        self.too_large = np.zeros(len(candidates), dtype=bool)  # need no less than one that ran out
+        self.skipped: Counter[str] = Counter()
+        self._dominance = Dominance(candidates)
+        families: dict[tuple[tuple[str, Value], ...], int] = {}
+        self.family = np.array([families.setdefault(c.family, len(families)) for c in candidates])
+        self._refused: dict[str, list[Candidate]] = {}
+        self._worked: list[Candidate] = []
+
+    def observe(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Closes the candidate, and what its Outcome speaks against."""
+        self.close(candidate)
+        if outcome.kind is Kind.OK:
+            self._worked.append(candidate)
+        elif outcome.kind is Kind.OOM_DEVICE:
+            self._rule_out_larger(candidate)
+        elif outcome.source is Source.STOP:
+            self.rule_out(self.alike(candidate), f"same engine as {candidate}, which the tuner did not survive")
+        elif outcome.kind is Kind.INVALID:
+            self._learn_refusal(candidate, outcome.reason, "DeepSpeed refuses")
+        elif outcome.kind is Kind.CRASH and outcome.source is Source.EXCEPTION:
+            self._learn_refusal(candidate, outcome.reason, "crashes")
+        else:  # a hang, a signal or the host's memory: the same engine would end the same way
+            self.rule_out(self.alike(candidate), f"same engine as {candidate}: {outcome.kind.value}")
+
+    def give_up(self, candidate: Candidate, why: str) -> None:
+        """The candidate is not tried again in this call, whatever it would have shown."""
+        self.close(candidate)
+        self.skipped[f"given up: {why[:160]}"] += 1
+
+    def alike(self, candidate: Candidate) -> Flags:
+        """The candidates of the same engine."""
+        at = self.index.get(candidate)
+        return np.zeros_like(self.open) if at is None else self.family == self.family[at]
+
+    def close(self, candidate: Candidate) -> None:
+        if (at := self.index.get(candidate)) is not None:
+            self.open[at] = False
+
+    def rule_out(self, mask: Flags, reason: str) -> None:
+        if count := int((mask & self.open).sum()):
+            self.open &= ~mask
+            self.skipped[reason] += count
+
+    def _rule_out_larger(self, candidate: Candidate) -> None:
+        at = self.index.get(candidate)
+        if at is None or self.too_large[at]:  # what ruled it out has ruled out all that needs no less than it
+            return
+        larger = self._dominance.needs_no_less(candidate)
+        self.too_large |= larger
+        self.rule_out(larger, f"needs no less memory than {candidate}, which ran out")
+
+    def _learn_refusal(self, candidate: Candidate, reason: str, how: str) -> None:
+        """Rules out every candidate with the settings that all failures with this message share.
+
+        Where there is but one failure, or a candidate that worked shares them too, only the same engine is ruled out.
+        """
+        refused = self._refused.setdefault(reason, [])
+        refused.append(candidate)
+        shared = set.intersection(*(set(one.family) for one in refused))
+        if len(refused) == 1 or any(shared <= set(one.family) for one in self._worked):
+            shared = set(candidate.family)
+        alike = np.array([shared <= set(other.family) for other in self.candidates])
+        self.rule_out(alike, f"{how}: {reason[:160]}")

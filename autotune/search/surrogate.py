@@ -1,0 +1,127 @@
+"""What measurements alone say of candidates that were not measured: a Gaussian process, which knows nothing of training.
+
+It is what the search believes where the predictor is refuted. What it learns of second-order knobs it learns from the study:
+how much they matter is chosen with the other scales, by how well they explain what was measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from autotune.predict.knobs import Floats, Places
+from autotune.problem.candidate import Candidate, Value
+from autotune.search.factors import is_first_order
+
+UNKNOWN = 3.0  # standard deviation of the mean: nothing is known of it
+DOUBLING = 0.4  # how far apart two sizes of a first-order knob are, where one is twice the other
+REPEAT = 0.03  # standard deviation of one logarithm measured twice
+LEAST = 0.005  # standard deviation of a prediction
+MOST_POINTS = 128  # the latest; more tell little and cost much
+AMPLITUDES = (0.15, 0.4, 1.0)  # of the logarithm, over first-order knobs
+SECOND_ORDER = (0.1, 0.3, 1.0)  # how much a second-order knob matters against a first-order one
+LINEAR = 0.7  # share of the amplitude that is the same whatever the other knobs say
+_BLOCK = 1024  # rows whose arrays stay in a processor's cache
+
+
+class Surrogate:
+    """Of one quantity of the candidates, by its logarithm."""
+
+    def __init__(self, first: Floats, second: Floats) -> None:
+        """Args:
+        first, second: (n, features) of first-order and of second-order knobs, from `features`."""
+        self._first, self._second = first, second
+        self._at: list[int] = []
+        self._seen: list[float] = []
+        self._fitted: tuple[float, float, Floats, Floats, float] | None = None
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def observe(self, at: int, value: float) -> None:
+        """The logarithm of what was measured of the candidate at this place."""
+        self._at.append(at)
+        self._seen.append(value)
+        self._fitted = None
+
+    def predict(self, rows: Places | None = None) -> tuple[Floats, Floats]:
+        """(expected logarithm, its standard deviation) of the candidates at these places, or of all."""
+        amplitude, share, inverse, weights, mean = self._fitted or self._fit()
+        places: Places = np.arange(len(self._first)) if rows is None else rows
+        expected, spread = np.empty(len(places)), np.empty(len(places))
+        for block in range(0, len(places), _BLOCK):
+            some = slice(block, block + _BLOCK)
+            near = self._kernel(places[some], np.array(self._at[-MOST_POINTS:]), amplitude, share)
+            own = self._own(places[some], amplitude, share)
+            expected[some] = mean + near @ weights
+            spread[some] = own - np.einsum("ij,ij->i", near @ inverse, near)
+        return expected, np.sqrt(np.maximum(spread, LEAST**2))
+
+    def _fit(self) -> tuple[float, float, Floats, Floats, float]:
+        """The scales under which what was seen is likeliest, and what predictions need."""
+        at, seen = np.array(self._at[-MOST_POINTS:]), np.array(self._seen[-MOST_POINTS:])
+        mean = float(np.median(seen))
+        likeliest, found = -math.inf, None
+        for amplitude, share in itertools.product(AMPLITUDES, SECOND_ORDER):
+            kernel = self._kernel(at, at, amplitude, share) + REPEAT**2 * np.eye(len(at))
+            inverse: Floats = np.asarray(np.linalg.inv(kernel), dtype=np.float64)
+            weights = inverse @ (seen - mean)
+            likely = -0.5 * float((seen - mean) @ weights) - 0.5 * float(np.linalg.slogdet(kernel)[1])
+            # before much is seen: what training's knobs usually do
+            likely -= 0.5 * math.log(amplitude / 0.4) ** 2 + 0.5 * math.log(share / 0.2) ** 2
+            if likely > likeliest:
+                likeliest, found = likely, (amplitude, share, inverse, weights, mean)
+        assert found is not None
+        self._fitted = found
+        return found
+
+    def _kernel(self, a: Places, b: Places, amplitude: float, share: float) -> Floats:
+        """(len(a), len(b)) covariances: alike candidates differ little, and each knob has an effect of its own."""
+        products = self._first[a] @ self._first[b].T + share**2 * (self._second[a] @ self._second[b].T)
+        squares = [(self._first[x] ** 2).sum(1) + share**2 * (self._second[x] ** 2).sum(1) for x in (a, b)]
+        apart = products - 0.5 * squares[0][:, None] - 0.5 * squares[1][None, :]
+        return np.asarray(UNKNOWN**2 + amplitude**2 * (np.exp(np.minimum(apart, 0.0)) + LINEAR**2 * products))
+
+    def _own(self, a: Places, amplitude: float, share: float) -> Floats:
+        square = (self._first[a] ** 2).sum(1) + share**2 * (self._second[a] ** 2).sum(1)
+        return np.asarray(UNKNOWN**2 + amplitude**2 * (1.0 + LINEAR**2 * square))
+
+
+def features(candidates: Sequence[Candidate]) -> tuple[Floats, Floats]:
+    """(n, features) of first-order and of second-order knobs, each around zero: numbers by their logarithm, choices a column
+    each. Where a candidate lacks a number it is in the middle."""
+    first: list[Floats] = []
+    second: list[Floats] = []
+    for name in sorted({name for candidate in candidates for name in candidate.as_dict}):
+        values = [candidate.get(name) for candidate in candidates]
+        columns = _sizes(values) if _are_sizes(values) else _choices(values)
+        if is_first_order(name):
+            first += columns
+        else:
+            reach = max((float(np.ptp(column)) for column in columns), default=0.0)
+            second += [column / max(1.0, reach) for column in columns]
+    return _beside(first, len(candidates)), _beside(second, len(candidates))
+
+
+def _are_sizes(values: Sequence[Value | None]) -> bool:
+    there = {value for value in values if value is not None}
+    return all(isinstance(v, int | float) and not isinstance(v, bool) for v in there) and max(there, default=0) > 3  # type: ignore[type-var, operator]
+
+
+def _sizes(values: Sequence[Value | None]) -> list[Floats]:
+    logs = np.array([math.nan if v is None else DOUBLING * math.log2(max(float(v), 1e-9)) for v in values])
+    middle = float(np.nanmean(logs))
+    return [np.where(np.isnan(logs), 0.0, logs - middle)]
+
+
+def _choices(values: Sequence[Value | None]) -> list[Floats]:
+    kinds = list(dict.fromkeys(values))
+    ones = [np.array([value == kind for value in values], dtype=np.float64) for kind in kinds]
+    return [one - one.mean() for one in ones] if len(kinds) > 1 else []
+
+
+def _beside(columns: list[Floats], rows: int) -> Floats:
+    return np.array(columns, dtype=np.float64).T if columns else np.zeros((rows, 0))
