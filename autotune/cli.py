@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -106,6 +107,13 @@ def typed(parameters: dict[str, Any]) -> Request:
     return Request(**{name: value for name, value in parameters.items() if name in fields and value is not None})
 
 
+def typed_command() -> str:
+    """The command line as a shell would take it again, without the password of a database."""
+    from autotune.search.storage import hide_password
+
+    return shlex.join(["autotune", *(hide_password(word) for word in sys.argv[1:])])
+
+
 # -- commands ------------------------------------------------------------------------------------------------------------
 
 
@@ -149,7 +157,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Tune, verify and export; run again with the same study to go on."""
-    request = typed(locals())
+    request = dataclasses.replace(typed(locals()), command=typed_command())
     from autotune.commands.run import run_study
 
     ask = None if yes or as_json or not sys.stdin.isatty() else (lambda text: typer.confirm(text, default=True))
@@ -254,6 +262,27 @@ def show(study: StudyArgument, storage: Storage = None, as_json: Json = False) -
         emit(study_json(store))
     else:
         show_study(store, console())
+
+
+@app.command()
+def report(
+    study: StudyArgument,
+    out: Annotated[Path | None, option("File to write; default: NAME.html in the study's folder.")] = None,
+    show_it: Annotated[bool, option("Open it in the browser.", "--open")] = False,
+    hide: Annotated[bool, option("Without paths, host names and the model's name.", "--confidential")] = False,
+    storage: Storage = None,
+    as_json: Json = False,
+) -> None:
+    """Write a study as one HTML page that works offline: verdict, memory, every trial, how to reproduce it."""
+    from autotune.commands.report import open_in_browser, report_study
+
+    written = report_study(study, storage, out, hide=hide)
+    if as_json:
+        emit({"files": [str(written)]})
+    else:
+        print(f"wrote {written}")
+    if show_it and not open_in_browser(written):
+        print(f"autotune: no browser was found: open {written.resolve()} in one", file=sys.stderr)
 
 
 @app.command()

@@ -78,6 +78,7 @@ class Request:
     hang_timeout: str = "30m"
     convert: bool = False
     runs: Path = Path("runs")
+    command: str = ""  # all of it, as typed
 
 
 def run_setup(request: Request) -> Setup:
@@ -108,6 +109,7 @@ def run_setup(request: Request) -> Setup:
         folder=_study_folder(request.runs, name),
         storage=request.storage,
         out=request.out,
+        command=request.command,
         found_no_gpu=tuned.hardware.device == "cpu" and request.device == "auto" and tuned.landscape is None,
         global_batch_size=request.global_batch_size,
         budget_seconds=budget_seconds,

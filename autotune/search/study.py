@@ -328,6 +328,16 @@ class StudyStore:
         of_0_1 = stored.get("calls", [])  # version 0.1 kept them all in one attribute
         return [Call(**call) for call in (*of_0_1, *(stored[key] for key in sorted(stored) if key.startswith(_CALL)))]
 
+    def note_command(self, command: str) -> None:
+        """Stores what was typed, where it was not typed before."""
+        if command not in self.commands:
+            self._append("commands", command)
+
+    @property
+    def commands(self) -> tuple[str, ...]:
+        """What was typed, each once; version 0.1 did not keep it."""
+        return tuple(self.attributes.get("commands", ()))
+
     def set_winner(self, number: int, why: str) -> None:
         self._set("winner", {"number": number, "why": why})
 
