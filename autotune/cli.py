@@ -197,6 +197,7 @@ def plan(
     task: Task = None,
     image_size: ImageSize = None,
     trust_remote_code: TrustRemoteCode = False,
+    html: Annotated[Path | None, option("Write the plan as one HTML page, too.")] = None,
     as_json: Json = False,
 ) -> None:
     """Predict what fits, how fast and for what money, on how many of which GPUs, and what would help; runs nothing."""
@@ -205,6 +206,10 @@ def plan(
     from autotune.results.plan_view import show_comparison, show_plan
 
     made = plans(request, [*compare.split(",")] if compare else [gpu])
+    if html is not None:
+        from autotune.commands.report import write_plan
+
+        write_plan(made, html)
     if as_json:
         emit([one.to_json() for one in made] if compare else made[0].to_json())
     elif compare:

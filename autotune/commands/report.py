@@ -10,9 +10,11 @@ from autotune.errors import UserError
 from autotune.predict.predictor import Predictor
 from autotune.problem.fitting import for_device, for_job
 from autotune.problem.space_file import parse_space
+from autotune.results.plan import Plan
 from autotune.results.report.confidential import confidential, without_secrets
 from autotune.results.report.gather import Searched, study_report
-from autotune.results.report.page import check_out, study_page, write_page
+from autotune.results.report.page import check_out, plan_page, study_page, write_page
+from autotune.results.report.planned import plan_report
 from autotune.search.storage import failures_in_one_line
 from autotune.search.study import StudyStore
 
@@ -76,6 +78,15 @@ def _searched(store: StudyStore) -> Searched | None:
         space = for_job(for_device(parse_space(store.space_text), store.hardware.device), store.job)
         return Searched(space, tuple(space.candidates(store.job)))
     return None
+
+
+def write_plan(plans: list[Plan], out: Path) -> None:
+    """Writes the page of a plan, or of several side by side.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    write_page(plan_page(plan_report(plans)), out)
 
 
 def open_in_browser(path: Path) -> bool:

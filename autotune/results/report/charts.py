@@ -126,6 +126,16 @@ class Plot:
                 )
             )
 
+    def level(self, y: float, classes: str, label: str) -> None:
+        """A line across, named at its right end."""
+        down = self._down(y)
+        self._parts.append(
+            Markup('<line x1="0" y1="{0:.0f}" x2="100%" y2="{0:.0f}" class="{1}"/>').format(down, classes)
+        )
+        self._parts.append(
+            Markup('<text x="100%" y="{:.0f}" text-anchor="end" class="note">{}</text>').format(down - 4, label)
+        )
+
     def steps(self, points: Sequence[tuple[float, float]], classes: str) -> None:
         """A line that keeps each height until the next point."""
         for (x1, y1), (x2, y2) in pairwise(points):

@@ -131,8 +131,8 @@ def _judged(
     dominance = Dominance(every)
     culprit: dict[Candidate, Candidate] = {}
     for candidate in ran_out:
-        for at in np.flatnonzero(dominance.needs_no_less(candidate)):
-            culprit.setdefault(every[at], candidate)
+        for i in np.flatnonzero(dominance.needs_no_less(candidate)):
+            culprit.setdefault(every[i], candidate)
     table = predictor.table(flat) if predictor else None
     fits = predictor.fits(table) if predictor and table else None
     host = table.host * hardware.count / hardware.nodes > host_limit_bytes(hardware) if table else None

@@ -22,6 +22,8 @@ from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH
 from autotune.results.report import pictures
 from autotune.results.report.data import Cell, Forecast, StudyReport, Trial
 from autotune.results.report.mattered import shown
+from autotune.results.report.planned import PlanReport
+from autotune.results.report.training import TrainingReport, over_time
 from autotune.units import format_bytes, format_duration
 
 _SYMBOLS = {  # of the memory map: told without colour
@@ -120,6 +122,32 @@ def study_page(report: StudyReport) -> str:
     )
 
 
+def training_page(report: TrainingReport) -> str:
+    """The HTML of a training's page."""
+    data = {"code": report.code, "attempts": [dataclasses.asdict(one) for one in report.attempts]}
+    return _fill(
+        "training.html.j2",
+        report=report,
+        title=f"{report.name}: training",
+        pictures=over_time(report),
+        data=as_data(data),
+    )
+
+
+def plan_page(report: PlanReport) -> str:
+    """The HTML of a plan's page."""
+    scale = 1.02 * max([float(report.capacity_bytes), *(bar.whole for bars in report.memory for bar in bars.bars)])
+    limits = (report.capacity_bytes, report.ceiling_bytes)
+    return _fill(
+        "plan.html.j2",
+        report=report,
+        title=f"plan: {report.model}",
+        bars=[pictures.memory_bars(bars, at, scale, *limits) for at, bars in enumerate(report.memory)],
+        holds=list(dict.fromkeys(name for bars in report.memory for bar in bars.bars for name, _ in bar.parts)),
+        data=as_data(report.data),
+    )
+
+
 def _on_map(report: StudyReport, cell: Cell) -> bool:
     return report.map is not None and any(square.cell is cell for _, row in report.map.rows for square in row)
 
@@ -173,12 +201,12 @@ def check_out(out: Path) -> None:
         UserError: it cannot.
     """
     if out.is_dir():
-        raise UserError(f"--out {out} is a folder: give the name of a file, like {out / 'report.html'}")
+        raise UserError(f"{out} is a folder: give the name of a file, like {out / 'report.html'}")
     folder = out.parent
     if not folder.is_dir():
-        raise UserError(f"--out {out}: there is no folder {folder}: make it first, or give another name")
+        raise UserError(f"{out}: there is no folder {folder}: make it first, or give another name")
     if not os.access(folder, os.W_OK):
-        raise UserError(f"--out {out}: the folder {folder} is read-only for you: give another name")
+        raise UserError(f"{out}: the folder {folder} is read-only for you: give another name")
 
 
 def write_page(html: str, out: Path) -> None:
@@ -192,4 +220,4 @@ def write_page(html: str, out: Path) -> None:
         write_atomically(out, html)
     except OSError as error:
         why = error.strerror or errno.errorcode.get(error.errno or 0, "unknown")
-        raise UserError(f"{out} cannot be written ({why}): give another --out") from None
+        raise UserError(f"{out} cannot be written ({why}): give another name") from None

@@ -39,7 +39,7 @@ def tokens(value: float) -> str:
     return format_count(value) if value >= 1000 else f"{value:.3g}"
 
 
-def _size_axis(name: str, low: float, high: float, log: bool = False) -> Axis:
+def size_axis(name: str, low: float, high: float, log: bool = False) -> Axis:
     """Of bytes: in GiB, or in MiB where all is small."""
     unit, word = (GIB, "GiB") if high >= 2 * GIB else (MIB, "MiB")
     return Axis(f"{name} ({word})", low / unit, high / unit, lambda v: f"{v:.4g}", log)
@@ -69,7 +69,7 @@ def speed_against_memory(report: StudyReport) -> Markup | None:
     sizes = [*(t.peak_bytes or 0 for t in ran), report.capacity_bytes, *needed.values()]
     high = 1.04 * min(max(sizes), _FAR * report.capacity_bytes)
     low = min((t.peak_bytes or 0 for t in ran), default=report.capacity_bytes)
-    x = _size_axis("peak memory of a rank", 0.0 if low < 0.4 * high else 0.9 * low, high)
+    x = size_axis("peak memory of a rank", 0.0 if low < 0.4 * high else 0.9 * low, high)
     fastest = max((t.tokens_per_second or 0 for t in ran), default=1.0)
     plot = Plot(
         "speed",
@@ -167,7 +167,7 @@ def predicted_against_measured(report: StudyReport) -> list[Markup]:
         values = [value for _, *both in pairs for value in both if value > 0]
         low, high = 0.9 * min(values), 1.1 * max(values)
         if name == "memory":
-            x, y = (_size_axis(f"{how} {title}", low, high, log=True) for how in ("measured", "predicted"))
+            x, y = (size_axis(f"{how} {title}", low, high, log=True) for how in ("measured", "predicted"))
         else:
             x, y = (
                 Axis(f"{how} {title} (s)", low, high, lambda v: f"{v:.3g}", True) for how in ("measured", "predicted")
