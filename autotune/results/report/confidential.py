@@ -82,7 +82,8 @@ def _names(job: Job, study: str, folder: Path | None) -> list[tuple[set[str], st
         places |= {job.script.cwd, job.script.ds_config or ""}
     if job.workload:
         script |= {job.workload, *job.workload.split(":")}
-    model = {job.model.name, *job.model.name.split("/"), job.model.source}
+    source = job.model.source if " " not in job.model.source.strip() else ""  # a sentence names nothing
+    model = {job.model.name, *job.model.name.split("/"), source}
     model |= {str(job.model.config.get(key, "")) for key in ("_name_or_path", "name_or_path", "model_type")}
     model |= {str(one) for one in job.model.config.get("architectures") or ()}
     model |= {word for name in list(model) for word in re.findall(r"[A-Za-z]{4,}", PurePath(name).name)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -41,7 +42,7 @@ def forecasts(
     found: dict[int, Forecast] = {}
     broken_down: dict[Candidate, Prediction] = {}
     starts = _refits(len(told))
-    for start, end in zip(starts, [*starts[1:], len(told)], strict=True):
+    for start, end in pairwise([*starts, len(told)]):
         block = told[start:end]
         candidates = [record.candidate for record in block]
         table = predictor.table(candidates)

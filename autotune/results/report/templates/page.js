@@ -38,7 +38,7 @@
   // sorting
   var number = function (row, at) {
     var cell = row.cells[at], key = cell.dataset.k !== undefined ? cell.dataset.k : cell.textContent;
-    if (key === "" || key === "–") return null;
+    if (key === "" || key === "–" || key[0] === "(") return null;  // how much was missing is no peak
     var size = /^([\d.]+) (B|KiB|MiB|GiB)(?= \(|$)/.exec(key), time = /^([\d.]+) (ms|s)$/.exec(key), long = /^(?:(\d+)h)?(\d+)m(?:(\d+)s)?$/.exec(key);
     if (size) return size[1] * { B: 1, KiB: 1024, MiB: 1048576, GiB: 1073741824 }[size[2]];
     if (time) return time[1] * (time[2] === "s" ? 1 : 0.001);
