@@ -22,6 +22,7 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Measurement, Outcome, Source
 from autotune.problem.space import SearchSpace
 from autotune.search.attributes import attributes, set_attribute
+from autotune.search.dashboard import flat, save_note, winners_note
 from autotune.search.distributions import constraints, distributions
 from autotune.search.fingerprint import THREADS, changes, fingerprint, knowing_more
 from autotune.search.lock import hold
@@ -258,6 +259,8 @@ class StudyStore:
         """Stores how it ended. Memory is a graded constraint, never Optuna's FAIL, which samplers ignore and repeat."""
         trial = self._open.pop(number)
         trial.set_user_attr("outcome", outcome.to_json())
+        for name, value in flat(outcome, self.hardware).items():
+            trial.set_user_attr(name, value)
         self._tell(trial, outcome)
 
     def _tell(self, trial: optuna.Trial, outcome: Outcome) -> None:
@@ -340,6 +343,7 @@ class StudyStore:
 
     def set_winner(self, number: int, why: str) -> None:
         self._set("winner", {"number": number, "why": why})
+        save_note(self.study, winners_note(number, why))
 
     @property
     def winner(self) -> Record | None:

@@ -112,17 +112,17 @@ class Plot:
             )
         )
 
-    def upright(self, x: float, classes: str, label: str = "", above: bool = True) -> None:
-        """A line from top to bottom, named at its left (or right, where it stands at the left)."""
+    def upright(self, x: float, classes: str, label: str = "", *, left: bool = False) -> None:
+        """A line from top to bottom, named at one side, or at the other where there is no room."""
         at, bottom = self._across(x), TOP + self.height + self.lane
         self._parts.append(
             Markup('<line x1="{}" y1="{}" x2="{}" y2="{}" class="{}"/>').format(at, TOP, at, bottom, classes)
         )
         if label:
-            end = self.x.share(x) > 0.5
+            end = (left and self.x.share(x) > 0.3) or self.x.share(x) > 0.85
             self._parts.append(
                 Markup('<text x="{}" y="{}" dx="{}" text-anchor="{}" class="note">{}</text>').format(
-                    at, TOP + (10 if above else 24), -5 if end else 5, "end" if end else "start", label
+                    at, TOP + (10 if left else 24), -5 if end else 5, "end" if end else "start", label
                 )
             )
 

@@ -83,9 +83,9 @@ def speed_against_memory(report: StudyReport) -> Markup | None:
     )
     unit = unit_of(x)
     one = report.ceiling_bytes == report.capacity_bytes
-    plot.upright(report.capacity_bytes / unit, "capacity", "capacity, and ceiling" if one else "capacity", above=one)
+    plot.upright(report.capacity_bytes / unit, "capacity", "capacity, and ceiling" if one else "capacity")
     if not one:
-        plot.upright(report.ceiling_bytes / unit, "ceiling", "ceiling")
+        plot.upright(report.ceiling_bytes / unit, "ceiling", "ceiling", left=True)
     front = _front([t for t in ran if t.status is Status.FITS])
     plot.steps([((t.peak_bytes or 0) / unit, t.tokens_per_second or 0) for t in front], "front")
     for trial in out:
