@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.cli_parts import Json, Text, console, emit, option
+from autotune.cli_parts import Json, Text, console, emit, option, typed_command
 from autotune.cli_spaces import spaces_app
 from autotune.errors import MachineTrouble, NothingFits, UserError
 from autotune.version import __version__
@@ -107,13 +106,6 @@ def typed(parameters: dict[str, Any]) -> Request:
     return Request(**{name: value for name, value in parameters.items() if name in fields and value is not None})
 
 
-def typed_command() -> str:
-    """The command line as a shell would take it again, without the password of a database."""
-    from autotune.search.storage import hide_password
-
-    return shlex.join(["autotune", *(hide_password(word) for word in sys.argv[1:])])
-
-
 # -- commands ------------------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +196,10 @@ def plan(
     request = typed(locals())
     from autotune.commands.plan import plans
     from autotune.results.plan_view import show_comparison, show_plan
+    from autotune.results.report.page import check_out
 
+    if html is not None:
+        check_out(html)
     made = plans(request, [*compare.split(",")] if compare else [gpu])
     if html is not None:
         from autotune.commands.report import write_plan

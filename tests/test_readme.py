@@ -45,5 +45,7 @@ def test_options_and_commands_named_in_the_readme_exist() -> None:
     ours = re.sub(r" -- train\.py .*", "", README)  # what stands after `--` are a script's own
     for option in set(re.findall(r"`?(--[a-z][a-z-]+)", ours)):
         assert option in shown, option
-    for command in set(re.findall(r"autotune (run|plan|show|report|export|models|spaces|doctor|record|launch)\b", README)):
+    for command in set(
+        re.findall(r"autotune (run|plan|show|report|export|models|spaces|doctor|record|launch)\b", README)
+    ):
         assert command in shown

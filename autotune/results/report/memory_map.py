@@ -17,6 +17,7 @@ from autotune.units import format_bytes
 
 MOST_COLUMNS = 16
 MOST_IN_A_SQUARE = 12  # candidates that are looked at where none was tried; a square may have thousands
+MOST_LOOKED_AT = 50_000  # of a space's candidates: one of two million would take a minute
 _FROM_TRIALS = {  # what is known best, first
     Status.FITS: Cell.FITS,
     Status.ABOVE: Cell.ABOVE,
@@ -57,7 +58,8 @@ def memory_map(
     for candidate, found in trials.items():
         tried[_row(candidate), candidate.micro_batch] += [(candidate, trial) for trial in found]
     untried: dict[_Place, list[Candidate]] = defaultdict(list)
-    for candidate in candidates:
+    stride = -(-len(candidates) // MOST_LOOKED_AT) or 1
+    for candidate in candidates[::stride]:
         untried[_row(candidate), candidate.micro_batch].append(candidate)
     places = tried.keys() | untried.keys()
     if not places:

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import math
 import os
 from functools import cache
 from importlib import resources
@@ -188,6 +189,8 @@ def _short(value: Any) -> Any:
         return [_short(one) for one in value]
     if not isinstance(value, float):
         return value
+    if not math.isfinite(value):
+        return None  # JSON has no such number
     return round(value) if abs(value) >= 1e5 else float(f"{value:.5g}")
 
 
@@ -204,9 +207,9 @@ def check_out(out: Path) -> None:
         raise UserError(f"{out} is a folder: give the name of a file, like {out / 'report.html'}")
     folder = out.parent
     if not folder.is_dir():
-        raise UserError(f"{out}: there is no folder {folder}: make it first, or give another name")
+        raise UserError(f"{out}: there is no folder {folder}: make it first, or name another file")
     if not os.access(folder, os.W_OK):
-        raise UserError(f"{out}: the folder {folder} is read-only for you: give another name")
+        raise UserError(f"{out}: the folder {folder} is read-only for you: name another file")
 
 
 def write_page(html: str, out: Path) -> None:
@@ -217,7 +220,7 @@ def write_page(html: str, out: Path) -> None:
     """
     check_out(out)
     try:
-        write_atomically(out, html)
+        write_atomically(out, html.encode(errors="replace").decode())  # a name may hold bytes that are no text
     except OSError as error:
         why = error.strerror or errno.errorcode.get(error.errno or 0, "unknown")
-        raise UserError(f"{out} cannot be written ({why}): give another name") from None
+        raise UserError(f"{out} cannot be written ({why}): name another file") from None

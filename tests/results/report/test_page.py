@@ -14,10 +14,12 @@ from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Outcome, Phase
+from autotune.results.plan import Plan, StagePlan
 from autotune.results.report.confidential import masker, without_secrets
 from autotune.results.report.data import Cell, Status, StudyReport
 from autotune.results.report.gather import Searched, study_report
 from autotune.results.report.mattered import TRADED, changed_knob
+from autotune.results.report.page import _short, as_data
 from autotune.search.study import StudyStore
 from tests.cli_call import call
 from tests.conftest import make_candidate, make_job
@@ -27,6 +29,7 @@ from tests.results.report.studies import (
     everything,
     in_memory,
     large,
+    machine,
     measured,
     open_study,
     page,
@@ -315,6 +318,30 @@ def test_an_unknown_study_is_said_in_one_line(
     assert err.count("\n") == 1
 
 
+def test_a_plan_is_written_as_a_page_and_a_wrong_name_is_said_before_it_is_made(
+    there: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from autotune.commands import plan as planning
+
+    made: list[str] = []
+
+    def plans(*_: object) -> list[Plan]:
+        made.append("plan")
+        job = make_job()
+        predictor = Predictor(job, machine(), closed_form_trace(job, "a test"))
+        best = predictor.predict_many([make_candidate(0, 8)])
+        return [Plan(job, machine(), best, [StagePlan(0, best[0], best[0], [])], "")]
+
+    monkeypatch.setattr(planning, "plans", plans)
+    code, out, _ = call(monkeypatch, capsys, "plan", "--model", "tiny-llama", "--html", "plan.html", "--json")
+    assert code == 0
+    assert json.loads(out)["model"] == "tiny-llama"
+    assert "predicted, nothing was run" in (there / "plan.html").read_text()
+    code, _, err = call(monkeypatch, capsys, "plan", "--model", "tiny-llama", "--html", "missing/plan.html")
+    assert (code, made) == (2, ["plan"])
+    assert "there is no folder missing" in err
+
+
 def test_a_page_that_fails_costs_a_run_one_line(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> None:
         raise ZeroDivisionError("of a chart")
@@ -324,6 +351,16 @@ def test_a_page_that_fails_costs_a_run_one_line(there: Path, monkeypatch: pytest
     setup = dataclasses.make_dataclass("S", ["folder", "name", "space", "candidates"])(there, "s", space(), ())
     assert run_command._write_report(setup, open_study(there / "runs"), None, said.append) == []  # type: ignore[arg-type]
     assert said == ["the report was not written (of a chart): `autotune report s` tries again"]
+
+
+def test_bytes_that_are_no_text_can_be_written(tmp_path: Path) -> None:
+    html = page(in_memory("a name \udcff of bytes"), tmp_path / "p.html").read_text()
+    assert stored_data(html)["model"] == "a name \udcff of bytes"
+
+
+def test_numbers_that_json_has_not_are_null() -> None:
+    data = as_data([_short(float("inf")), _short(float("nan")), _short(1.5)])
+    assert json.loads(data) == [None, None, 1.5]
 
 
 def test_an_outcome_without_words_is_shown(tmp_path: Path) -> None:
