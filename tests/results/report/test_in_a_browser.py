@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import make_candidate
+from tests.conftest import make_candidate, wait_until
 from tests.results.report.conftest import Browser
 from tests.results.report.kinds import KINDS
 from tests.results.report.studies import EVIL
@@ -84,8 +84,7 @@ def test_one_filter_is_for_the_table_and_all_charts(browser: Browser, pages: Pag
     browser.type("#search", "timeout")
     assert browser.shown("#trials-table tbody tr") == 1
     browser.click("#filters button[type=reset]")
-    browser.driver.implicitly_wait(1)
-    assert browser.text("#count") == "14 trials"
+    wait_until(lambda: browser.text("#count") == "14 trials", "everything is shown again")
     assert browser.shown("#trials-table tbody tr") == 14
 
 
