@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.cli_parts import Json, Text, console, emit, option
+from autotune.cli_parts import Json, Text, console, emit, option, typed_command
 from autotune.cli_spaces import spaces_app
 from autotune.errors import MachineTrouble, NothingFits, Stopped, UserError
 from autotune.version import __version__
@@ -156,7 +156,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Tune, verify and export; run again with the same study to go on."""
-    request = typed(locals())
+    request = dataclasses.replace(typed(locals()), command=typed_command())
     from autotune.commands.run import run_study
 
     ask = None if yes or as_json or not sys.stdin.isatty() else (lambda text: typer.confirm(text, default=True))
@@ -197,14 +197,22 @@ def plan(
     image_size: ImageSize = None,
     trust_remote_code: TrustRemoteCode = False,
     python: Python = None,
+    html: Annotated[Path | None, option("Write the plan as one HTML page, too.")] = None,
     as_json: Json = False,
 ) -> None:
     """Predict what fits, how fast and for what money, on how many of which GPUs, and what would help; runs nothing."""
     request = typed(locals())
     from autotune.commands.plan import plans
     from autotune.results.plan_view import show_comparison, show_plan
+    from autotune.results.report.page import check_out
 
+    if html is not None:
+        check_out(html)
     made = plans(request, [*compare.split(",")] if compare else [gpu], say)
+    if html is not None:
+        from autotune.commands.report import write_plan
+
+        write_plan(made, html)
     if as_json:
         emit([one.to_json() for one in made] if compare else made[0].to_json())
     elif compare:
@@ -263,6 +271,27 @@ def show(study: StudyArgument, storage: Storage = None, as_json: Json = False) -
         emit(study_json(store))
     else:
         show_study(store, console())
+
+
+@app.command()
+def report(
+    study: StudyArgument,
+    out: Annotated[Path | None, option("File to write; default: NAME.html in the study's folder.")] = None,
+    show_it: Annotated[bool, option("Open it in the browser.", "--open")] = False,
+    hide: Annotated[bool, option("Without paths, host names and the model's name.", "--confidential")] = False,
+    storage: Storage = None,
+    as_json: Json = False,
+) -> None:
+    """Write a study as one HTML page that works offline: verdict, memory, every trial, how to reproduce it."""
+    from autotune.commands.report import open_in_browser, report_study
+
+    written = report_study(study, storage, out, hide=hide)
+    if as_json:
+        emit({"files": [str(written)]})
+    else:
+        print(f"wrote {written}")
+    if show_it and not open_in_browser(written):
+        print(f"autotune: no browser was found: open {written.resolve()} in one", file=sys.stderr)
 
 
 @app.command()

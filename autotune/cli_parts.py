@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -29,3 +31,10 @@ def console(stderr: bool = False) -> Console:
 
 def emit(data: Any) -> None:
     print(json.dumps(data, indent=2, default=str))
+
+
+def typed_command() -> str:
+    """The command line as a shell would take it again, without the password of a database."""
+    from autotune.search.storage import hide_password
+
+    return shlex.join(["autotune", *(hide_password(word) for word in sys.argv[1:])])

@@ -40,10 +40,12 @@ def test_options_and_commands_named_in_the_readme_exist() -> None:
 
     shown = "".join(
         CliRunner().invoke(app, [*command, "--help"]).output
-        for command in ([], ["run"], ["plan"], ["launch"], ["show"], ["export"], ["spaces"])
+        for command in ([], ["run"], ["plan"], ["launch"], ["show"], ["report"], ["export"], ["spaces"])
     )
     ours = re.sub(r" -- train\.py .*", "", README).replace("uvx --from", "uvx")  # after `--`: a script's
     for option in set(re.findall(r"`?(--[a-z][a-z-]+)", ours)):
         assert option in shown, option
-    for command in set(re.findall(r"autotune (run|plan|show|export|models|spaces|doctor|record|launch)\b", README)):
+    for command in set(
+        re.findall(r"autotune (run|plan|show|report|export|models|spaces|doctor|record|launch)\b", README)
+    ):
         assert command in shown

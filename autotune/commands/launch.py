@@ -21,8 +21,11 @@ from autotune.problem.job import Job
 from autotune.problem.space_file import parse_space
 from autotune.recovery.ladder import Rung, ladder_path, recovery_ladder, write_ladder
 from autotune.recovery.supervisor import LaunchSummary, Supervisor, check_script
+from autotune.results.report.page import training_page, write_page
+from autotune.results.report.training import AttemptShown, TrainingReport
 from autotune.search.storage import make_study_folder
 from autotune.search.study import StudyStore
+from autotune.version import __version__
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +83,33 @@ def _launch(setup: LaunchSetup, say: Callable[[str], None]) -> LaunchSummary:
         threads=training.threads,
     )
     with held_gpus(found, f"launch of {setup.script.target}", say):
-        return supervisor.run()
+        summary = supervisor.run()
+    _write_page(summary, training, found, say)
+    return summary
+
+
+def _write_page(summary: LaunchSummary, training: _Training, hardware: Hardware, say: Callable[[str], None]) -> None:
+    """The page of the training, beside `launch.json`. Whatever is wrong with it costs one line, not the training's exit code."""
+    path = training.folder / "launch.html"
+    try:
+        page = training_page(
+            TrainingReport(
+                name=training.folder.name,
+                job=training.job.summary,
+                machine=str(hardware),
+                capacity_bytes=hardware.capacity_bytes,
+                code=summary.code,
+                lines=tuple(summary.lines()),
+                attempts=tuple(AttemptShown(**dataclasses.asdict(one)) for one in summary.attempts),
+                ladder=tuple((str(rung.candidate), rung.measured, rung.peak_bytes) for rung in training.ladder),
+                version=__version__,
+            )
+        )
+        write_page(page, path)
+    except Exception as error:
+        say(f"the report of the training was not written: {' '.join(str(error).split())[:200] or type(error).__name__}")
+        return
+    say(f"wrote {path}")
 
 
 def _from_study(setup: LaunchSetup, store: StudyStore, say: Callable[[str], None]) -> _Training:

@@ -80,6 +80,7 @@ class Request:
     convert: bool = False
     python: str | None = None  # of the environment where ranks run
     runs: Path = Path("runs")
+    command: str = ""  # all of it, as typed
 
 
 def run_setup(request: Request) -> Setup:
@@ -111,6 +112,7 @@ def run_setup(request: Request) -> Setup:
         folder=_study_folder(request.runs, name),
         storage=request.storage,
         out=request.out,
+        command=request.command,
         found_no_gpu=tuned.hardware.device == "cpu" and request.device == "auto" and tuned.landscape is None,
         global_batch_size=batch,
         free_batch=request.global_batch_size == FREE,

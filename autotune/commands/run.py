@@ -16,6 +16,7 @@ from rich.console import Console
 
 from autotune.commands.probe import Probe, after_probe, probe
 from autotune.commands.python import NAMED_MODEL, TRAINING, ranks_python
+from autotune.commands.report import write_study
 from autotune.commands.request import Request, run_setup
 from autotune.commands.setup import Setup
 from autotune.errors import NothingFits, UserError
@@ -31,6 +32,7 @@ from autotune.problem.script_job import own_candidate
 from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
 from autotune.results.console import PlainObserver, make_observer, record_json
 from autotune.results.export import environment_of, export_record
+from autotune.results.report.gather import Searched
 from autotune.results.winner import closest_lines, train_with_lines, winner_lines
 from autotune.search.fingerprint import package_versions
 from autotune.search.proposer import Proposer
@@ -125,7 +127,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             setup = dataclasses.replace(setup, candidates=tuple(candidates))
             proposer = _proposer(setup, predictor)
             found = _search(setup, store, executor, proposer, observer, spent_seconds, stopped.is_set)
-        return _summary(setup, store, found, proposer.open, predictor)
+        return _summary(setup, store, found, proposer.open, predictor, observer.say)
 
 
 @contextmanager
@@ -188,6 +190,8 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver) -> 
         setup.name, storage, setup.folder, setup.job, setup.hardware, setup.space, force=setup.force
     )
     store.lock()
+    if setup.command:
+        store.note_command(setup.command)
     for note in setup.notes:
         observer.say(note)
     closed = store.close_interrupted()
@@ -262,7 +266,12 @@ def _search(
 
 
 def _summary(
-    setup: Setup, store: StudyStore, found: SearchSummary, untried: list[Candidate], predictor: Predictor
+    setup: Setup,
+    store: StudyStore,
+    found: SearchSummary,
+    untried: list[Candidate],
+    predictor: Predictor,
+    say: Callable[[str], None],
 ) -> RunSummary:
     """What a call has found, exported.
 
@@ -276,6 +285,7 @@ def _summary(
         if setup.landscape is None:
             ladder = ladder_path(setup.folder, setup.name)
             files.append(_write_ladder(setup, store, predictor, found.winner.candidate, ladder))
+        files += _write_report(setup, store, predictor, say)
         lines = winner_lines(found.winner, store.records(), store.job, store.hardware)
         if not found.verified:
             lines.append("  not verified: the budget or the call ended first; run again to verify it")
@@ -288,7 +298,8 @@ def _summary(
         lines = ["stopped before anything was measured"]
     else:
         first = "nothing fits yet" if untried else "nothing fits"
-        raise NothingFits("\n".join([first, *closest_lines(store.records(), store.hardware, untried)]))
+        where = [f"wrote {path}" for path in _write_report(setup, store, predictor, say)]
+        raise NothingFits("\n".join([first, *closest_lines(store.records(), store.hardware, untried), *where]))
     return RunSummary(
         store.name,
         setup.folder,
@@ -300,6 +311,18 @@ def _summary(
         lines,
         found.used_seconds,
     )
+
+
+def _write_report(setup: Setup, store: StudyStore, predictor: Predictor, say: Callable[[str], None]) -> list[Path]:
+    """The page of the study beside its winner. Whatever is wrong with it costs one line, never the winner."""
+    path = setup.folder / f"{setup.name}.html"
+    try:
+        write_study(store, path, trace_of=predictor, searched=Searched(setup.space, setup.candidates))
+    except Exception as error:
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        say(f"the report was not written ({why}): `autotune report {setup.name}` tries again")
+        return []
+    return [path]
 
 
 def _write_ladder(setup: Setup, store: StudyStore, predictor: Predictor, top: Candidate, path: Path) -> Path:

@@ -54,6 +54,7 @@ class Setup:
     isolation: str
     seed: int
     force: bool
+    command: str = ""  # as typed, for whoever does it again; empty where nothing was typed
 
 
 @dataclass(frozen=True, kw_only=True)

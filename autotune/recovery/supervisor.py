@@ -31,6 +31,7 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind
 from autotune.rank.config import needed_ops
+from autotune.recovery.course import Course, Point
 from autotune.recovery.ladder import Rung
 from autotune.units import format_bytes, format_duration
 
@@ -51,6 +52,8 @@ class Attempt:
     seconds: float = 0.0
     ended: str = ""
     resumed_from: str = ""
+    peak_bytes: float = 0.0  # expected of its config, a rank
+    course: list[Point] = field(default_factory=list)  # memory and steps over its time
 
 
 @dataclass
@@ -183,10 +186,12 @@ class Supervisor:
             rung = self.ladder[at]
             how = "measured" if rung.measured else "predicted"
             self.say(f"starting under {rung.candidate} ({how} {format_bytes(rung.peak_bytes)} a rank)")
-            attempt = Attempt(at, str(rung.candidate))
+            attempt = Attempt(at, str(rung.candidate), peak_bytes=rung.peak_bytes)
             attempts.append(attempt)
             started = time.monotonic()
-            end = self._build(rung) or self._attempt(rung)
+            course = Course()
+            end = self._build(rung) or self._attempt(rung, course)
+            attempt.course = course.points
             attempt.steps, attempt.seconds = end.steps, time.monotonic() - started
             attempt.resumed_from = end.resumed_from
             attempt.ended = f"{end.kind.value}: {end.reason}" if end.kind else end.reason
@@ -225,15 +230,21 @@ class Supervisor:
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 
-    def _attempt(self, rung: Rung) -> _End:
+    def _attempt(self, rung: Rung, course: Course) -> _End:
         heard = _Heard(self.say)
+
+        def take(rank: int, message: Message) -> None:
+            heard.take(rank, message)
+            if message["type"] == "progress":
+                course.note(heard.steps, lambda: group.peaks().worst)
+
         group = self._group = Group(
             self._launcher,
             self.hardware,
             None,
             self._policy,
             cancelled=lambda: self._signal is not None,
-            on_message=heard.take,
+            on_message=take,
         )
         spec = {
             "job": self.job.to_json(),

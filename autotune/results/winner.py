@@ -57,7 +57,7 @@ def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hard
         )
     own = next((r.candidate for r in records if r.note == AS_IS), None)
     if own is not None and own in times:
-        lines.append(f"  {times[own]:.2f}x {AS_IS}: {own}{_other_batch(own, record.candidate, job)}")
+        lines.append(f"  {times[own]:.2f}x {AS_IS}: {own}{unlike_steps(own, record.candidate, job)}")
     elif own == record.candidate:
         lines.append(f"  {AS_IS} has this config already")
     if other := other_batch(record.candidate, job):
@@ -65,26 +65,34 @@ def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hard
     return lines
 
 
-def _other_batch(own: Candidate, winner: Candidate, job: Job) -> str:
+def unlike_steps(own: Candidate, winner: Candidate, job: Job) -> str:
     """That the two take steps of unlike size, where they do."""
     mine, theirs = (one.micro_batch * one.accumulation * job.ranks for one in (winner, own))
     return "" if mine == theirs else f" (in tokens/s: its steps are of {theirs} samples, the winner's of {mine})"
 
 
 def _times_others(winner: Record, records: list[Record]) -> dict[Candidate, float]:
-    """How many times the tokens a second of each other config the winner has: both as verified, or both as searched, since a
-    machine's pace may change between the two."""
-    speeds: dict[str, dict[Candidate, float]] = {VERIFY: {}, SEARCH: {}}
+    """How many times the tokens a second of each other config the winner has."""
+    return {
+        other: mine.tokens_per_second / theirs.tokens_per_second
+        for other, (mine, theirs) in measured_alike(winner, records).items()
+    }
+
+
+def measured_alike(winner: Record, records: list[Record]) -> dict[Candidate, tuple[Measurement, Measurement]]:
+    """Of each other config the winner's Measurement and its own: both as verified, or both as searched, since a machine's
+    pace may change between the two."""
+    measured: dict[str, dict[Candidate, Measurement]] = {VERIFY: {}, SEARCH: {}}
     for record in records:
-        if record.outcome and record.outcome.measurement and record.role in speeds:
-            speeds[record.role][record.candidate] = record.outcome.measurement.tokens_per_second
+        if record.outcome and record.outcome.measurement and record.role in measured:
+            measured[record.role][record.candidate] = record.outcome.measurement
     mine = winner.candidate
-    times: dict[Candidate, float] = {}
-    for found in speeds.values():
-        for other in found.keys() - {mine} - times.keys():
+    alike: dict[Candidate, tuple[Measurement, Measurement]] = {}
+    for found in measured.values():
+        for other in found.keys() - {mine} - alike.keys():
             if mine in found:
-                times[other] = found[mine] / found[other]
-    return times
+                alike[other] = found[mine], found[other]
+    return alike
 
 
 def train_with_lines(
@@ -95,30 +103,46 @@ def train_with_lines(
     threads: int,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
-    """How to train the study's script with its winner, whose DeepSpeed config is in the file; nothing without a script.
+    """How to train the study's script with its winner (`train_with`), as lines; nothing without a script."""
+    if job.script is None:
+        return []
+    commands, hints = train_with(winner, job, study, config, threads, environment)
+    return [*(f"  {name}: {text}" for name, text in commands), *(f"  {hint}" for hint in hints)]
+
+
+def train_with(
+    winner: Candidate,
+    job: Job,
+    study: str,
+    config: Path,
+    threads: int,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """(named commands, hints): how to train the study's script with its winner, whose DeepSpeed config is in the file.
 
     Args:
         threads: CPU threads a rank that it was measured with. The launchers hand on what the command's environment says,
             and give several ranks one each where it says nothing.
         environment: what the training needs set besides, see `results.export.environment_of`.
     """
-    if job.script is None:
-        return []
+    assert job.script is not None
     path = str(config.resolve())
     words = launched(training_command(job.script, winner, job.ranks, path))
     variables = {**environment, **variables_of(winner, threads), **variables_for(job.script, job.ranks)}
     plain = f"{assignments(variables)} {shlex.join(words)}"
     watched = f"autotune launch {study} -- {shlex.join(typed(job.script))}"
+    hints = []
     if carried(job.script):
-        lines = [f"  train with: {plain}", f"  or watched: {watched}"]
+        commands = [("train with", plain), ("or watched", watched)]
     else:
-        lines = [f"  train with: {watched}", f"  or put {config} where the script has its own config"]
+        commands = [("train with", watched)]
+        hints += [f"or put {config} where the script has its own config"]
     started = job.script.profile.get(RELAUNCHED, 0)
     if started not in (0, job.ranks) and not job.script.launcher and framework_of(job.script) is None:
-        lines.append(f"    it starts its own ranks: have it start {job.ranks}")
+        hints += [f"  it starts its own ranks: have it start {job.ranks}"]
     if job.script.profile["loader_prepared"] and not dict(job.script.flags).get(MICRO_BATCH):
-        lines += [f"    with batch_size={winner.micro_batch} in its data loader, which no config reaches"]
-    return lines
+        hints += [f"  with batch_size={winner.micro_batch} in its data loader, which no config reaches"]
+    return commands, hints
 
 
 def closest_lines(records: list[Record], hardware: Hardware, untried: list[Candidate]) -> list[str]:

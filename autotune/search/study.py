@@ -23,6 +23,7 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Measurement, Outcome, Source
 from autotune.problem.space import SearchSpace
 from autotune.search.attributes import attributes, set_attribute
+from autotune.search.dashboard import flat, save_note, winners_note
 from autotune.search.distributions import constraints, distributions
 from autotune.search.fingerprint import THREADS, changes, fingerprint, knowing_more
 from autotune.search.lock import hold
@@ -263,6 +264,8 @@ class StudyStore:
         """Stores how it ended. Memory is a graded constraint, never Optuna's FAIL, which samplers ignore and repeat."""
         trial = self._open.pop(number)
         trial.set_user_attr("outcome", outcome.to_json())
+        for name, value in flat(outcome, self.hardware).items():
+            trial.set_user_attr(name, value)
         self._tell(trial, outcome)
 
     def _tell(self, trial: optuna.Trial, outcome: Outcome) -> None:
@@ -333,8 +336,19 @@ class StudyStore:
         of_0_1 = stored.get("calls", [])  # version 0.1 kept them all in one attribute
         return [Call(**call) for call in (*of_0_1, *(stored[key] for key in sorted(stored) if key.startswith(_CALL)))]
 
+    def note_command(self, command: str) -> None:
+        """Stores what was typed, where it was not typed before."""
+        if command not in self.commands:
+            self._append("commands", command)
+
+    @property
+    def commands(self) -> tuple[str, ...]:
+        """What was typed, each once; version 0.1 did not keep it."""
+        return tuple(self.attributes.get("commands", ()))
+
     def set_winner(self, number: int, why: str) -> None:
         self._set("winner", {"number": number, "why": why})
+        save_note(self.study, winners_note(number, why))
 
     @property
     def winner(self) -> Record | None:

@@ -1,0 +1,94 @@
+"""`autotune report`: a study as one HTML file."""
+
+from __future__ import annotations
+
+import webbrowser
+from contextlib import suppress
+from pathlib import Path
+
+from autotune.errors import UserError
+from autotune.predict.predictor import Predictor
+from autotune.problem.fitting import for_device, for_job
+from autotune.problem.space_file import parse_space
+from autotune.results.plan import Plan
+from autotune.results.report.confidential import confidential, without_secrets
+from autotune.results.report.gather import Searched, study_report
+from autotune.results.report.page import check_out, plan_page, study_page, write_page
+from autotune.results.report.planned import plan_report
+from autotune.search.storage import failures_in_one_line
+from autotune.search.study import StudyStore
+
+
+def report_study(study: str, storage: str | None, out: Path | None, *, hide: bool = False) -> Path:
+    """Writes the page of a study to `out`, or as `NAME.html` into the study's folder; returns its path.
+
+    Args:
+        hide: leave out paths, host names and the model's name; the file is then `confidential.html`.
+
+    Raises:
+        UserError: there is no such study, or the file cannot be written.
+    """
+    store = StudyStore.load(study, storage)
+    name = "confidential" if hide else store.name
+    out = out or (store.folder or Path()) / f"{name}.html"
+    check_out(out)
+    with failures_in_one_line():
+        write_study(store, out, hide=hide)
+    return out
+
+
+def write_study(
+    store: StudyStore,
+    out: Path,
+    *,
+    trace_of: Predictor | None = None,
+    searched: Searched | None = None,
+    hide: bool = False,
+) -> None:
+    """Writes the page of an open study.
+
+    Args:
+        trace_of: a predictor of the same job and hardware, whose trace is taken.
+        searched: the space as a call has it; None: as the study keeps it.
+        hide: leave out paths, host names and the model's name.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    predictor, why_none = _predictor(store, trace_of)
+    report = without_secrets(study_report(store, searched or _searched(store), predictor, why_none))
+    if hide:
+        report = confidential(report, store.job, store.folder)
+    write_page(study_page(report), out)
+
+
+def _predictor(store: StudyStore, trace_of: Predictor | None) -> tuple[Predictor | None, str]:
+    """(a predictor that has seen nothing, why there is none)."""
+    if not any(record.outcome for record in store.records()):
+        return None, ""
+    try:
+        return Predictor(store.job, store.hardware, trace_of.trace if trace_of else None), ""
+    except UserError as error:
+        return None, f"There is no prediction: {error}"
+
+
+def _searched(store: StudyStore) -> Searched | None:
+    """The study's space as it was searched; None where this version cannot read it any more."""
+    with suppress(UserError):
+        space = for_job(for_device(parse_space(store.space_text), store.hardware.device), store.job)
+        return Searched(space, tuple(space.candidates(store.job)))
+    return None
+
+
+def write_plan(plans: list[Plan], out: Path) -> None:
+    """Writes the page of a plan, or of several side by side.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    write_page(plan_page(plan_report(plans)), out)
+
+
+def open_in_browser(path: Path) -> bool:
+    """Whether a browser was found to open the file in."""
+    return webbrowser.open(path.resolve().as_uri())

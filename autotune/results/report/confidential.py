@@ -1,0 +1,199 @@
+"""Takes out of a page what names a model, a machine or a place: by leaving out what ranks and people wrote freely, and then
+by looking at every text that is left, wherever it stands."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import socket
+from collections.abc import Callable, Iterable
+from functools import cache
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
+
+from autotune.problem.candidate import KNOBS
+from autotune.problem.job import Job
+from autotune.results.report.data import Code, Status, StudyReport
+
+MODEL, STUDY, PATH, HOST, SCRIPT = "[model]", "[study]", "[path]", "[host]", "[script]"
+LEFT_OUT = "left out (--confidential)"
+Report = TypeVar("Report")
+
+_URL = r"\b[a-z][a-z0-9+.-]{1,20}://[^\s'\"<>]+"
+_ABSOLUTE = r"(?<![\w.)\]])(?:~|\.{1,2})?/(?:[^\s'\"<>:,;|()]+/?)+|\b[A-Za-z]:\\[^\s'\"<>]+"
+_FILE = (
+    r"\b[\w.@+-]*[\w@+-]/[\w.@+/-]+\.\w{1,12}\b|\b[\w@+-][\w.@+-]*\."
+    r"(?:py|ipynb|sh|json|jsonl|ya?ml|toml|cfg|ini|log|txt|csv|tsv|parquet|arrow|bin|pt|pth|safetensors|db|journal|gz|so)\b"
+)
+_ADDRESS = r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|(?<![\w:])(?:[0-9a-fA-F]{0,4}:){3,7}[0-9a-fA-F]{1,4}(?![\w:])"
+_HOST_PORT = r"\b[\w-]+(?:\.[\w-]+)*:\d{4,5}\b|\[[\w.:-]+\]:\d+"
+_DOMAIN = r"\b(?:[\w-]+\.)+(?:com|net|org|edu|gov|io|ai|dev|cloud|local|internal|lan|corp|cluster|[a-z]{2})\b(?!\.\w)"
+_NODE = r"\b(?:ip|node|host|gpu|dgx|hgx|worker|compute|login|server|slurm|cn|nid)[-_]?\w*-?\d[\w-]*\b(?=[\s:,)\]]|$)"
+_MAIL = r"[\w.+-]+@[\w-]+(?:\.[\w-]+)*"
+_UUID = r"\b(?:GPU-|MIG-)?[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b"
+_SIZES = {"tiny", "small", "base", "large", "mini", "medium", "nano", "chat", "instruct", "model", "causal", "config"}
+
+
+def masker(job: Job, study: str, folder: Path | None = None) -> Callable[[str], str]:
+    """Replaces in a text what a study of the job may name."""
+    named = [(_any_of(words), stands_for) for words, stands_for in _names(job, study, folder) if words]
+    shapes = [
+        *((pattern, PATH) for pattern in (_URL, _ABSOLUTE, _FILE)),
+        *((pattern, HOST) for pattern in (_MAIL, _UUID, _ADDRESS, _HOST_PORT, _DOMAIN)),
+    ]
+    replaced = [(re.compile(pattern), stands_for) for pattern, stands_for in shapes]
+    replaced.append((re.compile(_NODE, re.IGNORECASE), HOST))
+
+    def mask(text: str) -> str:
+        for pattern, stands_for in (*named, *replaced):
+            text = pattern.sub(stands_for, text)
+        return text
+
+    return mask
+
+
+def _any_of(words: Iterable[str]) -> re.Pattern[str]:
+    """Any of the words, the longest first: of letters alone also within others, as `Gemma2DecoderLayer` has `gemma`, but for
+    those of which keys of a config are made: a model named `train` must not make `train_batch_size` unreadable."""
+    own = _vocabulary()
+    parts = [
+        rf"\w*{re.escape(word)}\w*"
+        if word.isalpha() and len(word) > 3 and word.lower() not in own
+        else rf"(?<!\w){re.escape(word)}(?!\w)"
+        for word in sorted(words, key=len, reverse=True)
+    ]
+    return re.compile("|".join(parts), re.IGNORECASE)
+
+
+@cache
+def _vocabulary() -> frozenset[str]:
+    """The words of knobs and of DeepSpeed's keys."""
+    keys = (resources.files("autotune") / "data" / "deepspeed_keys.json").read_text()
+    return frozenset(re.findall(r"[a-z]{4,}", f"{keys} {' '.join(KNOBS)}".lower()))
+
+
+def _names(job: Job, study: str, folder: Path | None) -> list[tuple[set[str], str]]:
+    script: set[str] = set()
+    places = {str(Path.home()), str(folder.resolve()) if folder else "", str(Path.cwd())}
+    if job.script is not None:
+        script = {job.script.target, PurePath(job.script.target).name, *job.script.arguments}
+        places |= {job.script.cwd, job.script.ds_config or ""}
+    if job.workload:
+        script |= {job.workload, *job.workload.split(":")}
+    source = job.model.source if " " not in job.model.source.strip() else ""  # a sentence names nothing
+    model = {job.model.name, *job.model.name.split("/"), source}
+    model |= {str(job.model.config.get(key, "")) for key in ("_name_or_path", "name_or_path", "model_type")}
+    model |= {str(one) for one in job.model.config.get("architectures") or ()}
+    model |= {word for name in list(model) for word in re.findall(r"[A-Za-z]{4,}", PurePath(name).name)}
+    hosts = {socket.gethostname(), socket.gethostname().split(".")[0], Path.home().name}
+    named = [
+        (places, PATH),
+        ({study}, STUDY),
+        ({word for word in model if word.lower() not in _SIZES}, MODEL),
+        (script, SCRIPT),
+        (hosts - {"root"}, HOST),
+    ]
+    return [({word for word in words if len(word) > 1}, stands_for) for words, stands_for in named]
+
+
+def masked(data: Report, mask: Callable[[str], str]) -> Report:
+    """The data with every text in it masked, keys of mappings included. What only names one of our own kinds is kept."""
+    return _masked(data, mask)  # type: ignore[no-any-return]
+
+
+def _masked(data: Any, mask: Callable[[str], str]) -> Any:
+    if type(data) is str:
+        return mask(data)
+    if isinstance(data, dict):
+        return {_masked(key, mask): _masked(value, mask) for key, value in data.items()}
+    if isinstance(data, tuple | list):
+        return type(data)(_masked(one, mask) for one in data)
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        return type(data)(**{f.name: _masked(getattr(data, f.name), mask) for f in dataclasses.fields(data)})
+    return data
+
+
+_SECRET_FLAG = r"--?[\w-]*(?:token|secret|password|passwd|api[-_]?key|credentials?)"
+_SECRET = re.compile(
+    rf"({_SECRET_FLAG}[= ]+)\S+|(//[^:/@\s]*:)[^@/\s]+(?=@)|\b(?:hf|ghp|sk)[-_][A-Za-z0-9_-]{{16,}}", re.IGNORECASE
+)
+
+
+def without_secrets(report: StudyReport) -> StudyReport:
+    """The page without what a command line may hold and nobody means to send around: tokens and passwords."""
+    job = report.fingerprint.get("job", {})
+    if job.get("script"):
+        words = [str(word) for word in job["script"]["argv"]]
+        kept = [
+            "***" if re.fullmatch(_SECRET_FLAG, flag, re.IGNORECASE) else word for flag, word in pairwise(["", *words])
+        ]
+        fingerprint = {**report.fingerprint, "job": {**job, "script": {**job["script"], "argv": kept}}}
+        report = dataclasses.replace(report, fingerprint=fingerprint)
+    return masked(report, lambda text: _SECRET.sub(lambda found: f"{found[1] or found[2] or ''}***", text))
+
+
+def confidential(report: StudyReport, job: Job, folder: Path | None) -> StudyReport:
+    """The page of a study without paths, host names and the model's name: what ranks said is left out, since it may name
+    anything; kinds, phases and sizes stay."""
+    mask = masker(job, report.study, folder)
+    trials = tuple(
+        dataclasses.replace(trial, log="", why=trial.why if trial.measured else _said(trial.status))
+        for trial in report.trials
+    )
+    winner = report.verdict.winner
+    verdict = dataclasses.replace(
+        report.verdict,
+        winner=next((trial for trial in trials if winner and trial.number == winner.number), None),
+        lines=tuple(_own(line) for line in report.verdict.lines),
+        checks=tuple(_own(line) for line in report.verdict.checks),
+        run_now=tuple(
+            code if code.text.startswith("{") else Code(code.name, LEFT_OUT) for code in report.verdict.run_now
+        ),
+    )
+    fingerprint = {**report.fingerprint, "job": _without_names(report.fingerprint.get("job", {}))}
+    return masked(
+        dataclasses.replace(
+            report,
+            model=MODEL,
+            trials=trials,
+            verdict=verdict,
+            skips=tuple((_own(reason), count) for reason, count in report.skips),
+            no_forecast=_own(report.no_forecast),
+            commands=(),
+            forced=tuple(LEFT_OUT for _ in report.forced),
+            space="\n".join(line.partition("#")[0].rstrip() for line in report.space.splitlines()),
+            fingerprint=fingerprint,
+            confidential=True,
+        ),
+        mask,
+    )
+
+
+def _said(status: Status) -> str:
+    return "" if status is Status.RUNNING else f"what it said is {LEFT_OUT}"
+
+
+_FREE = (
+    "no candidate ran: ",
+    "crashes: ",
+    "DeepSpeed refuses: ",
+    "given up: ",
+    "is not known: ",
+)  # what follows a rank has said
+
+
+def _own(text: str) -> str:
+    """The part of a line that is ours."""
+    for head in _FREE:
+        before, found, _ = text.partition(head)
+        if found:
+            return f"{before}{head}{LEFT_OUT}"
+    return text
+
+
+def _without_names(job: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in job.items() if key not in ("script", "workload", "base_config")}
+    model = job.get("model") or {}
+    return {**kept, "model": {"parameters": model.get("parameters")}}

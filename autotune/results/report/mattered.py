@@ -1,0 +1,189 @@
+"""What a knob changes with all else equal, and how the winner's neighbours do: pairs of trials, no model between."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from autotune.predict.predictor import Predictor
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, RUNG_KNOBS, Candidate, Value, is_read
+from autotune.problem.outcome import Measurement
+from autotune.problem.space import SearchSpace
+from autotune.results.report.data import Mattered, Pair, Status, Step, Trial
+
+BROAD = 0.05  # a neighbour that is slower by less is as good
+TRADED = "micro-batch for accumulation, same batch"  # both change, and the global batch does not
+Measured = Mapping[Candidate, Measurement]
+
+
+def changed_knob(one: Candidate, other: Candidate) -> str | None:
+    """The only knob that differs between two candidates, besides those that only one of them reads because of it."""
+    mine, theirs = one.as_dict, other.as_dict
+    different = {name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]}
+    if different == set(RUNG_KNOBS) and one.micro_batch * one.accumulation == other.micro_batch * other.accumulation:
+        different = {TRADED}
+    if len(different) != 1:
+        return None
+    only = mine.keys() ^ theirs.keys()
+    if any(is_read(name, theirs if name in mine else mine) for name in only):
+        return None
+    return different.pop()
+
+
+def value_of(candidate: Candidate, knob: str) -> Value:
+    """The candidate's value of what `changed_knob` names."""
+    return candidate.micro_batch if knob == TRADED else candidate.as_dict[knob]
+
+
+def shown(value: Value) -> str:
+    """A knob's value as the tables have it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, int | float) and abs(value) >= 100_000:
+        return f"{value:.3g}"
+    return str(value)
+
+
+def paired(measured: Measured) -> tuple[Pair, ...]:
+    """Every change of a knob of which there are pairs, those that move speed most first."""
+    found: dict[tuple[str, Value, Value], list[tuple[float, float]]] = defaultdict(list)
+    for one, other, knob in _pairs(list(measured)):
+        first, second = sorted((one, other), key=lambda c: _order(value_of(c, knob)))
+        a, b = measured[first], measured[second]
+        gain = b.tokens_per_second / a.tokens_per_second - 1
+        found[knob, value_of(first, knob), value_of(second, knob)].append((gain, float(b.peak_bytes - a.peak_bytes)))
+    made = []
+    for (knob, before, after), differences in found.items():
+        speeds, sizes = ([difference[i] for difference in differences] for i in (0, 1))
+        made.append(
+            Pair(
+                knob,
+                f"{shown(before)} → {shown(after)}",
+                len(differences),
+                statistics.median(speeds),
+                (min(speeds), max(speeds)),
+                statistics.median(sizes),
+                (min(sizes), max(sizes)),
+            )
+        )
+    return tuple(sorted(made, key=lambda pair: (-abs(pair.speed), pair.knob, pair.change)))
+
+
+def _pairs(candidates: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate, str]]:
+    """Candidates that differ in one knob. Those that agree in all others share a key, so that few are compared."""
+    names = {name for candidate in candidates for name in candidate.as_dict}
+    for knob in (*sorted(names), TRADED):
+        left_out = set(RUNG_KNOBS) if knob == TRADED else {knob}
+        having = [candidate for candidate in candidates if left_out <= candidate.as_dict.keys()]
+        shared = (_in_all(having) if knob in _GATES else names) - left_out
+        alike: dict[tuple[object, ...], list[Candidate]] = defaultdict(list)
+        for candidate in having:
+            alike[tuple(candidate.get(name) for name in sorted(shared))].append(candidate)
+        for group in alike.values():
+            for i, one in enumerate(group):
+                yield from ((one, other, knob) for other in group[i + 1 :] if changed_knob(one, other) == knob)
+
+
+_GATES = ("zero_stage", "offload_optimizer", "offload_param")  # others are read or not because of them
+
+
+def _in_all(candidates: Sequence[Candidate]) -> set[str]:
+    """The knobs that every one of the candidates has."""
+    return set.intersection(*(set(candidate.as_dict) for candidate in candidates)) if candidates else set()
+
+
+def _order(value: Value) -> tuple[bool, float, str]:
+    """`none` before `cpu`, numbers by size."""
+    number = float(value) if isinstance(value, int | float) else 0.0
+    return isinstance(value, str) and value != "none", number, str(value)
+
+
+def steps_around(
+    winner: Candidate,
+    measured: Measured,
+    trials: Mapping[Candidate, Trial],
+    space: SearchSpace | None,
+    allowed: Callable[[Candidate], bool],
+    predictor: Predictor | None,
+) -> tuple[Step, ...]:
+    """Every candidate one step of one knob from the winner: measured, failed or, where a predictor is given, predicted.
+
+    Args:
+        allowed: whether the space has such a candidate for the job.
+    """
+    if winner not in measured:
+        return ()
+    found: list[Step] = []
+    best = measured[winner]
+    near = {**_near(winner, space, allowed), **{c: k for c in trials if (k := changed_knob(winner, c))}}
+    untried = [candidate for candidate in near if candidate not in trials]
+    table = predictor.table([winner, *untried]) if predictor and untried else None
+    for candidate, knob in near.items():
+        change = f"{shown(value_of(winner, knob))} → {shown(value_of(candidate, knob))}"
+        trial = trials.get(candidate)
+        if trial is not None:
+            one = measured.get(candidate)
+            speed = one.tokens_per_second / best.tokens_per_second - 1 if one else None
+            size = float(one.peak_bytes - best.peak_bytes) if one else None
+            found.append(Step(knob, change, str(candidate), trial.status, speed, size, trial.number))
+        elif table is not None:
+            at = 1 + untried.index(candidate)
+            speed = float(table.samples[at] / table.samples[0] - 1)
+            found.append(Step(knob, change, str(candidate), None, speed, float(table.peak[at] - table.peak[0])))
+    return tuple(sorted(found, key=lambda step: (step.status is None, step.knob, step.change)))
+
+
+def _near(winner: Candidate, space: SearchSpace | None, allowed: Callable[[Candidate], bool]) -> dict[Candidate, str]:
+    """The neighbours in the space, and the knob of each: every other value of a choice, the next of an ordered one."""
+    found: dict[Candidate, str] = {}
+    for name, domain in (space.knobs if space else {}).items():
+        if name not in winner.as_dict:
+            continue
+        others = [winner.but(**{name: value}) for value in _next(winner.as_dict[name], domain.values)]
+        if name == MICRO_BATCH:
+            whole = winner.micro_batch * winner.accumulation
+            sizes = _next(winner.micro_batch, [size for size in domain.values if whole % int(size) == 0])
+            others += [winner.but(**{MICRO_BATCH: size, ACCUMULATION: whole // int(size)}) for size in sizes]
+        for other in others:
+            knob = changed_knob(winner, other)
+            if knob is not None and allowed(other):
+                found[other] = knob
+    return found
+
+
+def _next(value: Value, values: Sequence[Value]) -> list[Value]:
+    """The values one step away."""
+    if not all(isinstance(one, int | float) and not isinstance(one, bool) for one in (value, *values)):
+        return [one for one in values if one != value]
+    ordered = sorted({value, *values}, key=float)
+    at = ordered.index(value)
+    return [*ordered[max(0, at - 1) : at], *ordered[at + 1 : at + 2]]
+
+
+def basin(steps: Sequence[Step]) -> str:
+    """Whether the winner is a sharp peak or lies in a broad basin, by its measured neighbours."""
+    tried = [step for step in steps if step.status is not None]
+    if not tried:
+        return "No neighbour of the winner was tried: whether it is a sharp peak is not known."
+    good = [step for step in tried if step.status is Status.FITS and step.speed is not None and step.speed > -BROAD]
+    out = sum(step.status in (Status.RAN_OUT, Status.ABOVE) for step in tried)
+    over = f"; {out} of them need{'s' if out == 1 else ''} too much memory" if out else ""
+    count = f"{len(good)} of {len(tried)} tried neighbours are within {BROAD:.0%} of the winner's speed and fit{over}."
+    shape = "A broad basin" if len(good) >= len(tried) / 2 else "A sharp peak" if not good else "A narrow basin"
+    return f"{shape}: {count}"
+
+
+def what_mattered(
+    winner: Candidate | None,
+    measured: Measured,
+    trials: Mapping[Candidate, Trial],
+    space: SearchSpace | None,
+    allowed: Callable[[Candidate], bool],
+    predictor: Predictor | None,
+) -> Mattered:
+    pairs = paired(measured)
+    if winner is None:
+        return Mattered(pairs)
+    steps = steps_around(winner, measured, trials, space, allowed, predictor)
+    return Mattered(pairs, steps, basin(steps))

@@ -1,0 +1,160 @@
+"""The map of memory: every micro-batch under every stage, checkpointing and offload, and what is known of it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autotune.predict.predictor import Predictor
+from autotune.predict.roofline import host_limit_bytes
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import Hardware
+from autotune.results.report.data import Cell, MemoryMap, Square, Status, Trial
+from autotune.search.dominance import Dominance
+from autotune.units import format_bytes
+
+MOST_COLUMNS = 16
+MOST_IN_A_SQUARE = 12  # candidates that are looked at where none was tried; a square may have thousands
+MOST_LOOKED_AT = 50_000  # of a space's candidates: one of two million would take a minute
+_FROM_TRIALS = {  # what is known best, first
+    Status.FITS: Cell.FITS,
+    Status.ABOVE: Cell.ABOVE,
+    Status.RAN_OUT: Cell.RAN_OUT,
+    Status.FAILED: Cell.FAILED,
+}
+_Row = tuple[int, bool, str, str]
+_Place = tuple[_Row, int]
+
+
+def _row(candidate: Candidate) -> _Row:
+    return candidate.stage, candidate.checkpointing, candidate.offload_optimizer, candidate.offload_param
+
+
+def _row_name(row: _Row) -> str:
+    stage, checkpointing, optimizer, parameters = row
+    parts = [f"stage {stage}"]
+    parts += ["checkpointing"] * checkpointing
+    parts += [f"optimizer on {optimizer.upper() if optimizer == 'cpu' else 'NVMe'}"] * (optimizer != "none")
+    parts += [f"parameters on {parameters.upper() if parameters == 'cpu' else 'NVMe'}"] * (parameters != "none")
+    return ", ".join(parts)
+
+
+def memory_map(
+    trials: Mapping[Candidate, Sequence[Trial]],
+    candidates: Sequence[Candidate],
+    hardware: Hardware,
+    predictor: Predictor | None,
+) -> MemoryMap | None:
+    """The map of a study; None where there is nothing to show.
+
+    Args:
+        trials: of each candidate that was tried.
+        candidates: all of the space; empty where it is not known any more.
+        predictor: calibrated; without one what was not tried is not judged.
+    """
+    tried: dict[_Place, list[tuple[Candidate, Trial]]] = defaultdict(list)
+    for candidate, found in trials.items():
+        tried[_row(candidate), candidate.micro_batch] += [(candidate, trial) for trial in found]
+    untried: dict[_Place, list[Candidate]] = defaultdict(list)
+    stride = -(-len(candidates) // MOST_LOOKED_AT) or 1
+    for candidate in candidates[::stride]:
+        untried[_row(candidate), candidate.micro_batch].append(candidate)
+    places = tried.keys() | untried.keys()
+    if not places:
+        return None
+    columns = _columns({size for _, size in tried}, {size for _, size in places})
+    asked = {
+        place: _some(found)
+        for place, found in untried.items()
+        if place[1] in columns and _of_trials(tried.get(place, [])) is None
+    }
+    judged = _judged(asked, trials, hardware, predictor)
+    judged |= {place: square for place, found in tried.items() if (square := _of_trials(found)) is not None}
+    cut_short = Square(Cell.UNKNOWN, told="tried, but the trial was cut short or failed by no fault of the config")
+    judged = {**dict.fromkeys(tried, cut_short), **judged}
+    rows = sorted(
+        {row for row, _ in places}, key=lambda row: (*row[:2], row[2] != "none", row[2], row[3] != "none", row[3])
+    )
+    nothing = Square(Cell.NONE if candidates else Cell.UNKNOWN, told="not in the space" if candidates else "not tried")
+    return MemoryMap(
+        tuple(columns),
+        tuple((_row_name(row), tuple(judged.get((row, size), nothing) for size in columns)) for row in rows),
+        "" if len(columns) == len({size for _, size in places}) else "Not every micro-batch of the space is shown.",
+    )
+
+
+def _columns(tried: set[int], every: set[int]) -> list[int]:
+    """The micro-batches to show: all, or those tried and powers of two."""
+    if len(every) <= MOST_COLUMNS:
+        return sorted(every)
+    powers = [size for size in sorted(every) if size & (size - 1) == 0 and size not in tried]
+    return sorted([*sorted(tried), *powers][:MOST_COLUMNS])
+
+
+def _some(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """A few of them, evenly chosen."""
+    step = max(1, -(-len(candidates) // MOST_IN_A_SQUARE))
+    return list(candidates[::step])
+
+
+def _of_trials(found: Sequence[tuple[Candidate, Trial]]) -> Square | None:
+    """What trials say of a square; None where they say nothing."""
+    best = next((status for status in _FROM_TRIALS if any(trial.status is status for _, trial in found)), None)
+    if best is None:
+        return None
+    telling = [(candidate, trial) for candidate, trial in found if trial.status in _FROM_TRIALS]
+    counts = Counter(trial.status for _, trial in telling)
+    peaks = [trial.peak_bytes for _, trial in telling if trial.measured and trial.peak_bytes]
+    phases = tuple(sorted({trial.phase for _, trial in telling if trial.status is Status.RAN_OUT}))
+    ranks = sorted({trial.rank for _, trial in telling if trial.status is Status.RAN_OUT and trial.rank is not None})
+    parts = [f"{many} {status.value}" for status, many in counts.items()]
+    parts += [f"in {' and '.join(phases)}"] if phases else []
+    parts += [f"on rank {', '.join(str(rank) for rank in ranks)}"] if ranks else []
+    parts += [f"least peak {format_bytes(min(peaks))}"] if peaks else []
+    told = f"{'; '.join(parts)} (trials {', '.join(str(trial.number) for _, trial in telling)})"
+    numbers = tuple(trial.number for _, trial in telling)
+    return Square(_FROM_TRIALS[best], min(peaks, default=None), phases, told, numbers)
+
+
+def _judged(
+    asked: Mapping[_Place, Sequence[Candidate]],
+    trials: Mapping[Candidate, Sequence[Trial]],
+    hardware: Hardware,
+    predictor: Predictor | None,
+) -> dict[_Place, Square]:
+    """What follows for squares of which no trial tells: from those that ran out, and from the predictor."""
+    flat = [candidate for found in asked.values() for candidate in found]
+    if not flat:
+        return {}
+    ran_out = [c for c, found in trials.items() if any(trial.kind == "oom_device" for trial in found)]
+    every = list(dict.fromkeys([*flat, *ran_out]))
+    dominance = Dominance(every)
+    culprit: dict[Candidate, Candidate] = {}
+    for candidate in ran_out:
+        for i in np.flatnonzero(dominance.needs_no_less(candidate)):
+            culprit.setdefault(every[i], candidate)
+    table = predictor.table(flat) if predictor else None
+    fits = predictor.fits(table) if predictor and table else None
+    host = table.host * hardware.count / hardware.nodes > host_limit_bytes(hardware) if table else None
+    squares: dict[_Place, Square] = {}
+    at = 0
+    for place, found in asked.items():
+        mine = range(at, at + len(found))
+        at += len(found)
+        free = [i for i in mine if flat[i] not in culprit]
+        if not free:
+            why = f"needs no less memory than {culprit[found[0]]}, which ran out"
+            squares[place] = Square(Cell.RULED_OUT, told=f"not tried: {why}")
+            continue
+        if table is None or fits is None or host is None:
+            squares[place] = Square(Cell.UNKNOWN, told="not tried")
+            continue
+        fitting = [i for i in free if fits[i]]
+        least = min(fitting or free, key=lambda i: float(table.peak[i]))
+        size = float(table.peak[least])
+        what = "main memory" if not fitting and bool(host[least]) else f"{format_bytes(size)} at least"
+        cell = Cell.PREDICTED if fitting else Cell.TOO_MUCH
+        squares[place] = Square(cell, size, told=f"{cell.value} ({what})")
+    return squares

@@ -1,0 +1,226 @@
+"""Fills the templates: one HTML file with its style, its script and its data inside, which asks no network for anything."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import errno
+import hashlib
+import json
+import math
+import os
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from autotune.errors import UserError
+from autotune.files import write_atomically
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH
+from autotune.results.report import pictures
+from autotune.results.report.data import Cell, Forecast, StudyReport, Trial
+from autotune.results.report.mattered import shown
+from autotune.results.report.planned import PlanReport
+from autotune.results.report.training import TrainingReport, over_time
+from autotune.units import format_bytes, format_duration
+
+_SYMBOLS = {  # of the memory map: told without colour
+    Cell.FITS: "✓",
+    Cell.ABOVE: "▲",
+    Cell.RAN_OUT: "✗",
+    Cell.FAILED: "!",
+    Cell.RULED_OUT: "≥",
+    Cell.TOO_MUCH: ">",
+    Cell.PREDICTED: "~",
+    Cell.UNKNOWN: "?",
+    Cell.NONE: "",
+}
+
+
+_KNOBS = {
+    MICRO_BATCH: "micro-batch",
+    ACCUMULATION: "accumulation",
+    CHECKPOINTING: "checkpointing",
+    "zero_stage": "ZeRO stage",
+}
+
+
+def _knob(name: str) -> str:
+    """A knob's name for people: words that a narrow column may break between."""
+    return _KNOBS.get(name, name.rpartition(".")[2].replace("_", " "))
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("autotune.results.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {
+        "size": format_bytes,
+        "duration": format_duration,
+        "tokens": pictures.tokens,
+        "shown": shown,
+        "knob": _knob,
+        "letter": pictures.letter,
+        "hold": pictures.hold,
+        "signed": lambda share: f"{100 * share:+.1f} %",
+        "signed_size": lambda size: f"{'+' if size >= 0 else '−'}{format_bytes(abs(size))}",
+        "symbol": _SYMBOLS.__getitem__,
+    }
+    return made
+
+
+@cache
+def _part(name: str) -> str:
+    """A style or script that goes into the page as it is."""
+    return (resources.files("autotune.results.report") / "templates" / name).read_text().strip()
+
+
+def _allowed(script: str) -> str:
+    """How a content security policy names a script: nothing else that looks like one is ever run."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def _fill(template: str, **values: Any) -> str:
+    theme, script, style = (_part(name) for name in ("theme.js", "page.js", "page.css"))
+    policy = (
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {_allowed(theme)} {_allowed(script)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    parts = {"theme": Markup(theme), "script": Markup(script), "style": Markup(style), "policy": policy}
+    return _environment().get_template(template).render(**parts, **values)
+
+
+def as_data(data: Any) -> Markup:
+    """JSON that may stand in a page: nothing in it ends the element or begins a tag."""
+    text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), default=str)
+    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+
+
+def study_page(report: StudyReport) -> str:
+    """The HTML of a study's page."""
+    sizes = [bar.whole for bars in report.memory for bar in bars.bars]
+    scale = 1.02 * max([float(report.capacity_bytes), *sizes])
+    limits = (report.capacity_bytes, report.ceiling_bytes)
+    return _fill(
+        "study.html.j2",
+        report=report,
+        title=f"{report.study}: {report.model}",
+        speed=pictures.speed_against_memory(report),
+        clock=pictures.over_time(report),
+        predicted=pictures.predicted_against_measured(report),
+        bars=[pictures.memory_bars(bars, at, scale, *limits) for at, bars in enumerate(report.memory)],
+        holds=list(dict.fromkeys(name for bars in report.memory for bar in bars.bars for name, _ in bar.parts)),
+        cells=[cell for cell in Cell if cell is not Cell.NONE and _on_map(report, cell)],
+        data=as_data(study_data(report)),
+    )
+
+
+def training_page(report: TrainingReport) -> str:
+    """The HTML of a training's page."""
+    data = {"code": report.code, "attempts": [dataclasses.asdict(one) for one in report.attempts]}
+    return _fill(
+        "training.html.j2",
+        report=report,
+        title=f"{report.name}: training",
+        pictures=over_time(report),
+        data=as_data(data),
+    )
+
+
+def plan_page(report: PlanReport) -> str:
+    """The HTML of a plan's page."""
+    scale = 1.02 * max([float(report.capacity_bytes), *(bar.whole for bars in report.memory for bar in bars.bars)])
+    limits = (report.capacity_bytes, report.ceiling_bytes)
+    return _fill(
+        "plan.html.j2",
+        report=report,
+        title=f"plan: {report.model}",
+        bars=[pictures.memory_bars(bars, at, scale, *limits) for at, bars in enumerate(report.memory)],
+        holds=list(dict.fromkeys(name for bars in report.memory for bar in bars.bars for name, _ in bar.parts)),
+        data=as_data(report.data),
+    )
+
+
+def _on_map(report: StudyReport, cell: Cell) -> bool:
+    return report.map is not None and any(square.cell is cell for _, row in report.map.rows for square in row)
+
+
+_NUMBERS = tuple(f.name for f in dataclasses.fields(Trial) if f.name not in ("knobs", "forecast"))
+_FORECAST = tuple(f.name for f in dataclasses.fields(Forecast))
+
+
+def study_data(report: StudyReport) -> dict[str, Any]:
+    """What the page offers as JSON and CSV: the trials by columns, exact, and what the study is of. Bytes and seconds."""
+    knobs = sorted({name for trial in report.trials for name in trial.knobs})
+    rows = [
+        [
+            *(_short(getattr(trial, name)) for name in _NUMBERS),
+            *(trial.knobs.get(name) for name in knobs),
+            *(_short(getattr(trial.forecast, name)) if trial.forecast else None for name in _FORECAST),
+        ]
+        for trial in report.trials
+    ]
+    columns = [*_NUMBERS, *(f"knob.{name}" for name in knobs), *(f"forecast.{name}" for name in _FORECAST)]
+    return {
+        "study": report.study,
+        "model": report.model,
+        "machine": report.machine,
+        "autotune": report.version,
+        "capacity_bytes": report.capacity_bytes,
+        "ceiling_bytes": report.ceiling_bytes,
+        "winner": report.verdict.winner.number if report.verdict.winner else None,
+        "fingerprint": report.fingerprint,
+        "columns": columns,
+        "trials": rows,
+    }
+
+
+def _short(value: Any) -> Any:
+    """Five figures are more than is known, and half of the bytes."""
+    if isinstance(value, tuple):
+        return [_short(one) for one in value]
+    if not isinstance(value, float):
+        return value
+    if not math.isfinite(value):
+        return None  # JSON has no such number
+    return round(value) if abs(value) >= 1e5 else float(f"{value:.5g}")
+
+
+# -- the file --------------------------------------------------------------------------------------------------------------
+
+
+def check_out(out: Path) -> None:
+    """Whether a page can be written there, before it is made.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if out.is_dir():
+        raise UserError(f"{out} is a folder: give the name of a file, like {out / 'report.html'}")
+    folder = out.parent
+    if not folder.is_dir():
+        raise UserError(f"{out}: there is no folder {folder}: make it first, or name another file")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{out}: the folder {folder} is read-only for you: name another file")
+
+
+def write_page(html: str, out: Path) -> None:
+    """Writes the file, whole or not at all.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    check_out(out)
+    try:
+        write_atomically(out, html.encode(errors="replace").decode())  # a name may hold bytes that are no text
+    except OSError as error:
+        why = error.strerror or errno.errorcode.get(error.errno or 0, "unknown")
+        raise UserError(f"{out} cannot be written ({why}): name another file") from None

@@ -1,0 +1,79 @@
+"""The pages that are looked at in a browser, by kind; each is written into a folder and its path is returned."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+
+from autotune.predict.closed_form import closed_form_trace
+from autotune.predict.predictor import Predictor
+from autotune.results.plan import Plan, StagePlan
+from autotune.results.report.page import plan_page, training_page, write_page
+from autotune.results.report.planned import plan_report
+from autotune.results.report.training import AttemptShown, TrainingReport
+from autotune.search.study import StudyStore
+from autotune.units import GIB
+from tests.conftest import make_candidate, make_job
+from tests.results.report.studies import EVIL, everything, in_memory, large, machine, measured, page, tell
+
+_STORED = Path(__file__).parents[2] / "data" / "study_v0_1.db.gz"
+
+
+def _of(made: Callable[[], StudyStore], hide: bool = False) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        folder.mkdir()
+        return page(made(), folder / "page.html", hide)
+
+    return write
+
+
+def _one_trial() -> StudyStore:
+    store = in_memory()
+    store.set_winner(tell(store, make_candidate(0, 1), measured(10, 3)), "measured, not verified")
+    return store
+
+
+def _of_0_1(folder: Path) -> Path:
+    (folder / "runs" / "v01").mkdir(parents=True)
+    (folder / "runs" / "v01" / "study.db").write_bytes(gzip.decompress(_STORED.read_bytes()))
+    return page(StudyStore.load("v01", runs=folder / "runs"), folder / "page.html")
+
+
+def _training(folder: Path) -> Path:
+    folder.mkdir()
+    first = AttemptShown(
+        0, "z2 mb8 ga1", 40, 90.0, f"oom_device: {EVIL}", "", 20.0 * GIB, [(t, t, 20 * GIB) for t in range(40)]
+    )
+    last = AttemptShown(
+        1, "z2 mb4 ga2", 60, 150.0, "done", "out/checkpoint-40", 14.0 * GIB, [(t, t, 14 * GIB) for t in range(60)]
+    )
+    ladder = (("z2 mb8 ga1", True, 20.0 * GIB), ("z2 mb4 ga2", False, 14.0 * GIB))
+    report = TrainingReport(
+        EVIL, "a job", "2 x rtx3090", 24 * GIB, 0, ("training ended with exit code 0",), (first, last), ladder
+    )
+    write_page(training_page(report), folder / "page.html")
+    return folder / "page.html"
+
+
+def _plan(folder: Path) -> Path:
+    folder.mkdir()
+    job, hardware = make_job(), machine()
+    predictor = Predictor(job, hardware, closed_form_trace(job, "a test"))
+    best = predictor.predict_many([make_candidate(0, 8), make_candidate(3, 8)])
+    plan = Plan(job, hardware, best, [StagePlan(0, best[0], best[0], [EVIL])], EVIL)
+    write_page(plan_page(plan_report([plan])), folder / "page.html")
+    return folder / "page.html"
+
+
+KINDS: dict[str, Callable[[Path], Path]] = {
+    "everything": _of(everything),
+    "evil": _of(lambda: everything(in_memory(EVIL), EVIL)),
+    "confidential": _of(everything, hide=True),
+    "empty": _of(in_memory),
+    "one trial": _of(_one_trial),
+    "500 trials": _of(large),
+    "version 0.1": _of_0_1,
+    "training": _training,
+    "plan": _plan,
+}

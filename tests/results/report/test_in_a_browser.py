@@ -1,0 +1,173 @@
+"""The pages as people see them: in a real browser, at the widths of a telephone and of a desk, by day and by night."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import make_candidate, wait_until
+from tests.results.report.conftest import Browser
+from tests.results.report.kinds import KINDS
+from tests.results.report.studies import EVIL
+
+Pages = Callable[[str], Path]
+_PAINTED = """return [...document.querySelectorAll('main p, main td, main li, main h2, svg text')].filter(e =>
+  e.getClientRects().length && e.innerText !== '').slice(0, 200).map(e => getComputedStyle(document.body).backgroundColor)[0]"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [400, 1600])
+def test_a_page_is_readable_at_every_width(kind: str, width: int, browser: Browser, pages: Pages) -> None:
+    browser.open(pages(kind), width)
+    assert browser.run("return document.documentElement.scrollWidth") <= width, "the page scrolls to the side"
+    small = """return [...document.querySelectorAll('main *, svg text')].filter(e => e.getClientRects().length &&
+        [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()) && parseFloat(getComputedStyle(e).fontSize) < 11)
+        .map(e => e.outerHTML.slice(0, 120))"""
+    assert browser.run(small) == []
+    squeezed = (
+        "return [...document.querySelectorAll('svg.plot')].filter(e => e.getBoundingClientRect().width < 200).length"
+    )
+    assert browser.run(squeezed) == 0
+    assert browser.complaints() == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_nothing_keeps_people_out(kind: str, dark: bool, browser: Browser, pages: Pages) -> None:
+    browser.open(pages(kind), 1200, dark)
+    assert browser.run(_PAINTED) == ("rgb(15, 19, 24)" if dark else "rgb(255, 255, 255)")
+    assert browser.serious() == []
+
+
+def test_what_keeps_people_out_is_found(browser: Browser, pages: Pages, tmp_path: Path) -> None:
+    """That the check above can fail."""
+    broken = tmp_path / "broken.html"
+    broken.write_text(
+        pages("one trial").read_text().replace("</main>", '<p style="color:#bbb;background:#fff">pale</p></main>')
+    )
+    browser.open(broken, 1200)
+    assert any(found.startswith("color-contrast") for found in browser.serious())
+
+
+def test_the_sections_are_there(browser: Browser, pages: Pages) -> None:
+    browser.open(pages("everything"))
+    assert str(make_candidate(0, 8)) in browser.text("#verdict")
+    assert "1.60×" in browser.text("#verdict"), "over the script as it is"
+    assert "GOES ON FROM A CHECKPOINT" in browser.text("#verdict").upper()
+    assert browser.shown("#memory svg.bar") >= 4, "predicted beside measured, for winner and runner-up"
+    assert browser.shown("#speed svg.plot use[data-t]") == 10, "seven measured and three that ran out"
+    assert browser.shown("#map td.ran") == 3
+    assert browser.shown("#map td.above") == 1
+    assert "trials that ran out of memory" in browser.text("#time")
+    assert "overlap comm" in browser.text("#mattered")
+    assert "median" in browser.text("#predicted")
+    assert browser.shown("#trials-table tbody tr") == 14
+    assert "autotune run --study an error" in browser.text("#reproduce")
+
+
+def test_an_empty_study_says_so(browser: Browser, pages: Pages) -> None:
+    browser.open(pages("empty"))
+    assert "Nothing was tried yet." in browser.text("#verdict")
+    assert browser.shown("svg.plot") == 0
+    assert browser.complaints() == []
+
+
+def test_one_filter_is_for_the_table_and_all_charts(browser: Browser, pages: Pages) -> None:
+    browser.open(pages("everything"))
+    before = browser.shown("#speed svg [data-t]")
+    browser.click("#filters input[value='s:ran out of memory']")
+    assert browser.shown("#trials-table tbody tr") == 11
+    assert browser.text("#count") == "11 of 14 trials"
+    assert browser.shown("#speed svg [data-t]") == before - 3
+    browser.type("#search", "timeout")
+    assert browser.shown("#trials-table tbody tr") == 1
+    browser.click("#filters button[type=reset]")
+    wait_until(lambda: browser.text("#count") == "14 trials", "everything is shown again")
+    assert browser.shown("#trials-table tbody tr") == 14
+
+
+def test_a_column_is_sorted_by_its_values_and_gaps_stay_last(browser: Browser, pages: Pages) -> None:
+    browser.open(pages("everything"))
+    column = "return [...document.querySelectorAll('#trials-table tbody tr')].map(r => r.cells[6].innerText)"
+    head = "#trials-table th:nth-child(7)"
+    browser.click(f"{head} button")
+    first, second = browser.run(column)[:2]
+    assert (first, second) == ("9.00 GiB", "11.00 GiB"), "by size, not by letters"
+    assert browser.run(f"return document.querySelector('{head}').ariaSort") == "ascending"
+    browser.click(f"{head} button")
+    assert browser.run(column)[0] == "23.50 GiB"
+    assert not browser.run(column)[-1][:1].isdigit(), "what has no peak stays last"
+
+
+def _opened_again(browser: Browser) -> str:
+    """The colour of the page once it is loaded anew."""
+    browser.driver.refresh()
+    return str(browser.run(_PAINTED))
+
+
+def test_the_theme_is_chosen(browser: Browser, pages: Pages) -> None:
+    browser.open(pages("one trial"), dark=False)
+    browser.click("#theme")
+    assert browser.run(_PAINTED) == "rgb(15, 19, 24)"
+    wait_until(lambda: _opened_again(browser) == "rgb(15, 19, 24)", "it is kept")  # Chromium writes it a moment later
+    browser.click("#theme")
+    assert browser.run(_PAINTED) == "rgb(255, 255, 255)"
+    browser.run("localStorage.clear()")
+
+
+def test_the_data_is_saved_as_csv_and_json(browser: Browser, pages: Pages) -> None:
+    browser.open(pages("evil"))
+    browser.run(
+        "window.saved = []; URL.createObjectURL = b => { b.text().then(t => saved.push(t)); return '#'; };"
+        "HTMLAnchorElement.prototype.click = function () {}"
+    )
+    browser.click("#save-csv")
+    browser.click("#save-json")
+    wait = "const done = arguments[0]; const look = () => saved.length > 1 ? done(saved) : setTimeout(look, 20); look()"
+    csv, stored = sorted(browser.driver.execute_async_script(wait), key=lambda text: text.startswith("{"))
+    assert csv.startswith("number,label,")
+    assert EVIL.replace('"', '""') in csv
+    assert '"trials"' in stored
+
+
+@pytest.mark.parametrize("kind", ["evil", "training", "plan"])
+def test_names_that_look_like_a_script_are_text(kind: str, browser: Browser, pages: Pages) -> None:
+    browser.open(pages(kind))
+    assert "owned" not in browser.driver.title.replace("document.title='owned'", "")
+    assert browser.run("return document.querySelectorAll('img, iframe, object').length") == 0
+    assert "<script>document.title" in browser.text("body"), "it is shown as it was written"
+    assert browser.complaints() == []
+
+
+def test_the_page_works_without_scripts(browser: Browser, pages: Pages) -> None:
+    """As a mail's preview shows it: no button that does nothing, and everything that is said."""
+    browser.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        browser.open(pages("everything"))
+        browser.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+        assert browser.shown(".needs-js") == 0
+        assert browser.shown("#trials-table tbody tr") == 14
+        assert browser.shown("#speed use[data-t]") == 10
+    finally:
+        browser.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+
+
+def test_on_paper_nothing_is_folded_or_cut(browser: Browser, pages: Pages) -> None:
+    browser.open(pages("500 trials"))
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        browser.run("dispatchEvent(new Event('beforeprint'))")
+        assert browser.run("return document.querySelectorAll('details:not([open])').length") == 0
+        assert browser.shown("button") == 0
+        box = "const b = document.querySelector('#trials-box'); return b.scrollHeight - b.clientHeight"
+        assert browser.run(box) <= 2
+    finally:
+        browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
+def test_a_training_shows_what_was_stepped_down(browser: Browser, pages: Pages) -> None:
+    browser.open(pages("training"))
+    assert "stepped down" in browser.text("#attempts")
+    assert browser.shown("#course svg.plot") == 2

@@ -1,0 +1,370 @@
+"""What a study's page says, without a browser: what follows from its trials, and what must not stand in it."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from autotune.commands import report as command
+from autotune.commands import run as run_command
+from autotune.predict.closed_form import closed_form_trace
+from autotune.predict.predictor import Predictor
+from autotune.problem.candidate import Candidate
+from autotune.problem.job import Script
+from autotune.problem.outcome import Kind, Outcome, Phase
+from autotune.results.plan import Plan, StagePlan
+from autotune.results.report.confidential import masker, without_secrets
+from autotune.results.report.data import Cell, Status, StudyReport
+from autotune.results.report.gather import Searched, study_report
+from autotune.results.report.mattered import TRADED, changed_knob
+from autotune.results.report.page import _short, as_data
+from autotune.search.study import StudyStore
+from tests.cli_call import call
+from tests.conftest import make_candidate, make_job
+from tests.results.report.studies import (
+    EVIL,
+    SECRETS,
+    everything,
+    in_memory,
+    large,
+    machine,
+    measured,
+    open_study,
+    page,
+    ran_out,
+    space,
+    tell,
+)
+
+
+def report_of(store: StudyStore) -> StudyReport:
+    predictor = Predictor(store.job, store.hardware, closed_form_trace(store.job, "a test"))
+    searched = Searched(space(), tuple(space().candidates(store.job)))
+    return study_report(store, searched, predictor, "")
+
+
+def stored_data(html: str) -> dict[str, object]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    assert found
+    return dict(json.loads(found[1]))
+
+
+def test_the_verdict_compares_with_the_script_as_it_is(tmp_path: Path) -> None:
+    report = report_of(everything())
+    assert report.verdict.winner is not None
+    assert report.verdict.winner.label == str(make_candidate(0, 8))
+    own = report.verdict.gains[0]
+    assert own.over == "the script as it is"
+    assert own.times == pytest.approx(1.6)
+    assert own.interval[0] < 1.6 < own.interval[1]
+    assert any("Goes on from a checkpoint" in line for line in report.verdict.checks)
+
+
+def test_statuses_tell_above_the_ceiling_from_fitting(tmp_path: Path) -> None:
+    by_label = {(trial.label, trial.role): trial.status for trial in report_of(everything()).trials}
+    assert by_label[str(make_candidate(0, 16)), "search"] is Status.ABOVE
+    assert by_label[str(make_candidate(0, 8)), "search"] is Status.FITS
+    assert by_label[str(make_candidate(2, 4, overlap_comm=True)), "search"] is Status.UNDECIDED
+
+
+def test_the_map_says_what_is_best_known_of_a_square(tmp_path: Path) -> None:
+    report = report_of(everything())
+    assert report.map is not None
+    rows = dict(report.map.rows)
+    at = {size: i for i, size in enumerate(report.map.micro_batches)}
+    assert rows["stage 0"][at[8]].cell is Cell.FITS
+    assert rows["stage 0"][at[16]].cell is Cell.ABOVE
+    assert rows["stage 0"][at[32]].cell is Cell.RAN_OUT
+    assert rows["stage 0"][at[32]].phases == ("forward",)
+    assert rows["stage 3"][at[8]].cell is Cell.FAILED
+    assert rows["stage 2"][at[4]].cell is not Cell.NONE, "it was tried, and cut short"
+
+
+def test_without_the_space_nothing_is_said_to_be_outside_it(tmp_path: Path) -> None:
+    store = everything()
+    report = study_report(store, None, None, "why")
+    assert report.map is not None
+    assert Cell.NONE not in {square.cell for _, row in report.map.rows for square in row}
+    assert report.no_forecast == "why"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "knob"),
+    [
+        (make_candidate(0, 1), make_candidate(0, 2), "train_micro_batch_size_per_gpu"),
+        (make_candidate(0, 2, 4), make_candidate(0, 4, 2), TRADED),
+        (make_candidate(0, 2, 4), make_candidate(0, 4, 4), "train_micro_batch_size_per_gpu"),
+        (make_candidate(0, 2, 4), make_candidate(0, 4, 8), None),
+        (make_candidate(0, 1), make_candidate(1, 1), "zero_stage"),  # a stage brings its buckets with it
+        (make_candidate(1, 1), make_candidate(1, 2, reduce_bucket_size=7), None),
+        (make_candidate(1, 1), make_candidate(1, 1), None),
+        (Candidate.of({"zero_stage": 1}), Candidate.of({"zero_stage": 2, "overlap_comm": True}), None),
+    ],
+)
+def test_a_pair_differs_in_one_knob_and_in_nothing_else(one: Candidate, other: Candidate, knob: str | None) -> None:
+    assert changed_knob(one, other) == knob
+    assert changed_knob(other, one) == knob
+
+
+def test_pairs_and_neighbours(tmp_path: Path) -> None:
+    mattered = report_of(everything()).mattered
+    overlap = next(pair for pair in mattered.pairs if pair.knob == "overlap_comm")
+    assert (overlap.change, overlap.pairs) == ("off → on", 1)
+    assert overlap.speed == pytest.approx(140 / 120 - 1)
+    around = {(step.knob, step.change): step for step in mattered.steps}
+    above = around["train_micro_batch_size_per_gpu", "8 → 16"]
+    assert above.status is Status.ABOVE
+    assert above.speed == pytest.approx(170 / 160 - 1), "both as searched, not as verified"
+
+
+def test_neighbours_that_were_not_tried_are_predicted() -> None:
+    store = in_memory()
+    candidates = space().candidates(store.job)
+    store.set_winner(tell(store, candidates[len(candidates) // 2], measured(10, 3)), "measured, not verified")
+    mattered = report_of(store).mattered
+    assert mattered.steps
+    assert {step.status for step in mattered.steps} == {None}
+    assert mattered.basin.startswith("No neighbour of the winner was tried")
+
+
+def test_a_forecast_rests_on_earlier_trials_alone(tmp_path: Path) -> None:
+    """Two studies that differ in what a late trial gave have the same forecasts up to it."""
+    forecasts = []
+    for speed in (50.0, 5000.0):
+        store = in_memory()
+        for size in (1, 2, 4):
+            tell(store, make_candidate(0, size), measured(20.0 * size, 3.0 + size))
+        tell(store, make_candidate(0, 8), measured(speed, 11))
+        forecasts.append([trial.forecast for trial in report_of(store).trials])
+    assert forecasts[0] == forecasts[1]
+    assert None not in forecasts[0]
+
+
+def test_accuracy_counts_what_ran_out_though_it_was_expected_to_fit(tmp_path: Path) -> None:
+    store = in_memory()
+    tell(store, make_candidate(0, 1), ran_out(Phase.FORWARD, 0.1))
+    tell(store, make_candidate(0, 2), measured(10, 3))
+    accuracy = report_of(store).accuracy
+    assert accuracy is not None
+    assert (accuracy.count, accuracy.ran_out) == (1, 1)
+
+
+def test_texts_that_look_like_html_are_text(tmp_path: Path) -> None:
+    store = everything(in_memory(EVIL), EVIL)
+    html = page(store, tmp_path / "p.html").read_text()
+    assert "<img" not in html
+    assert "<script>document" not in html
+    assert html.count("<script") == 3, "the theme, the data and ours"
+    assert html.count("</script>") == 3
+    assert stored_data(html)["model"] == EVIL
+
+
+def test_the_page_asks_no_network(tmp_path: Path) -> None:
+    html = page(everything(), tmp_path / "p.html").read_text()
+    assert "default-src &#39;none&#39;" in html
+    asked = re.findall(r'(?:src|href|action|srcset|poster)="?([^"\s>]+)', html)
+    assert {one for one in asked if not one.startswith(("#", "data:,"))} == set()
+    assert "url(http" not in html
+    assert "@import" not in html
+
+
+def test_the_data_is_exact_and_whole(tmp_path: Path) -> None:
+    store = everything()
+    data = stored_data(page(store, tmp_path / "p.html").read_text())
+    rows = [dict(zip(data["columns"], row, strict=True)) for row in data["trials"]]  # type: ignore[call-overload]
+    assert [row["number"] for row in rows] == [record.number for record in store.records()]
+    assert rows[3]["missing_bytes"] == 4 * 2**30
+    assert rows[3]["knob.overlap_comm"] is None, "stage 0 reads no such knob"
+
+
+def test_of_200_trials_it_has_less_than_300_kb(tmp_path: Path) -> None:
+    assert page(large(200), tmp_path / "p.html").stat().st_size < 300_000
+
+
+def test_confidential_leaves_out_names(tmp_path: Path) -> None:
+    text = "FileNotFoundError on node-17.cluster.local: /home/someone/data/private.jsonl of LlamaForCausalLM (someone@example.org)"
+    store = everything(open_study(tmp_path, "llama-secret-study"), text)
+    script = Script(("train_llama.py", "--data", "/home/someone/data"), str(tmp_path))
+    job = dataclasses.replace(
+        store.job, script=script, base_config={"zero_optimization": {"nvme": "/home/someone/data"}}
+    )
+    store._set("fingerprint", {**store.fingerprint, "job": {**store.job.to_json(), "base_config": job.base_config}})
+    html = page(store, tmp_path / "p.html", hide=True).read_text()
+    shown = re.sub(r"<style>.*?</style>|<script>.*?</script>", "", html, flags=re.DOTALL).lower()
+    for secret in (*SECRETS, "llama-secret-study", str(tmp_path).lower(), "GPU-0123".lower(), "filenotfound"):
+        assert secret.lower() not in shown, secret
+    assert "ran out of memory" in shown
+    assert "train_micro_batch_size_per_gpu" in shown, "what a config is made of can still be read"
+    assert "oom_device" in json.dumps(stored_data(html))
+
+
+def test_a_model_named_like_a_key_leaves_keys_readable() -> None:
+    job = make_job()
+    named = dataclasses.replace(job, model=dataclasses.replace(job.model, name="train", config={}))
+    mask = masker(named, "a-study")
+    assert mask("train_batch_size of train in a-study") == "train_batch_size of [model] in [study]"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/data/x/y.bin",
+        "~/x/y",
+        "../x/y",
+        "C:\\data\\x",
+        "s3://bucket/key",
+        "tcp://10.0.0.7:29500",
+        "10.0.0.7",
+        "fe80::1:2:3:4",
+        "gpu-node-07",
+        "login3.hpc.example.edu",
+        "[host17]:29500",
+        "host17:29500",
+        "weights.safetensors",
+        "TinyLlamaAttention",
+        "Llama2",
+        "GPU-01234567-89ab-cdef-0123-456789abcdef",
+    ],
+)
+def test_what_names_a_place_or_the_model_is_masked(text: str) -> None:
+    masked = masker(make_job(), "s")(f"it said {text} here")
+    assert text not in masked
+    assert masked.startswith("it said [")
+    assert masked.endswith("] here")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "38.27 samples/s",
+        "z2 mb8 ga1 ckpt rbs=5e+05",
+        "0.19.8",
+        "2.13.0+cpu",
+        "peak 5.1 of 24 GiB",
+        "stage 3, optimizer on CPU",
+    ],
+)
+def test_what_names_nothing_is_kept(text: str) -> None:
+    assert masker(make_job(), "s")(text) == text
+
+
+def test_secrets_of_a_command_line_are_in_no_page(tmp_path: Path) -> None:
+    store = in_memory()
+    store.note_command(
+        "autotune run -- train.py --hub_token abc123 --max_new_tokens 5 --storage postgresql://me:pass1@db/x"
+    )
+    shown = without_secrets(report_of(store)).commands[0]
+    assert "abc123" not in shown
+    assert "pass1" not in shown
+    assert "--max_new_tokens 5" in shown
+
+
+# -- the command -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_it_is_written_where_it_is_asked_for(
+    there: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_study(there / "runs")
+    assert call(monkeypatch, capsys, "report", "s") == (0, "wrote runs/s/s.html\n", "")
+    assert "Nothing was tried yet." in (there / "runs" / "s" / "s.html").read_text()
+    code, out, _ = call(monkeypatch, capsys, "report", "s", "--out", "there.html", "--json")
+    assert (code, json.loads(out)) == (0, {"files": ["there.html"]})
+
+
+def test_it_is_opened(there: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(command.webbrowser, "open", lambda uri: bool(opened.append(uri)))
+    open_study(there / "runs")
+    code, _, err = call(monkeypatch, capsys, "report", "s", "--open")
+    assert (code, opened) == (0, [(there / "runs" / "s" / "s.html").as_uri()])
+    assert "no browser was found" in err
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("missing/x.html", "there is no folder missing"),
+        (".", "is a folder"),
+        ("file/x.html", "there is no folder file"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_said_in_one_line(
+    out: str, said: str, there: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_study(there / "runs")
+    (there / "file").write_text("")
+    code, _, err = call(monkeypatch, capsys, "report", "s", "--out", out)
+    assert code == 2
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_an_unknown_study_is_said_in_one_line(
+    there: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_study(there / "runs")
+    code, _, err = call(monkeypatch, capsys, "report", "t")
+    assert code == 2
+    assert "no study 't'" in err
+    assert err.count("\n") == 1
+
+
+def test_a_plan_is_written_as_a_page_and_a_wrong_name_is_said_before_it_is_made(
+    there: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from autotune.commands import plan as planning
+
+    made: list[str] = []
+
+    def plans(*_: object) -> list[Plan]:
+        made.append("plan")
+        job = make_job()
+        predictor = Predictor(job, machine(), closed_form_trace(job, "a test"))
+        best = predictor.predict_many([make_candidate(0, 8)])
+        return [Plan(job, machine(), best, [StagePlan(0, best[0], best[0], [])], "")]
+
+    monkeypatch.setattr(planning, "plans", plans)
+    code, out, _ = call(monkeypatch, capsys, "plan", "--model", "tiny-llama", "--html", "plan.html", "--json")
+    assert code == 0
+    assert json.loads(out)["model"] == "tiny-llama"
+    assert "predicted, nothing was run" in (there / "plan.html").read_text()
+    code, _, err = call(monkeypatch, capsys, "plan", "--model", "tiny-llama", "--html", "missing/plan.html")
+    assert (code, made) == (2, ["plan"])
+    assert "there is no folder missing" in err
+
+
+def test_a_page_that_fails_costs_a_run_one_line(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("of a chart")
+
+    monkeypatch.setattr(run_command, "write_study", fails)
+    said: list[str] = []
+    setup = dataclasses.make_dataclass("S", ["folder", "name", "space", "candidates"])(there, "s", space(), ())
+    assert run_command._write_report(setup, open_study(there / "runs"), None, said.append) == []  # type: ignore[arg-type]
+    assert said == ["the report was not written (of a chart): `autotune report s` tries again"]
+
+
+def test_bytes_that_are_no_text_can_be_written(tmp_path: Path) -> None:
+    html = page(in_memory("a name \udcff of bytes"), tmp_path / "p.html").read_text()
+    assert stored_data(html)["model"] == "a name \udcff of bytes"
+
+
+def test_numbers_that_json_has_not_are_null() -> None:
+    data = as_data([_short(float("inf")), _short(float("nan")), _short(1.5)])
+    assert json.loads(data) == [None, None, 1.5]
+
+
+def test_an_outcome_without_words_is_shown(tmp_path: Path) -> None:
+    store = in_memory()
+    tell(store, make_candidate(0, 1), Outcome(Kind.INFRASTRUCTURE))
+    assert report_of(store).trials[0].status is Status.UNDECIDED
+    assert page(store, tmp_path / "p.html").exists()
