@@ -273,6 +273,36 @@ def storage() -> str:
     )
 
 
+# -- frameworks --------------------------------------------------------------------------------------------------------
+
+
+def frameworks() -> str:
+    """The frameworks' commands: as they are, and as printed; one that failed with its reason."""
+    rows = []
+    for row in result("frameworks-cpu"):
+        if "failed" in row:
+            rows.append([row["framework"], f"`{row['command']}`", "failed", "—", "—", "—", "—"])
+            continue
+        speeds = [number(row[name]) for name in ("own tokens/s", "tuned tokens/s")]
+        gain = f"{row['tuned / own']:.2f} ± {row['±']:.2f}"
+        first = [row["framework"], f"`{shortened(row['command'])}`"]
+        rows.append([*first, *speeds, gain, f"`{row['winner']}`", row["needed on CPU ranks"]])
+    header = [
+        "framework",
+        "command",
+        "own, tokens/s",
+        "tuned, tokens/s",
+        "tuned / own",
+        "winner",
+        "needed on CPU ranks",
+    ]
+    return table(header, rows)
+
+
+def shortened(command: str, most: int = 90) -> str:
+    return command if len(command) <= most else f"{command[:most].rpartition(' ')[0]} …"
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "predictor": predictor,
     "predictor-short": predictor_short,
@@ -292,6 +322,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "launch-overhead": launch_overhead,
     "launch-kills": launch_kills,
     "storage": storage,
+    "frameworks": frameworks,
 }
 
 

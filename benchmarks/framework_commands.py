@@ -46,6 +46,7 @@ SPACE: dict[str, Any] = {
         "zero_stage": [0, 1, 2, 3],
         "train_micro_batch_size_per_gpu": {"from": 1, "to": 16},
         "gradient_accumulation_steps": {"from": 1, "to": 16},
+        "activation_checkpointing": [False, True],
         "overlap_comm": [False, True],
         "reduce_bucket_size": [1_000_000],
         "allgather_bucket_size": [1_000_000],

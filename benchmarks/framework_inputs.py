@@ -13,28 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 ROWS = 4000
-WORDS = [
-    "the",
-    "tuner",
-    "measures",
-    "what",
-    "people",
-    "train",
-    "and",
-    "says",
-    "how",
-    "fast",
-    "it",
-    "runs",
-    "on",
-    "which",
-    "machine",
-    "with",
-    "how",
-    "much",
-    "memory",
-    "left",
-]
+SENTENCE = "the tuner measures what people train and says how fast it runs on which machine with how much memory left"
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

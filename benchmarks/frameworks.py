@@ -3,10 +3,10 @@
 `python benchmarks/frameworks.py [--only swift,dpo] [--environments DIR] [--budget 4m] [--turns 20] [--json FILE]`, whose rows of
 other commands are kept
 
-Each runs from its released package in its own environment (`framework_environments.py` makes those that are missing). A command is
-tuned by `autotune run -- COMMAND`, its winner exported, and two trainings take turns (`inturn.py`): the command as it is, and
-the one that autotune prints. What they train on is counted in the forwards of both (`steplog/`): rows a step must be the
-same, and tokens a second are compared. Models, tokenizers and data are made here, small and random.
+Each runs from its released package in its own environment (`framework_environments.py` makes those that are missing). A
+command is tuned by `autotune run -- COMMAND`, its winner exported, and two trainings take turns (`inturn.py`): the command
+as it is, and the one that autotune prints. What they train on is counted in the forwards of both (`steplog/`): rows a step
+must be the same, and tokens a second are compared. Models, tokenizers and data are made here, small and random.
 """
 
 from __future__ import annotations
