@@ -152,8 +152,8 @@ def with_option(line: CommandLine, name: str, value: str) -> list[str]:
 
 def started(line: CommandLine, launcher: Sequence[str], target: Sequence[str]) -> list[str]:
     """The whole command, from a launcher's words and a target (a file, or `-m` and a module, then its arguments)."""
-    module = ["--module", *target[1:]] if line.kind == DEEPSPEED and target[:1] == ["-m"] else list(target)
-    return [*launcher, *module]
+    spelt_out = line.kind == DEEPSPEED and target[0] == "-m"
+    return [*launcher, *(["--module", *target[1:]] if spelt_out else target)]
 
 
 def _assignments(words: list[str]) -> tuple[tuple[tuple[str, str], ...], list[str]]:

@@ -40,7 +40,7 @@ def parsed(text: str, name: str) -> Any:
         return yaml.load(text, _Loader)  # a SafeLoader
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        line = f":{mark.line + 1}" if mark is not None else ""
+        line = f":{min(mark.line, text.rstrip().count(chr(10))) + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
         what = "JSON" if name.endswith(".json") else "YAML"
         raise UserError(f"{name}{line}: not {what} ({problem})") from None
@@ -79,8 +79,11 @@ def _changed(data: dict[str, Any], place: Place, value: Any) -> dict[str, Any]:
 
 def _edit(text: str, place: Place, value: Any, is_json: bool) -> str:
     node: Any = yaml.compose(text, yaml.SafeLoader)
-    for key in place[:-1]:
-        node = next(below for name, below in node.value if name.value == key)
+    for above, key in enumerate(place[:-1]):
+        below = next((below for name, below in node.value if name.value == key), None)
+        if below is None:  # nor what is above it
+            return _edit(text, place[: above + 1], _changed({}, place[above + 1 :], value), is_json)
+        node = below
     key = place[-1]
     if not isinstance(node, yaml.MappingNode):
         raise LookupError(place)
