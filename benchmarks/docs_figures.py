@@ -280,8 +280,8 @@ def frameworks() -> str:
     """The frameworks' commands: as they are, and as printed; one that failed with its reason."""
     rows = []
     for row in result("frameworks-cpu"):
-        if "failed" in row:
-            rows.append([row["framework"], f"`{row['command']}`", "failed", "—", "—", "—", "—"])
+        if row["failed"]:
+            rows.append([row["framework"], f"`{shortened(row['command'])}`", "failed", "—", "—", "—", "—"])
             continue
         speeds = [number(row[name]) for name in ("own tokens/s", "tuned tokens/s")]
         gain = f"{row['tuned / own']:.2f} ± {row['±']:.2f}"

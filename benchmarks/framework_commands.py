@@ -101,6 +101,7 @@ _AXOLOTL = {
     "save_strategy": "no",
     "logging_steps": 50,
     "deepspeed": "ds_z2.json",
+    "max_memory": {"cpu": "8GiB"},
 }
 _TRL = {
     "model_name_or_path": "model",
@@ -124,7 +125,8 @@ _TRL_DPO = (
     f"--max_steps {ENDLESS} --gradient_checkpointing False --report_to none --save_strategy no --output_dir out "
     "--use_deepspeed --num_processes 2"
 )
-_RANKS = "--use_deepspeed, the one of accelerate's launchers that starts CPU ranks; bf16 and fp16 off"
+_RANKS = "--use_deepspeed (accelerate's one launcher that starts CPU ranks)"
+_WEIGHTS = "max_memory: {cpu: 8GiB} (weights are loaded onto GPU LOCAL_RANK)"
 COMMANDS = (
     Command(
         "LLaMA-Factory",
@@ -138,7 +140,9 @@ COMMANDS = (
         "FORCE_TORCHRUN=1 NPROC_PER_NODE=2 llamafactory-cli train lora.yaml learning_rate=2e-4",
         "use_cpu: true, NPROC_PER_NODE (it counts GPUs)",
     ),
-    Command("axolotl", "axolotl", "axolotl train sft.yml -- --use_deepspeed --num_processes 2", _RANKS),
+    Command(
+        "axolotl", "axolotl", "axolotl train sft.yml -- --use_deepspeed --num_processes 2", f"{_WEIGHTS}; {_RANKS}"
+    ),
     Command(
         "axolotl", "axolotl", "accelerate launch --use_deepspeed --num_processes 2 -m axolotl.cli.train sft.yml", _RANKS
     ),

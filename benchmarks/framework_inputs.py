@@ -14,6 +14,11 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 ROWS = 4000
 SENTENCE = "the tuner measures what people train and says how fast it runs on which machine with how much memory left"
+# What axolotl and LLaMA-Factory put around a row: else its bytes alone would fill a sequence.
+AROUND = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request. "
+    "### Instruction: ### Response: You are a helpful assistant. Alibaba Cloud Qwen created by system user"
+)
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -34,7 +39,7 @@ def make_model(folder: Path) -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=600, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
-    raw.train_from_iterator([text(200, 200) for _ in range(50)], trainer)
+    raw.train_from_iterator([f"{AROUND} {text(200, 200)}" for _ in range(50)], trainer)
     PreTrainedTokenizerFast(
         tokenizer_object=raw,
         pad_token="<|endoftext|>",

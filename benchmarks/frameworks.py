@@ -108,6 +108,7 @@ def one(command: Command, python: Path, folder: Path, limits: list[str], turns: 
         "rows a step, own and tuned": f"{a_step(own, 'samples'):.0f} and {a_step(ours, 'samples'):.0f}",
         "winner": winner[1] if winner else None,
         "needed on CPU ranks": command.needs,
+        "failed": None,
         "printed": printed[1].replace(str(folder.resolve()), "…"),
     }
 
