@@ -283,7 +283,7 @@ def frameworks() -> str:
         if row["failed"]:
             rows.append([row["framework"], f"`{shortened(row['command'])}`", "failed", "—", "—", "—", "—"])
             continue
-        speeds = [number(row[name]) for name in ("own tokens/s", "tuned tokens/s")]
+        speeds = [f"{row[name]:.0f}" for name in ("own tokens/s", "tuned tokens/s")]
         gain = f"{row['tuned / own']:.2f} ± {row['±']:.2f}"
         first = [row["framework"], f"`{shortened(row['command'])}`"]
         rows.append([*first, *speeds, gain, f"`{row['winner']}`", row["needed on CPU ranks"]])
