@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test test-all lint setup coverage flakes mutants faults clean gpu-acceptance
+.PHONY: run test test-all test-frameworks lint setup coverage flakes mutants faults clean gpu-acceptance
 
 # On GPUs a real model; without one two CPU ranks, capped so that some trials really run out of memory.
 DEMO := $(shell nvidia-smi -L >/dev/null 2>&1 && echo "--model smollm2-360m --budget $(or $(BUDGET),10m)" \
@@ -36,6 +36,12 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# In environments with the frameworks that people fine-tune with, made from environments/*.txt: ENVIRONMENTS, gigabytes.
+ENVIRONMENTS ?= $(CURDIR)/.venvs
+test-frameworks: setup
+	$(BIN)/python benchmarks/framework_environments.py --environments $(ENVIRONMENTS) $(ONLY)
+	AUTOTUNE_ENVIRONMENTS=$(ENVIRONMENTS) $(BIN)/python -m pytest -n 0 -m frameworks tests/frameworks
 
 coverage: setup
 	$(BIN)/python -m coverage erase

@@ -260,6 +260,36 @@ def storage() -> str:
     )
 
 
+# -- frameworks --------------------------------------------------------------------------------------------------------
+
+
+def frameworks() -> str:
+    """The frameworks' commands: as they are, and as printed; one that failed with its reason."""
+    rows = []
+    for row in result("frameworks-cpu"):
+        if row["failed"]:
+            rows.append([row["framework"], f"`{shortened(row['command'])}`", "failed", "—", "—", "—", "—"])
+            continue
+        speeds = [f"{row[name]:.0f}" for name in ("own tokens/s", "tuned tokens/s")]
+        gain = f"{row['tuned / own']:.2f} ± {row['±']:.2f}"
+        first = [row["framework"], f"`{shortened(row['command'])}`"]
+        rows.append([*first, *speeds, gain, f"`{row['winner']}`", row["needed on CPU ranks"]])
+    header = [
+        "framework",
+        "command",
+        "own, tokens/s",
+        "tuned, tokens/s",
+        "tuned / own",
+        "winner",
+        "needed on CPU ranks",
+    ]
+    return table(header, rows)
+
+
+def shortened(command: str, most: int = 90) -> str:
+    return command if len(command) <= most else f"{command[:most].rpartition(' ')[0]} …"
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "predictor": predictor,
     "predictor-short": predictor_short,
@@ -278,6 +308,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "launch-overhead": launch_overhead,
     "launch-kills": launch_kills,
     "storage": storage,
+    "frameworks": frameworks,
 }
 
 

@@ -46,6 +46,7 @@ FULL: dict[str, list[str]] = {
     "trials-cpu": ["trials.py"],
     "fidelity-cpu": ["fidelity.py"],
     "scripts-cpu": ["scripts.py"],
+    "frameworks-cpu": ["frameworks.py"],
     "recovery-cpu": ["recovery.py"],
     "vs-deepspeed-cpu": ["vs_deepspeed.py"],
 }
@@ -60,6 +61,9 @@ EXEMPT = {
     "common.py": "imported: the command line, tables, JSON files",
     "ranks.py": "imported: executor, supervisor, torchrun",
     "inturn.py": "imported by scripts.py and recovery.py, which start it as one side of a comparison",
+    "framework_environments.py": "makes the frameworks' environments: `make test-frameworks`, frameworks.py",
+    "framework_commands.py": "imported by frameworks.py: the commands, and the files that they name",
+    "framework_inputs.py": "started by frameworks.py in a framework's environment: model, tokenizer, data",
     "planting.py": "imported by faults.py: faults of a study's trials",
     "stricken.py": "imported by faults.py: calls and trainings that are killed",
     "fault_ground.py": "imported by faults.py: where faults are planted, and what is left",
