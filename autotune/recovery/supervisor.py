@@ -236,7 +236,8 @@ class Supervisor:
         def take(rank: int, message: Message) -> None:
             heard.take(rank, message)
             if message["type"] == "progress":
-                course.note(heard.steps, lambda: group.peaks().worst)
+                with suppress(Exception):  # a device that cannot be asked costs a point, not the training
+                    course.note(heard.steps, lambda: group.peaks().worst)
 
         group = self._group = Group(
             self._launcher,
