@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 import psutil
 
 KILL_GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
-BUILD_GRACE_SECONDS = 0.3  # the same for compilers
+BUILD_GRACE_SECONDS = 0.2  # the same for compilers
 KILL_SECONDS = 10.0  # for a process group after SIGKILL
 REAP_SECONDS = 5.0  # for a killed process to be gone
 EXEC_SECONDS, _YOUNG_SECONDS = 0.5, 30.0  # how long `exec` may take on a busy machine, of a process that is so young
@@ -43,12 +43,13 @@ def taking_all_along() -> Iterator[None]:
 
 def _leave_with_all(number: int, frame: object) -> None:
     own = psutil.Process()
-    for child in below(own):
+    started = below(own)
+    for child in started:
         with suppress(psutil.Error):
             child.terminate()  # upon which a compiler removes its temporary files
-    until = time.monotonic() + BUILD_GRACE_SECONDS
-    while started := [child for child in below(own) if _runs(child)]:
-        for child in started if time.monotonic() > until else ():
+    psutil.wait_procs(started, timeout=BUILD_GRACE_SECONDS)
+    while left := [child for child in below(own) if _runs(child)]:
+        for child in left:
             with suppress(psutil.Error):
                 child.kill()
         time.sleep(0.02)
@@ -144,17 +145,14 @@ def _group_lives(pid: int) -> bool:
 def end_marked(variable: str, value: str) -> None:
     """Ends every process that was started with `variable` at this value in its environment, and what it starts meanwhile:
     SIGTERM, upon which a compiler removes its temporary files, then SIGKILL."""
-    for process in marked(variable, value):
+    found = marked(variable, value)
+    for process in found:
         with suppress(psutil.Error):
             process.terminate()
-    until = time.monotonic() + BUILD_GRACE_SECONDS
-    while left := [process for process in marked(variable, value) if _runs(process)]:
-        if time.monotonic() > until + REAP_SECONDS:
-            return  # the kernel does not let go of it
-        for process in left if time.monotonic() > until else ():
-            with suppress(psutil.Error):
-                process.kill()
-        time.sleep(0.02)
+    _, left = psutil.wait_procs(found, timeout=BUILD_GRACE_SECONDS)
+    for process in (*left, *marked(variable, value)):
+        with suppress(psutil.Error):
+            process.kill()
 
 
 def marked(variable: str, value: str) -> list[psutil.Process]:
