@@ -10,9 +10,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from autotune.linux import adopt_orphans, descendants, die_with_parent
+from autotune.linux import adopt_orphans, descendants, die_with_parent, runs
 
-BUILD_GRACE_SECONDS = 0.3  # between SIGTERM, upon which a compiler removes its temporary files, and SIGKILL
+BUILD_GRACE_SECONDS = 0.2  # between SIGTERM, upon which a compiler removes its temporary files, and SIGKILL
+_LOOK_SECONDS = 0.02
 
 
 @contextmanager
@@ -28,13 +29,18 @@ def taking_all_along() -> Iterator[None]:
 
 
 def _leave_with_all(number: int, frame: object) -> None:
-    for pid in descendants(os.getpid()):
-        with suppress(OSError):
-            os.kill(pid, signal.SIGTERM)
+    started = descendants(os.getpid())
+    _tell(started, signal.SIGTERM)
     until = time.monotonic() + BUILD_GRACE_SECONDS
-    while started := descendants(os.getpid()):
-        for pid in started if time.monotonic() > until else ():
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
+    while any(runs(pid) for pid in started) and time.monotonic() < until:
+        time.sleep(_LOOK_SECONDS)
+    while left := descendants(os.getpid()):
+        _tell(left, signal.SIGKILL)
+        time.sleep(_LOOK_SECONDS)
     os._exit(128 + number)
+
+
+def _tell(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(OSError):
+            os.kill(pid, number)

@@ -107,17 +107,14 @@ def _group_lives(pid: int) -> bool:
 def end_marked(variable: str, value: str) -> None:
     """Ends every process that was started with `variable` at this value in its environment, and what it starts meanwhile:
     SIGTERM, upon which a compiler removes its temporary files, then SIGKILL."""
-    for process in marked(variable, value):
+    found = marked(variable, value)
+    for process in found:
         with suppress(psutil.Error):
             process.terminate()
-    until = time.monotonic() + BUILD_GRACE_SECONDS
-    while left := [process for process in marked(variable, value) if _runs(process)]:
-        if time.monotonic() > until + REAP_SECONDS:
-            return  # the kernel does not let go of it
-        for process in left if time.monotonic() > until else ():
-            with suppress(psutil.Error):
-                process.kill()
-        time.sleep(0.02)
+    _, left = psutil.wait_procs(found, timeout=BUILD_GRACE_SECONDS)
+    for process in (*left, *marked(variable, value)):
+        with suppress(psutil.Error):
+            process.kill()
 
 
 def marked(variable: str, value: str) -> list[psutil.Process]:

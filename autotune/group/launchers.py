@@ -26,6 +26,7 @@ MARK = "AUTOTUNE_RANKS_OF"  # the variable by which what ranks have started is f
 _IMPORT_SECONDS = 1800  # of a slow disk; beyond that it hangs
 _BUILDING_SECONDS = 1800  # one op of a slow machine; beyond that a compiler hangs
 _LOOK_SECONDS = 0.1
+_LEAVE_SECONDS = 1.0  # for a server that builds to end its compilers
 _FORK_SECONDS = 30.0  # a fork takes 10 ms; a server that needs longer has no memory left, or is stopped
 
 
@@ -225,10 +226,25 @@ class ForkLauncher:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    def _end_busy(self) -> None:
+        """Ends the server in the middle of its work, with the compilers that it has started."""
+        if not self.alive:
+            end_marked(MARK, self._mark)
+            return
+        self._process.terminate()  # where it builds it takes all along (`taking_all_along`)
+        try:
+            self._process.wait(timeout=_LEAVE_SECONDS)
+        except subprocess.TimeoutExpired:
+            started = self.strays()
+            self._process.kill()
+            for process in started:
+                with suppress(psutil.Error):
+                    process.kill()
+
     def close(self) -> None:
         self._channel.close()
         if self._busy:  # it does not read, and what it has started does not end with it
-            end_marked(MARK, self._mark)
+            self._end_busy()
         try:
             self._process.wait(timeout=3)
         except subprocess.TimeoutExpired:
