@@ -32,7 +32,7 @@ compute_environment: LOCAL_MACHINE
 distributed_type: DEEPSPEED  # with its plugin's own settings
 deepspeed_config:
   gradient_accumulation_steps: 2
-  zero_stage: 1
+  zero_stage: 0  # any other has buckets of 2 GB, which its plugin has no word for
 mixed_precision: 'no'
 num_machines: 1
 num_processes: 2
@@ -111,7 +111,7 @@ def test_a_command_is_tuned_as_it_is_typed(
     before = {path for path in folder.rglob("*") if "cache" not in path.parts}
     probed = scripts.probe_script(found.script)
     own = own_candidate(probed.script)
-    assert (own.stage, own.micro_batch, own.accumulation) == (1, 2, 2)
+    assert (own.stage, own.micro_batch, own.accumulation) == (0 if "acc.yaml" in words else 1, 2, 2)
     assert probed.script.profile["batch_note"] == ""
     outcome = scripts.measure(probed, TRIED)
     assert outcome.ok, outcome

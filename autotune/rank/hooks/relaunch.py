@@ -114,6 +114,7 @@ class _Takeover:
         self._context.relaunched = (
             int(ranks) if ranks is not None and str(ranks).isdigit() else self._context.relaunched or 1
         )
+        self._context.flags.clear()  # of the starter's own parser
         self._take(env if env is not None else os.environ)
         accelerate.begin_anew(self._context)
         code: Any = 0

@@ -90,6 +90,13 @@ def test_other_ways_to_start_one(context: Context, way: str) -> None:
     assert told()[0] == ["a b"]
 
 
+def test_flags_of_a_starter_are_not_the_scripts(context: Context) -> None:
+    context.flags.add("--gradient_accumulation_steps")  # accelerate's launcher has it
+    with pytest.raises(SystemExit):
+        subprocess.run(WORDS)
+    assert context.flags == set()
+
+
 def test_torchs_own_launcher(context: Context) -> None:
     import torch.distributed.run
 
