@@ -41,7 +41,7 @@ STUCK_UNEVEN = (
 MEMORY_CONSTANTS = ("overhead", *MEMORY)  # in the order of a fit
 # The context of one process. With CUDA's lazy loading (torch 2 on CUDA 11.7 and later) 0.4 to 0.6 GiB, with all kernels loaded
 # 1.3 (transformers' guide to training on one GPU, on a V100 in 2022 and 2023: rows of huggingface/transformers).
-_CONTEXT_GIB = {"cuda": Prior(0.9, 0.4), "cpu": Prior(0.40, 0.1)}
+_CONTEXT_GIB = {"cuda": Prior(0.75, 0.4), "cpu": Prior(0.40, 0.1)}
 _HOPPER_ON, _HOPPER_GIB = ("h100", "h200", "b200"), 0.1
 # NCCL's buffers grow with its channels, and those with the link, but hardly with the ranks of a node beyond two (its
 # maintainer in NVIDIA/nccl issue 986). Measured: 0.53 GiB between two and 0.67 among four A100 on NVLink (issue 964); 0.99
