@@ -8,10 +8,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from autotune.commands.global_batch import FREE, parse_global_batch
 from autotune.commands.plan_hardware import planned_hardware, roomy
+from autotune.commands.precision import precision_of
 from autotune.commands.setup import LaunchSetup, PlanSetup, Setup
 from autotune.commands.typed_command import ranks_asked_for, typed_command
 from autotune.errors import UserError
@@ -309,7 +310,8 @@ def _script_job(request: Request, script: Script, hardware: Hardware) -> Job:
 def _named_job(request: Request, hardware: Hardware) -> Job:
     """The Job of a model or a workload on this hardware."""
     model = _model(request)
-    base = load_ds_config(request.ds_config) if request.ds_config else {}
+    own = load_ds_config(request.ds_config) if request.ds_config else {}
+    precision, base = precision_of(request.precision, own, hardware)
     lengths = load_lengths(request.lengths) if request.lengths else ()
     task = task_of(model.config, request.task, model.name)
     batch = parse_global_batch(request.global_batch_size)
@@ -319,7 +321,7 @@ def _named_job(request: Request, hardware: Hardware) -> Job:
         model=model,
         ranks=hardware.count,
         seq_len=_seq_len(request, model, lengths, hardware),
-        precision=request.precision or _precision(base, hardware),
+        precision=precision,
         optimizer=request.optimizer,
         global_batch_size=batch,
         base_config=base,
@@ -392,13 +394,3 @@ def _typed_seq_len(asked: int | str | None, longest: int | None, model: str) -> 
         return int(asked)
     except ValueError:
         raise UserError(f"--seq-len {asked}: expected a number of tokens, or max") from None
-
-
-def _precision(base: dict[str, Any], hardware: Hardware) -> str:
-    for name in ("bf16", "fp16"):
-        section = base.get(name)
-        if isinstance(section, dict) and section.get("enabled") is True:
-            return name
-    if hardware.device == "cpu":
-        return "fp32"
-    return "bf16" if hardware.bf16 else "fp16"

@@ -6,24 +6,22 @@ import importlib.util
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 
 from autotune.errors import UserError
+from autotune.interpreter import current
 from autotune.problem.frameworks import FRAMEWORKS
 
 _NOT_PYTHON = ("mpirun", "mpiexec", "srun")
 
 
-def program_file(name: str, python: str = sys.executable) -> Path:
-    """The Python file of an installed command.
-
-    Args:
-        python: the interpreter of the ranks: what is installed beside it comes before what PATH finds.
+def program_file(name: str) -> Path:
+    """The Python file of an installed command: what is installed beside the ranks' interpreter comes before what PATH finds.
 
     Raises:
         UserError: there is none, it is no Python program, or it is another environment's.
     """
+    python = current().path
     found = shutil.which(name, path=os.path.dirname(python)) or shutil.which(name)
     known = next((one for one in FRAMEWORKS if name in one.programs), None)
     if found is None and known is not None:
@@ -46,19 +44,19 @@ def program_file(name: str, python: str = sys.executable) -> Path:
     return Path(found)
 
 
-def check_module(name: str, python: str = sys.executable) -> None:
+def check_module(name: str) -> None:
     """Checks that a module can be found from here, where the ranks' interpreter is this one; another's is not asked.
 
     Raises:
         UserError: it cannot.
     """
     top = name.partition(".")[0]
-    if python != sys.executable or Path(top).is_dir() or Path(f"{top}.py").is_file():
+    if current().beside or Path(top).is_dir() or Path(f"{top}.py").is_file():
         return
     if importlib.util.find_spec(top) is None:
         known = next((one for one in FRAMEWORKS if top in one.packages), None)
         install = f": `pip install {known.package}` there, or give the Python that has it" if known else ""
-        raise UserError(f"`-- -m {name} …`: no module {top} here, nor in {_environment(python)}{install}")
+        raise UserError(f"`-- -m {name} …`: no module {top} here, nor in {_environment(current().path)}{install}")
 
 
 def interpreter_of(program: Path) -> str | None:

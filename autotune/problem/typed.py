@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -35,22 +34,15 @@ class Typed(NamedTuple):
 
 
 def read_command(
-    words: Sequence[str],
-    maps: Sequence[str],
-    worst_case: bool = False,
-    ds_config: Path | None = None,
-    python: str = sys.executable,
+    words: Sequence[str], maps: Sequence[str], worst_case: bool = False, ds_config: Path | None = None
 ) -> Typed:
     """What was typed after `--`.
-
-    Args:
-        python: the interpreter of the ranks.
 
     Raises:
         UserError: nothing that can be started here, a file that does not parse, several machines, or a mapping that is none.
     """
     line = take_apart(words)
-    script = make_script(words, maps, worst_case, ds_config, python)
+    script = make_script(words, maps, worst_case, ds_config)
     ranks, said = _ranks(line, script)
     variables = dict(line.environment)
     if line.gpus is not None:
@@ -59,17 +51,13 @@ def read_command(
 
 
 def make_script(
-    words: Sequence[str],
-    maps: Sequence[str],
-    worst_case: bool = False,
-    ds_config: Path | None = None,
-    python: str = sys.executable,
+    words: Sequence[str], maps: Sequence[str], worst_case: bool = False, ds_config: Path | None = None
 ) -> Script:
     """The script of a command line; see `read_command`."""
     line = take_apart(words)
     if line.kind == ACCELERATE:
-        check_module("accelerate", python)
-    argv, program = _target(line, python)
+        check_module("accelerate")
+    argv, program = _target(line)
     if ds_config is not None and not is_ds_config(ds_config):
         raise UserError(f"--ds-config {ds_config}: expected a DeepSpeed config JSON")
     cwd = Path.cwd()
@@ -92,7 +80,7 @@ def make_script(
     )
 
 
-def _target(line: CommandLine, python: str) -> tuple[tuple[str, ...], Path | None]:
+def _target(line: CommandLine) -> tuple[tuple[str, ...], Path | None]:
     """The words to run, and the file of an installed command among them."""
     argv = line.target
     if not argv:
@@ -102,7 +90,7 @@ def _target(line: CommandLine, python: str) -> tuple[tuple[str, ...], Path | Non
     if argv[0] == "-m":
         if len(argv) < 2:
             raise UserError("`-- -m`: expected a module's name after it")
-        check_module(argv[1], python)
+        check_module(argv[1])
         return argv, None
     path = Path(argv[0])
     if path.is_file():
@@ -111,7 +99,7 @@ def _target(line: CommandLine, python: str) -> tuple[tuple[str, ...], Path | Non
         return argv, None
     if line.python or path.suffix == ".py" or "/" in argv[0]:
         raise UserError(f"no script {argv[0]}: expected a Python file, or `-m` and a module")
-    return argv, program_file(argv[0], python)
+    return argv, program_file(argv[0])
 
 
 def _mapping(text: str) -> tuple[str, str]:
