@@ -18,7 +18,7 @@ from tests.environments import install_wheel, make_environment
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
-SPACE = "knobs:\n  zero_stage: [0, 1]\n  train_micro_batch_size_per_gpu: [1, 2]\n"
+SPACE = "knobs:\n  zero_stage: [0, 1]\n  train_micro_batch_size_per_gpu: [1, 2, 4]\n  gradient_accumulation_steps: [1, 2, 4]\n"
 TUNER = ["optuna", "nvidia-ml-py", "typer", "rich", "PyYAML", "psutil", "filelock", "numpy", "packaging"]
 RUN = ("run", "--device", "cpu", "--gpus", "1", "--budget", "8m", "--space", "space.yaml", "--max-trials", "2", "--yes")
 
