@@ -9,7 +9,58 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.cli_parts import Json, Text, console, emit, option, typed_command
+from autotune.cli_options import (
+    Attention,
+    Budget,
+    Compare,
+    Compiled,
+    Convert,
+    Device,
+    DsConfig,
+    Executor,
+    Exhaustive,
+    Force,
+    GlobalBatchSize,
+    Gpu,
+    GpuCount,
+    Gpus,
+    HangTimeout,
+    Headroom,
+    HostMemory,
+    ImageSize,
+    Isolation,
+    LaunchWords,
+    Lengths,
+    Lora,
+    Maps,
+    MaxRestarts,
+    MaxTrials,
+    MemoryCap,
+    Model,
+    Nodes,
+    Optimizer,
+    Packed,
+    PlannedModel,
+    Precision,
+    Price,
+    Python,
+    ScriptWords,
+    Seed,
+    SeqLen,
+    Space,
+    Storage,
+    StudyArgument,
+    StudyName,
+    Task,
+    Tokens,
+    Tolerance,
+    TrustRemoteCode,
+    WinnerFile,
+    Workload,
+    WorstCase,
+    Yes,
+)
+from autotune.cli_parts import Json, console, emit, option, typed_command
 from autotune.cli_spaces import spaces_app
 from autotune.errors import MachineTrouble, NothingFits, Stopped, UserError
 from autotune.version import __version__
@@ -25,83 +76,6 @@ app = typer.Typer(
     help="Finds the fastest DeepSpeed config that fits your GPUs, by measuring it.",
 )
 app.add_typer(spaces_app, name="spaces")
-
-# -- options -------------------------------------------------------------------------------------------------------------
-# Each stands here once; a command gives its default. The parameter of an option has the name of its field in Request.
-
-# what is trained
-Model = Annotated[Text, option("Shipped name (`autotune models`), folder or config.json, or Hub id.")]
-Workload = Annotated[Text, option("package.module:function that returns (model, batches) instead of a model.")]
-Task = Annotated[
-    Text,
-    option(
-        "causal-lm, masked-lm, classification, token-classification, question-answering, seq2seq or image-text; default: "
-        "what the model's configuration is for."
-    ),
-]
-ImageSize = Annotated[int | None, option("Height and width of images in pixels, where the configuration has none.")]
-SeqLen = Annotated[Text, option("Tokens a sequence, or max; default 2048 (CPU ranks: 64).")]
-Precision = Annotated[Text, option("bf16, fp16 or fp32; default: the best the device has.")]
-Optimizer = Annotated[str, option("adamw, adam, fused_adam, lion, sgd or adagrad.")]
-GlobalBatchSize = Annotated[
-    Text,
-    option("Sequences an optimizer step over all ranks, kept exactly; free: whatever is fastest (a script: its own)."),
-]
-DsConfig = Annotated[Path | None, option("Your own DeepSpeed config: what is not tuned is kept.")]
-Lora = Annotated[Text, option("Adapters: r=16,targets=all-linear (or q_proj+v_proj),alpha=32.")]
-Attention = Annotated[Text, option("eager, sdpa, flash_attention_2, flash_attention_3 or flex_attention.", "--attn")]
-Compiled = Annotated[bool, option("Compile the model (DeepSpeed's engine.compile).", "--compile")]
-Lengths = Annotated[Path | None, option("A data set's lengths (`512,1000` a line): the winner fits its longest batch.")]
-Packed = Annotated[bool, option("Sequences of --lengths laid end to end in rows of --seq-len.", "--packing")]
-TrustRemoteCode = Annotated[bool, option("Run the model's own code.", "--trust-remote-code")]
-ScriptWords = Annotated[
-    list[str] | None, typer.Argument(metavar="[-- SCRIPT ARGS…]", help="Your own training script, tuned as it is.")
-]
-Maps = Annotated[list[str] | None, option("KNOB=--FLAG: the script's flag that carries a knob; repeatable.", "--map")]
-WorstCase = Annotated[bool, option("Pad the script's batches to the longest that it allows.", "--worst-case")]
-
-# on what
-Gpus = Annotated[int | None, option("GPUs (or CPU ranks) to use; default: all.")]
-Device = Annotated[str, option("auto, cuda or cpu.")]
-MemoryCap = Annotated[Text, option("What one rank may use, like 24GiB.")]
-Headroom = Annotated[Text, option("Share of the capacity to leave free; default 5%.")]
-Executor = Annotated[str, option("local, or replay:TABLE to search a recorded table.")]
-Python = Annotated[
-    Text, option("Python of the environment that you train in; default: $AUTOTUNE_PYTHON, this one, or an active one.")
-]
-Isolation = Annotated[str, option("fork (pre-imported server) or spawn (cold starts).")]
-
-# how it is searched, and where that is kept
-Space = Annotated[Text, option("Search space: a file, or a name of `autotune spaces list`.")]
-Budget = Annotated[str, option("Time for this call, verification included: 90s, 30m, 1h30m.")]
-MaxTrials = Annotated[int | None, option("Stop after this many trials of this call.")]
-Tolerance = Annotated[str, option("Stop when going on promises less than this share.")]
-Exhaustive = Annotated[bool, option("Use the whole budget.", "--exhaustive")]
-Seed = Annotated[int, option("Of the sampler and of the data.")]
-StudyName = Annotated[Text, option("Name of the study; the same name resumes it.")]
-StudyArgument = Annotated[str, typer.Argument(help="Name of the study, or its folder.")]
-Storage = Annotated[Text, option("Database URL, or journal:FILE; default: runs/NAME/study.db.")]
-WinnerFile = Annotated[Path | None, option("Where the winner goes; default: runs/NAME/NAME.json.")]
-Force = Annotated[bool, option("Go on with a study of another job or machine.", "--force")]
-
-# a plan, a launch
-Gpu = Annotated[Text, option("Name like rtx3090 or a100-80gb; default: the machine's own.")]
-GpuCount = Annotated[int, option("How many in each machine, as torchrun's --nproc-per-node.")]
-Nodes = Annotated[int, option("Machines, each with --gpus of them: 2 with --gpus 8 is 16 GPUs.")]
-Tokens = Annotated[Text, option("Say hours and cost for so many: 1e9, 2B, 500M, 1T; default 1B.")]
-HostMemory = Annotated[Text, option("Main memory of each machine, like 1TiB; default of a named GPU: 32 GiB each.")]
-Price = Annotated[float | None, option("Dollars that one of these GPUs costs an hour; default: a rough one.")]
-Compare = Annotated[Text, option("Several GPUs side by side: rtx4090,a100-80gb,h100.")]
-LaunchWords = Annotated[
-    list[str], typer.Argument(metavar="[STUDY] -- SCRIPT ARGS…", help="A study, then the script to train.")
-]
-PlannedModel = Annotated[Text, option("Instead of a study: start from the plan for this model.", "--model")]
-MaxRestarts = Annotated[int, option("Give up after this many.")]
-HangTimeout = Annotated[str, option("No rank computes, reads or writes for so long: it hangs.")]
-Convert = Annotated[bool, option("Step down to stage 3 too, converting checkpoints for it.", "--convert-checkpoints")]
-
-# what is said
-Yes = Annotated[bool, option("Ask nothing.", "--yes", "-y")]
 
 
 def typed(parameters: dict[str, Any]) -> Request:

@@ -19,7 +19,8 @@ from ranks import Deadlines, LocalExecutor
 from autotune.group.launchers import ForkLauncher
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome
-from autotune.search.study import SEARCH, VERIFY, StudyStore
+from autotune.search.records import SEARCH, VERIFY
+from autotune.search.study import StudyStore
 
 SPACE = """
 name: faults

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from autotune.problem.outcome import Kind
-from autotune.search.study import SEARCH, VERIFY, StudyStore
+from autotune.search.records import SEARCH, VERIFY
+from autotune.search.study import StudyStore
 from tests.cli_call import call
 from tests.conftest import processes_in, wait_until
 

@@ -11,7 +11,8 @@ from autotune.executors.replay import Row, write_landscape
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind
 from autotune.problem.tasks import CAUSAL
-from autotune.search.study import RESUME, SEARCH, StudyStore
+from autotune.search.records import RESUME, SEARCH
+from autotune.search.study import StudyStore
 from autotune.units import GIB
 
 

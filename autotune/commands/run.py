@@ -36,8 +36,9 @@ from autotune.results.report.gather import Searched
 from autotune.results.winner import closest_lines, train_with_lines, winner_lines
 from autotune.search.fingerprint import package_versions
 from autotune.search.proposer import Proposer
+from autotune.search.records import AS_IS, SEARCH, Record
 from autotune.search.storage import default_storage, failures_in_one_line, make_study_folder
-from autotune.search.study import AS_IS, SEARCH, Record, StudyStore
+from autotune.search.study import StudyStore
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.units import format_bytes, format_duration
 

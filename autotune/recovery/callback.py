@@ -18,7 +18,8 @@ from autotune.problem.script import candidate_of_config
 from autotune.problem.space_file import parse_space
 from autotune.rank import cuda
 from autotune.rank.devices import used_bytes
-from autotune.search.study import TRAINING, StudyStore
+from autotune.search.records import TRAINING
+from autotune.search.study import StudyStore
 
 WARMUP_STEPS = 3
 

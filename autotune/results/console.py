@@ -16,7 +16,8 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Kind, Outcome
 from autotune.results.winner import speed, winner_lines
-from autotune.search.study import RESUME, VERIFY, Record, StudyStore
+from autotune.search.records import RESUME, VERIFY, Record
+from autotune.search.study import StudyStore
 from autotune.units import format_bytes, format_duration
 
 _STYLE = {

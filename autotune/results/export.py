@@ -21,7 +21,8 @@ from autotune.problem.outcome import Measurement
 from autotune.problem.script_job import other_batch
 from autotune.problem.tasks import CAUSAL
 from autotune.rank.config import needed_ops
-from autotune.search.study import VERIFY, Record, StudyStore, resumed_peak_bytes
+from autotune.search.records import VERIFY, Record, resumed_peak_bytes
+from autotune.search.study import StudyStore
 from autotune.version import __version__
 
 FORMATS = {"deepspeed": ".json", "accelerate": ".accelerate.yaml", "hf": ".training_arguments.json"}  # their suffixes

@@ -17,7 +17,7 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Phase
 from autotune.problem.script import RELAUNCHED, carried, training_command, typed, variables_for
 from autotune.problem.script_job import other_batch
-from autotune.search.study import AS_IS, SEARCH, VERIFY, Record, resumed_peak_bytes
+from autotune.search.records import AS_IS, SEARCH, VERIFY, Record, resumed_peak_bytes
 from autotune.units import format_bytes, format_count, format_duration
 
 

@@ -7,7 +7,7 @@ import dataclasses
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Measurement, Outcome
-from autotune.search.study import RESUME, VERIFY
+from autotune.search.records import RESUME, VERIFY
 
 RIVAL_SHARE = 0.05  # verified candidates nearer than this are measured in turn: clocks drift by as much within minutes
 RETRY_SHARE = 0.02  # a candidate with allocator retries must be faster by this to win

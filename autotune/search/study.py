@@ -27,27 +27,13 @@ from autotune.search.dashboard import flat, save_note, winners_note
 from autotune.search.distributions import constraints, distributions
 from autotune.search.fingerprint import THREADS, changes, fingerprint, knowing_more
 from autotune.search.lock import hold
+from autotune.search.records import FOUND_RUNNING, RESUME, SEARCH, Record, found_running, record_of
 from autotune.search.storage import DATABASES, hide_password, open_storage, stored_in
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 warnings.filterwarnings("ignore", module=r"optuna\.|autotune\.search", category=optuna.exceptions.ExperimentalWarning)
 
-AS_IS = "the script as it is"  # the note of the trial of its own config
 _CALL = "call "  # begins the name of an attribute
-SEARCH, VERIFY, RESUME = "search", "verify", "resume"  # a trial's roles; the last: it goes on from a checkpoint
-TRAINING = "training"  # recorded by `autotune.recovery.callback`
-FOUND_RUNNING = "found running"  # the evidence of a trial whose tuner was gone
-
-
-@dataclass(frozen=True)
-class Record:
-    """A trial of the study as stored."""
-
-    number: int
-    candidate: Candidate
-    outcome: Outcome | None  # None while it runs
-    role: str  # SEARCH, VERIFY, RESUME or TRAINING
-    note: str = ""  # why it was tried
 
 
 @dataclass(frozen=True)
@@ -234,7 +220,7 @@ class StudyStore:
     def records(self) -> list[Record]:
         """Every trial, in order."""
         with _uncollected():
-            return [record for trial in self.study.get_trials(deepcopy=False) if (record := _record(trial))]
+            return [record for trial in self.study.get_trials(deepcopy=False) if (record := record_of(trial))]
 
     def measured(self) -> dict[Candidate, Measurement]:
         """The latest Measurement of every candidate that has one."""
@@ -288,14 +274,14 @@ class StudyStore:
         is full. The second time it is taken for the cause, so that the study can go on.
         """
         closed = 0
-        before = _found_running(self.records())
+        before = found_running(self.records())
         left = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING, TrialState.WAITING))
         for frozen in left:
             trial, stored = optuna.Trial(self.study, frozen._trial_id), frozen.user_attrs.get("outcome")
             if stored is not None:
                 self._tell(trial, Outcome.from_json(stored))
                 continue
-            record = _record(frozen)
+            record = record_of(frozen)
             deadly = (
                 frozen.state is TrialState.RUNNING and record is not None and (record.candidate, record.role) in before
             )
@@ -373,39 +359,6 @@ class StudyStore:
     @property
     def skips(self) -> dict[str, int]:
         return dict(self.attributes.get("skips", {}))
-
-
-def resumed_peak_bytes(records: list[Record], candidate: Candidate) -> int | None:
-    """The highest memory of a rank that went on from a checkpoint of the candidate's; None where none has."""
-    found = [r.outcome for r in records if r.role == RESUME and r.candidate == candidate and r.outcome]
-    return found[-1].peak_bytes if found and found[-1].ok else None
-
-
-def _found_running(records: list[Record]) -> set[tuple[Candidate, str]]:
-    """(candidate, role) of trials during which a tuner ended, and which have not come to an end of their own since."""
-    found: set[tuple[Candidate, str]] = set()
-    for record in records:
-        if record.outcome is None:
-            continue
-        if record.outcome.evidence == FOUND_RUNNING:
-            found.add((record.candidate, record.role))
-        elif record.outcome.kind is not Kind.INTERRUPTED:
-            found -= {(record.candidate, role) for role in (SEARCH, VERIFY, RESUME)}
-    return found
-
-
-def _record(trial: optuna.trial.FrozenTrial) -> Record | None:
-    knobs = trial.user_attrs.get("candidate")
-    if knobs is None:
-        return None
-    stored = trial.user_attrs.get("outcome")
-    return Record(
-        trial.number,
-        Candidate(tuple(sorted(knobs.items()))),
-        Outcome.from_json(stored) if stored else None,
-        trial.user_attrs.get("role", SEARCH),
-        trial.user_attrs.get("note", ""),
-    )
 
 
 def _now() -> str:

@@ -19,8 +19,9 @@ from autotune.problem.outcome import Kind, Measurement, Outcome, Source
 from autotune.problem.space import SearchSpace
 from autotune.search.observer import NullObserver, Observer
 from autotune.search.proposer import Proposal, Proposer
+from autotune.search.records import RESUME, SEARCH, VERIFY, Record
 from autotune.search.standings import NOT_VERIFIED, Standings
-from autotune.search.study import RESUME, SEARCH, VERIFY, Record, StudyStore
+from autotune.search.study import StudyStore
 from autotune.units import format_duration
 
 FIRST_TRIAL_SECONDS = 5.0  # a budget below this cannot hold one trial

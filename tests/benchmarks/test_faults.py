@@ -24,7 +24,8 @@ from autotune.executors.local import LocalExecutor
 from autotune.problem.outcome import Kind
 from autotune.recovery import supervisor
 from autotune.search import storage
-from autotune.search.study import SEARCH, VERIFY, StudyStore
+from autotune.search.records import SEARCH, VERIFY
+from autotune.search.study import StudyStore
 from tests.studies import study_of_every_kind
 
 

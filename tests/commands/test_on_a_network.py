@@ -9,7 +9,8 @@ import pytest
 from autotune.commands.launch import ladder_of
 from autotune.problem.outcome import Kind
 from autotune.recovery.callback import WARMUP_STEPS, StudyCallback
-from autotune.search.study import TRAINING, StudyStore
+from autotune.search.records import TRAINING
+from autotune.search.study import StudyStore
 from tests.cli_call import call
 from tests.network import mount
 from tests.studies import study_of_every_kind

@@ -9,8 +9,9 @@ import pytest
 from autotune.problem.hardware import detect
 from autotune.problem.space_file import load_space
 from autotune.recovery.callback import WARMUP_STEPS, StudyCallback
+from autotune.search.records import TRAINING
 from autotune.search.storage import default_storage
-from autotune.search.study import TRAINING, StudyStore
+from autotune.search.study import StudyStore
 from tests.conftest import make_job
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.results.export import deepspeed_config, export_record, export_study, training_arguments
-from autotune.search.study import VERIFY, StudyStore
+from autotune.search.records import VERIFY
+from autotune.search.study import StudyStore
 from tests.studies import study_of_every_kind
 
 

@@ -8,7 +8,7 @@ from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.script import CONFIG_FLAG, KNOWN_FLAGS
 from autotune.results.winner import closest_lines, train_with_lines, winner_lines
-from autotune.search.study import AS_IS, SEARCH, VERIFY, Record
+from autotune.search.records import AS_IS, SEARCH, VERIFY, Record
 from autotune.units import MIB
 from tests.conftest import make_candidate, make_job
 from tests.studies import study_of_every_kind

@@ -14,8 +14,9 @@ from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.space_file import load_space
 from autotune.search.distributions import constraints
 from autotune.search.proposer import Proposer
+from autotune.search.records import VERIFY
 from autotune.search.storage import default_storage, open_storage
-from autotune.search.study import VERIFY, StudyStore
+from autotune.search.study import StudyStore
 from autotune.units import GIB, MIB
 from tests.conftest import make_candidate, make_job
 from tests.network import mount

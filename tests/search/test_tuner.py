@@ -13,8 +13,9 @@ from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
 from autotune.search.proposer import Proposer
+from autotune.search.records import RESUME, SEARCH, VERIFY
 from autotune.search.standings import Standings, overlap
-from autotune.search.study import RESUME, SEARCH, VERIFY, StudyStore
+from autotune.search.study import StudyStore
 from autotune.search.tuner import MACHINE_FAILURES, SearchSummary, Tuner, too_short
 from tests.conftest import make_candidate
 

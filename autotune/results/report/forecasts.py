@@ -17,7 +17,7 @@ from autotune.predict.prediction import SIGMAS, Prediction
 from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import Candidate
 from autotune.results.report.data import Accuracy, Forecast, Status, Trial
-from autotune.search.study import RESUME, Record
+from autotune.search.records import RESUME, Record
 
 
 def _refits(count: int) -> list[int]:

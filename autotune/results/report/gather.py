@@ -21,8 +21,9 @@ from autotune.results.report.forecasts import accuracy, forecasts
 from autotune.results.report.mattered import shown, what_mattered
 from autotune.results.report.memory_map import memory_map
 from autotune.results.winner import closest_lines, measured_alike, train_with, unlike_steps
+from autotune.search.records import AS_IS, RESUME, SEARCH, TRAINING, VERIFY, Record
 from autotune.search.standings import Standings
-from autotune.search.study import AS_IS, RESUME, SEARCH, TRAINING, VERIFY, Record, StudyStore
+from autotune.search.study import StudyStore
 from autotune.units import format_bytes
 from autotune.version import __version__
 

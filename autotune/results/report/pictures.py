@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from autotune.results.report.charts import Axis, Part, Plot, stacked
 from autotune.results.report.data import Bars, Status, StudyReport, Trial
-from autotune.search.study import RESUME, TRAINING
+from autotune.search.records import RESUME, TRAINING
 from autotune.units import GIB, MIB, format_bytes, format_count, format_duration
 
 SHAPES = ("0", "1", "2", "3")  # of ZeRO's stages: circle, square, triangle, diamond (base.html.j2)

@@ -13,8 +13,9 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
 from autotune.problem.space import SearchSpace
 from autotune.problem.space_file import load_space
+from autotune.search.records import AS_IS, RESUME, SEARCH, VERIFY
 from autotune.search.storage import default_storage
-from autotune.search.study import AS_IS, RESUME, SEARCH, VERIFY, StudyStore
+from autotune.search.study import StudyStore
 from autotune.units import GIB
 from tests.conftest import make_candidate, make_job
 
