@@ -9,6 +9,7 @@ from pathlib import Path
 
 from autotune.commands.request import Request, launch_setup
 from autotune.commands.setup import LaunchSetup, PlanSetup
+from autotune.commands.versions import check_versions
 from autotune.errors import NothingFits, UserError
 from autotune.group.locks import held_gpus
 from autotune.predict.predictor import Predictor
@@ -45,6 +46,7 @@ def launch_training(request: Request, say: Callable[[str], None] = print) -> Lau
         UserError: bad input, or a study that is not of this script.
         NothingFits: no config is predicted to fit.
     """
+    check_versions()
     setup = launch_setup(request)
     if setup.study is not None:
         training = _from_study(setup, StudyStore.load(setup.study, setup.storage), say)

@@ -10,6 +10,7 @@ from autotune.commands.plan_gains import gains
 from autotune.commands.plan_machines import Machines
 from autotune.commands.request import Request, plan_setups
 from autotune.commands.setup import PlanSetup
+from autotune.commands.versions import check_versions
 from autotune.predict.elsewhere import PLENTY, Elsewhere, host_bytes_per_node
 from autotune.predict.known_error import known_errors
 from autotune.predict.predictor import Prediction, Predictor, Table
@@ -27,6 +28,7 @@ def plans(request: Request, gpus: Sequence[str | None]) -> list[Plan]:
     Raises:
         UserError: bad input.
     """
+    check_versions()
     made: list[Plan] = []
     traces: dict[str, Trace] = {}  # by precision: one trace serves all GPUs
     for setup in plan_setups(request, gpus):

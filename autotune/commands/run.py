@@ -17,13 +17,13 @@ from rich.console import Console
 from autotune.commands.probe import Probe, after_probe, probe
 from autotune.commands.request import Request, run_setup
 from autotune.commands.setup import Setup
+from autotune.commands.versions import check_versions
 from autotune.errors import NothingFits, UserError
 from autotune.executors.base import Executor
 from autotune.executors.local import LocalExecutor
 from autotune.executors.replay import ReplayExecutor
 from autotune.group.locks import held_gpus
 from autotune.predict.predictor import Predictor
-from autotune.predict.unread import newer_version
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind
 from autotune.problem.script_job import own_candidate
@@ -31,7 +31,6 @@ from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
 from autotune.results.console import PlainObserver, make_observer, record_json
 from autotune.results.export import export_record
 from autotune.results.winner import closest_lines, train_with_lines, winner_lines
-from autotune.search.fingerprint import package_versions
 from autotune.search.proposer import Proposer
 from autotune.search.storage import default_storage, failures_in_one_line, make_study_folder
 from autotune.search.study import AS_IS, SEARCH, Record, StudyStore
@@ -80,6 +79,7 @@ def run_study(
         MachineTrouble: the machine fails, whatever the candidate.
         NothingFits: no candidate is feasible.
     """
+    check_versions()
     setup = run_setup(request)
     if setup.found_no_gpu:
         console.print("no GPU found: running CPU ranks", style="yellow")
@@ -103,7 +103,7 @@ def run_study(
             candidates, left_out = predictor.buildable(setup.candidates)
             setup = dataclasses.replace(setup, candidates=tuple(candidates))
             wider = [f"{note}; predictions are wider for it" for note in predictor.notes()]
-            for line in filter(None, [*left_out, *wider, newer_version(package_versions()["deepspeed"])]):
+            for line in [*left_out, *wider]:
                 observer.say(line)
             spent_seconds = 0.0
             if local is not None:

@@ -15,6 +15,7 @@ from autotune.predict.optimizers import stepper
 from autotune.predict.passes import Trace
 from autotune.predict.roofline import Work, work
 from autotune.predict.unread import unread_knobs
+from autotune.predict.versions import installed_deepspeed
 from autotune.predict.zero import SUMS, TABLES, Bill, bill
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
@@ -37,7 +38,7 @@ class Prepared:
         cls, job: Job, hardware: Hardware, trace: Trace, candidates: Sequence[Candidate], *, guessed: bool = False
     ) -> Prepared:
         """Candidates that all have this trace; `guessed`: unlike that of the others it is an estimate."""
-        c = columns_of(candidates, job)
+        c = columns_of(candidates, job, installed_deepspeed())
         b = bill(job, trace, c, hardware.device)
         doubt = np.hypot(doubt_of(b, candidates, guessed), MANY_LENGTHS * c.many_lengths * b.activations.max(axis=0))
         features = np.hstack([features_of(c), np.tile(job_features(job, hardware, trace), (len(candidates), 1))])
@@ -112,7 +113,7 @@ def quirks_of(c: Columns, nodes: int = 1) -> Floats:
         "nodes": np.full(len(c), np.log2(nodes)),
     }
     rows: Floats = np.array([columns[name] for name in QUIRKS], dtype=np.float64)
-    return rows.T
+    return np.asarray(rows.T)
 
 
 def job_features(job: Job, hardware: Hardware, trace: Trace) -> Floats:
@@ -148,4 +149,4 @@ def features_of(c: Columns) -> Floats:
         1.5 * c.packed,
     ]
     rows: Floats = np.array(columns, dtype=np.float64)
-    return rows.T
+    return np.asarray(rows.T)

@@ -375,4 +375,4 @@ def _record(trial: optuna.trial.FrozenTrial) -> Record | None:
 
 
 def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
