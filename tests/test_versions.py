@@ -12,7 +12,13 @@ from autotune.errors import UserError
 from autotune.versions import RANGES, StrEnum, complaint, installed, newer, release
 
 ROOT = Path(__file__).parent.parent
-INSIDE = {"python": "3.11.7", "torch": "2.13.0+cpu", "deepspeed": "0.18.4", "transformers": "4.57.6", "accelerate": None}
+INSIDE = {
+    "python": "3.11.7",
+    "torch": "2.13.0+cpu",
+    "deepspeed": "0.18.4",
+    "transformers": "4.57.6",
+    "accelerate": None,
+}
 
 
 @pytest.mark.parametrize(

@@ -105,9 +105,6 @@ def columns_of(candidates: Sequence[Candidate], job: Job, deepspeed: Release = R
     )
     micro_batch = np.array([float(c.micro_batch) for c in candidates])
     packed = np.array([float(raw.get(PACKING, job.packed)) for raw in raws])
-    ranks: dict[Any, float] = {None: float(job.lora.rank) if job.lora else 0.0, "none": 0.0}
-    loras = [raw.get(LORA) for raw in raws]
-    ranks |= {one: float(parse_lora(str(one)).rank) for one in set(loras) - set(ranks)}
     columns = Columns(
         stage,
         micro_batch,
@@ -125,7 +122,7 @@ def columns_of(candidates: Sequence[Candidate], job: Job, deepspeed: Release = R
         persistence,
         np.array([float(kinds.index(raw.get(ATTENTION, job.attention))) for raw in raws]) - 1,
         np.array([float(raw.get(COMPILED, job.compiled)) for raw in raws]),
-        np.array([ranks[one] for one in loras]),
+        _lora_ranks(raws, job),
         packed,
         (packed == 0) * float(len(job.lengths) > 1),
         np.where(
@@ -135,23 +132,26 @@ def columns_of(candidates: Sequence[Candidate], job: Job, deepspeed: Release = R
         ),
         **_precisions(raws, job, deepspeed),
         **_placement(raws, job, deepspeed),
-        early_buckets=np.full(len(raws), float(makes_buckets_first(deepspeed))),
-        keeps_gradients=(stage == 0) * _keeps_gradients(job, deepspeed),
     )
-    if job.precision == "bf16" and not job.plain and sums_in_32_bits(deepspeed):
-        return _summed_in_32_bits(columns)
-    return columns
+    return _of_old_stage_0(columns, deepspeed) if job.precision == "bf16" and not job.plain else columns
 
 
-def _keeps_gradients(job: Job, deepspeed: Release) -> float:
-    return float(job.precision == "bf16" and not job.plain and keeps_gradients_at_stage_0(deepspeed))
+def _lora_ranks(raws: list[dict[str, Any]], job: Job) -> Floats:
+    ranks: dict[Any, float] = {None: float(job.lora.rank) if job.lora else 0.0, "none": 0.0}
+    loras = [raw.get(LORA) for raw in raws]
+    ranks |= {one: float(parse_lora(str(one)).rank) for one in set(loras) - set(ranks)}
+    return np.array([ranks[one] for one in loras])
 
 
-def _summed_in_32_bits(columns: Columns) -> Columns:
-    """What stage 0 is where it is BF16_Optimizer."""
+def _of_old_stage_0(columns: Columns, deepspeed: Release) -> Columns:
+    """What stage 0 in bf16 is under an older DeepSpeed."""
     zero0 = columns.stage == 0
-    stage, accumulated = np.where(zero0, 1.0, columns.stage), np.where(zero0, 4.0, columns.accumulated)
-    return dataclasses.replace(columns, stage=stage, accumulated=accumulated)
+    if keeps_gradients_at_stage_0(deepspeed):
+        columns = dataclasses.replace(columns, keeps_gradients=zero0.astype(np.float64))
+    if sums_in_32_bits(deepspeed):  # it is what stage 1 is with such sums
+        stage, accumulated = np.where(zero0, 1.0, columns.stage), np.where(zero0, 4.0, columns.accumulated)
+        columns = dataclasses.replace(columns, stage=stage, accumulated=accumulated)
+    return columns
 
 
 def _precisions(raws: list[dict[str, Any]], job: Job, deepspeed: Release) -> dict[str, Floats]:
@@ -189,6 +189,8 @@ def _placement(raws: list[dict[str, Any]], job: Job, deepspeed: Release) -> dict
         "offload_ratio": numbers("offload_optimizer.ratio", 1.0),
         "pinned_optimizer": _flags(raws, job, zero + "offload_optimizer.pin_memory", pins_unless_told(deepspeed)),
         "pinned_param": _flags(raws, job, zero + "offload_param.pin_memory", pins_unless_told(deepspeed)),
+        "early_buckets": np.full(len(raws), float(makes_buckets_first(deepspeed))),
+        "keeps_gradients": np.zeros(len(raws)),
     }
 
 
