@@ -67,3 +67,9 @@ def backward_prologue(engine: type[Any]) -> str | None:
     name = "_backward_prologue"
     method = getattr(engine, name, None)
     return name if method is not None and len(inspect.signature(method).parameters) == 1 else None
+
+
+def image_token(config: Any) -> Any:
+    """The id of the token that stands for a piece of an image. Before transformers 4.52 some models (LLaVA) called it
+    `image_token_index`; a configuration that has neither raises AttributeError."""
+    return config.image_token_id if hasattr(config, "image_token_id") else config.image_token_index
