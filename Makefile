@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test test-all test-frameworks lint setup coverage flakes mutants faults clean gpu-acceptance
+.PHONY: run test test-all test-oldest test-frameworks lint setup coverage flakes mutants faults clean gpu-acceptance
 
 # On GPUs a real model; without one two CPU ranks, capped so that some trials really run out of memory.
 DEMO := $(shell nvidia-smi -L >/dev/null 2>&1 && echo "--model smollm2-360m --budget $(or $(BUDGET),10m)" \
@@ -29,6 +29,21 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q torch==2.13.0
 	$(BIN)/python -m pip install -q "setuptools>=77" wheel ninja -c constraints.txt
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[dev]" -c constraints.txt
+	touch $@
+
+# The oldest supported versions, in an environment and with DeepSpeed ops of their own.
+OLD := .venv-oldest
+OLD_TESTS := tests/test_versions.py tests/predict/test_versions.py tests/predict/test_unread.py tests/predict/test_zero_live.py \
+	tests/rank/test_model.py tests/rank/test_config.py tests/rank/test_checkpoints.py tests/results/test_exports_load.py tests/executors/test_local.py
+test-oldest: $(OLD)/.installed
+	TORCH_EXTENSIONS_DIR=$(CURDIR)/$(OLD)/extensions $(OLD)/bin/python -m pytest -n 2 -m "not slow" $(OLD_TESTS)
+
+$(OLD)/.installed: pyproject.toml environments/oldest.txt
+	test -x $(OLD)/bin/python || $(PYTHON) -m venv $(OLD)
+	$(OLD)/bin/python -m pip install -q torch==2.13.0
+	$(OLD)/bin/python -m pip install -q "setuptools>=77" wheel ninja -c environments/oldest.txt
+	$(OLD)/bin/python -m pip install -q --no-build-isolation -r environments/oldest.txt
+	$(OLD)/bin/python -m pip install -q --no-build-isolation --no-deps -e .
 	touch $@
 
 lint: setup

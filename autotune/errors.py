@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from enum import StrEnum
+
+from autotune.versions import StrEnum
 
 
 class UserError(Exception):

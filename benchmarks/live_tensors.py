@@ -1,26 +1,30 @@
 """Measures live tensor bytes of real DeepSpeed on CPU ranks: `python benchmarks/live_tensors.py [--json FILE]`.
 
 What the predictor's memory is held against: two models, one and two ranks, every stage, offload, checkpointing, buckets,
-fp32 and bf16; with `--own-keys` instead one model under keys that people set in their own DeepSpeed config, with `--lora`
-models of which only adapters are trained. Every engine measures two micro-batches; operators are slowed by counting, so speed
-is not recorded.
+fp32 and bf16; says how far predictions for the installed DeepSpeed are off. With `--own-keys` instead one model under
+keys that people set in their own DeepSpeed config, with `--lora` models of which only adapters are trained. Every engine
+measures two micro-batches; operators are slowed by counting, so speed is not recorded.
 """
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from common import command_line, parse, print_table, write_json
+from live_error import live_error
 from ranks import opened
 
 from autotune.executors.base import Effort
+from autotune.predict.versions import installed_deepspeed
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job, parse_lora
 from autotune.problem.models import resolve_model
 from autotune.units import MIB
+from autotune.versions import installed
 
 EFFORT = Effort(min_steps=2, max_steps=2, min_seconds=0.0, max_seconds=20.0)
 
@@ -177,6 +181,20 @@ def measured(job: Job, groups: list[list[Candidate]], also: Config) -> list[dict
     return rows
 
 
+def told(path: Path | None, rows: list[dict[str, Any]]) -> None:
+    """Writes the rows, and prints how far predictions for the DeepSpeed that ran are off."""
+    write_json(path, {"deepspeed": installed()["deepspeed"], "rows": rows})
+    errors = {at: live_error(row, installed_deepspeed()) for at, row in enumerate(rows) if row["live"]}
+    for at in sorted(errors, key=lambda at: -abs(errors[at]))[:5]:
+        row = rows[at]
+        config, candidate = row.get("base_config", ""), Candidate.of(row["candidate"])
+        print(f"{errors[at]:+.1%}", row["model"], row["ranks"], row["precision"], candidate, config)
+    if errors:
+        sizes = [abs(error) for error in errors.values()]
+        found = f"median {statistics.median(sizes):.2%}, worst {max(sizes):.2%} of {len(sizes)} candidates"
+        print(f"predicted for deepspeed {installed()['deepspeed']}: {found}, {len(rows) - len(sizes)} not measured")
+
+
 SETS = (("tiny-llama", 2, "bf16"), ("tiny-gemma-2", 2, "fp32"), ("tiny-gemma-2", 1, "bf16"), ("tiny-llama", 1, "fp32"))
 
 
@@ -187,10 +205,10 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true", help="adapters only")
     arguments = parse(parser, only="tiny-llama,2,bf16")
     if arguments.lora:
-        write_json(arguments.json, {"rows": measure_lora(2 if arguments.small else None)})
+        told(arguments.json, measure_lora(2 if arguments.small else None))
         return
     if arguments.own_keys:
-        write_json(arguments.json, {"rows": measure_own_keys(2 if arguments.small else None)})
+        told(arguments.json, measure_own_keys(2 if arguments.small else None))
         return
     sets = [s for s in SETS if arguments.only in (None, ",".join(map(str, s)))]
     if not sets:
@@ -199,7 +217,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name, ranks, precision in sets:
         rows += measure(name, ranks, precision, rungs, most)
-        write_json(arguments.json, {"rows": rows})
+        told(arguments.json, rows)
     counted = [
         {
             "model": name,

@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,8 @@ def small_copy(folder: Path) -> None:
     """Copies what the tests of one file need, with a configuration that mutates that file alone."""
     for name in ("autotune", "tests", "search_spaces", "benchmarks/data"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    import tomllib  # of Python 3.11 and later: mutants are of one environment
+
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mutmut"]
     settings |= {"only_mutate": [SMALL_FILE], "pytest_add_cli_args_test_selection": [SMALL_TESTS]}
     lines = (f"{key} = {json.dumps(value)}" for key, value in settings.items())

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 from common import command_line, kept_rows, parse, print_table, write_json
+from live_error import live_error
 
 from autotune.executors.replay import load_landscape
 from autotune.predict.fit import Prior, fit
@@ -31,10 +32,9 @@ from autotune.predict.predictor import Predictor
 from autotune.predict.roofline import Work, spend, work
 from autotune.predict.trace import trace_job
 from autotune.predict.tracer import trace_model
-from autotune.predict.zero import bill
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect, named_gpu
-from autotune.problem.job import Job, parse_lora
+from autotune.problem.job import Job
 from autotune.problem.models import ModelSpec, resolve_model
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.space_file import load_space
@@ -98,12 +98,12 @@ def live_tensors(amount: Amount, measure: bool) -> list[dict[str, Any]]:
     for row in rows:
         job = Job(resolve_model(row["model"]), row["ranks"], row["seq_len"], row["precision"])
         trace, candidate, real = trace_job(job), Candidate.of(row["candidate"]), max(row["live"].values())
-        ours.append(live_error(row))
+        ours.append(abs(live_error(row)))
         if candidate.stage >= 2:
             deepspeed.append(abs(deepspeed_says(candidate, trace, job) / real - 1))
         accelerate.append(abs(accelerate_says(trace, job) / real - 1))
-    under_keys = [live_error(row) for row in own_keys]
-    of_adapters = [live_error(row) for row in adapters]
+    under_keys = [abs(live_error(row)) for row in own_keys]
+    of_adapters = [abs(live_error(row)) for row in adapters]
     on_same = [e for e, row in zip(ours, rows, strict=True) if Candidate.of(row["candidate"]).stage >= 2]
     return [
         *about(
@@ -124,23 +124,6 @@ def live_tensors(amount: Amount, measure: bool) -> list[dict[str, Any]]:
         *about(f"DeepSpeed's estimate_zero2/3, {len(on_same)} of those rows", five_times(deepspeed, on_same)),
         *about(f"accelerate estimate-memory, {len(rows)} rows", five_times(accelerate, ours)),
     ]
-
-
-def live_error(row: dict[str, Any]) -> float:
-    """How far the bytes of live tensors at their peak are off; on CPU ranks host and device are one."""
-    base, lora = row.get("base_config", {}), row.get("lora")
-    job = Job(
-        resolve_model(row["model"]),
-        row["ranks"],
-        row["seq_len"],
-        row["precision"],
-        base_config=base,
-        lora=parse_lora(lora) if lora else None,
-    )
-    predicted = bill(job, trace_job(job), columns_of([Candidate.of(row["candidate"])], job))
-    at = [i for i, name in enumerate(predicted.moments) if name != "init"]
-    peak = float(predicted.peaks()[at, 0].max() + predicted.host[0])
-    return abs(peak / max(row["live"].values()) - 1)
 
 
 def five_times(theirs: list[float], ours: list[float]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -82,6 +81,7 @@ def test_the_callback_is_public_and_lazy() -> None:
 
 
 def test_the_version_stands_in_one_place() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="of Python 3.11 and later")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" in project["project"]["dynamic"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "autotune.version.__version__"}

@@ -20,7 +20,6 @@ from autotune.group.environment import trial_environment
 from autotune.group.launchers import MARK
 from autotune.group.locks import holder_of
 from autotune.interpreter import Own, current
-from autotune.predict.unread import newer_version
 from autotune.problem.cpus import usable_cpus
 from autotune.problem.gpus import (
     Gpu,
@@ -36,6 +35,7 @@ from autotune.problem.gpus import (
 from autotune.problem.hardware import facts_for
 from autotune.problem.host import host_available_bytes, host_total_bytes
 from autotune.units import GIB, MIB, format_bytes
+from autotune.versions import Versions, complaint, newer
 
 _LEAST_SHM_BYTES = 64 * MIB  # NCCL's and gloo's shared segments, a data loader's batches
 _BUILD_SECONDS = 1200
@@ -271,6 +271,21 @@ def _libraries() -> Iterator[Finding]:
     yield from judge_libraries(json.loads(line[5:]), device)
 
 
+def judge_versions(found: Versions, said: str) -> Finding:
+    """Whether these can be worked with."""
+    if too_old := complaint(found):
+        return Finding("bad", "libraries", said, too_old, "pip install -U them, or use another environment")
+    if unknown := newer(found):
+        return Finding(
+            "warn",
+            "libraries",
+            said,
+            f"{'; '.join(unknown)}: predictions are less certain",
+            "look for a newer autotune",
+        )
+    return Finding("good", "libraries", said)
+
+
 def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
     """Findings from what the examination reported."""
     errors = facts["errors"]
@@ -297,9 +312,9 @@ def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
             yield Finding("bad", "NCCL", "missing", "no training on GPUs", "install torch's CUDA build")
     if "versions" in facts:
         versions = facts["versions"]
-        newer = newer_version(versions.get("deepspeed", ""))
-        level, cost, fix = ("warn", newer, "look for a newer autotune") if newer else ("good", "", "")
-        yield Finding(level, "libraries", ", ".join(f"{k} {v}" for k, v in versions.items()), cost, fix)
+        yield judge_versions(
+            {**versions, "torch": torch["version"]}, ", ".join(f"{k} {v}" for k, v in versions.items())
+        )
     else:
         yield Finding("bad", "libraries", errors["versions"], "nothing can be measured", _TRAIN_THERE)
     if "transformers" in errors:

@@ -8,19 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
-
 from autotune import inquiry
 from autotune.errors import UserError
 from autotune.interpreter import Interpreter, Own, interpreter_at, running_in
+from autotune.versions import complaint
 
 OPTION, VARIABLE = "--python", "AUTOTUNE_PYTHON"
 ACTIVE = ("VIRTUAL_ENV", "CONDA_PREFIX")  # set by whoever activates an environment
 TRAINING = ("torch", "deepspeed")  # what every rank needs
 NAMED_MODEL = (*TRAINING, "transformers")
-# As the extra `train` of pyproject.toml asks for; pip is not asked about an environment that is only used.
-RANGES = {"torch": ">=2.11", "deepspeed": ">=0.19.8", "transformers": ">=5.17"}
 
 
 @contextmanager
@@ -73,13 +69,8 @@ def check_versions(found: Mapping[str, str]) -> None:
     Raises:
         UserError: one is not; the message names all that are not, and what was expected.
     """
-    wrong = []
-    for package, allowed in RANGES.items():
-        with suppress(KeyError, InvalidVersion):  # a developer's build may call itself anything
-            if not SpecifierSet(allowed).contains(Version(found[package]), prereleases=True):
-                wrong.append(f"{package} {found[package]} (expected {package}{allowed})")
-    if wrong:
-        raise UserError(f"{', '.join(wrong)}: not supported; use another version there, or another environment")
+    if why := complaint(found):
+        raise UserError(f"{why}: use another version there, or another environment")
 
 
 def _found(typed: str | None, say: Callable[[str], None], remembered: str | None) -> tuple[Interpreter, str]:

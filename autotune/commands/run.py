@@ -25,7 +25,6 @@ from autotune.executors.local import LocalExecutor
 from autotune.executors.replay import ReplayExecutor
 from autotune.group.locks import held_gpus
 from autotune.predict.predictor import Predictor
-from autotune.predict.unread import newer_version
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind
 from autotune.problem.script_job import own_candidate
@@ -34,7 +33,6 @@ from autotune.results.console import PlainObserver, make_observer, record_json
 from autotune.results.export import environment_of, export_record
 from autotune.results.report.gather import Searched
 from autotune.results.winner import closest_lines, train_with_lines, winner_lines
-from autotune.search.fingerprint import package_versions
 from autotune.search.proposer import Proposer
 from autotune.search.records import AS_IS, SEARCH, Record
 from autotune.search.storage import default_storage, failures_in_one_line, make_study_folder
@@ -115,7 +113,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             predictor = Predictor(setup.job, setup.hardware)
             candidates, left_out = predictor.buildable(setup.candidates)
             wider = [f"{note}; predictions are wider for it" for note in predictor.notes()]
-            for line in filter(None, [*left_out, *wider, newer_version(package_versions()["deepspeed"])]):
+            for line in [*left_out, *wider]:
                 observer.say(line)
             spent_seconds = 0.0
             if local is not None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
 from autotune.problem.outcome import Phase
+from autotune.versions import StrEnum
 
 
 class Stop(StrEnum):

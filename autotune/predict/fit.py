@@ -123,4 +123,4 @@ def _closeness(a: Floats, b: Floats) -> Floats:
     square -= 0.5 * (a**2).sum(1)[:, None]
     square -= 0.5 * (b**2).sum(1)[None, :]
     np.minimum(square, 0.0, out=square)
-    return np.exp(square, out=square)
+    return np.asarray(np.exp(square, out=square))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.predict.versions import (
+    READ,
+    Release,
+    has_low_masters,
+    keeps_gradients_at_stage_0,
+    makes_buckets_first,
+    pins_unless_told,
+    sums_in_32_bits,
+)
 from autotune.problem.candidate import ATTENTION, COMPILED, EXPANDABLE, LORA, PACKING, ZERO_DEFAULTS, Candidate
 from autotune.problem.job import ATTENTIONS, Job, parse_lora
 
@@ -58,13 +68,19 @@ class Columns:
     round_robin: Floats
     own_linear: Floats  # stage 3 replaces torch's linear by one that saves its input even where the weight is frozen
     immediate: Floats  # BF16_Optimizer adds each gradient to its 32-bit sum as soon as it is made
+    early_buckets: Floats  # stages 1 and 2 make their buckets before backward, not with its first gradient
+    keeps_gradients: Floats  # they are set to zero after a step, and stay
 
     def __len__(self) -> int:
         return len(self.stage)
 
 
-def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
-    """What decides memory and time, with DeepSpeed's defaults or the user's own config where a candidate is silent."""
+def columns_of(candidates: Sequence[Candidate], job: Job, deepspeed: Release = READ) -> Columns:
+    """What decides memory and time, with DeepSpeed's defaults or the user's own config where a candidate is silent.
+
+    Args:
+        deepspeed: the version whose defaults these are.
+    """
     own = _own_values(job.base_config)
     zero = "zero_optimization."
     raws = [candidate.as_dict for candidate in candidates]
@@ -91,10 +107,7 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
     micro_batch = np.array([float(c.micro_batch) for c in candidates])
     packed = np.array([float(raw.get(PACKING, job.packed)) for raw in raws])
     fixed_segments = np.array([not raw.get(EXPANDABLE) for raw in raws])
-    ranks: dict[Any, float] = {None: float(job.lora.rank) if job.lora else 0.0, "none": 0.0}
-    loras = [raw.get(LORA) for raw in raws]
-    ranks |= {one: float(parse_lora(str(one)).rank) for one in set(loras) - set(ranks)}
-    return Columns(
+    columns = Columns(
         stage,
         micro_batch,
         np.array([float(c.accumulation) for c in candidates]),
@@ -111,7 +124,7 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
         persistence,
         np.array([float(kinds.index(raw.get(ATTENTION, job.attention))) for raw in raws]) - 1,
         np.array([float(raw.get(COMPILED, job.compiled)) for raw in raws]),
-        np.array([ranks[one] for one in loras]),
+        _lora_ranks(raws, job),
         packed,
         (packed == 0) * fixed_segments * float(len(job.lengths) > 1),
         np.where(
@@ -119,12 +132,31 @@ def columns_of(candidates: Sequence[Candidate], job: Job) -> Columns:
             float(job.seq_len),
             padded_tokens(job.lengths, micro_batch) if job.lengths else float(job.seq_len),
         ),
-        **_precisions(raws, job),
-        **_placement(raws, job),
+        **_precisions(raws, job, deepspeed),
+        **_placement(raws, job, deepspeed),
     )
+    return _of_old_stage_0(columns, deepspeed) if job.precision == "bf16" and not job.plain else columns
 
 
-def _precisions(raws: list[dict[str, Any]], job: Job) -> dict[str, Floats]:
+def _lora_ranks(raws: list[dict[str, Any]], job: Job) -> Floats:
+    ranks: dict[Any, float] = {None: float(job.lora.rank) if job.lora else 0.0, "none": 0.0}
+    loras = [raw.get(LORA) for raw in raws]
+    ranks |= {one: float(parse_lora(str(one)).rank) for one in set(loras) - set(ranks)}
+    return np.array([ranks[one] for one in loras])
+
+
+def _of_old_stage_0(columns: Columns, deepspeed: Release) -> Columns:
+    """What stage 0 in bf16 is under an older DeepSpeed."""
+    zero0 = columns.stage == 0
+    if keeps_gradients_at_stage_0(deepspeed):
+        columns = dataclasses.replace(columns, keeps_gradients=zero0.astype(np.float64))
+    if sums_in_32_bits(deepspeed):  # it is what stage 1 is with such sums
+        stage, accumulated = np.where(zero0, 1.0, columns.stage), np.where(zero0, 4.0, columns.accumulated)
+        columns = dataclasses.replace(columns, stage=stage, accumulated=accumulated)
+    return columns
+
+
+def _precisions(raws: list[dict[str, Any]], job: Job, deepspeed: Release) -> dict[str, Floats]:
     """Columns of the dtypes that DeepSpeed keeps things in (deepspeed 0.19.8, engine.get_data_types, base_optimizer.py)."""
     width = job.element_bytes
 
@@ -132,18 +164,19 @@ def _precisions(raws: list[dict[str, Any]], job: Job) -> dict[str, Floats]:
         return np.array([_WIDTHS.get(str(one).removeprefix("torch."), width) for one in _set(raws, job, path)])
 
     low = f"{job.precision}.{job.precision}_master_weights_and_grads"
+    low_masters, low_states = (
+        _flags(raws, job, path) * has_low_masters(deepspeed) for path in (low, "bf16.bf16_optimizer_states")
+    )
     return {
         "accumulated": of("data_types.grad_accum_dtype"),
         "communicated": of("communication_data_type"),
-        "master": np.where(job.plain, 0.0, np.where(_flags(raws, job, low), 2.0, 4.0)),
-        "state_share": np.where(
-            job.plain, job.trained_bytes / 4, np.where(_flags(raws, job, "bf16.bf16_optimizer_states"), 0.5, 1.0)
-        ),
+        "master": np.where(job.plain, 0.0, np.where(low_masters, 2.0, 4.0)),
+        "state_share": np.where(job.plain, job.trained_bytes / 4, np.where(low_states, 0.5, 1.0)),
         "immediate": _flags(raws, job, "bf16.immediate_grad_update"),
     }
 
 
-def _placement(raws: list[dict[str, Any]], job: Job) -> dict[str, Floats]:
+def _placement(raws: list[dict[str, Any]], job: Job, deepspeed: Release) -> dict[str, Floats]:
     """Columns of where things lie: hpZ's second partition, Twin-Flow's ratio, what is pinned (runtime/zero/config.py)."""
     zero = "zero_optimization."
 
@@ -156,8 +189,10 @@ def _placement(raws: list[dict[str, Any]], job: Job) -> dict[str, Floats]:
         "own_linear": _flags(raws, job, zero + "memory_efficient_linear", True),
         "round_robin": _flags(raws, job, zero + "round_robin_gradients"),
         "offload_ratio": numbers("offload_optimizer.ratio", 1.0),
-        "pinned_optimizer": _flags(raws, job, zero + "offload_optimizer.pin_memory", True),
-        "pinned_param": _flags(raws, job, zero + "offload_param.pin_memory", True),
+        "pinned_optimizer": _flags(raws, job, zero + "offload_optimizer.pin_memory", pins_unless_told(deepspeed)),
+        "pinned_param": _flags(raws, job, zero + "offload_param.pin_memory", pins_unless_told(deepspeed)),
+        "early_buckets": np.full(len(raws), float(makes_buckets_first(deepspeed))),
+        "keeps_gradients": np.zeros(len(raws)),
     }
 
 

@@ -30,6 +30,7 @@ from autotune.predict.prepared import Prepared
 from autotune.predict.roofline import Spent, host_limit_bytes, spend
 from autotune.predict.trace import trace_job
 from autotune.predict.unread import unread_keys
+from autotune.predict.versions import unknown_newer
 from autotune.problem.candidate import TRACED_KNOBS, Candidate, under
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
@@ -53,10 +54,11 @@ class Predictor:
         self._refused: dict[tuple[object, ...], str] = {}  # ways of making the model that cannot be, and why
         widen = 1.0 if self.trace.exact else UNTRACED
         self._unread = unread_keys(job.base_config)
+        self._newer = unknown_newer()
         if not stepper(job).known:
             self._unread.append(f"optimizer {job.optimizer_kind}")
-        self._memory_priors = memory_priors(job, hardware, widen, bool(self._unread))
-        self._time_priors = time_priors(hardware, widen)
+        self._memory_priors = memory_priors(job, hardware, widen, bool(self._unread or self._newer))
+        self._time_priors = time_priors(hardware, UNTRACED if self._newer else widen)
         self._packed_rows = job.seq_len / job.tokens_per_sample
         self._memory_noise, self._time_noise = MEMORY_NOISE * widen, TIME_NOISE * widen
         self._seen: dict[Candidate, Outcome] = {}
@@ -199,7 +201,7 @@ class Predictor:
     def notes(self) -> list[str]:
         """A line for each thing that is not known, and for which predictions are wider."""
         unread = [f"{key} is not part of the memory model" for key in self._unread]
-        return [*unread, *dict.fromkeys(trace.note for trace in self._traces.values() if trace.note)]
+        return [*self._newer, *unread, *dict.fromkeys(trace.note for trace in self._traces.values() if trace.note)]
 
     def _trace(self, way: tuple[object, ...], candidate: Candidate) -> Trace:
         """The trace of a way of making the model, of which the candidate is one; the job's own where it cannot be made."""

@@ -16,6 +16,7 @@ from autotune.predict.passes import Trace
 from autotune.predict.roofline import Work, work
 from autotune.predict.uneven import uneven_shares
 from autotune.predict.unread import unread_knobs
+from autotune.predict.versions import installed_deepspeed
 from autotune.predict.zero import SUMS, TABLES, Bill, bill
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
@@ -39,7 +40,7 @@ class Prepared:
         cls, job: Job, hardware: Hardware, trace: Trace, candidates: Sequence[Candidate], *, guessed: bool = False
     ) -> Prepared:
         """Candidates that all have this trace; `guessed`: unlike that of the others it is an estimate."""
-        c = columns_of(candidates, job)
+        c = columns_of(candidates, job, installed_deepspeed())
         b = bill(job, trace, c, hardware.device)
         uneven, spread = uneven_shares(job, c, b.activations.max(axis=0))
         doubt = doubt_of(b, c, candidates, job.ranks, guessed, spread)
@@ -122,7 +123,7 @@ def quirks_of(c: Columns, nodes: int = 1) -> Floats:
         "nodes": np.full(len(c), np.log2(nodes)),
     }
     rows: Floats = np.array([columns[name] for name in QUIRKS], dtype=np.float64)
-    return rows.T
+    return np.asarray(rows.T)
 
 
 def job_features(job: Job, hardware: Hardware, trace: Trace) -> Floats:
@@ -158,4 +159,4 @@ def features_of(c: Columns) -> Floats:
         1.5 * c.packed,
     ]
     rows: Floats = np.array(columns, dtype=np.float64)
-    return rows.T
+    return np.asarray(rows.T)

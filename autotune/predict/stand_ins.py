@@ -12,6 +12,8 @@ import torch
 from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autotune.rank.versions import experts_module, masks_module
+
 
 @contextlib.contextmanager
 def shapes_alone(fused: bool) -> Iterator[None]:
@@ -157,15 +159,10 @@ def _fused_attention() -> Iterator[None]:
 def _grouped_products() -> Iterator[None]:
     """Products of experts in other dtypes than bf16: torch runs these but has no shapes for them; transformers' own operator
     for where torch has none gives the same."""
-    from transformers.integrations import moe
-
-    name = "_can_use_grouped_mm"
-    before = getattr(moe, name, None)
-    if before is None:
-        yield
-        return
-    with _replaced(
-        moe, name, lambda input, weight, offs: weight.dtype == torch.bfloat16 and before(input, weight, offs)
+    with _in_place_of(
+        experts_module(),
+        "_can_use_grouped_mm",
+        lambda before: lambda input, weight, offs: weight.dtype == torch.bfloat16 and before(input, weight, offs),
     ):
         yield
 
@@ -177,13 +174,18 @@ def _plain_masks() -> Iterator[None]:
     It would look at the values of position ids, which fake tensors have not, and build masks that real training does
     without.
     """
-    from transformers import masking_utils
+    with _in_place_of(masks_module(), "find_packed_sequence_indices", lambda before: lambda position_ids: None):
+        yield
 
-    name = "find_packed_sequence_indices"
-    if not hasattr(masking_utils, name):
+
+@contextlib.contextmanager
+def _in_place_of(module: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """What `make` makes of a module's function stands in its place; nothing is done where there is none."""
+    before = getattr(module, name, None)
+    if before is None:
         yield
         return
-    with _replaced(masking_utils, name, lambda position_ids: None):
+    with _replaced(module, name, make(before)):
         yield
 
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from autotune.predict.counters import Counters, follow, follow_encoder, joined
@@ -33,6 +32,7 @@ from autotune.predict.stand_ins import plain_conversion, shapes_alone
 from autotune.problem.job import Job
 from autotune.problem.tasks import IMAGE_TEXT, SEQ2SEQ
 from autotune.rank.building import DTYPES, adapted, keep_cache, task_model, transformers_config
+from autotune.rank.versions import no_init_weights, refusals
 from autotune.rank.workload import own_workload
 
 MOST_SECONDS = 300  # that one of many traces may take
@@ -116,7 +116,7 @@ def _configuration(job: Job) -> Any:
         return None
     try:
         return transformers_config(job.model)
-    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
+    except refusals() as error:
         raise Impossible(_line(error)) from None
     except Exception as error:  # whatever a configuration's own code needs and has not here
         raise Untraceable(_line(error)) from None
@@ -264,8 +264,6 @@ def _encoder(model: Any, task: str) -> Any:
 
 def _build(job: Job, config: Any) -> tuple[Any, Any]:
     """The model, and the batches of a workload of the user's own (None for a named model)."""
-    from transformers.initialization import no_init_weights
-
     if job.workload:
         model, batches = own_workload(job.workload)
         return model.to(DTYPES[job.precision]), batches

@@ -1,11 +1,10 @@
-"""What the formulas here do not know of DeepSpeed: keys that change memory and that none reads, and newer versions.
+"""What the formulas here do not know of DeepSpeed: keys that change memory and that none reads.
 
 Where such a key is set less is certain, and predictions say so.
 """
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from autotune.predict.knobs import value_at
@@ -57,18 +56,6 @@ _SECTIONS = (
     "hybrid_engine",
     "compile.deepcompile",
 )
-
-
-READ_FROM = (0, 19)  # minor version of DeepSpeed of which knobs, defaults and formulas were read
-
-
-def newer_version(installed: str) -> str:
-    """A line where DeepSpeed is of a newer minor version than all that is known of it here; else nothing."""
-    numbers = re.match(r"(\d+)\.(\d+)", installed)
-    if numbers is None or (int(numbers[1]), int(numbers[2])) <= READ_FROM:
-        return ""
-    known = ".".join(map(str, READ_FROM))
-    return f"DeepSpeed {installed} is newer than {known}, of which knobs and memory are known: predictions may be off"
 
 
 def unread_keys(config: dict[str, Any]) -> list[str]:

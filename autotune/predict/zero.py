@@ -2,7 +2,7 @@
 
 Source: deepspeed 0.19.8 (`runtime/zero/stage_1_and_2.py`, `stage3.py`, `bf16_optimizer.py`, `fp16/unfused_optimizer.py` and
 `fused_optimizer.py`, `engine.py`), checked tensor by tensor against real engines: `benchmarks/predictor.py` prints the
-errors.
+errors. What older versions do otherwise stands in `versions.py`.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class _Terms:
         # a parameter that lies across the border of a part is kept whole; in round-robin order that is a large one
         self.across = np.where(self.two & (self.columns.round_robin > 0), self.width * self.largest, 0.0)
         self.contiguous = (self.columns.contiguous > 0) | (self.two & self.out)
-        self.accumulates = self.columns.accumulation > 1
+        self.accumulates = (self.columns.accumulation > 1) | (self.columns.keeps_gradients > 0)
 
     def _buckets(self) -> None:
         """Buckets, and what is kept between micro-batches."""
@@ -131,6 +131,7 @@ class _Terms:
         self.standing = np.where(self.three & self.contiguous, bucket, 0.0)
         doubled = np.where(self.columns.overlap > 0, 2.0, 1.0)
         self.ipg = np.where(self.two & self.contiguous & ~self.bf16_optimizer, bucket * doubled, 0.0)
+        self.early = np.where(self.columns.early_buckets > 0, self.ipg, 0.0)
         # accumulated gradients, and at stage 1 the buckets, which are freed after the last micro-batch
         accumulated = np.select(
             [self.bf16_optimizer, self.zero0 | self.one, self.two & (~self.out | self.compact)],
@@ -198,6 +199,8 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
         for phase, name in ((FORWARD, "forward"), (BACKWARD, "backward")):
             for fixed, each, grads, used in _points(run, phase):
                 held, buckets = _pending(t, grads)
+                if phase == BACKWARD:
+                    buckets = np.maximum(buckets, t.early)
                 bypass = t.contiguous & t.one & ~t.bf16_optimizer
                 held = held + bypassing(t.trace, c, t.made, grads / t.width * t.made, bypass)
                 moments.add(

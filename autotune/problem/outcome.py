@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
+
+from autotune.versions import StrEnum
 
 
 class Kind(StrEnum):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import shutil
 from pathlib import Path
 
 from autotune.errors import UserError
-from autotune.interpreter import current
+from autotune.interpreter import current, which
 from autotune.problem.frameworks import FRAMEWORKS
 
 _NOT_PYTHON = ("mpirun", "mpiexec", "srun")
@@ -21,8 +20,7 @@ def program_file(name: str) -> Path:
     Raises:
         UserError: there is none, it is no Python program, or it is another environment's.
     """
-    python = current().path
-    found = shutil.which(name, path=os.path.dirname(python)) or shutil.which(name)
+    python, found = current().path, which(name)
     known = next((one for one in FRAMEWORKS if name in one.programs), None)
     if found is None and known is not None:
         raise UserError(

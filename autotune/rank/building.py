@@ -11,6 +11,7 @@ import torch
 from autotune.problem.job import Job
 from autotune.problem.models import ModelSpec
 from autotune.problem.tasks import ANSWERS, CAUSAL, CLASSIFICATION, IMAGE_TEXT, MASKED, SEQ2SEQ, TOKENS
+from autotune.rank.versions import in_dtype, no_init_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -61,10 +62,9 @@ def task_model(config: Any, job: Job) -> Any:
     import transformers
 
     kind = getattr(transformers, _AUTO_CLASSES[job.task])
-    kept = {"attn_implementation": job.attention} if job.attention else {}
-    return kind.from_config(
-        completed(config, job.task), dtype=DTYPES[job.precision], trust_remote_code=job.model.trust_remote_code, **kept
-    )
+    kept: dict[str, Any] = {"attn_implementation": job.attention} if job.attention else {}
+    kept |= in_dtype(DTYPES[job.precision])
+    return kind.from_config(completed(config, job.task), trust_remote_code=job.model.trust_remote_code, **kept)
 
 
 def completed(config: Any, task: str) -> Any:
@@ -107,7 +107,6 @@ def adapted(model: Any, job: Job) -> Any:
 def build_model(job: Job, device: torch.device, ds_config: dict[str, Any]) -> torch.nn.Module:
     """A named model on the device with random weights. At stage 3 it is partitioned while it is built."""
     import deepspeed
-    from transformers.initialization import no_init_weights
 
     config = transformers_config(job.model)
     stage = ds_config.get("zero_optimization", {}).get("stage", 0)

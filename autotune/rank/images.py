@@ -13,6 +13,7 @@ import torch
 
 from autotune.problem.job import Job
 from autotune.problem.tasks import told_image_size
+from autotune.rank.versions import image_token
 
 Batch = dict[str, torch.Tensor]
 Laid = tuple[Batch, int]  # what the vision tower takes, and the tokens of one image
@@ -39,7 +40,7 @@ def image_batch(job: Job, config: Any, ids: torch.Tensor) -> Batch:
     pixels, tokens = _LAYOUTS[kind](config, size, rows)
     if tokens >= width:
         raise ValueError(f"an image of {size} pixels takes {tokens} tokens: --seq-len {width} leaves no room for text")
-    image = config.image_token_id
+    image = image_token(config)
     ids[ids == image] = image - 1 if image else 1
     ids[:, :tokens] = image
     labels = ids.clone()

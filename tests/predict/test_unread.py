@@ -1,13 +1,13 @@
 """What is not known of DeepSpeed: keys, versions, and the defaults that are carried here against its own."""
 
-from importlib import metadata
 from typing import Any
 
 import pytest
 
 from autotune.predict import unread
 from autotune.predict.predictor import Predictor
-from autotune.predict.unread import newer_version, unread_keys, unread_knobs
+from autotune.predict.unread import unread_keys, unread_knobs
+from autotune.predict.versions import READ, installed_deepspeed, pins_unless_told
 from autotune.problem.candidate import KNOBS, ZERO_DEFAULTS
 from autotune.problem.hardware import named_hardware
 from tests.conftest import make_candidate, make_job
@@ -70,24 +70,12 @@ def test_an_unknown_optimizer_is_uncertain_too() -> None:
     assert Predictor(job, named_hardware("rtx4090", 2)).notes() == ["optimizer shampoo is not part of the memory model"]
 
 
-@pytest.mark.parametrize(
-    ("version", "newer"),
-    [("0.19.8", False), ("0.19.99", False), ("0.18.0", False), ("missing", False), ("0.20.0", True), ("1.0+git", True)],
-)
-def test_a_newer_deepspeed_is_said(version: str, newer: bool) -> None:
-    assert bool(newer_version(version)) == newer
-
-
 # -- against the installed DeepSpeed -------------------------------------------------------------------------------------
 
 
 def fields(model: Any) -> dict[str, Any]:
     """Names as they are written in a config, with their defaults."""
     return {field.alias or name: field.default for name, field in model.model_fields.items()}
-
-
-def test_the_tested_deepspeed_is_the_one_that_was_read() -> None:
-    assert newer_version(metadata.version("deepspeed")) == ""
 
 
 def test_defaults_that_are_carried_are_deepspeeds_own() -> None:
@@ -116,8 +104,9 @@ def test_offloading_pins_and_moves_all_unless_told_otherwise() -> None:
     )
 
     optimizer, parameters = fields(DeepSpeedZeroOffloadOptimizerConfig), fields(DeepSpeedZeroOffloadParamConfig)
-    assert (optimizer["pin_memory"], optimizer["ratio"], parameters["pin_memory"]) == (True, 1.0, True)
-    assert {*optimizer, *parameters} - unread._READ_OFFLOAD == {"super_offload", "cpuadam_cores_perc"}
+    pins = pins_unless_told(installed_deepspeed())
+    assert (optimizer["pin_memory"], optimizer["ratio"], parameters["pin_memory"]) == (pins, 1.0, pins)
+    assert {*optimizer, *parameters} - unread._READ_OFFLOAD <= {"super_offload", "cpuadam_cores_perc"}
 
 
 # Known, and in no formula: what they change was not worked out.
@@ -138,13 +127,18 @@ UNREAD = {
 }
 
 
+GONE = {"mics_shard_size", "mics_hierarchical_params_gather"}  # from newer ones; not in _READ, so unread, too
+
+
 def test_every_key_of_zero_is_either_read_or_known_to_be_unread() -> None:
     """A new one of a newer DeepSpeed has to be sorted here."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     its = set(fields(DeepSpeedZeroConfig))
-    assert its - unread._READ == UNREAD
-    assert unread._READ - its == set()
+    if installed_deepspeed() >= READ:
+        assert its - unread._READ == UNREAD
+        assert unread._READ - its == set()
+    assert its - unread._READ <= UNREAD | GONE
 
 
 def test_dtypes_are_written_as_deepspeed_writes_them() -> None:

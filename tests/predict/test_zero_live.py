@@ -9,6 +9,7 @@ from autotune.executors.base import Effort
 from autotune.executors.local import LocalExecutor
 from autotune.predict.knobs import columns_of
 from autotune.predict.trace import trace_job
+from autotune.predict.versions import installed_deepspeed
 from autotune.predict.zero import bill
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
@@ -64,7 +65,7 @@ def check(job: Job, candidates: list[Candidate], folder: Path) -> None:
             with closing(executor.session(candidate, str(at))) as session:
                 outcome = session.measure(candidate, Effort(min_steps=2, max_steps=2, min_seconds=0), 120.0)
             assert outcome.measurement is not None, outcome
-            one = bill(job, trace, columns_of([candidate], job))
+            one = bill(job, trace, columns_of([candidate], job, installed_deepspeed()))
             steps = [i for i, name in enumerate(one.moments) if name != "init"]
             live = max(outcome.measurement.live_tensor_bytes.values())
             assert float(one.peaks()[steps, 0].max() + one.host[0]) == pytest.approx(live, rel=0.06), candidate

@@ -16,10 +16,9 @@ from autotune.problem.outcome import Phase
 from autotune.rank.hooks.batches import batch_of, padded, sizes_of
 from autotune.rank.hooks.config import merged
 from autotune.rank.hooks.context import Context
+from autotune.rank.versions import backward_prologue
 
 _WATCHED = (("forward", Phase.FORWARD), ("backward", Phase.BACKWARD), ("step", Phase.STEP))
-# Of deepspeed 0.18.2 and later: what runs first in a backward that the script begins by `loss.backward()`.
-_LOSS_BACKWARD = "_backward_prologue"
 _SAVES = ("save_checkpoint", "save_16bit_model")
 
 
@@ -32,8 +31,8 @@ def install(context: Context) -> None:
     patches.wrap(deepspeed, "initialize", functools.partial(_initialize, context))
     for name, phase in _WATCHED:
         patches.wrap(DeepSpeedEngine, name, functools.partial(_watched, context, phase))
-    if hasattr(DeepSpeedEngine, _LOSS_BACKWARD):
-        patches.wrap(DeepSpeedEngine, _LOSS_BACKWARD, functools.partial(_loss_backward, context))
+    if (prologue := backward_prologue(DeepSpeedEngine)) is not None:
+        patches.wrap(DeepSpeedEngine, prologue, functools.partial(_loss_backward, context))
     patches.wrap(DeepSpeedEngine, "compile", functools.partial(_compile, context))
     if context.quiet:
         for name in _SAVES:

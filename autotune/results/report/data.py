@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 from autotune.problem.candidate import Value
+from autotune.versions import StrEnum
 
 
 class Status(StrEnum):

@@ -1,0 +1,35 @@
+"""How far predicted bytes of live tensors are from those that `live_tensors.py` has counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autotune.predict.knobs import columns_of
+from autotune.predict.trace import trace_job
+from autotune.predict.versions import READ, Release
+from autotune.predict.zero import bill
+from autotune.problem.candidate import Candidate
+from autotune.problem.job import Job, parse_lora
+from autotune.problem.models import resolve_model
+
+
+def live_error(row: dict[str, Any], deepspeed: Release = READ) -> float:
+    """The share by which the prediction is above what was counted; below it where it is negative. On CPU ranks host and
+    device are one.
+
+    Args:
+        deepspeed: the version that it was counted under.
+    """
+    base, lora = row.get("base_config", {}), row.get("lora")
+    job = Job(
+        resolve_model(row["model"]),
+        row["ranks"],
+        row["seq_len"],
+        row["precision"],
+        base_config=base,
+        lora=parse_lora(lora) if lora else None,
+    )
+    predicted = bill(job, trace_job(job), columns_of([Candidate.of(row["candidate"])], job, deepspeed))
+    at = [i for i, name in enumerate(predicted.moments) if name != "init"]
+    peak = float(predicted.peaks()[at, 0].max() + predicted.host[0])
+    return peak / float(max(row["live"].values())) - 1
