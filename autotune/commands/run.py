@@ -85,7 +85,12 @@ def run_study(
     """
     local = request.executor == "local"
     needed = () if not local else TRAINING if request.script or request.workload else NAMED_MODEL
-    with ranks_python(request.python, lambda text: None if quiet else console.print(text), needed=needed):
+
+    def say(text: str) -> None:
+        if not quiet:
+            console.print(text, soft_wrap=True, markup=False, highlight=False)  # a path is not cut in two
+
+    with ranks_python(request.python, say, needed=needed):
         return _run(run_setup(request), console, quiet, confirm)
 
 

@@ -25,7 +25,6 @@ def main() -> None:
     parser.add_argument("--config", default="ds.json")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seen", required=True)
-    parser.add_argument("--local_rank", type=int, default=0)
     args = parser.parse_args()
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
     engine, *_ = deepspeed.initialize(config=args.config, model=model, model_parameters=model.parameters())
