@@ -75,6 +75,14 @@ class Columns:
         return len(self.stage)
 
 
+_STAGE3 = (
+    "stage3_prefetch_bucket_size",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_param_persistence_threshold",
+)
+
+
 def columns_of(candidates: Sequence[Candidate], job: Job, deepspeed: Release = READ) -> Columns:
     """What decides memory and time, with DeepSpeed's defaults or the user's own config where a candidate is silent.
 
@@ -95,15 +103,7 @@ def columns_of(candidates: Sequence[Candidate], job: Job, deepspeed: Release = R
 
     stage = np.array([float(c.stage) for c in candidates])
     overlaps = [raw.get("overlap_comm", own.get("overlap_comm", at == 3)) for raw, at in zip(raws, stage, strict=True)]
-    prefetch, max_live, max_reuse, persistence = (
-        column(zero + name, ZERO_DEFAULTS[zero + name])
-        for name in (
-            "stage3_prefetch_bucket_size",
-            "stage3_max_live_parameters",
-            "stage3_max_reuse_distance",
-            "stage3_param_persistence_threshold",
-        )
-    )
+    prefetch, max_live, max_reuse, persistence = (column(zero + name, ZERO_DEFAULTS[zero + name]) for name in _STAGE3)
     micro_batch = np.array([float(c.micro_batch) for c in candidates])
     packed = np.array([float(raw.get(PACKING, job.packed)) for raw in raws])
     fixed_segments = np.array([not raw.get(EXPANDABLE) for raw in raws])

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from autotune.predict.gathered import gathered_bytes, persistent
 from autotune.predict.knobs import Columns, Floats
 from autotune.predict.optimizers import stepper
 from autotune.predict.passes import BACKWARD, FORWARD, Pass, Trace
@@ -375,28 +376,3 @@ def bypassing(trace: Trace, c: Columns, width: float | Floats, grads: float | Fl
     above = np.concatenate([np.cumsum(sizes[::-1])[::-1], [0.0]])  # elements in parameters from each size upwards
     over = above[np.searchsorted(sizes, c.reduce_bucket, side="right")]
     return np.where(where, np.minimum(grads, width * over), 0.0)
-
-
-def gathered_bytes(trace: Trace, c: Columns, width: float, ranks: float) -> Floats:
-    """Bytes of parameters that stage 3 holds whole at the turn from forward to backward, frozen ones among them.
-
-    Those used again within `max_reuse_distance` elements are not released, no more than `max_live_parameters` are held,
-    and one prefetch runs ahead; the smallest are never released. With one rank the partition is the whole parameter, and
-    nothing is copied.
-    """
-    if ranks == 1:
-        return np.zeros(len(c))
-    sizes = trace.every_size
-    total = float(sum(sizes))
-    kept = np.minimum(np.minimum(c.max_reuse / 2, c.max_live) + c.prefetch, total)
-    # the head, mostly the largest, is used again at once
-    at_least = np.where(c.max_reuse > 0, np.maximum(kept, np.minimum(total, max(sizes) + c.prefetch)), kept)
-    return width * np.minimum(total, at_least + persistent(trace, c))
-
-
-def persistent(trace: Trace, c: Columns) -> Floats:
-    """Elements of the parameters that stage 3 always holds whole: those of at most
-    `stage3_param_persistence_threshold` elements."""
-    sizes = np.sort(np.array(trace.every_size, dtype=np.float64))
-    upwards = np.concatenate([[0.0], np.cumsum(sizes)])
-    return np.asarray(upwards[np.searchsorted(sizes, c.persistence, side="right")])

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autotune.predict.gathered import gathered_bytes, persistent
 from autotune.predict.knobs import columns_of
 from autotune.predict.passes import BACKWARD, FORWARD, Pass, Trace
-from autotune.predict.zero import Bill, bill, bypassing, gathered_bytes, persistent
+from autotune.predict.zero import Bill, bill, bypassing
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model

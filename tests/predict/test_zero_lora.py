@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from autotune.predict.gathered import gathered_bytes, persistent
 from autotune.predict.knobs import columns_of
 from autotune.predict.trace import trace_job
-from autotune.predict.zero import bill, gathered_bytes, persistent
+from autotune.predict.zero import bill
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job, parse_lora
 from autotune.problem.models import resolve_model

@@ -1,0 +1,36 @@
+"""Whole parameters at ZeRO-3: how many of them a rank holds at once, and which it never parts with.
+
+Source: deepspeed 0.19.8, `runtime/zero/partitioned_param_coordinator.py` and `stage3.py`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autotune.predict.knobs import Columns, Floats
+from autotune.predict.passes import Trace
+
+
+def gathered_bytes(trace: Trace, c: Columns, width: float, ranks: float) -> Floats:
+    """Bytes of parameters that stage 3 holds whole at the turn from forward to backward, frozen ones among them.
+
+    Those used again within `max_reuse_distance` elements are not released, no more than `max_live_parameters` are held,
+    and one prefetch runs ahead; the smallest are never released. With one rank the partition is the whole parameter, and
+    nothing is copied.
+    """
+    if ranks == 1:
+        return np.zeros(len(c))
+    sizes = trace.every_size
+    total = float(sum(sizes))
+    kept = np.minimum(np.minimum(c.max_reuse / 2, c.max_live) + c.prefetch, total)
+    # the head, mostly the largest, is used again at once
+    at_least = np.where(c.max_reuse > 0, np.maximum(kept, np.minimum(total, max(sizes) + c.prefetch)), kept)
+    return width * np.minimum(total, at_least + persistent(trace, c))
+
+
+def persistent(trace: Trace, c: Columns) -> Floats:
+    """Elements of the parameters that stage 3 always holds whole: those of at most
+    `stage3_param_persistence_threshold` elements."""
+    sizes = np.sort(np.array(trace.every_size, dtype=np.float64))
+    upwards = np.concatenate([[0.0], np.cumsum(sizes)])
+    return np.asarray(upwards[np.searchsorted(sizes, c.persistence, side="right")])
