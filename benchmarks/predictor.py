@@ -38,7 +38,7 @@ from autotune.problem.job import Job
 from autotune.problem.models import ModelSpec, resolve_model
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.space_file import load_space
-from autotune.search.proposer import HOPELESS_SIGMAS
+from autotune.search.beliefs import HOPELESS_SIGMAS
 from autotune.units import GIB
 
 DATA = Path(__file__).parent / "data"

@@ -1,6 +1,7 @@
 """Scripts of users, unchanged, in real ranks: learnt from, tuned, watched, and brought back from out-of-memory."""
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -236,7 +237,7 @@ def test_a_batch_that_the_script_ignores_is_noticed(scripts: Scripts, tmp_path: 
             "import argparse\np = argparse.ArgumentParser()\np.add_argument('--data', required=True)\np.parse_args()",
             "arguments are required: --data",
         ),
-        ("input('really? ')", "EOFError"),
+        ("input('really? ')", "bad.py asks for input"),
         (
             """
          import torch
@@ -278,7 +279,7 @@ def test_scripts_that_cannot_be_tuned(scripts: Scripts, tmp_path: Path, text: st
 
 def test_a_script_that_the_budget_does_not_reach(scripts: Scripts, tmp_path: Path) -> None:
     name = write(tmp_path, "slow.py", "import time\ntime.sleep(600)\n")
-    with pytest.raises(UserError, match="before anything of the script was measured: give a larger --budget"):
+    with pytest.raises(UserError, match=r"had not called deepspeed.initialize after \d.* give a larger --budget"):
         scripts.probe([name], tmp_path, seconds=3.0)
 
 
@@ -644,7 +645,7 @@ def test_the_command_line_end_to_end(tmp_path: Path) -> None:
     run = ["run", "--device", "cpu", "--gpus", "2", "--budget", "5m", "--space", "space.yaml", "--study", "mine"]
     done = autotune(*run, "--max-trials", "2", "--out", "best.json", "--yes", "--", *script)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "train with: OMP_NUM_THREADS=1 torchrun" in done.stdout
+    assert re.search(r"train with: TORCH_EXTENSIONS_DIR=\S+ OMP_NUM_THREADS=1 torchrun", done.stdout)
     assert (tmp_path / "best.json").exists()
     # in the study's folder wherever the winner goes: `launch` reads it there
     ladder = json.loads((tmp_path / "runs/mine/mine.ladder.json").read_text())

@@ -27,12 +27,16 @@ def with_deepspeed() -> tuple:
 
 def with_accelerate() -> tuple:
     from accelerate import Accelerator, PartialState
+    from accelerate.utils import DummyOptim
 
     if not torch.cuda.is_available():
         PartialState(cpu=True)  # as Trainer does: `Accelerator(cpu=True)` leaves DeepSpeed out, accelerate 1.15
     accelerator = Accelerator()
     loader = torch.utils.data.DataLoader(data, batch_size=2)
-    model, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), loader)
+    # as accelerate's own examples have it
+    configured = "optimizer" in accelerator.state.deepspeed_plugin.deepspeed_config
+    optimizer = (DummyOptim if configured else torch.optim.AdamW)(net.parameters())
+    model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     return model, loader, (accelerator, optimizer)
 
 
