@@ -64,6 +64,7 @@ EXEMPT = {
     "framework_environments.py": "makes the frameworks' environments: `make test-frameworks`, frameworks.py",
     "framework_commands.py": "imported by frameworks.py: the commands, and the files that they name",
     "framework_inputs.py": "started by frameworks.py in a framework's environment: model, tokenizer, data",
+    "live_error.py": "imported by predictor.py and live_tensors.py: predictions beside what was counted",
     "planting.py": "imported by faults.py: faults of a study's trials",
     "stricken.py": "imported by faults.py: calls and trainings that are killed",
     "fault_ground.py": "imported by faults.py: where faults are planted, and what is left",
