@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -32,8 +33,13 @@ def test_a_name_that_the_kernel_cuts_is_whole(tmp_path: Path) -> None:
     long = tmp_path / "a-program-with-a-long-name"
     long.symlink_to("/bin/sleep")
     with subprocess.Popen([long, "600"]) as process:
-        assert name_of(process.pid) == long.name == psutil.Process(process.pid).name()
-        process.kill()
+        try:
+            until = time.monotonic() + 60
+            while name_of(process.pid) != long.name and time.monotonic() < until:
+                time.sleep(0.01)  # Popen returns in the middle of `exec`
+            assert name_of(process.pid) == long.name == psutil.Process(process.pid).name()
+        finally:
+            process.kill()
 
 
 def test_a_file_is_open_as_long_as_anybody_has_it(tmp_path: Path) -> None:
@@ -45,7 +51,9 @@ def test_a_file_is_open_as_long_as_anybody_has_it(tmp_path: Path) -> None:
     code = f"import sys; file = open({str(tmp_path / 'file')!r}); print('open', flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        process.stdout.readline()
-        assert is_open(tmp_path / "file")
-        process.kill()
+        try:
+            process.stdout.readline()
+            assert is_open(tmp_path / "file")
+        finally:
+            process.kill()
     assert not is_open(tmp_path / "file")
