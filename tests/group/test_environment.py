@@ -70,7 +70,7 @@ def test_what_stands_before_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
 _CHILD = """
 import os, sys
 from autotune.group.fork_server import preload
-preload(None, [], ["autotune.rank.model"])
+preload(None, ["autotune.rank.model"])
 import torch
 read, write = os.pipe()
 if not os.fork():

@@ -19,7 +19,7 @@ from autotune.problem.candidate import Candidate, under
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Measurement, Outcome
-from autotune.search.proposer import HOPELESS_SIGMAS
+from autotune.search.beliefs import HOPELESS_SIGMAS
 from autotune.units import GIB
 from tests.conftest import make_candidate, make_job
 
