@@ -86,18 +86,23 @@ def train(words: list[str], variables: dict[str, str], folder: Path) -> None:
     ("words", "told"),
     [
         ("MINE=7 torchrun --nproc-per-node 2 --master-port PORT train.py --config ds.json", {"MINE": "7"}),
-        ("python -m torch.distributed.run --nproc_per_node=2 --standalone train.py --config=ds.json", {}),
-        ("deepspeed --num_gpus 2 --master_port PORT train.py --config ds.json", {"LOCAL_SIZE": "2"}),
-        (
-            "accelerate launch --config_file acc.yaml --main_process_port PORT train.py",
-            {"ACCELERATE_MIXED_PRECISION": "no"},
+        *(
+            pytest.param(words, told, marks=pytest.mark.slow)
+            for words, told in (
+                ("python -m torch.distributed.run --nproc_per_node=2 --standalone train.py --config=ds.json", {}),
+                ("deepspeed --num_gpus 2 --master_port PORT train.py --config ds.json", {"LOCAL_SIZE": "2"}),
+                (
+                    "accelerate launch --config_file acc.yaml --main_process_port PORT train.py",
+                    {"ACCELERATE_MIXED_PRECISION": "no"},
+                ),
+                (
+                    "accelerate launch --use_deepspeed --deepspeed_config_file ds.json --num_processes 2 "
+                    "--main_process_port PORT train.py",
+                    {"ACCELERATE_MIXED_PRECISION": "no"},
+                ),
+                ("madeup train mine.yaml", {"MINE": "1"}),
+            )
         ),
-        (
-            "accelerate launch --use_deepspeed --deepspeed_config_file ds.json --num_processes 2 --main_process_port PORT "
-            "train.py",
-            {"ACCELERATE_MIXED_PRECISION": "no"},
-        ),
-        ("madeup train mine.yaml", {"MINE": "1"}),
     ],
 )
 def test_a_command_is_tuned_as_it_is_typed(
@@ -128,6 +133,7 @@ def test_a_command_is_tuned_as_it_is_typed(
     assert {**seen["env"], **told, "WORLD_SIZE": "2"} == seen["env"]
 
 
+@pytest.mark.slow
 def test_a_framework_that_starts_its_own_ranks_is_left_to_it(scripts: Scripts, folder: Path) -> None:
     probed = scripts.probe_script(read_command(["madeup", "train", "mine.yaml"], []).script)
     assert probed.script.profile["relaunched"] == 2
@@ -172,6 +178,7 @@ report_to: none
 """
 
 
+@pytest.mark.slow
 def test_trl_with_its_arguments_in_a_file(scripts: Scripts, folder: Path) -> None:
     make_model(folder)
     auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto")

@@ -55,6 +55,7 @@ def test_two_at_once_build_once(tmp_path: Path, compiler: SlowCompiler) -> None:
     assert sorted(states(found)[0] for found in lines) == ["done", "loading"], "the second finds it built"
 
 
+@pytest.mark.slow
 def test_a_killed_build_is_gone_on_with_at_once(tmp_path: Path, compiler: SlowCompiler) -> None:
     env = compiler.environment(tmp_path / "home")
     compiler.slow.touch()
@@ -88,6 +89,7 @@ def test_what_was_compiled_is_kept(tmp_path: Path, compiler: SlowCompiler) -> No
     assert compiler.started[before:] == ["cpu_adam_impl.o"]
 
 
+@pytest.mark.slow
 def test_how_long_it_took_is_known_the_next_time_and_in_another_environment(
     tmp_path: Path, compiler: SlowCompiler
 ) -> None:
@@ -107,6 +109,7 @@ def test_the_users_own_folder_is_honoured(tmp_path: Path, compiler: SlowCompiler
     assert not (tmp_path / "home" / "torch_extensions").exists()
 
 
+@pytest.mark.slow
 def test_two_environments_used_in_turn_build_once_each(tmp_path: Path, compiler: SlowCompiler) -> None:
     env = compiler.environment(tmp_path / "home")
     venv.create(tmp_path / "other", symlinks=True)

@@ -16,8 +16,11 @@ Pages = Callable[[str], Path]
 _PAINTED = """return [...document.querySelectorAll('main p, main td, main li, main h2, svg text')].filter(e =>
   e.getClientRects().length && e.innerText !== '').slice(0, 200).map(e => getComputedStyle(document.body).backgroundColor)[0]"""
 
+# the richest always, the others in `make test-all`
+EVERY_KIND = [pytest.param(kind, marks=() if kind == "everything" else pytest.mark.slow) for kind in KINDS]
 
-@pytest.mark.parametrize("kind", KINDS)
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
 @pytest.mark.parametrize("width", [400, 1600])
 def test_a_page_is_readable_at_every_width(kind: str, width: int, browser: Browser, pages: Pages) -> None:
     browser.open(pages(kind), width)
@@ -33,7 +36,7 @@ def test_a_page_is_readable_at_every_width(kind: str, width: int, browser: Brows
     assert browser.complaints() == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_nothing_keeps_people_out(kind: str, dark: bool, browser: Browser, pages: Pages) -> None:
     browser.open(pages(kind), 1200, dark)
