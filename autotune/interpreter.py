@@ -190,12 +190,13 @@ def which(command: str) -> str | None:
 def launched(words: Sequence[str]) -> list[str]:
     """A launcher's command line as a person types it who has not activated the environment of the ranks: the launcher by its
     path, or as a module where the environment has no such script."""
-    module = _LAUNCHERS.get(words[0])
-    if module is None or not _current.beside:
+    if not _current.beside:
         return list(words)
-    script = Path(_current.path).parent / words[0]
+    if words[0] == "python":
+        return [_current.path, *words[1:]]
+    module, script = _LAUNCHERS.get(words[0]), Path(_current.path).parent / words[0]
     if not script.is_file():
-        return [_current.path, "-m", module, *words[1:]]
+        return [_current.path, "-m", module, *words[1:]] if module else list(words)
     found = shutil.which(words[0])
     return [words[0] if found is not None and os.path.samefile(found, script) else str(script), *words[1:]]
 

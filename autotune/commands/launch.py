@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from autotune.commands.python import TRAINING, ranks_python
+from autotune.commands.remembered import remembered_python
 from autotune.commands.request import Request, launch_setup
 from autotune.commands.setup import LaunchSetup, PlanSetup
 from autotune.errors import NothingFits, UserError
@@ -50,17 +50,8 @@ def launch_training(request: Request, say: Callable[[str], None] = print) -> Lau
         UserError: bad input, or a study that is not of this script.
         NothingFits: no config is predicted to fit.
     """
-    with ranks_python(request.python, say, needed=TRAINING, remembered=_remembered(request)):
+    with ranks_python(request.python, say, needed=TRAINING, remembered=remembered_python(request)):
         return _launch(launch_setup(request), say)
-
-
-def _remembered(request: Request) -> str | None:
-    """The Python that the study was measured in, where that was not the tuner's; a study that is none is complained of later,
-    after what was typed."""
-    if request.study is not None:
-        with suppress(UserError):
-            return StudyStore.load(request.study, request.storage).python
-    return None
 
 
 def _launch(setup: LaunchSetup, say: Callable[[str], None]) -> LaunchSummary:

@@ -117,7 +117,7 @@ def _batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
         executor.job = before
     if outcome.source is not Source.BATCH:
         return ""
-    if script.flags:
+    if {MICRO_BATCH, ACCUMULATION} & dict(script.flags).keys():
         raise UserError(outcome.reason)
     return outcome.reason
 

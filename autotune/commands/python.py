@@ -43,7 +43,14 @@ def ranks_python(
         UserError: it is no Python, does not answer, or lacks a package; or a version is none that is supported.
     """
     found, said = _found(typed, say, remembered)
-    if said and named is not None:
+    if said and named is not None and not needed and not _was_named(typed):
+        try:  # an active environment that nobody has named is a help, no condition
+            _check_packages(found, named, said)
+            check_versions(versions_of(found))
+        except UserError as error:
+            say(f"{error}: it is not used")
+            found, said = Own(), ""
+    elif said and named is not None:
         needed = named
     if judge and needed:
         _check_packages(found, needed, said)
@@ -53,6 +60,10 @@ def ranks_python(
             raise UserError(f"{said or found.path}: {error}") from None
     with running_in(found):
         yield found
+
+
+def _was_named(typed: str | None) -> bool:
+    return typed is not None or bool(os.environ.get(VARIABLE, "").strip())
 
 
 def versions_of(interpreter: Interpreter) -> dict[str, str]:

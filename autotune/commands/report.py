@@ -6,7 +6,9 @@ import webbrowser
 from contextlib import suppress
 from pathlib import Path
 
+from autotune.commands.remembered import python_of
 from autotune.errors import UserError
+from autotune.interpreter import running_in
 from autotune.predict.predictor import Predictor
 from autotune.problem.fitting import for_device, for_job
 from autotune.problem.space_file import parse_space
@@ -32,7 +34,7 @@ def report_study(study: str, storage: str | None, out: Path | None, *, hide: boo
     name = "confidential" if hide else store.name
     out = out or (store.folder or Path()) / f"{name}.html"
     check_out(out)
-    with failures_in_one_line():
+    with failures_in_one_line(), running_in(python_of(store)):
         write_study(store, out, hide=hide)
     return out
 

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from autotune.commands.probe import Probe, after_probe, probe
 from autotune.commands.python import NAMED_MODEL, TRAINING, ranks_python
+from autotune.commands.remembered import remembered_python
 from autotune.commands.report import write_study
 from autotune.commands.request import Request, run_setup
 from autotune.commands.setup import Setup
@@ -90,7 +91,7 @@ def run_study(
         if not quiet:
             console.print(text, soft_wrap=True, markup=False, highlight=False)  # a path is not cut in two
 
-    with ranks_python(request.python, say, needed=needed):
+    with ranks_python(request.python, say, needed=needed, remembered=remembered_python(request) if local else None):
         return _run(run_setup(request), console, quiet, confirm)
 
 

@@ -127,9 +127,15 @@ def with_copies(script: Script, folder: Path) -> list[str]:
     return words
 
 
+_WRITTEN = ("meta.json", "ladder.json", "accelerate.yaml", "training_arguments.json")  # beside NAME.json as NAME.…
+
+
 def winners_copy(config: Path, file: ArgumentFile) -> Path:
     """Where the copy of a file is written that carries a winner whose DeepSpeed config is at `config`."""
-    return config.with_name(f"{config.stem}.{Path(file.path).name}")
+    # a launcher's file may be called as the script's is, and either as what is written beside a config
+    name = Path(file.path).name
+    part = "launcher." if file.launcher else "argument." if name in _WRITTEN else ""
+    return config.with_name(f"{config.stem}.{part}{name}")
 
 
 def renamed(word: str, path: str) -> str:

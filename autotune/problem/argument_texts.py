@@ -79,11 +79,13 @@ def read_file(path: Path, index: int, *, strict: bool, launcher: bool = False) -
         if strict or path.suffix != ".json":
             raise
         return None
-    return (
-        ArgumentFile(index, str(path), text, json.loads(json.dumps(data, default=str)), launcher)
-        if isinstance(data, dict)
-        else None
-    )
+    if not isinstance(data, dict):
+        return None
+    try:
+        plain = json.loads(json.dumps(data, default=str))
+    except (TypeError, ValueError):  # keys that are dates: none of a training's arguments
+        return None
+    return ArgumentFile(index, str(path), text, plain, launcher)
 
 
 def write_trial_files(job: Job, candidate: Candidate | None, folder: Path, *, quiet: bool) -> None:

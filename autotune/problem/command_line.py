@@ -229,6 +229,10 @@ def _one_machine(kind: str, launcher: str, options: Mapping[str, str]) -> None:
     hosts = options.get("include", "").split("@")
     if kind == DEEPSPEED and (len(hosts) > 1 or hosts[0].partition(":")[0] not in ("", "localhost", "127.0.0.1")):
         raise UserError(several_nodes(f"{launcher} --include {options['include']}"))
+    if kind == DEEPSPEED and options.get("exclude"):
+        raise UserError(
+            f"{launcher} --exclude {options['exclude']}: name the GPUs that are meant, like --include localhost:1,2,3"
+        )
     hostfile = Path(options.get("hostfile") or "/dev/null")
     if kind == DEEPSPEED and hostfile.is_file():
         lines = [

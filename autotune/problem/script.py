@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -183,7 +184,8 @@ def _launcher_words(script: Script, candidate: Candidate, line: CommandLine, ran
         ranks not in (line.ranks, named if line.ranks is None else None)
         and not {"include", "exclude"} & line.options.keys()
     ):
-        wanted[_RANKS_OPTION[line.kind]] = str(ranks)
+        option, value = _deepspeed_ranks(ranks) if line.kind == DEEPSPEED else (_RANKS_OPTION[line.kind], str(ranks))
+        wanted[option] = value
     elsewhere = CONFIG_FLAG in _given(script) or carries_config(script)
     if file is not None:
         wanted["--config_file"] = str(winners_copy(Path(config).resolve(), file))
@@ -201,11 +203,20 @@ def _launcher_words(script: Script, candidate: Candidate, line: CommandLine, ran
     return list(line.launcher)
 
 
+def _deepspeed_ranks(ranks: int) -> tuple[str, str]:
+    """The option of DeepSpeed's launcher for so many ranks: with `--num_gpus` it would not look at CUDA_VISIBLE_DEVICES and take
+    the first (deepspeed 0.19.8, launcher/runner.py)."""
+    shown = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if len(shown) >= ranks and all(one.isdigit() for one in shown):
+        return "--include", f"localhost:{','.join(shown[:ranks])}"
+    return _RANKS_OPTION[DEEPSPEED], str(ranks)
+
+
 def _starter(script: Script, ranks: int, config: str) -> list[str]:
     """The launcher for a script that was typed without one."""
     if script.ds_config is None:
         if not script.profile.get("through_arguments") and set(LOCAL_RANK_FLAGS) & set(script.profile.get("flags", ())):
-            return ["deepspeed", "--num_gpus", str(ranks)]
+            return ["deepspeed", *_deepspeed_ranks(ranks)]
         return [*_TORCHRUN, str(ranks)]
     return ["accelerate", "launch", "--use_deepspeed", "--deepspeed_config_file", config, "--num_processes", str(ranks)]
 
@@ -236,6 +247,9 @@ def with_configs(argv: Sequence[str], cwd: Path, renamed: Callable[[Path, int], 
     return found
 
 
+_TRUTHS = ("true", "false", "1", "0", "yes", "no")  # as parsers of truth values read them
+
+
 def with_flag(argv: list[str], flag: str, value: Value) -> list[str]:
     """The arguments with the flag set to this value: in place where it is given, else at the end.
 
@@ -250,6 +264,9 @@ def with_flag(argv: list[str], flag: str, value: Value) -> list[str]:
                 return found
             continue
         if word == flag:
+            follows = found[at + 1] if at + 1 < len(found) else ""
+            if isinstance(value, bool) and follows.lower() not in _TRUTHS:  # a switch, which takes no value
+                return found if value else found[:at] + found[at + 1 :]
             if at + 1 < len(found) and not found[at + 1].startswith("--"):
                 found[at + 1] = str(value)
                 return found

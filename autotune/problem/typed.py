@@ -45,8 +45,9 @@ def read_command(
     script = make_script(words, maps, worst_case, ds_config)
     ranks, said = _ranks(line, script)
     variables = dict(line.environment)
-    if line.gpus is not None:
-        variables["CUDA_VISIBLE_DEVICES"] = line.gpus
+    gpus = line.gpus or next((str(ids) for file in script.files if (ids := _gpu_ids(file))), None)
+    if gpus is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = gpus
     return Typed(script, ranks, said, variables)
 
 
@@ -126,6 +127,12 @@ def _known_names(argv: Sequence[str], mapped: set[str]) -> list[tuple[str, str]]
         if knob and knob not in mapped and (dashed or equals) and name not in KNOWN_FLAGS.values():
             found.setdefault(knob, name if dashed else name.lstrip("+"))
     return list(found.items())
+
+
+def _gpu_ids(file: ArgumentFile) -> object:
+    """Which GPUs accelerate's own file names, if any."""
+    ids = file.data.get("gpu_ids") if file.launcher else None
+    return None if ids == "all" else ids
 
 
 # -- the launcher --------------------------------------------------------------------------------------------------------

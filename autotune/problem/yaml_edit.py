@@ -38,7 +38,7 @@ def parsed(text: str, name: str) -> Any:
     """
     try:
         return yaml.load(text, _Loader)  # a SafeLoader
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         line = f":{min(mark.line, text.rstrip().count(chr(10))) + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or str(error).partition("\n")[0]

@@ -314,3 +314,29 @@ def test_a_config_as_a_candidate() -> None:
         }
     )
     assert candidate_of_config({}).as_dict == {"zero_stage": 0}
+
+
+@pytest.mark.parametrize(
+    ("words", "value", "expected"),
+    [
+        (["--gc", "--lr", "1"], True, ["--gc", "--lr", "1"]),
+        (["--gc", "--lr", "1"], False, ["--lr", "1"]),
+        (["--gc", "data.json"], True, ["--gc", "data.json"]),
+        (["--lr", "1", "--gc"], False, ["--lr", "1"]),
+        (["--gc", "False", "x"], True, ["--gc", "True", "x"]),
+        (["--gc=False"], True, ["--gc=True"]),
+    ],
+)
+def test_a_switch_takes_no_value(words: list[str], value: bool, expected: list[str]) -> None:
+    assert with_flag(words, "--gc", value) == expected
+
+
+def test_deepspeeds_launcher_is_told_the_gpus_that_are_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With --num_gpus it would take the first of the machine's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    script = make_script(["deepspeed", "train.py"], [])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert training_command(script, make_candidate(), 2, "best.json")[:3] == ["deepspeed", "--include", "localhost:2,3"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert training_command(script, make_candidate(), 2, "best.json")[:3] == ["deepspeed", "--num_gpus", "2"]

@@ -319,12 +319,12 @@ def test_arguments_beside_a_file_win(folder: Path) -> None:
 
 def test_accelerates_own_file(folder: Path) -> None:
     script, command, files = trained("accelerate launch --config_file acc.yaml train.py")
-    copy = folder / "best.acc.yaml"
+    copy = folder / "best.launcher.acc.yaml"
     assert command == [
         *("accelerate", "launch", "--config_file", str(copy)),
         *("--mixed_precision", "bf16", "--gradient_accumulation_steps", "1", "train.py"),
     ]
-    assert files["best.acc.yaml"] == {
+    assert files["best.launcher.acc.yaml"] == {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED",
         "deepspeed_config": {"zero3_init_flag": False, "deepspeed_config_file": str(folder / "best.json")},
@@ -339,7 +339,7 @@ def test_trainer_under_accelerates_own_file(folder: Path) -> None:
     words = "accelerate launch --config_file acc.yaml train.py --config y.yaml"
     _, _, files = trained(words, through_arguments=True)
     assert "deepspeed" not in files["best.y.yaml"], "the launcher's file names it"
-    assert files["best.acc.yaml"]["deepspeed_config"]["deepspeed_config_file"] == str(folder / "best.json")
+    assert files["best.launcher.acc.yaml"]["deepspeed_config"]["deepspeed_config_file"] == str(folder / "best.json")
 
 
 @pytest.mark.parametrize(
@@ -406,3 +406,27 @@ def test_a_module_tells_its_framework() -> None:
     known = {name: framework_of(Script(("-m", name), ".")) for name in ("axolotl.cli.train", "trl.scripts.sft", "mine")}
     assert [one.package if one else None for one in known.values()] == ["axolotl", "trl", None]
     assert framework_of(Script(("trl.py",), ".")) is None
+
+
+def test_gpus_that_accelerates_own_file_names(folder: Path) -> None:
+    (folder / "acc.yaml").write_text(ACCELERATE + "gpu_ids: 2,3\n")
+    assert read_command(["accelerate", "launch", "--config_file", "acc.yaml", "train.py"], []).variables == {
+        "CUDA_VISIBLE_DEVICES": "2,3"
+    }
+    (folder / "acc.yaml").write_text(ACCELERATE + "gpu_ids: all\n")
+    assert read_command(["accelerate", "launch", "--config_file", "acc.yaml", "train.py"], []).variables == {}
+
+
+def test_excluded_gpus_are_to_be_named(folder: Path) -> None:
+    with pytest.raises(UserError, match="--exclude localhost:0: name the GPUs that are meant"):
+        read_command(["deepspeed", "--exclude", "localhost:0", "train.py"], [])
+
+
+@pytest.mark.parametrize("text", ["2024-01-01: 1\n", "start: 2024-31-12\n"])
+def test_dates_in_files_end_in_one_line_or_are_left(folder: Path, text: str) -> None:
+    (folder / "d.yaml").write_text(text)
+    try:
+        assert make_script(["train.py", "d.yaml"], []).files == ()
+    except UserError as error:
+        assert "d.yaml" in str(error)
+        assert "\n" not in str(error)

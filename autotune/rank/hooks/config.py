@@ -45,9 +45,11 @@ def merged_arguments(context: Context) -> list[str]:
         argv.insert(0, f"--local_rank={os.environ['LOCAL_RANK']}")
     if context.candidate is None:
         return argv
+    given = {word.partition("=")[0].lstrip("+") for word in argv}
     for knob, flag in script.flags:
         value = context.candidate.get(knob)
-        if value is not None and not carries(script, knob):
+        # what stands on the command line goes over a file
+        if value is not None and (flag in given or not carries(script, knob)):
             argv = with_flag(argv, flag, value)
 
     def merged_file(path: Path, at: int) -> str:

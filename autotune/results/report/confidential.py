@@ -4,6 +4,7 @@ by looking at every text that is left, wherever it stands."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import socket
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
-from autotune.problem.candidate import KNOBS
+from autotune.problem.candidate import KNOBS, Candidate
 from autotune.problem.job import Job
 from autotune.results.report.data import Code, Status, StudyReport
 
@@ -74,11 +75,47 @@ def _vocabulary() -> frozenset[str]:
     return frozenset(re.findall(r"[a-z]{4,}", f"{keys} {' '.join(KNOBS)}".lower()))
 
 
+_ORDINARY = set(
+    [
+        "none",
+        "auto",
+        "true",
+        "false",
+        "yes",
+        "no",
+        "on",
+        "off",
+        "cpu",
+        "cuda",
+        "nvme",
+        "bf16",
+        "fp16",
+        "fp32",
+        "adam",
+        "adamw",
+        "lion",
+        "sgd",
+        "adagrad",
+        "eager",
+        "sdpa",
+        "steps",
+        "epoch",
+    ]
+)
+
+
+def _names_something(word: str) -> bool:
+    """Whether an argument of a script may name a thing, and is no flag, number or word that every page has."""
+    plain = word.lower()
+    return not (word.startswith("-") or re.fullmatch(r"[-+.\de]+", plain) or plain in _ORDINARY | _vocabulary())
+
+
 def _names(job: Job, study: str, folder: Path | None) -> list[tuple[set[str], str]]:
     script: set[str] = set()
     places = {str(Path.home()), str(folder.resolve()) if folder else "", str(Path.cwd())}
     if job.script is not None:
-        script = {job.script.target, PurePath(job.script.target).name, *job.script.arguments}
+        words = (word for word in job.script.arguments if _names_something(word))
+        script = {job.script.target, PurePath(job.script.target).name, *words}
         places |= {job.script.cwd, job.script.ds_config or ""}
     if job.workload:
         script |= {job.workload, *job.workload.split(":")}
@@ -115,9 +152,12 @@ def _masked(data: Any, mask: Callable[[str], str]) -> Any:
     return data
 
 
-_SECRET_FLAG = r"--?[\w-]*(?:token|secret|password|passwd|api[-_]?key|credentials?)"
+_SECRET_NAME = r"[\w.-]*(?:token|secret|password|passwd|api[-_]?key|credentials?)"
+_SECRET_FLAG = rf"--?{_SECRET_NAME}"
 _SECRET = re.compile(
-    rf"({_SECRET_FLAG}[= ]+)\S+|(//[^:/@\s]*:)[^@/\s]+(?=@)|\b(?:hf|ghp|sk)[-_][A-Za-z0-9_-]{{16,}}", re.IGNORECASE
+    rf"((?<![\w-]){_SECRET_FLAG}[= ]+|(?<![\w-])\+?{_SECRET_NAME}=)\S+"
+    r"|(//[^:/@\s]*:)[^@/\s]+(?=@)|\b(?:hf|ghp|sk)[-_][A-Za-z0-9_-]{16,}",
+    re.IGNORECASE,
 )
 
 
@@ -129,7 +169,14 @@ def without_secrets(report: StudyReport) -> StudyReport:
         kept = [
             "***" if re.fullmatch(_SECRET_FLAG, flag, re.IGNORECASE) else word for flag, word in pairwise(["", *words])
         ]
-        fingerprint = {**report.fingerprint, "job": {**job, "script": {**job["script"], "argv": kept}}}
+        # an argument file's text and data may hold anything
+        script = {name: value for name, value in job["script"].items() if name != "files"}
+        variables = [
+            [name, "***" if re.fullmatch(_SECRET_NAME, name, re.IGNORECASE) else value]
+            for name, value in script.get("environment", ())
+        ]
+        script |= {"argv": kept, "environment": variables}
+        fingerprint = {**report.fingerprint, "job": {**job, "script": script}}
         report = dataclasses.replace(report, fingerprint=fingerprint)
     return masked(report, lambda text: _SECRET.sub(lambda found: f"{found[1] or found[2] or ''}***", text))
 
@@ -143,13 +190,15 @@ def confidential(report: StudyReport, job: Job, folder: Path | None) -> StudyRep
         for trial in report.trials
     )
     winner = report.verdict.winner
+    bare = dataclasses.replace(job, base_config={})  # the user's own config may name anything
+    shown = json.dumps(Candidate.of(winner.knobs).ds_config(bare), indent=2) if winner else LEFT_OUT
     verdict = dataclasses.replace(
         report.verdict,
         winner=next((trial for trial in trials if winner and trial.number == winner.number), None),
         lines=tuple(_own(line) for line in report.verdict.lines),
         checks=tuple(_own(line) for line in report.verdict.checks),
         run_now=tuple(
-            code if code.text.startswith("{") else Code(code.name, LEFT_OUT) for code in report.verdict.run_now
+            Code(code.name, shown if code.text.startswith("{") else LEFT_OUT) for code in report.verdict.run_now
         ),
     )
     fingerprint = {**report.fingerprint, "job": _without_names(report.fingerprint.get("job", {}))}
@@ -181,6 +230,8 @@ _FREE = (
     "DeepSpeed refuses: ",
     "given up: ",
     "is not known: ",
+    "There is no prediction: ",
+    "not traced (",
 )  # what follows a rank has said
 
 

@@ -15,7 +15,7 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.space import SearchSpace
-from autotune.results.export import deepspeed_config, needs
+from autotune.results.export import deepspeed_config, environment_of, needs
 from autotune.results.report.data import Bar, Bars, Clock, Code, Forecast, Gain, Status, StudyReport, Trial, Verdict
 from autotune.results.report.forecasts import accuracy, forecasts
 from autotune.results.report.mattered import shown, what_mattered
@@ -178,15 +178,16 @@ def _verdict(
     winner: Record | None,
     candidates: Sequence[Candidate],
 ) -> Verdict:
-    if winner is None or winner.outcome is None or winner.outcome.measurement is None:
+    measured = winner.outcome.measurement if winner is not None and winner.outcome is not None else None
+    if winner is None or measured is None or measured.peak_bytes > store.hardware.ceiling_bytes:  # of another headroom
         return _no_winner(store, records, candidates)
-    measured, job = winner.outcome.measurement, store.job
+    job = store.job
     trial = next(trial for trial in trials if trial.number == winner.number)
     verified = winner.role == VERIFY
     config = (store.folder or Path()) / f"{store.name}.json"
     exported = Code("DeepSpeed config", json.dumps(deepspeed_config(winner.candidate, job), indent=2))
     if job.script is not None:
-        given = (store.threads, store.hardware.environment)
+        given = (store.threads, environment_of(store, winner.candidate))
         commands, hints = train_with(winner.candidate, job, store.name, config, *given)
     else:
         commands = [
@@ -194,7 +195,7 @@ def _verdict(
             ("the config again, or in another form", f"autotune export {store.name} --format deepspeed|accelerate|hf"),
         ]
         hints = []
-    variables = {**store.hardware.environment, **variables_of(winner.candidate, store.threads)}
+    variables = {**environment_of(store, winner.candidate), **variables_of(winner.candidate, store.threads)}
     return Verdict(
         winner=trial,
         head="The fastest config that fits" if verified else "The fastest config that fits so far, not verified yet",
@@ -213,7 +214,11 @@ def _no_winner(store: StudyStore, records: list[Record], candidates: Sequence[Ca
         return Verdict(None, "Nothing was tried yet.", lines=("This study has no finished trial.",), run_now=again)
     tried = {record.candidate for record in records}
     untried = [candidate for candidate in candidates if candidate not in tried]
-    if any(record.outcome and record.outcome.measurement for record in records):
+    measured = [record.outcome.measurement for record in records if record.outcome]
+    ended = bool(
+        store.calls() and store.calls()[-1].ended
+    )  # what is measured is then above the ceiling, or was rejected
+    if not ended and any(one is not None and one.peak_bytes <= store.hardware.ceiling_bytes for one in measured):
         return Verdict(
             None, "No winner was chosen yet.", lines=("The search was stopped before it ended.",), run_now=again
         )
