@@ -75,33 +75,31 @@ def _vocabulary() -> frozenset[str]:
     return frozenset(re.findall(r"[a-z]{4,}", f"{keys} {' '.join(KNOBS)}".lower()))
 
 
-_ORDINARY = set(
-    [
-        "none",
-        "auto",
-        "true",
-        "false",
-        "yes",
-        "no",
-        "on",
-        "off",
-        "cpu",
-        "cuda",
-        "nvme",
-        "bf16",
-        "fp16",
-        "fp32",
-        "adam",
-        "adamw",
-        "lion",
-        "sgd",
-        "adagrad",
-        "eager",
-        "sdpa",
-        "steps",
-        "epoch",
-    ]
-)
+_ORDINARY = {
+    "none",
+    "auto",
+    "true",
+    "false",
+    "yes",
+    "no",
+    "on",
+    "off",
+    "cpu",
+    "cuda",
+    "nvme",
+    "bf16",
+    "fp16",
+    "fp32",
+    "adam",
+    "adamw",
+    "lion",
+    "sgd",
+    "adagrad",
+    "eager",
+    "sdpa",
+    "steps",
+    "epoch",
+}
 
 
 def _names_something(word: str) -> bool:
