@@ -200,6 +200,22 @@ def test_confidential_leaves_out_names(tmp_path: Path) -> None:
     assert "oom_device" in json.dumps(stored_data(html))
 
 
+def test_ordinary_arguments_of_a_script_are_no_names(tmp_path: Path) -> None:
+    words = "train.py --bf16 True --report_to none --per_device_train_batch_size 16 --lr 2e-5 --data corpus-of-acme"
+    job = make_job(script=Script(tuple(words.split()), str(tmp_path)))
+    mask = masker(job, "a-study")
+    assert mask("none: 16 samples at 2e-5, True") == "none: 16 samples at 2e-5, True"
+    assert mask("read corpus-of-acme") == "read [script]"
+
+
+def test_the_users_own_config_is_in_no_confidential_page(tmp_path: Path) -> None:
+    store = everything(open_study(tmp_path, "s"), "text")
+    base = {"wandb": {"enabled": True, "team": "acme-ai", "project": "titan-9"}}
+    store._set("fingerprint", {**store.fingerprint, "job": {**store.job.to_json(), "base_config": base}})
+    assert "acme-ai" in page(store, tmp_path / "p.html").read_text(), "or the test shows nothing"
+    assert "acme-ai" not in page(store, tmp_path / "c.html", hide=True).read_text()
+
+
 def test_a_model_named_like_a_key_leaves_keys_readable() -> None:
     job = make_job()
     named = dataclasses.replace(job, model=dataclasses.replace(job.model, name="train", config={}))
@@ -259,6 +275,20 @@ def test_secrets_of_a_command_line_are_in_no_page(tmp_path: Path) -> None:
     assert "abc123" not in shown
     assert "pass1" not in shown
     assert "--max_new_tokens 5" in shown
+
+
+def test_secrets_in_variables_and_argument_files_are_in_no_page(tmp_path: Path) -> None:
+    store = everything(open_study(tmp_path, "s"), "text")
+    script = {
+        "argv": ["train.py", "hub_token=abc123xyz"],
+        "cwd": "/x",
+        "environment": [["WANDB_API_KEY", "0123secret"]],
+        "files": [{"text": "hub_token: abc123xyz"}],
+    }
+    report = dataclasses.replace(report_of(store), fingerprint={"job": {"script": script}})
+    kept = json.dumps(without_secrets(report).fingerprint)
+    assert "WANDB_API_KEY" in kept
+    assert not {word for word in ("abc123xyz", "0123secret") if word in kept}
 
 
 # -- the command -----------------------------------------------------------------------------------------------------------
