@@ -15,6 +15,12 @@ _LONGEST_BASE_BYTES = 107 - 40
 _HELD = "held"  # the file that is locked in a folder of sockets
 
 
+def cache_root() -> Path:
+    """Where what can be made again is kept, made or not."""
+    root = os.environ.get("AUTOTUNE_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(root).expanduser() / "autotune"
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Writes a file of which a reader never sees half, after a power cut neither.
 

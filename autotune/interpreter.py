@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 from autotune import inquiry
 from autotune.errors import UserError
+from autotune.files import cache_root
 
 ANSWER_SECONDS = 60.0  # for an interpreter to say what it has; a cold conda on a network takes ten
 LEAST_PYTHON = (3, 10)
@@ -303,9 +304,8 @@ def _with_path(env: dict[str, str], folder: Path) -> dict[str, str]:
 def _package_alone() -> Path:
     """A folder that has a link to this package and nothing else: what lies beside the package, a whole `site-packages`, is
     none of another environment's."""
-    root = os.environ.get("AUTOTUNE_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     key = hashlib.sha256(os.fsencode(_PACKAGE)).hexdigest()[:12]
-    folder = Path(root).expanduser() / "autotune" / "package" / key
+    folder = cache_root() / "package" / key
     try:
         _link(folder)
     except OSError:  # a home that cannot be written

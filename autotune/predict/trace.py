@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.files import write_atomically
+from autotune.files import cache_root, write_atomically
 from autotune.interpreter import current
 from autotune.predict.closed_form import closed_form_trace, profile_trace
 from autotune.predict.passes import Trace
@@ -38,8 +37,7 @@ VERSION = 6  # of what the tracer finds: raise it when that changes
 
 
 def cache_folder() -> Path:
-    root = os.environ.get("AUTOTUNE_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(root).expanduser() / "autotune" / "traces"
+    return cache_root() / "traces"
 
 
 def cache_key(job: Job, loss: str = "own", device: str = "cuda") -> str:
