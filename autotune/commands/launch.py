@@ -15,10 +15,8 @@ from autotune.errors import NothingFits, UserError
 from autotune.group.locks import held_gpus
 from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import Candidate
-from autotune.problem.fitting import for_device, for_job
 from autotune.problem.hardware import Hardware, detect
 from autotune.problem.job import Job
-from autotune.problem.space_file import parse_space
 from autotune.recovery.ladder import Rung, ladder_path, recovery_ladder, write_ladder
 from autotune.recovery.supervisor import LaunchSummary, Supervisor, check_script
 from autotune.results.report.page import training_page, write_page
@@ -149,7 +147,7 @@ def make_ladder(store: StudyStore, top: Candidate, convert: bool = False) -> lis
     for record in store.records():
         if record.outcome is not None:
             predictor.observe(record.candidate, record.outcome)
-    space = for_job(for_device(parse_space(store.space_text), store.hardware.device), store.job)
+    space = store.searched_space()
     return recovery_ladder(top, space, store.job, predictor, store.measured(), store.failed(), convert=convert)
 
 

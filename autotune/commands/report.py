@@ -10,8 +10,6 @@ from autotune.commands.remembered import python_of
 from autotune.errors import UserError
 from autotune.interpreter import running_in
 from autotune.predict.predictor import Predictor
-from autotune.problem.fitting import for_device, for_job
-from autotune.problem.space_file import parse_space
 from autotune.results.plan import Plan
 from autotune.results.report.confidential import confidential, without_secrets
 from autotune.results.report.gather import Searched, study_report
@@ -77,7 +75,7 @@ def _predictor(store: StudyStore, trace_of: Predictor | None) -> tuple[Predictor
 def _searched(store: StudyStore) -> Searched | None:
     """The study's space as it was searched; None where this version cannot read it any more."""
     with suppress(UserError):
-        space = for_job(for_device(parse_space(store.space_text), store.hardware.device), store.job)
+        space = store.searched_space()
         return Searched(space, tuple(space.candidates(store.job)))
     return None
 

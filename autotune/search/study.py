@@ -18,10 +18,12 @@ from autotune.errors import UserError, near
 from autotune.interpreter import other_python
 from autotune.problem.candidate import Candidate
 from autotune.problem.cpus import threads_of_0_1
+from autotune.problem.fitting import for_device, for_job
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Measurement, Outcome, Source
 from autotune.problem.space import SearchSpace
+from autotune.problem.space_file import parse_space
 from autotune.search.attributes import attributes, set_attribute
 from autotune.search.dashboard import flat, save_note, winners_note
 from autotune.search.distributions import constraints, distributions
@@ -199,6 +201,14 @@ class StudyStore:
     @property
     def space_text(self) -> str:
         return str(self.attributes["space"])
+
+    def searched_space(self) -> SearchSpace:
+        """The space as it was searched: what is left of it for the study's machine and job.
+
+        Raises:
+            UserError: this version cannot read it any more.
+        """
+        return for_job(for_device(parse_space(self.space_text), self.hardware.device), self.job)
 
     def lock(self) -> None:
         """Holds the study for this process.
