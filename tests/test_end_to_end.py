@@ -1,7 +1,6 @@
 """`autotune run` as a user runs it: a process of its own, real ranks, real out-of-memory, real interruptions."""
 
 import json
-import os
 import signal
 import sqlite3
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 from autotune.problem.outcome import Kind
 from autotune.search.records import SEARCH, VERIFY
 from autotune.search.study import StudyStore
+from tests import plain_training
 from tests.cli_call import call
 from tests.conftest import processes_in, wait_until
 
@@ -170,11 +170,8 @@ def test_another_job_under_the_same_name_is_refused(
 
 def train(folder: Path, *launcher: str) -> str:
     """Runs two ranks of a script that knows nothing of autotune, to their end."""
-    env = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [str(Path(sys.executable).parent / launcher[0]), *launcher[1:]]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return plain_training.train(command, folder, {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"})
 
 
 TORCHRUN = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -186,12 +183,6 @@ def export(
     monkeypatch.chdir(study.folder)
     code, _, err = call(monkeypatch, capsys, "export", "s", "--format", style, "--out", str(out))
     assert code == 0, err
-
-
-# How each script ends. Its process group is left first: open, its threads race the interpreter's end. And there is no such end:
-# a daemon thread of a library that asks for the interpreter's lock then is ended by force, which C++ code above it answers
-# by "terminate called without an active exception" (Python's Py_Finalize before 3.14; seen on busy cores, group left or not).
-LEAVE = "torch.distributed.destroy_process_group()\nsys.stdout.flush()\nos._exit(0)\n"
 
 
 def test_the_exported_config_trains_under_plain_deepspeed(finished_study: FinishedStudy, tmp_path: Path) -> None:
@@ -212,7 +203,6 @@ def test_the_exported_config_trains_under_plain_deepspeed(finished_study: Finish
         "assert losses[-1] < losses[0] and type(engine).__name__ == 'DeepSpeedEngine'\n"
         "assert engine.zero_optimization_stage() == config.get('zero_optimization', {}).get('stage', 0)\n"
         "print('trained')\n"
-        f"{LEAVE}"
     )
     config = finished_study.folder / "runs/s/s.json"
     assert train(tmp_path, *TORCHRUN, "train.py", str(config)).count("trained") == 2
@@ -235,7 +225,6 @@ def test_the_training_arguments_train_under_trainer(
         "assert trainer.model_wrapped.zero_optimization_stage() == values['deepspeed'].get('zero_optimization', {}).get('stage', 0)\n"
         "assert result.global_step == 3\n"
         "print('trained')\n"
-        f"{LEAVE}"
     )
     assert train(tmp_path, *TORCHRUN, "trainer.py", "hf.json").count("trained") == 2
 
@@ -261,7 +250,6 @@ def test_the_accelerate_config_trains_under_accelerate_launch(
         "    with accelerator.accumulate(model):\n"
         "        accelerator.backward(model(batch).square().mean()); optimizer.step(); optimizer.zero_grad()\n"
         "print('trained')\n"
-        f"{LEAVE}"
     )
     port = ("--main_process_port", "0")  # any free one; accelerate's own is 29500, for every launch on a machine
     assert "trained" in train(tmp_path, "accelerate", "launch", *port, "--config_file", "acc.yaml", "acc.py")

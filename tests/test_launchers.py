@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from autotune.problem.script_job import job_of, own_candidate
 from autotune.problem.typed import read_command
 from tests.cli_call import call
 from tests.conftest import SCRIPTS, Scripts, make_candidate
+from tests.plain_training import train
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -76,12 +76,6 @@ def printed(found: Probe, scripts: Scripts, candidate: Candidate, folder: Path) 
     return training_command(found.script, candidate, 2, str(config))
 
 
-def train(words: list[str], variables: dict[str, str], folder: Path) -> None:
-    env = {**os.environ, **variables, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -127,7 +121,7 @@ def test_a_command_is_tuned_as_it_is_typed(
 
     assert carried(probed.script)
     assert [word for word in typed(probed.script) if word not in command] == []
-    train(printed(probed, scripts, TRIED, folder), variables_for(probed.script, 2), folder)
+    train(printed(probed, scripts, TRIED, folder), folder, variables_for(probed.script, 2))
     seen = json.loads((folder / "told.json").read_text())
     assert (seen["stage"], seen["micro_batch"], seen["accumulation"]) == (2, 4, 3)
     assert {**seen["env"], **told, "WORLD_SIZE": "2"} == seen["env"]
@@ -198,7 +192,7 @@ def test_trl_with_its_arguments_in_a_file(scripts: Scripts, folder: Path) -> Non
     words = printed(Probe(short, None), scripts, TRIED, folder)
     assert words == ["trl", "sft", "--config", str(folder / "best.x.yaml"), "--use_deepspeed", "--num_processes", "2"]
     assert yaml.safe_load((folder / "best.x.yaml").read_text())["per_device_train_batch_size"] == 4
-    train([*words, "--main_process_port", str(free_port())], {}, folder)
+    train([*words, "--main_process_port", str(free_port())], folder)
     (state,) = folder.glob("out/checkpoint-2/trainer_state.json")
     assert json.loads(state.read_text())["train_batch_size"] == 4
     ranks = list(folder.glob("out/checkpoint-2/rng_state_*.pth"))

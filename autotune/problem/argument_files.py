@@ -37,11 +37,11 @@ def changes_for(script: Script, file: ArgumentFile, candidate: Candidate, config
         config: the path of the DeepSpeed config with the candidate in it; None leaves the file's own.
     """
     data = file.data
-    given = _given(script)
+    flags = given(script.argv)
     found: dict[Place, Any] = {}
     for knob, value in candidate.knobs:
         place, negated = _place(script, data, knob)
-        if place is not None and f"--{place[-1]}" not in given:
+        if place is not None and f"--{place[-1]}" not in flags:
             found[place] = not value if negated else value
     if config is not None and (place := config_place(script, data)) is not None:
         found[place] = config
@@ -86,7 +86,7 @@ def config_place(script: Script, data: dict[str, Any]) -> Place | None:
     known = _find_config(script, data) or find(data, (CONFIG,))
     if known is not None or not _trainers(script, data):
         return known
-    elsewhere = CONFIG_FLAG in _given(script) or script.ds_config is not None or launcher_file(script) is not None
+    elsewhere = CONFIG_FLAG in given(script.argv) or script.ds_config is not None or launcher_file(script) is not None
     return None if elsewhere else (*_beside(data), CONFIG)
 
 
@@ -171,9 +171,9 @@ def value_at(data: Any, place: Place) -> Any:
     return data
 
 
-def _given(script: Script) -> set[str]:
-    """The flags that the command gives."""
-    return {word.partition("=")[0] for word in script.argv if word.startswith("-")}
+def given(words: Sequence[str]) -> set[str]:
+    """The flags and names that a command line gives."""
+    return {word.partition("=")[0].lstrip("+") for word in words}
 
 
 def _place(script: Script, data: dict[str, Any], knob: str) -> tuple[Place | None, bool]:

@@ -11,8 +11,6 @@ from autotune.errors import UserError
 from autotune.interpreter import current, which
 from autotune.problem.frameworks import FRAMEWORKS
 
-_NOT_PYTHON = ("mpirun", "mpiexec", "srun")
-
 
 def program_file(name: str) -> Path:
     """The Python file of an installed command: what is installed beside the ranks' interpreter comes before what PATH finds.
@@ -30,7 +28,7 @@ def program_file(name: str) -> Path:
     if found is None:
         raise UserError(f"no script {name}: expected a Python file, `-m` and a module, or an installed command")
     interpreter = interpreter_of(Path(found))
-    if interpreter is None or name in _NOT_PYTHON:
+    if interpreter is None:
         raise UserError(
             f"`-- {name} …`: a command, no script: give what it starts, like `-- train.py …` or `-- -m trl.scripts.sft …`"
         )

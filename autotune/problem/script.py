@@ -13,6 +13,7 @@ from autotune.problem.argument_files import (
     CONFIG_FLAG,
     carries,
     carries_config,
+    given,
     is_ds_config,
     launcher_file,
     own_config,
@@ -93,7 +94,7 @@ def command(script: Script, candidate: Candidate, config: str) -> list[str]:
         argv = with_flag(argv, CONFIG_FLAG, config)
     for knob, value in candidate.knobs:
         flag, negated = _flag_of(script, knob)
-        if flag in flags and not (carries(script, knob) and flag not in _given(script)):
+        if flag in flags and not (carries(script, knob) and flag not in given(script.argv)):
             argv = with_flag(argv, flag, not value if negated else value)
     return argv
 
@@ -104,10 +105,6 @@ def _flag_of(script: Script, knob: str) -> tuple[str | None, bool]:
     if framework is not None and knob in framework.negated and knob not in dict(script.flags):
         return f"--{framework.negated[knob]}", True
     return {**KNOWN_FLAGS, **dict(script.flags)}.get(knob), False
-
-
-def _given(script: Script) -> set[str]:
-    return {word.partition("=")[0].lstrip("+") for word in script.argv}
 
 
 def carried(script: Script) -> bool:
@@ -125,7 +122,7 @@ def carried(script: Script) -> bool:
 
 def _flags(script: Script) -> set[str]:
     """Flags that the script takes: given, declared, or seen in its parser."""
-    return _given(script) | set(dict(script.flags).values()) | set(script.profile.get("flags", ()))
+    return given(script.argv) | set(dict(script.flags).values()) | set(script.profile.get("flags", ()))
 
 
 def line_of(script: Script) -> CommandLine:
@@ -180,13 +177,10 @@ def _launcher_words(script: Script, candidate: Candidate, line: CommandLine, ran
     file = launcher_file(script)
     named = next((one.data.get("num_processes") for one in script.files if one.launcher), None)
     wanted: dict[str, str] = {}
-    if (
-        ranks not in (line.ranks, named if line.ranks is None else None)
-        and not {"include", "exclude"} & line.options.keys()
-    ):
+    if ranks not in (line.ranks, named if line.ranks is None else None) and "include" not in line.options:
         option, value = _deepspeed_ranks(ranks) if line.kind == DEEPSPEED else (_RANKS_OPTION[line.kind], str(ranks))
         wanted[option] = value
-    elsewhere = CONFIG_FLAG in _given(script) or carries_config(script)
+    elsewhere = CONFIG_FLAG in given(script.argv) or carries_config(script)
     if file is not None:
         wanted["--config_file"] = str(winners_copy(Path(config).resolve(), file))
         if (precision := file.data.get("mixed_precision", "no")) != "no" and "mixed_precision" not in line.options:

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from autotune.problem.argument_files import carries, with_copies
+from autotune.problem.argument_files import carries, given, with_copies
 from autotune.problem.script import line_of, with_configs, with_flag
 from autotune.rank.config import QUIET
 from autotune.rank.hooks.context import Context
@@ -45,11 +45,11 @@ def merged_arguments(context: Context) -> list[str]:
         argv.insert(0, f"--local_rank={os.environ['LOCAL_RANK']}")
     if context.candidate is None:
         return argv
-    given = {word.partition("=")[0].lstrip("+") for word in argv}
+    flags = given(argv)
     for knob, flag in script.flags:
         value = context.candidate.get(knob)
         # what stands on the command line goes over a file
-        if value is not None and (flag in given or not carries(script, knob)):
+        if value is not None and (flag in flags or not carries(script, knob)):
             argv = with_flag(argv, flag, value)
 
     def merged_file(path: Path, at: int) -> str:
