@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autotune.cli_machine import agent, doctor, models
 from autotune.cli_options import (
     Attention,
     Budget,
@@ -17,8 +18,10 @@ from autotune.cli_options import (
     Convert,
     Device,
     DsConfig,
+    Exclude,
     Executor,
     Exhaustive,
+    Exports,
     Force,
     GlobalBatchSize,
     Gpu,
@@ -26,8 +29,11 @@ from autotune.cli_options import (
     Gpus,
     HangTimeout,
     Headroom,
+    Hostfile,
     HostMemory,
     ImageSize,
+    Include,
+    Interface,
     Isolation,
     LaunchWords,
     Lengths,
@@ -37,6 +43,7 @@ from autotune.cli_options import (
     MaxTrials,
     MemoryCap,
     Model,
+    NodeCount,
     Nodes,
     Optimizer,
     Packed,
@@ -60,7 +67,7 @@ from autotune.cli_options import (
     WorstCase,
     Yes,
 )
-from autotune.cli_parts import Json, console, emit, option, typed_command
+from autotune.cli_parts import Json, console, emit, fail, option, say, typed_command
 from autotune.cli_spaces import spaces_app
 from autotune.errors import MachineTrouble, NothingFits, Stopped, UserError
 from autotune.version import __version__
@@ -117,6 +124,12 @@ def run(
     tolerance: Tolerance = "1%",
     exhaustive: Exhaustive = False,
     executor: Executor = "local",
+    hostfile: Hostfile = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    nodes: NodeCount = None,
+    interface: Interface = None,
+    exports: Exports = None,
     maps: Maps = None,
     worst_case: WorstCase = False,
     lora: Lora = None,
@@ -305,41 +318,9 @@ def record(
         print(f"wrote {table} ({count} candidates) and {about}")
 
 
-@app.command()
-def models(as_json: Json = False) -> None:
-    """The models that resolve offline by name."""
-    from autotune.problem.models import shipped_models
-    from autotune.units import format_count
-
-    found = shipped_models()
-    if as_json:
-        emit({name: {"parameters": spec.parameters, "source": spec.source} for name, spec in found.items()})
-        return
-    for name, spec in found.items():
-        print(f"{name:20} {format_count(spec.parameters) if spec.parameters else 'tiny':>8}  {spec.source}")
-
-
-@app.command()
-def doctor(
-    nvme_path: Annotated[Path | None, option("A folder that nvme offload would use.")] = None,
-    python: Python = None,
-    as_json: Json = False,
-) -> None:
-    """Check driver, torch, NCCL, DeepSpeed's ops, memory and disk; builds CPU Adam ahead of time."""
-    from autotune.commands.doctor import examine
-    from autotune.commands.python import ranks_python
-
-    with ranks_python(python, say, judge=False):
-        findings = examine(nvme_path)
-    if as_json:
-        emit([vars(finding) for finding in findings])
-    else:
-        for finding in findings:
-            print(f"{finding.level:5} {finding.what}: {finding.found}")
-            if finding.cost:
-                print(f"      costs: {finding.cost}\n      fix:   {finding.fix}")
-    if any(finding.level == "bad" for finding in findings):
-        raise typer.Exit(1)
+app.command()(models)
+app.command()(doctor)
+app.command(hidden=True)(agent)
 
 
 @app.callback(invoke_without_command=True)
@@ -370,15 +351,6 @@ def main() -> None:
         if hasattr(error, "format_message"):  # click's usage errors
             fail(f"{error.format_message()} (`autotune --help`)", 2)
         raise
-
-
-def say(text: str) -> None:
-    print(f"autotune: {text}", file=sys.stderr, flush=True)
-
-
-def fail(text: str, code: int) -> None:
-    say(text)
-    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,9 @@ Maps = Annotated[list[str] | None, option("KNOB=--FLAG: the script's flag that c
 WorstCase = Annotated[bool, option("Pad the script's batches to the longest that it allows.", "--worst-case")]
 
 # on what
-Gpus = Annotated[int | None, option("GPUs (or CPU ranks) to use; default: all.")]
+Gpus = Annotated[
+    int | None, option("GPUs (or CPU ranks) to use, of each machine where there are several; default: all.")
+]
 Device = Annotated[str, option("auto, cuda or cpu.")]
 MemoryCap = Annotated[Text, option("What one rank may use, like 24GiB.")]
 Headroom = Annotated[Text, option("Share of the capacity to leave free; default 5%.")]
@@ -52,6 +54,18 @@ Python = Annotated[
     Text, option("Python of the environment that you train in; default: $AUTOTUNE_PYTHON, this one, or an active one.")
 ]
 Isolation = Annotated[str, option("fork (pre-imported server) or spawn (cold starts).")]
+
+# on which machines
+Hostfile = Annotated[
+    Path | None, option("DeepSpeed's hostfile (`worker-1 slots=8` a line): several machines, over ssh.")
+]
+Include = Annotated[Text, option("Hosts of it to use: worker-1@worker-2:0,1, as DeepSpeed's launcher takes them.")]
+Exclude = Annotated[Text, option("Hosts or slots of it to leave out.")]
+NodeCount = Annotated[int | None, option("The first so many of its hosts; --gpus is then of each.", "--nodes")]
+Interface = Annotated[Text, option("Network interface by which the machines reach each other; default: found out.")]
+Exports = Annotated[
+    list[str] | None, option("A variable of yours that the machines are told too; repeatable.", "--export")
+]
 
 # how it is searched, and where that is kept
 Space = Annotated[Text, option("Search space: a file, or a name of `autotune spaces list`.")]

@@ -38,3 +38,12 @@ def typed_command() -> str:
     from autotune.search.storage import hide_password
 
     return shlex.join(["autotune", *(hide_password(word) for word in sys.argv[1:])])
+
+
+def say(text: str) -> None:
+    print(f"autotune: {text}", file=sys.stderr, flush=True)
+
+
+def fail(text: str, code: int) -> None:
+    say(text)
+    sys.exit(code)

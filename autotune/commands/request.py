@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from autotune.commands.global_batch import FREE, parse_global_batch
+from autotune.commands.nodes import Nodes
 from autotune.commands.plan_hardware import planned_hardware, roomy
 from autotune.commands.precision import precision_of
 from autotune.commands.setup import LaunchSetup, PlanSetup, Setup
+from autotune.commands.study_names import study_folder, study_name
 from autotune.commands.typed_command import ranks_asked_for, typed_command
 from autotune.errors import UserError
 from autotune.executors.replay import Landscape, load_landscape
@@ -27,7 +27,6 @@ from autotune.problem.script_job import first_candidates, unknown_job
 from autotune.problem.space import SearchSpace
 from autotune.problem.space_file import load_space
 from autotune.problem.tasks import image_size_of, task_of
-from autotune.search.fingerprint import identity
 from autotune.units import parse_bytes, parse_count, parse_duration, parse_share
 
 DEFAULT_HEADROOM = "5%"
@@ -66,7 +65,7 @@ class Request:
     worst_case: bool = False
     lora: str | None = None
     attention: str | None = None
-    nodes: int = 1
+    nodes: int | None = None  # machines; None: one, or all of the hostfile
     tokens: str | None = None
     price: float | None = None
     host_memory: str | None = None
@@ -80,12 +79,17 @@ class Request:
     hang_timeout: str = "30m"
     convert: bool = False
     python: str | None = None  # of the environment where ranks run
+    hostfile: Path | None = None
+    include: str | None = None
+    exclude: str | None = None
+    interface: str | None = None  # by which nodes reach each other
+    exports: list[str] = field(default_factory=list)  # variables that nodes are sent beside the usual ones
     runs: Path = Path("runs")
     command: str = ""  # all of it, as typed
 
 
-def run_setup(request: Request) -> Setup:
-    """The Setup of `autotune run`.
+def run_setup(request: Request, nodes: Nodes | None = None) -> Setup:
+    """The Setup of `autotune run`, on this machine or on `nodes`, which are reached for it.
 
     Raises:
         UserError: something in the request is wrong, or not possible here.
@@ -100,7 +104,7 @@ def run_setup(request: Request) -> Setup:
     if request.isolation not in ("fork", "spawn"):
         raise UserError(f"--isolation {request.isolation}: expected fork or spawn")
     batch = parse_global_batch(request.global_batch_size)
-    tuned = _what_is_tuned(request)
+    tuned = _what_is_tuned(request, nodes)
     name = request.study or study_name(tuned.job, tuned.hardware, FREE if request.global_batch_size == FREE else batch)
     return Setup(
         job=tuned.job,
@@ -109,8 +113,9 @@ def run_setup(request: Request) -> Setup:
         candidates=tuple(tuned.candidates),
         notes=tuple(tuned.notes),
         landscape=tuned.landscape,
+        nodes=nodes.cluster if nodes is not None else None,
         name=name,
-        folder=_study_folder(request.runs, name),
+        folder=study_folder(request.runs, name),
         storage=request.storage,
         out=request.out,
         command=request.command,
@@ -144,7 +149,7 @@ def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]
         raise UserError("--price is of one card: leave it out with --compare")
     setups = []
     for name in gpus:
-        hardware = planned_hardware(name, gpus_per_node, request.nodes, headroom, host, cap)
+        hardware = planned_hardware(name, gpus_per_node, request.nodes or 1, headroom, host, cap)
         job = _named_job(request, hardware)
         space, _ = installed(for_job(for_device(load_space(request.space or "default"), hardware.device), job))
         known = price_table().get(hardware.facts or "")
@@ -182,10 +187,10 @@ def launch_setup(request: Request) -> LaunchSetup:
         own = str(request.ds_config.resolve()) if request.ds_config else None
         script = dataclasses.replace(script, ds_config=own or script.ds_config)
         request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed))
-        hardware = _this_machine(request)
+        hardware = _machine(request)
         job = _named_job(request, hardware)
         plan = PlanSetup(job=job, hardware=hardware, space=for_job(_space(request, hardware), job))
-        folder = _study_folder(request.runs, f"launch-{script.name}")
+        folder = study_folder(request.runs, f"launch-{script.name}")
     return LaunchSetup(
         script=script,
         ranks=typed.ranks,
@@ -199,27 +204,6 @@ def launch_setup(request: Request) -> LaunchSetup:
         silent_seconds=silent_seconds,
         convert=request.convert,
     )
-
-
-def study_name(job: Job, hardware: Hardware, global_batch_size: int | str | None = None) -> str:
-    """The same for the same job on the same machine, so that the same command resumes.
-
-    Args:
-        global_batch_size: as asked for, `free` included: of a script the job is not known yet.
-    """
-    key = hashlib.sha256(json.dumps(identity(job, hardware), sort_keys=True).encode()).hexdigest()[:6]
-    if job.script:
-        cap = hardware.memory_cap_bytes
-        asked = [f"{what}{value}" for what, value in (("b", global_batch_size), ("c", cap)) if value]
-        key = hashlib.sha256(" ".join([job.script.key, *asked]).encode()).hexdigest() if asked else job.script.key
-        key = key[:6]
-    return f"{job.model.name}-{hardware.count}x{hardware.facts or hardware.device}-{key}"
-
-
-def _study_folder(runs: Path, name: str) -> Path:
-    if not name or "/" in name or name.startswith(".") or len(name) > 120:
-        raise UserError(f"--study {name!r}: expected a plain name, without slashes and not starting with a dot")
-    return runs / name
 
 
 # -- job, machine and space ----------------------------------------------------------------------------------------------
@@ -236,8 +220,10 @@ class _Tuned(NamedTuple):
     landscape: Landscape | None = None
 
 
-def _what_is_tuned(request: Request) -> _Tuned:
+def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
     kind, _, table = request.executor.partition(":")
+    if nodes is not None and kind == "replay":
+        raise UserError("--executor replay reads a table: leave the nodes out")
     if kind == "replay" and table:
         landscape = load_landscape(Path(table))
         if request.space:
@@ -251,7 +237,7 @@ def _what_is_tuned(request: Request) -> _Tuned:
     if request.script:
         typed = typed_command(request.script, request.maps, request.worst_case, request.ds_config)
         request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed))
-    hardware = _this_machine(request)
+    hardware = _machine(request, nodes, typed.script.cwd if request.script else "")
     space = _space(request, hardware)
     if request.script:
         job = _script_job(request, typed.script, hardware)
@@ -264,9 +250,12 @@ def _what_is_tuned(request: Request) -> _Tuned:
     return _Tuned(job, hardware, space, space.candidates(job), notes)
 
 
-def _this_machine(request: Request) -> Hardware:
+def _machine(request: Request, nodes: Nodes | None = None, path: str = "") -> Hardware:
+    """This machine's devices, or those of nodes on which `path` must be there."""
     cap = parse_bytes(request.memory_cap) if request.memory_cap else None
     headroom = parse_share(request.headroom or DEFAULT_HEADROOM)
+    if nodes is not None:
+        return roomy(nodes.reach(request.device, request.gpus, cap, headroom, path))
     return roomy(detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom))
 
 

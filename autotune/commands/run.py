@@ -7,13 +7,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from autotune.commands.nodes import Nodes, nodes_of
 from autotune.commands.probe import Probe, after_probe, probe
 from autotune.commands.python import NAMED_MODEL, TRAINING, ranks_python
 from autotune.commands.remembered import remembered_python
@@ -91,8 +92,15 @@ def run_study(
         if not quiet:
             console.print(text, soft_wrap=True, markup=False, highlight=False)  # a path is not cut in two
 
-    with ranks_python(request.python, say, needed=needed, remembered=remembered_python(request) if local else None):
-        return _run(run_setup(request), console, quiet, confirm)
+    remembered = remembered_python(request) if local else None
+    with ranks_python(request.python, say, needed=needed, remembered=remembered), named_nodes(request, say) as nodes:
+        return _run(run_setup(request, nodes), console, quiet, confirm)
+
+
+def named_nodes(request: Request, say: Callable[[str], None]) -> AbstractContextManager[Nodes | None]:
+    """The nodes that a request names, see `nodes_of`."""
+    filters = (request.include, request.exclude, request.nodes)
+    return nodes_of(request.hostfile, *filters, request.interface, request.exports, say)
 
 
 def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], bool] | None) -> RunSummary:
@@ -101,9 +109,14 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
         if confirm is not None and not confirm("tune on CPU ranks?"):
             raise UserError("not started; on a GPU machine, `autotune doctor` says why no GPU is seen")
     observer = make_observer(setup.hardware, setup.budget_seconds, console, quiet)
-    gpus = held_gpus(setup.hardware, f"study {setup.name}", observer.say)
+    who = f"study {setup.name}"
+    gpus = (
+        held_gpus(setup.hardware, who, observer.say) if setup.nodes is None else nullcontext()
+    )  # their agents hold theirs
     with failures_in_one_line(), gpus, stop_on_signals() as stopped:
         make_study_folder(setup.folder)
+        if setup.nodes is not None:
+            setup.nodes.who, setup.nodes.say, setup.nodes.cancelled = who, observer.say, stopped.is_set
         opening = time.monotonic()
         with closing(_executor(setup, stopped.is_set)) as executor:
             local = executor if isinstance(executor, LocalExecutor) else None
@@ -168,6 +181,7 @@ def _executor(setup: Setup, cancelled: Callable[[], bool]) -> LocalExecutor | Re
         isolation=setup.isolation,
         seed=setup.seed,
         cancelled=cancelled,
+        ground=setup.nodes,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from autotune.executors.nodes.cluster import Cluster
 from autotune.executors.replay import Landscape
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
@@ -39,7 +40,8 @@ class Setup:
     space: SearchSpace
     candidates: tuple[Candidate, ...]
     notes: tuple[str, ...]  # for people, before it begins
-    landscape: Landscape | None  # the recorded table that is searched; None: this machine is
+    landscape: Landscape | None  # the recorded table that is searched; None: machines are
+    nodes: Cluster | None = None  # the machines, reached; None: this one
     name: str  # of the study
     folder: Path  # `runs/NAME`, not made yet
     storage: str | None  # the database's URL; None: a file in the folder

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+from autotune.executors.ops import Ops
+from autotune.executors.station import Needs
+from autotune.group.launchers import Launcher
+from autotune.group.squad import Spread
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome
 
@@ -37,6 +42,45 @@ class Session(Protocol):
 
     def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
         """The candidate's Outcome, after at most the deadline and one kill grace. Never raises for a failed trial."""
+
+    def close(self) -> None: ...
+
+
+class Ground(Protocol):
+    """Where groups of ranks are started: this machine (`station.Station`), or several (`nodes.cluster.Cluster`)."""
+
+    @property
+    def ops(self) -> Ops: ...
+
+    @property
+    def launcher(self) -> Launcher | Spread:
+        """What a Group takes its ranks from, once it is open."""
+
+    def open(self, needs: Needs) -> None:
+        """Gets ready to start ranks, anew where it was ready before.
+
+        Raises:
+            UserError: what starts them died, or hangs.
+            Stopped: it was cancelled.
+        """
+
+    def load_ops(self, names: Sequence[str], needs: Needs) -> bool:
+        """Has DeepSpeed's ops built and loaded; whether ranks may still be forked then."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether what starts ranks was killed, or cannot be reached."""
+
+    def mend(self) -> None:
+        """Gets it back.
+
+        Raises:
+            MachineTrouble: that cannot be done.
+            Stopped: it was cancelled.
+        """
+
+    def all_see(self, path: Path) -> bool:
+        """Whether the path is the same for all ranks."""
 
     def close(self) -> None: ...
 

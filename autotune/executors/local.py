@@ -1,4 +1,4 @@
-"""Trials in rank processes on this machine."""
+"""Trials in rank processes, on this machine or on the nodes of a cluster."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import Cause, MachineTrouble, Stopped, Unusable
-from autotune.executors.base import Effort
+from autotune.executors.base import Effort, Ground
 from autotune.executors.deadlines import SCRIPT_DEADLINES, Deadlines
-from autotune.executors.measurement import inside_bytes, interrupted, measurement_of
+from autotune.executors.measurement import inside_bytes, interrupted, measurement_of, out_of_time
 from autotune.executors.ops import Ops
 from autotune.executors.scratch import scratch_folder
 from autotune.executors.selftest import check_group
-from autotune.group.environment import trial_environment
+from autotune.executors.station import Needs, Station
+from autotune.group.gauge import Meter
 from autotune.group.gpu_meter import make_meter
 from autotune.group.group import Group
-from autotune.group.launchers import ForkLauncher, Launcher, SpawnLauncher
+from autotune.group.launchers import Launcher
 from autotune.group.policy import Policy, Stop
 from autotune.group.protocol import Message
+from autotune.group.squad import Spread
 from autotune.group.verdict import judge
 from autotune.predict.startup import size_seconds
 from autotune.problem.candidate import Candidate, under
@@ -39,7 +41,7 @@ WOKEN = "CUDA was woken before the fork"  # as a forked rank says it
 
 
 class LocalExecutor:
-    """Real DeepSpeed in rank processes on this machine's GPUs or CPU.
+    """Real DeepSpeed in rank processes.
 
     Args:
         folder: the study's; each trial's logs go to a folder in it.
@@ -48,6 +50,7 @@ class LocalExecutor:
         cancelled: asked several times a second; a trial that runs then ends as interrupted.
         fault: a fault that tests plant into the trial of that name.
         count_live_tensors: slows every operator; for checking predictions.
+        ground: where ranks run; None: on this machine.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class LocalExecutor:
         on_phase: Callable[[str], None] = lambda phase: None,
         fault: Callable[[str], dict[str, Any] | None] = lambda name: None,
         count_live_tensors: bool = False,
+        ground: Ground | None = None,
     ) -> None:
         self.job, self.hardware, self.folder, self.seed = job, hardware, folder, seed
         self.deadlines = deadlines or (SCRIPT_DEADLINES if job.script else Deadlines())
@@ -71,11 +75,12 @@ class LocalExecutor:
         self.count_live_tensors = count_live_tensors
         self.isolation = isolation
         self._first = list(candidates)
-        self._launcher: Launcher | None = None
-        self.meter = make_meter(hardware)
         self.say: Callable[[str], None] = lambda text: None
         self.show: Callable[[str], None] = lambda text: None  # what takes long, while it does
-        self.ops = Ops(lambda text: self.say(text), lambda text: self.show(text))
+        self.here = ground is None
+        self.meter = make_meter(hardware) if ground is None else Meter()  # nodes have their own
+        ops = Ops(lambda text: self.say(text), lambda text: self.show(text))
+        self.ground = ground or Station(folder, ops, lambda: self.cancelled())
 
     @property
     def entry(self) -> str:
@@ -83,38 +88,35 @@ class LocalExecutor:
         return SCRIPT_RANK if self.job.script else MODEL_RANK
 
     @property
-    def launcher(self) -> Launcher:
-        if self._launcher is None:
-            raise RuntimeError("open() comes first")
-        return self._launcher
+    def launcher(self) -> Launcher | Spread:
+        return self.ground.launcher
+
+    @property
+    def ops(self) -> Ops:
+        return self.ground.ops
+
+    @property
+    def threads(self) -> int:
+        """CPU threads a rank."""
+        return self.hardware.threads or threads_per_rank(self.job.ranks)
 
     def open(self, say: Callable[[str], None]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         for left in self.folder.glob(f"trials/*/{CHECKPOINT}"):  # by a tuner that was killed
             shutil.rmtree(left, ignore_errors=True)
         self.say = say
-        self._launcher = SpawnLauncher(self._environment(), self.folder / "spawn.log")
-        if self.isolation == "fork":
-            modules = heavy_imports(self.job.script) if self.job.script else []
-            server = ForkLauncher(
-                self._environment(),
-                self.folder / "server.log",
-                cancelled=lambda: self.cancelled(),
-                model_type=self.job.model.config.get("model_type"),
-                modules=[self.entry, *modules],
-            )
-            server.open()
-            self._launcher = server
+        self.ground.open(self._needs())
         self.load_ops(self._first)
 
-    def _environment(self) -> dict[str, str]:
-        return trial_environment(self.hardware.device, threads_per_rank(self.job.ranks))
+    def _needs(self) -> Needs:
+        modules = [self.entry, *(heavy_imports(self.job.script) if self.job.script else [])]
+        model = self.job.model.config.get("model_type")
+        return Needs(self.hardware.device, self.threads, self.isolation, modules, model)
 
     def load_ops(self, candidates: list[Candidate]) -> None:
         """Has DeepSpeed's ops built, where they are not, that trials of these candidates need."""
         names = needed_ops(candidates, self.job, self.hardware.device)
-        log = self.folder / "server.log"
-        if not self.ops.load(self.launcher, names, self._environment(), log, self.cancelled):
+        if not self.ground.load_ops(names, self._needs()):
             self._start_cold(self.say)
 
     def check(self, say: Callable[[str], None]) -> None:
@@ -131,7 +133,7 @@ class LocalExecutor:
             "job": self.job.to_json(),
             "device": self.hardware.device,
             "cap_bytes": None,
-            "threads": threads_per_rank(self.job.ranks),
+            "threads": self.threads,
             "env": {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")},
             "fault": self.fault("check"),
         }
@@ -140,19 +142,19 @@ class LocalExecutor:
     def _start_cold(self, say: Callable[[str], None]) -> None:
         """From now on every rank is an interpreter of its own."""
         say("something woke CUDA before the fork: falling back to cold starts (slower, same results)")
-        self.close()
         self.isolation = "spawn"
-        self._launcher = SpawnLauncher(self._environment(), self.folder / "spawn.log")
+        self.ground.open(self._needs())
 
     def ensure_launcher(self) -> None:
-        """Restarts a fork server that was killed."""
-        if isinstance(self._launcher, ForkLauncher) and not self._launcher.alive:
-            self._launcher.close()
-            self.open(self.say)
+        """Restarts a fork server that was killed, and reaches nodes again that were cut off."""
+        if self.ground.broken:
+            self.ground.mend()
+            if self.here:
+                self.open(self.say)
 
     @property
     def resumes(self) -> bool:
-        return True
+        return self.ground.all_see(self.folder.resolve())
 
     def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> LocalSession:
         return LocalSession(self, candidate, name, patience)
@@ -161,9 +163,7 @@ class LocalExecutor:
         return time.monotonic()
 
     def close(self) -> None:
-        if self._launcher is not None:
-            self._launcher.close()
-            self._launcher = None
+        self.ground.close()
 
 
 class LocalSession:
@@ -317,14 +317,17 @@ class LocalSession:
         job = executor.job
         what: dict[str, Any] = {"config": trial_config(candidate, job), "checkpointing": candidate.checkpointing}
         if job.script:
-            what = {"candidate": candidate.as_dict, "scratch": str(scratch_folder(self._folder, job, candidate))}
+            scratch = (
+                str(scratch_folder(self._folder, job, candidate)) if executor.here else None
+            )  # a node makes its own
+            what = {"candidate": candidate.as_dict, "scratch": scratch}
         return {
             **what,
             "job": under(job, candidate).to_json(),
             "device": executor.hardware.device,
             "cap_bytes": executor.hardware.memory_cap_bytes,
             "seed": executor.seed,
-            "threads": threads_per_rank(job.ranks),
+            "threads": executor.threads,
             "env": candidate.environment(os.environ),
             "fault": executor.fault(self._folder.name),
             "live": executor.count_live_tensors,
@@ -359,12 +362,8 @@ class LocalSession:
         group = self._running()
         if stop is Stop.CANCELLED:
             return interrupted(group.phase)
-        if stop is Stop.DEADLINE:  # says nothing of the candidate: it may be tried again with more time
-            why, said = f"its share of the budget ended in {group.phase.value}", "deadline of the budget"
-            kind, waited = Kind.INTERRUPTED, group.waited_seconds
-            if waited:  # else it would count as slow
-                kind, why = Kind.FOREIGN, f"{why}, after {waited:.0f} s of waiting for the device's memory"
-            return Outcome(kind, group.phase, reason=why, evidence=said, source=Source.BUDGET)
+        if stop is Stop.DEADLINE:
+            return out_of_time(group.phase, group.waited_seconds)
         evidence = group.evidence()
         self.close()
         if unusable := [error for error in evidence.errors if error.get("cause")]:

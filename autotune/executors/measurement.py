@@ -108,3 +108,12 @@ def interrupted(phase: Phase) -> Outcome:
     """Of a trial that a person stopped."""
     why, said = "the study was stopped", "stop requested"
     return Outcome(Kind.INTERRUPTED, phase, reason=why, evidence=said, source=Source.STOP)
+
+
+def out_of_time(phase: Phase, waited_seconds: float) -> Outcome:
+    """Of a trial whose share of the budget ended. It says nothing of the candidate: it may be tried again with more time."""
+    why, said = f"its share of the budget ended in {phase.value}", "deadline of the budget"
+    kind = Kind.INTERRUPTED
+    if waited_seconds:  # else it would count as slow
+        kind, why = Kind.FOREIGN, f"{why}, after {waited_seconds:.0f} s of waiting for the device's memory"
+    return Outcome(kind, phase, reason=why, evidence=said, source=Source.BUDGET)

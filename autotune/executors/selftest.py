@@ -12,6 +12,7 @@ from autotune.errors import MachineTrouble
 from autotune.group.group import Group
 from autotune.group.launchers import Launcher
 from autotune.group.policy import Policy, Stop
+from autotune.group.squad import Spread
 from autotune.group.verdict import judge
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Phase
@@ -36,7 +37,7 @@ _REMEDIES = (
 
 
 def check_group(
-    launcher: Launcher,
+    launcher: Launcher | Spread,
     hardware: Hardware,
     spec: dict[str, Any],
     ranks: int,

@@ -35,6 +35,26 @@ class Peaks:
         return max(self.used, default=0) or max(self.grown.values(), default=0)
 
 
+def merged(parts: list[Peaks]) -> Peaks:
+    """Of several machines' ranks, in the machines' order: whoever ran out, it is everybody's."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = Peaks()
+    for part in parts:
+        before = len(whole.used)
+        whole.grown |= {before + rank: bytes_ for rank, bytes_ in part.grown.items()}
+        whole.used += part.used
+        if part.foreign > whole.foreign:
+            whole.foreign, whole.neighbours = part.foreign, part.neighbours
+        whole.lost = whole.lost or part.lost
+        for gpu, samples in part.clocks.items():
+            whole.clocks.setdefault(gpu, []).extend(samples)
+        whole.clock_reasons |= part.clock_reasons
+        whole.host_low = min(whole.host_low, part.host_low)
+        whole.oom_kills += part.oom_kills
+    return whole
+
+
 class Meter:
     """Reads one device kind. What is here suits a device that nobody else is on."""
 

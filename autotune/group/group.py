@@ -6,29 +6,26 @@ Trials and trainings differ in how patient one is with them and in who may end t
 from __future__ import annotations
 
 import math
-import os
 import select
 import signal
-import socket
 import time
+import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from autotune.files import SocketFolder
-from autotune.group.ending import end_ranks
-from autotune.group.gauge import Gauge, Meter, Peaks
-from autotune.group.gpu_meter import blame_hidden, make_meter
+from autotune.group.gauge import Meter, Peaks, merged
+from autotune.group.gpu_meter import blame_hidden
 from autotune.group.launchers import Launcher
 from autotune.group.policy import Policy, Stop
-from autotune.group.protocol import Channel, Message
-from autotune.group.room import wait_for_room, wait_until_back
-from autotune.group.verdict import Evidence, is_secondary, log_tail
-from autotune.group.vitals import Vitals
+from autotune.group.protocol import Message
+from autotune.group.squad import LocalSquad, Spread, Squad
+from autotune.group.verdict import Evidence, is_secondary
 from autotune.problem.hardware import Hardware
-from autotune.problem.host import host_available_bytes, kernel_oom_kills
 from autotune.problem.outcome import Phase
+
+T = TypeVar("T")
 
 _STATUS_SECONDS = 1.0  # for the exit status of a rank that said nothing of why it is gone
 _LOOK_SECONDS = 5.0  # between looks at ranks that say nothing, at most
@@ -38,6 +35,7 @@ class Group:
     """The ranks of one engine, from launch to the last of them gone.
 
     Args:
+        launcher: starts the ranks on this machine; or the machines that they are spread over.
         meter: samples memory all the time, and says at the end whether the device has it back; None for a training, which
             is left alone and shares its devices with what else the user runs: memory is looked at when something went wrong.
         cancelled: asked several times a second, also while ranks come up.
@@ -48,7 +46,7 @@ class Group:
 
     def __init__(
         self,
-        launcher: Launcher,
+        launcher: Launcher | Spread,
         hardware: Hardware,
         meter: Meter | None,
         policy: Policy,
@@ -58,36 +56,49 @@ class Group:
         on_phase: Callable[[str], None] = lambda phase: None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._launcher, self._hardware, self._meter, self._policy = launcher, hardware, meter, policy
-        self._onlooker = meter or make_meter(hardware)
-        self._say = say
+        self._hardware, self._policy, self._say = hardware, policy, say
         self._cancelled, self._on_message, self._on_phase = cancelled, on_message, on_phase
-        self._folder = SocketFolder("autotune-")  # sockets and stores: a study may be on NFS
-        self.home = self._folder.path
-        self.pids: list[int] = []  # by rank, as the launcher knows them
+
+        def told(text: str) -> None:
+            self._say(text)
+
+        self._store_host = launcher.store_host if isinstance(launcher, Spread) else ""
+        self._squads: list[Squad] = (
+            launcher.squads(meter is not None, told)
+            if isinstance(launcher, Spread)
+            else [LocalSquad(launcher, hardware, meter, told)]
+        )
         self._workers: dict[int, int] = {}  # by rank, as they know themselves: an interpreter may have a wrapper
         self.errors: list[Message] = []
         self.phase = Phase.START  # of the rank that is furthest behind
         self._phases: dict[int, Phase] = {}
         self._phase_seconds: dict[str, float] = {}
-        self.waited_seconds = 0.0  # for other processes to leave the devices
         self.failed_at: float | None = None  # on the monotonic clock, when a failure was noticed
         self._world = 0
-        self._logs: Path | None = None
-        self._listener: socket.socket | None = None
-        self._strangers: list[Channel] = []  # connected, and not yet known by their hello
-        self._channels: dict[int, Channel] = {}  # by rank
+        self._meeting: Message | None = None  # where the ranks of several machines meet, as the first rank has told it
         self._codes: dict[int, int] = {}  # the script's own exit codes, of ranks where it is over
         self._outside: dict[int, int] = {}  # bytes of a rank's device outside its allocator, once the group was up
         self._signalled: set[int] = set()
         self.silence: str | None = None  # what was not heard, where that ended the watching
-        self._vitals = Vitals(self._onlooker.busy)
         self._places: dict[int, str] = {}  # where a rank's main thread was last
         self._waiting: set[int] = set()  # ranks that wait in a collective
         self._phase_began = time.monotonic()
-        self._gauge: Gauge | None = None
-        self._oom_kills = kernel_oom_kills()
         self._ended = False
+
+    @property
+    def home(self) -> Path:
+        """A folder of this group alone, on the machine where it has one."""
+        return self._squads[0].home
+
+    @property
+    def pids(self) -> list[int]:
+        """By rank, as launchers know them."""
+        return [pid for squad in self._squads for pid in squad.pids]
+
+    @property
+    def waited_seconds(self) -> float:
+        """For other processes to leave the devices."""
+        return max(squad.waited_seconds for squad in self._squads)
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
@@ -104,37 +115,41 @@ class Group:
         Raises:
             OSError: the machine refuses to start them, or a GPU does not answer.
         """
-        self._world, self._logs = world, logs
+        self._world = world
         self.enter(Phase.START)
-        if self._meter is not None:
-            self.waited_seconds = wait_for_room(self._meter, self._say, deadline=deadline, cancelled=self._cancelled)
-        address = str(self.home / "home.sock")
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(address)
-        self._listener.listen(world)
-        for rank in range(world):
-            self.pids.append(self._launcher.launch(entry, address, rank))
+        share = world // len(self._squads)
+        for at, squad in enumerate(self._squads):
+            numbers = range(at * share, (at + 1) * share)
+            squad.launch(entry, numbers, deadline=deadline, cancelled=self._cancelled)
         stop = self.watch(lambda: self.greeted, deadline)
         if stop is not Stop.ARRIVED:  # the socket stays: a rank that is refused would die of it, and hide the cause
             return stop
-        self._close_listener()
-        common = {**spec, "world": world, "store": str(self.home / "store"), "port": _free_port()}
-        for rank, channel in self._channels.items():
-            log = str(logs.resolve() / f"rank{rank}.log") if logs is not None else None
-            channel.send("spec", **common, rank=rank, log=log)
-        if self._meter is not None:
-            self._gauge = Gauge(self._meter, [self._workers[rank] for rank in range(world)])
+        common = {**spec, "world": world}
+        if len(self._squads) > 1:
+            return self._brief_spread(common, logs, deadline)
+        self._brief(self._squads[0], common, logs)
         return stop
 
-    def _close_listener(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+    def _brief(self, squad: Squad, spec: Message, logs: Path | None) -> None:
+        squad.brief(spec, logs)
+        squad.begin([self._workers[rank] for rank in squad.numbers])
+
+    def _brief_spread(self, common: Message, logs: Path | None, deadline: float) -> Stop:
+        """The first rank opens the store at a port that is free on its machine; the other machines hear of it then."""
+        first, *others = self._squads
+        store = {"host": self._store_host, "token": uuid.uuid4().hex}
+        self._brief(first, {**common, "store": {**store, "port": None}}, logs)
+        stop = self.watch(lambda: self._meeting is not None, deadline)
+        if stop is Stop.ARRIVED and self._meeting is not None:
+            found = {"store": {**store, "port": self._meeting["port"]}, "port": self._meeting["scripts_port"]}
+            for squad in others:
+                self._brief(squad, {**common, **found}, logs)
+        return stop
 
     @property
     def greeted(self) -> bool:
         """Whether every rank has said hello. Before that nothing of what it is to run has reached it."""
-        return self._world > 0 and len(self._channels) == self._world
+        return self._world > 0 and len(self._workers) == self._world
 
     # -- hearing -----------------------------------------------------------------------------------------------------
 
@@ -145,7 +160,8 @@ class Group:
             deadline: on the monotonic clock.
         """
         last_alive = last_look = time.monotonic()
-        self._vitals.forget()
+        for squad in self._squads:
+            squad.look_anew()
         while True:
             if self._cancelled():
                 return Stop.CANCELLED
@@ -166,14 +182,14 @@ class Group:
                 return Stop.ARRIVED
             if self._lost():
                 self._hear(0.0)  # its last words may have come in between
-            if self.errors or self._lost() or (self._gauge is not None and self._gauge.peaks().lost):
+            if self.errors or self._lost() or any(squad.lost or squad.cut_off for squad in self._squads):
                 self.failed_at = time.monotonic()
                 return Stop.FAILED
 
     def _get_on(self) -> bool:
         """Whether ranks that say nothing compute, read or write."""
-        known = {rank: self._workers.get(rank, pid) for rank, pid in enumerate(self.pids)}
-        return self._vitals.alive(known.values(), [known[rank] for rank in self._waiting])
+        alive = self._each(lambda squad: squad.get_on(self._waiting))
+        return any(alive)
 
     def _stuck(self) -> str:
         """Where the ranks are, those that wait for others last."""
@@ -185,47 +201,33 @@ class Group:
         left = self.exit_codes()
         if self._policy.may_leave and self.greeted:
             return any(left.values())
-        return bool(left) or any(channel.closed for channel in self._channels.values())
+        return bool(left) or any(squad.hung_up for squad in self._squads)
 
     def _hear(self, seconds: float) -> bool:
         """Takes in what the ranks have said, waiting for it at most so long; whether it was a sign of life."""
-        channels = {channel: rank for rank, channel in self._channels.items() if not channel.closed}
-        sources: list[Any] = [*channels, *self._strangers, *([self._listener] if self._listener else [])]
+        select.select([source for squad in self._squads for source in squad.sources()], [], [], seconds)
         heard = False
-        for source in select.select(sources, [], [], seconds)[0]:
-            if isinstance(source, socket.socket):
-                self._strangers.append(Channel(source.accept()[0]))
-            elif source in channels:
-                for message in source.drain():
-                    heard = self._take(channels[source], message) or heard
-            else:
-                heard = self._greet(source) or heard
+        for squad in self._squads:
+            for rank, message in squad.hear():
+                heard = self._take(rank, message) or heard
         return heard
-
-    def _greet(self, channel: Channel) -> bool:
-        """Learns which rank a new connection is of; whether it said so."""
-        hello = channel.receive(0)
-        if hello is not None and hello["type"] == "hello":
-            self._channels[int(hello["rank"])] = channel
-            self._workers[int(hello["rank"])] = int(hello["pid"])
-        elif not channel.closed:
-            return False
-        self._strangers.remove(channel)
-        if hello is None:
-            channel.close()
-        return hello is not None
 
     def _take(self, rank: int, message: Message) -> bool:
         """Remembers what a message says; whether it is a sign of life."""
         kind = message["type"]
+        if kind == "hello":
+            self._workers[rank] = int(message["pid"])
+            return True
         if kind == "pulse":
             self._places[rank] = str(message["where"])
             (self._waiting.add if message["waits"] else self._waiting.discard)(rank)
             return bool(message["moved"])
         if kind == "error":
             self.errors.append(message)
+        elif kind == "store":
+            self._meeting = self._meeting or message
         elif kind == "device" and "uuid" in message:
-            self._onlooker.place(rank, message["uuid"])
+            next(squad for squad in self._squads if rank in squad.numbers).place(rank, message["uuid"])
             self._outside[rank] = message["outside_bytes"]
         elif kind == "bye" and message.get("code") is not None:
             self._codes[rank] = int(message["code"])
@@ -237,8 +239,8 @@ class Group:
 
     def tell(self, kind: str, **fields: Any) -> None:
         """Sends a message to every rank."""
-        for channel in self._channels.values():
-            channel.send(kind, **fields)
+        for squad in self._squads:
+            squad.tell(kind, **fields)
 
     def enter(self, phase: Phase) -> None:
         """Has every rank begin a phase: its own patience, and its own seconds."""
@@ -261,8 +263,7 @@ class Group:
 
     def statuses(self) -> dict[int, int]:
         """Exit codes of ranks that have ended, negative for a signal."""
-        found = {rank: self._launcher.status(pid) for rank, pid in enumerate(self.pids)}
-        return {rank: status for rank, status in found.items() if status is not None}
+        return {rank: status for squad in self._squads for rank, status in squad.statuses().items()}
 
     def exit_codes(self) -> dict[int, int]:
         """The same, but a rank whose script was over has the script's code, whatever its interpreter died of on the way
@@ -284,23 +285,16 @@ class Group:
 
     def peaks(self) -> Peaks:
         """Memory at its highest since the last `reset_peaks`, now included; of ranks that are not gauged, memory now."""
-        peaks = self._gauge.look() if self._gauge is not None else self._memory_now()
-        peaks.oom_kills = kernel_oom_kills() - self._oom_kills
-        return peaks
-
-    def _memory_now(self) -> Peaks:
-        peaks = Peaks(used=[0] * len(self.pids), host_low=host_available_bytes())
-        with suppress(Exception):  # a GPU may answer late while a process dies
-            self._onlooker.sample([self._workers.get(i, pid) for i, pid in enumerate(self.pids)], peaks)
-        return peaks
+        return merged(self._each(lambda squad: squad.peaks()))
 
     def reset_peaks(self) -> None:
-        if self._gauge is not None:
-            self._gauge.reset()
+        for squad in self._squads:
+            squad.reset_peaks()
 
     def evidence(self) -> Evidence:
         """Everything that is known of a group that failed or fell silent; call it before `end`."""
-        peaks = self.peaks()
+        witnesses = self._each(lambda squad: squad.testify(self.greeted))
+        peaks = merged([witness.peaks for witness in witnesses])
         statuses: dict[int, int] = {}
         if self.silence is None:
             self._settle()
@@ -318,12 +312,9 @@ class Group:
             phase,
             peaks,
             self._hardware.host_memory_bytes,
-            {rank: log_tail(path) for rank in range(self._world) if (path := self._log_of(rank)) is not None},
+            {rank: log for witness in witnesses for rank, log in witness.logs.items()},
+            cut_off=next((squad.cut_off for squad in self._squads if squad.cut_off), ""),
         )
-
-    def _log_of(self, rank: int) -> Path | None:
-        """Where the rank has written last."""
-        return self._logs / f"rank{rank}.log" if self.greeted and self._logs is not None else self._launcher.log
 
     def _settle(self) -> None:
         until = time.monotonic() + self._policy.settle_seconds
@@ -342,17 +333,15 @@ class Group:
 
     def signal(self, number: signal.Signals) -> None:
         """Passes a signal on to every rank's process group; each gets it once."""
-        for pid in self.pids:
-            if pid not in self._signalled:
-                self._signalled.add(pid)
-                with suppress(ProcessLookupError):
-                    os.killpg(pid, number)
+        for squad in self._squads:
+            fresh = [pid for pid in squad.pids if pid not in self._signalled]
+            self._signalled.update(fresh)
+            squad.signal(number, fresh)
 
     def kill(self) -> None:
         """SIGKILL to every rank's process group, at once."""
-        for pid in self.pids:
-            with suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+        for squad in self._squads:
+            squad.signal(signal.SIGKILL, squad.pids)
 
     def wait_left(self, seconds: float) -> None:
         """Hears the ranks until all have ended, or the time is up."""
@@ -370,24 +359,12 @@ class Group:
             return
         self._ended = True
         done = self._policy.may_leave and self.greeted and self.all_left
-        try:
-            self.tell("stop")
-            if self._gauge is not None:
-                self._gauge.stop()
-            left = end_ranks(self.pids, self._launcher.status, list if done else self._launcher.strays)
-            for process in left:
-                self._say(f"{process} cannot be ended: the kernel has not let it go")
-        finally:
-            for channel in (*self._channels.values(), *self._strangers):
-                channel.close()
-            self._close_listener()
-            self._folder.close()
-        if self._meter is not None:
-            wait_until_back(self._meter, self._say)
+        self.tell("stop")
+        self._each(lambda squad: squad.end(done=done))
 
-
-def _free_port() -> int:
-    """A port for whatever a script opens at MASTER_PORT itself: two groups on a machine do not meet there."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    def _each(self, ask: Callable[[Squad], T]) -> list[T]:
+        """Asks every machine at once: one that does not answer is waited for as long as it takes to give it up."""
+        if len(self._squads) == 1:
+            return [ask(self._squads[0])]
+        with ThreadPoolExecutor(len(self._squads)) as pool:
+            return list(pool.map(ask, self._squads))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import select
 import socket
 import threading
@@ -53,7 +54,7 @@ class Channel:
             left = deadline - time.monotonic()
             if left < 0 and timeout_seconds:
                 return None
-            ready, _, _ = select.select([self.sock], [], [], None if left == math.inf else max(0.0, left))
+            ready, _, _ = select.select([self], [], [], None if left == math.inf else max(0.0, left))
             if not ready:
                 return None
             self._fill()
@@ -67,7 +68,7 @@ class Channel:
 
     def _fill(self) -> None:
         try:
-            data = self.sock.recv(65536)
+            data = self._read()
         except OSError:
             data = b""
         if not data:
@@ -75,6 +76,9 @@ class Channel:
         self._buffer += data
         if len(self._buffer) > MAX_LINE_BYTES:
             self._buffer = b""
+
+    def _read(self) -> bytes:
+        return self.sock.recv(65536)
 
     def _take(self) -> Message | None:
         while b"\n" in self._buffer:
@@ -90,3 +94,37 @@ class Channel:
     def close(self) -> None:
         self.closed = True
         self.sock.close()
+
+
+class Stream(Channel):
+    """The same over two pipes, or over whatever carries standard input and output of a process elsewhere. Sending gives up,
+    and closes, where the other side takes nothing for `patience_seconds`."""
+
+    def __init__(self, reads: int, writes: int, patience_seconds: float) -> None:
+        self._reads, self._writes, self._patience_seconds = reads, writes, patience_seconds
+        self.closed = False
+        self._buffer = b""
+        self._sending = threading.Lock()
+        os.set_blocking(writes, False)
+
+    def fileno(self) -> int:
+        return self._reads
+
+    def send(self, kind: str, **fields: Any) -> None:
+        line = json.dumps({"type": kind, **fields}, default=str).encode() + b"\n"
+        with self._sending:
+            while line and not self.closed:
+                try:
+                    if not select.select([], [self._writes], [], self._patience_seconds)[1]:
+                        raise OSError("nobody reads")
+                    line = line[os.write(self._writes, line) :]
+                except BlockingIOError:
+                    continue
+                except (OSError, ValueError):
+                    self.closed = True
+
+    def _read(self) -> bytes:
+        return os.read(self._reads, 65536)
+
+    def close(self) -> None:
+        self.closed = True

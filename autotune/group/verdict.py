@@ -30,6 +30,7 @@ class Evidence:
     peaks: Peaks = field(default_factory=Peaks)
     host_total_bytes: int = 0
     logs: dict[int, str] = field(default_factory=dict)  # rank -> tail of its log
+    cut_off: str = ""  # a machine that is gone, by name, and how
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ _ABORT = re.compile(r"terminate called after throwing an instance of '[^'\n]*'\s
 
 def judge(evidence: Evidence) -> Verdict:
     """The class of a failed trial, and the evidence that decided it."""
+    if evidence.cut_off:  # its ranks, and those that waited for them, say nothing of the candidate
+        why = "the stream of that machine's agent"
+        return Verdict(Kind.INFRASTRUCTURE, evidence.phase, evidence.cut_off, why, Source.NODE)
     if evidence.peaks.lost:  # whatever the ranks say of it: each fails in words of its own
         why = f"NVML: {evidence.peaks.lost}"
         return Verdict(Kind.INFRASTRUCTURE, evidence.phase, evidence.peaks.lost, why, Source.DEVICE)

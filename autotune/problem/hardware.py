@@ -70,6 +70,7 @@ class Hardware:
     gpus: tuple[str, ...] = ()  # UUIDs of the devices, by rank; of CPU ranks and named GPUs none
     environment: dict[str, str] = field(default_factory=dict)  # what a training needs set to get these very devices
     nodes: int = 1
+    threads: int | None = None  # CPU threads a rank, as nodes have said; None: a share of this machine's
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.count % self.nodes:

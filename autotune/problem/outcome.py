@@ -52,6 +52,7 @@ class Source(StrEnum):
     EXIT = "exit"  # a rank's exit status
     SILENCE = "silence"  # nothing was heard for longer than its phase may take
     DEVICE = "device"  # the driver's word: a GPU is gone
+    NODE = "node"  # a machine of several is gone, or cut off
     BUDGET = "budget"  # its share of the budget ended
     LIMIT = "limit"  # a limit of ours, which may have been too short
     STOP = "stop"  # the tuner was stopped, or ended

@@ -26,6 +26,7 @@ from autotune.group.verdict import is_memory_error
 from autotune.problem.job import Job
 from autotune.problem.outcome import Phase
 from autotune.rank import numbers
+from autotune.rank.meeting import Meeting
 from autotune.rank.pulse import Pulse
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class BaseRank(ABC):
         self.channel, self.spec = channel, spec
         self.number: int = spec["rank"]
         self.world: int = spec["world"]  # ranks of the group
+        local: Any = spec.get("local_rank", spec["rank"])
+        self.local: int = local  # its number among those of its machine
         self.phase = Phase.START
         self.steps = 0  # optimizer steps so far
         self.device: Device | None = None
@@ -76,6 +79,9 @@ class BaseRank(ABC):
 
     def begin(self) -> None:
         """The job, the environment, the device with its cap, the process group."""
+        self.meeting = Meeting.of(self.spec["store"], self.number, self.world)
+        if (port := self.meeting.open()) is not None:
+            self.channel.send("store", port=port, scripts_port=self.spec["port"])
         self.enter(Phase.START)
         self.pulse.start()
         self.job = Job.from_json(self.spec["job"])
@@ -88,7 +94,7 @@ class BaseRank(ABC):
         self.torch: Any = torch
         self.device = make_device(self.spec["device"])
         self.fault(Phase.START)
-        self.device.setup(self.number, self.spec["cap_bytes"], self.spec["threads"])
+        self.device.setup(self.local, self.spec["cap_bytes"], self.spec["threads"])
         self._join_group(self.device)
         self.agree(0.0)  # NCCL takes its buffers with the first collective
         if told := self.device.joined():
@@ -96,23 +102,23 @@ class BaseRank(ABC):
 
     def _set_environment(self) -> None:
         """As torchrun sets it."""
-        rank, world = str(self.number), str(self.world)
         os.environ.update(
-            RANK=rank,
-            LOCAL_RANK=rank,
-            WORLD_SIZE=world,
-            LOCAL_WORLD_SIZE=world,
-            MASTER_ADDR="127.0.0.1",
+            RANK=str(self.number),
+            LOCAL_RANK=str(self.local),
+            WORLD_SIZE=str(self.world),
+            LOCAL_WORLD_SIZE=str(self.spec.get("local_world", self.world)),
+            MASTER_ADDR=self.meeting.host,
             MASTER_PORT=str(self.spec["port"]),
             DS_ACCELERATOR=self.spec["device"],
             OMP_NUM_THREADS=str(self.spec["threads"]),
         )
+        if (nodes := self.spec.get("nodes", 1)) > 1:
+            os.environ.update(GROUP_RANK=str(self.spec["node"]), GROUP_WORLD_SIZE=str(nodes))
         os.environ.update(self.spec.get("env", {}))
         use_own_folder()
 
     def _join_group(self, device: Device) -> None:
-        """The ranks meet in a file instead of at a port: two studies on a machine cannot meet each other."""
-        store = self.torch.distributed.FileStore(self.spec["store"], self.world)
+        store = self.meeting.store(self.torch, self.collective_timeout)
         self.torch.distributed.init_process_group(
             device.backend, store=store, rank=self.number, world_size=self.world, timeout=self.collective_timeout
         )

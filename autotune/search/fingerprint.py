@@ -35,6 +35,8 @@ _UNWATCHED_PREFIXES = ("NCCL_DEBUG", "TORCH_NCCL_DUMP", "TORCH_NCCL_TRACE")  # t
 def identity(job: Job, hardware: Hardware) -> dict[str, Any]:
     """The job, the machine and the packages, as JSON: what names a study, so that the same command finds it again."""
     machine = {key: hardware.to_json()[key] for key in ("device", "name", "count", "memory_bytes", "memory_cap_bytes")}
+    if hardware.nodes > 1:
+        machine["nodes"] = hardware.nodes
     if hardware.device == "cpu":
         del machine["memory_bytes"]  # a share of main memory, which differs a little from boot to boot
     return {"job": job.to_json(), "hardware": machine, VERSIONS: package_versions()}
@@ -45,7 +47,7 @@ def fingerprint(job: Job, hardware: Hardware) -> dict[str, Any]:
     found = identity(job, hardware)
     if hardware.device == "cuda":
         found[VERSIONS] |= driver_versions()
-    return {**found, THREADS: threads_per_rank(hardware.count), ENVIRONMENT: watched_variables()}
+    return {**found, THREADS: hardware.threads or threads_per_rank(hardware.count), ENVIRONMENT: watched_variables()}
 
 
 def package_versions() -> dict[str, str]:

@@ -25,7 +25,7 @@ class Trial:
         driver.cards = [Card("A", 24)]
         driver.write()
         self.executor = LocalExecutor(make_job(1), detect("cuda", 1), folder, [])
-        self.executor._launcher = SpawnLauncher(trial_environment("cpu", 1), folder / "spawn.log")
+        self.executor.ground.found = SpawnLauncher(trial_environment("cpu", 1), folder / "spawn.log")
         self.said: list[str] = []
         self.executor.say = self.said.append
         patch.setattr(LocalExecutor, "entry", "tests.group.mute_rank")

@@ -62,6 +62,10 @@ def main(address: str, number: int) -> None:
     spec = channel.receive()
     assert spec is not None
     assert spec["rank"] == number
+    if isinstance(spec["store"], dict) and spec["store"]["port"] is None:  # of several machines
+        channel.send("store", port=1, scripts_port=2)
+    if "note" in plan:
+        channel.send("note", spec=spec, env={name: os.environ.get(name) for name in plan["note"]})
     if number in (plan.get("rank"), None) and "device" in plan:
         channel.send("device", **plan["device"])
     for phase in ("start", "init", "load", "forward", "backward", "step", "save"):

@@ -154,17 +154,18 @@ class _Takeover:
 
 def _announce(context: Context, line: CommandLine) -> None:
     """What a launcher that was typed sets in the environment of its ranks; accelerate's own code does it for accelerate."""
-    world = os.environ.get("WORLD_SIZE", "1")
+    world, local_world = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE", "1")
+    node, nodes = os.environ.get("GROUP_RANK", "0"), os.environ.get("GROUP_WORLD_SIZE", "1")
     known = {
         TORCHRUN: {
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
+            "GROUP_RANK": node,
+            "GROUP_WORLD_SIZE": nodes,
             "ROLE_NAME": "default",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
         | {"ROLE_RANK": os.environ.get("RANK", "0"), "ROLE_WORLD_SIZE": world}
         | {"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "none"},
-        DEEPSPEED: {"CROSS_RANK": "0", "CROSS_SIZE": "1", "LOCAL_SIZE": world},
+        DEEPSPEED: {"CROSS_RANK": node, "CROSS_SIZE": nodes, "LOCAL_SIZE": local_world},
     }
     for name, value in known.get(line.kind, {}).items():
         context.patches.set_environment(name, value)

@@ -1,0 +1,87 @@
+"""The nodes that a person has named, from a hostfile to machines that are reached and alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from autotune.errors import UserError
+from autotune.executors.nodes.cluster import Cluster, Wishes
+from autotune.executors.nodes.hostfile import Host, evenly, read_hostfile
+from autotune.executors.nodes.transports import Ssh, Transport
+from autotune.problem.hardware import Hardware
+
+
+@dataclasses.dataclass
+class Nodes:
+    """What was asked for, and from `reach` on the cluster that it is.
+
+    Args:
+        hosts: all that may be used.
+        said: where they come from, for complaints.
+        count: how many of them to use; None: all.
+    """
+
+    hosts: Sequence[Host]
+    said: str
+    transport: Transport
+    folder: Path
+    say: Callable[[str], None]
+    count: int | None = None
+    interface: str | None = None
+    variables: tuple[str, ...] = ()
+    cluster: Cluster | None = None
+
+    def reach(
+        self, device: str, per_node: int | None, memory_cap_bytes: int | None, headroom: float, path: str
+    ) -> Hardware:
+        """The hardware of all nodes together, once all are reached and compared.
+
+        Args:
+            per_node: devices of each; None: all that each has.
+            path: what must be there on each; empty: nothing.
+
+        Raises:
+            UserError: one cannot be reached, lacks something, or is not like the others.
+        """
+        hosts = evenly(list(self.hosts), self.count, per_node, self.said)
+        wishes = Wishes(device, headroom, memory_cap_bytes, path, self.interface, self.variables)
+        self.cluster = Cluster(hosts, self.transport, wishes, self.folder, say=self.say)
+        return self.cluster.reach()
+
+
+@contextmanager
+def nodes_of(
+    hostfile: Path | None,
+    include: str | None,
+    exclude: str | None,
+    nodes: int | None,
+    interface: str | None,
+    variables: Sequence[str],
+    say: Callable[[str], None],
+) -> Iterator[Nodes | None]:
+    """The nodes of a hostfile, none of them reached yet; at the end every agent is. None: this machine is meant.
+
+    Raises:
+        UserError: the hostfile or a filter is wrong, or an option needs a hostfile.
+    """
+    if hostfile is None:
+        options = {"--include": include, "--exclude": exclude, "--nodes": nodes, "--interface": interface}
+        for option, given in {**options, "--export": variables}.items():
+            if given:
+                raise UserError(f"{option} is about several machines: give --hostfile FILE too, or leave {option} out")
+        yield None
+        return
+    hosts = read_hostfile(hostfile, include, exclude)
+    folder = Path(tempfile.mkdtemp(prefix="autotune-nodes-"))
+    made = Nodes(hosts, str(hostfile), Ssh(), folder, say, nodes, interface, tuple(variables))
+    try:
+        yield made
+    finally:
+        if made.cluster is not None:
+            made.cluster.close()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,307 @@
+"""`autotune agent`: what a node needs for a study, at the end of a stream.
+
+It is told over standard input and answers over standard output (`talk.py`), listens on nothing, and ends with all that it has
+started when its input ends, when its tuner falls silent, or when it is told to by a signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import queue
+import select
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import Stopped, UserError
+from autotune.executors.nodes.survey import survey
+from autotune.executors.nodes.talk import BEAT_SECONDS, GREETING, PROTOCOL, SILENT_SECONDS, testimony_to_json
+from autotune.executors.ops import Ops
+from autotune.executors.scratch import scratch_folder
+from autotune.executors.station import Needs, Station
+from autotune.files import SocketFolder
+from autotune.group.gpu_meter import make_meter
+from autotune.group.locks import held_gpus
+from autotune.group.protocol import Message, Stream
+from autotune.group.squad import LocalSquad
+from autotune.group.verdict import log_tail
+from autotune.interpreter import interpreter_at, running_in
+from autotune.linux import adopt_orphans
+from autotune.problem.argument_texts import write_trial_files
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job
+from autotune.version import __version__
+
+_LOOK_SECONDS = 0.1
+_MOST_LOG_BYTES = 256 * 1024  # of a rank's log that the tuner keeps
+
+
+class Agent:
+    """One node's, for one tuner."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._heard_at = time.monotonic()
+        self._requests: queue.Queue[Message] = queue.Queue()
+        self._over = threading.Event()
+        self._wake, self._woken = os.pipe()
+        for descriptor in (self._wake, self._woken):
+            os.set_blocking(descriptor, False)
+        self._home = SocketFolder("autotune-agent-")  # that of an agent that was killed goes when the next one starts
+        self.folder = self._home.path
+        self._kept = ExitStack()  # locks, and in which Python ranks run
+        ops = Ops(lambda text: self._tell("say", text=text), lambda text: self._tell("show", text=text))
+        self.station = Station(self.folder, ops, lambda: self._over.is_set())
+        self.needs: Needs | None = None
+        self.hardware: Hardware | None = None
+        self.meter: Any = None
+        self.squad: LocalSquad | None = None
+        self._told: dict[int, int] = {}  # exit codes that the tuner knows
+        self._hung_up = False
+
+    def serve(self) -> None:
+        """Does what it is told until the tuner has gone."""
+        for what in (self._read, self._beat):
+            threading.Thread(target=what, daemon=True).start()
+        self._tell(GREETING, protocol=PROTOCOL, version=__version__, pid=os.getpid(), python=sys.executable)
+        try:
+            while not self._over.is_set():
+                sources = self.squad.sources() if self.squad is not None else []
+                with suppress(OSError, ValueError):
+                    select.select([self._wake, *sources], [], [], _LOOK_SECONDS)
+                with suppress(BlockingIOError):
+                    os.read(self._wake, 4096)
+                self._pass_on()
+                while not self._over.is_set() and not self._requests.empty():
+                    self._do(self._requests.get())
+        finally:
+            self.close()
+
+    def end(self) -> None:
+        """Has `serve` end; may be called from anywhere."""
+        self._over.set()
+
+    # -- threads -----------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        while not self._stream.closed and time.monotonic() - self._heard_at < SILENT_SECONDS:
+            message = self._stream.receive(_LOOK_SECONDS)
+            if message is None:
+                continue
+            self._heard_at = time.monotonic()
+            if message["type"] != "beat":
+                self._requests.put(message)
+                with suppress(BlockingIOError):
+                    os.write(self._woken, b"!")
+        self.end()
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT_SECONDS):
+            self._tell("beat")
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        self._stream.send(kind, **fields)
+
+    # -- what the ranks do -------------------------------------------------------------------------------------------
+
+    def _pass_on(self) -> None:
+        """Tells the tuner what is new of the ranks."""
+        squad = self.squad
+        if squad is None:
+            return
+        for rank, message in squad.hear():
+            self._tell("said", rank=rank, message=message)
+        for rank, status in squad.statuses().items():
+            if rank not in self._told:
+                for speaker, message in squad.hear():  # its last words
+                    self._tell("said", rank=speaker, message=message)
+                self._told[rank] = status
+                self._tell("exited", rank=rank, status=status)
+        if squad.hung_up and not self._hung_up:
+            self._hung_up = True
+            self._tell("hung_up")
+        if squad.lost:
+            self._tell("lost", text=squad.lost)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def _do(self, request: Message) -> None:
+        kind, number = request.pop("type"), request.pop("ask", None)
+        answer: dict[str, Any]
+        try:
+            answer = getattr(self, f"on_{kind}")(**request) or {}
+        except UserError as error:
+            answer = {"failure": "user", "text": str(error)}
+        except Stopped as error:
+            answer = {"failure": "stopped", "text": str(error)}
+        except OSError as error:
+            answer = {"failure": "os", "text": str(error), "errno": error.errno}
+        except Exception as error:  # the tuner has the node's name, and decides
+            answer = {"failure": "agent", "text": f"{type(error).__name__}: {error}"}
+        if number is not None:
+            self._tell("answer", to=number, **answer)
+
+    def on_survey(self, *, env: dict[str, str], python: str | None, **asked: Any) -> dict[str, Any]:
+        """See `survey.survey`; `env` and `python` are what ranks will have."""
+        os.environ.update(env)
+        if python is not None:
+            self._kept.enter_context(running_in(interpreter_at(python, "--python")))
+        return survey(**asked)
+
+    def on_open(self, *, needs: dict[str, Any], hardware: dict[str, Any], env: dict[str, str], who: str) -> None:
+        """Holds the node's devices and gets ready to start ranks."""
+        os.environ.update(env)
+        self.station.close()
+        if self.hardware is None:
+            self.hardware = Hardware.from_json(hardware)
+            self._kept.enter_context(held_gpus(self.hardware, who, lambda text: self._tell("say", text=text)))
+            self.meter = make_meter(self.hardware)
+        self.needs = Needs(**needs)
+        self.station.open(self.needs)
+
+    def on_ops(self, *, names: list[str]) -> dict[str, Any]:
+        assert self.needs is not None
+        fork_safe = self.station.load_ops(names, self.needs)
+        ops = self.station.ops
+        return {"fork_safe": fork_safe, "failed": ops.failed, "folder": ops.folder, "seconds": ops.build_seconds}
+
+    def on_launch(
+        self, *, entry: str, numbers: list[int], gauged: bool, node: list[int], left_seconds: float | None
+    ) -> dict[str, Any]:
+        assert self.hardware is not None
+        self._end_squad(done=False)
+        meter = self.meter if gauged else None
+        say = lambda text: self._tell("say", text=text)  # noqa: E731
+        squad = LocalSquad(self.station.launcher, self.hardware, meter, say, (node[0], node[1]))
+        self.squad, self._told, self._hung_up = squad, {}, False
+        deadline = float("inf") if left_seconds is None else time.monotonic() + left_seconds
+        squad.launch(entry, numbers, deadline=deadline, cancelled=lambda: self._over.is_set() or self._wanted())
+        return {"pids": squad.pids, "waited_seconds": squad.waited_seconds}
+
+    def _wanted(self) -> bool:
+        """Whether the tuner has asked for something else meanwhile: it asks for nothing but an end while ranks come up."""
+        return not self._requests.empty()
+
+    def on_brief(self, *, spec: Message, workers: list[int], logs: bool) -> None:
+        """Ranks get their spec; what they need on this machine's disk is made before."""
+        squad = self._running()
+        folder = self.folder / "logs"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        if "candidate" in spec:
+            job, candidate = Job.from_json(spec["job"]), Candidate.of(spec["candidate"])
+            if "scratch" in spec:
+                spec["scratch"] = str(scratch_folder(folder, job, candidate))
+            else:
+                write_trial_files(job, candidate, squad.home, quiet=False)
+                spec["folder"] = str(squad.home)
+        squad.brief(spec, folder if logs else None)
+        squad.begin(workers)
+
+    def _running(self) -> LocalSquad:
+        if self.squad is None:
+            raise OSError(0, "no ranks were launched")
+        return self.squad
+
+    def on_pass_on(self, *, what: str, fields: dict[str, Any]) -> None:
+        if self.squad is not None:
+            self.squad.tell(what, **fields)
+
+    def on_look_anew(self) -> None:
+        if self.squad is not None:
+            self.squad.look_anew()
+
+    def on_get_on(self, *, waiting: list[int]) -> dict[str, Any]:
+        return {"alive": self._running().get_on(set(waiting))}
+
+    def on_place(self, *, rank: int, device: str) -> None:
+        self._running().place(rank, device)
+
+    def on_peaks(self) -> dict[str, Any]:
+        return {"peaks": dataclasses.asdict(self._running().peaks())}
+
+    def on_reset_peaks(self) -> None:
+        self._running().reset_peaks()
+
+    def on_testify(self, *, greeted: bool) -> dict[str, Any]:
+        squad = self._running()
+        self._pass_on()
+        return testimony_to_json(squad.testify(greeted))
+
+    def on_signal(self, *, number: int, pids: list[int]) -> None:
+        if self.squad is not None:
+            self.squad.signal(signal.Signals(number), pids)
+
+    def on_end(self, *, done: bool) -> dict[str, Any]:
+        """Ends the ranks; the answer has their logs."""
+        numbers = self.squad.numbers if self.squad is not None else ()
+        self._end_squad(done=done)
+        logs = {rank: log_tail(self.folder / "logs" / f"rank{rank}.log", _MOST_LOG_BYTES) for rank in numbers}
+        shutil.rmtree(self.folder / "logs", ignore_errors=True)
+        return {"logs": {rank: text for rank, text in logs.items() if text}}
+
+    def on_exists(self, *, path: str) -> dict[str, Any]:
+        return {"there": Path(path).exists()}
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def _end_squad(self, *, done: bool) -> None:
+        squad, self.squad = self.squad, None
+        if squad is not None:
+            self._pass_on_last(squad)
+            squad.tell("stop")
+            squad.end(done=done)
+
+    def _pass_on_last(self, squad: LocalSquad) -> None:
+        for rank, message in squad.hear():
+            self._tell("said", rank=rank, message=message)
+
+    def close(self) -> None:
+        """Ends all that was started."""
+        with suppress(Exception):
+            self._end_squad(done=False)
+        self.station.close()
+        self._kept.close()
+        self._home.close()
+
+
+@contextmanager
+def _ended_by_signals(agent: Agent) -> Iterator[None]:
+    """SIGTERM, SIGHUP and SIGINT end the agent as the end of its input does."""
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    before = {number: signal.signal(number, lambda *_: agent.end()) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def own_stream() -> Stream:
+    """This process's standard input and output, which nobody else writes to or reads from then on."""
+    reads, writes = os.dup(0), os.dup(1)
+    for descriptor in (reads, writes):
+        os.set_inheritable(descriptor, False)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)  # whatever prints, prints to standard error
+    os.close(null)
+    return Stream(reads, writes, SILENT_SECONDS)
+
+
+def main() -> None:
+    """The command `autotune agent`."""
+    stream = own_stream()
+    adopt_orphans()
+    agent = Agent(stream)
+    with _ended_by_signals(agent), contextlib.closing(stream):
+        agent.serve()

@@ -1,0 +1,311 @@
+"""The nodes of a job together: reached, compared, got ready, and reached again when one was lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from autotune.errors import MachineTrouble, UserError
+from autotune.executors.nodes.compare import check_alike, check_versions_and_clocks, combined
+from autotune.executors.nodes.hostfile import Host
+from autotune.executors.nodes.network import INTERFACE_VARIABLES, Meeting, meeting
+from autotune.executors.nodes.remote import RemoteSquad
+from autotune.executors.nodes.talk import PROTOCOL
+from autotune.executors.nodes.transports import GREETING_SECONDS, Transport
+from autotune.executors.nodes.wire import NodeDown, NotGreeted, Wire
+from autotune.executors.ops import Ops
+from autotune.executors.station import Needs
+from autotune.group.protocol import Message
+from autotune.group.squad import Spread, Squad
+from autotune.interpreter import current, other_python
+from autotune.problem.hardware import Hardware
+from autotune.version import __version__
+
+_SURVEY_SECONDS = 120.0  # without persistence mode each of eight GPUs takes seconds to wake
+_OPEN_SECONDS = 1900.0  # imports from a slow disk; the agent's own limit ends before
+_OPS_SECONDS = 3600.0
+_BACK_SECONDS = 120.0  # for a node that was lost to be reached again
+_RETRY_SECONDS = 2.0
+COMPARED = ("torch", "deepspeed", "transformers")  # packages that this machine must have in the same version
+
+# Of the environment these variables are sent to the nodes, and nothing else: what libraries that compute, communicate, allocate,
+# load models and build ops are told by. Which devices there are a node knows itself.
+SENT = ("OMP_NUM_THREADS", "LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_HOME", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING")
+SENT_PREFIXES = (
+    *("NCCL_", "TORCH_", "PYTORCH_", "GLOO_", "UCX_", "FI_", "DS_", "DEEPSPEED_", "TRITON_"),
+    *(
+        "HF_",
+        "TRANSFORMERS_",
+        "TOKENIZERS_",
+        "CUDA_DEVICE_MAX_",
+        "CUDA_MODULE_",
+        "OMP_",
+        "GOMP_",
+        "KMP_",
+        "MKL_",
+        "MALLOC_",
+    ),
+)
+
+
+def sent_variables(environment: Mapping[str, str], also: Sequence[str] = ()) -> dict[str, str]:
+    """The variables that nodes are told.
+
+    Args:
+        also: names of the user's own.
+
+    Raises:
+        UserError: one of these is not set.
+    """
+    for name in also:
+        if name not in environment:
+            raise UserError(f"--export {name}: no such variable is set here")
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in SENT or name.startswith(SENT_PREFIXES) or name in also
+    }
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a job wants of its nodes.
+
+    Args:
+        path: what must be there on each: the script's folder; empty where there is no script.
+        interface: by which they reach each other; None: found out.
+        variables: of the user's own, sent beside `SENT`.
+    """
+
+    device: str = "auto"
+    headroom: float = 0.05
+    memory_cap_bytes: int | None = None
+    path: str = ""
+    interface: str | None = None
+    variables: tuple[str, ...] = ()
+
+
+@dataclass
+class Node:
+    """A node and the wire to it."""
+
+    host: Host
+    wire: Wire
+    hardware: Hardware | None = None
+
+    @property
+    def name(self) -> str:
+        return self.host.name
+
+
+@dataclass
+class Cluster:
+    """Nodes as a ground for groups of ranks, as `Station` is one on this machine.
+
+    Args:
+        folder: for what transports and agents write to standard error.
+        who: holds the nodes' devices, for those who find them held: `study NAME`.
+        say: takes a line for people.
+    """
+
+    hosts: Sequence[Host]
+    transport: Transport
+    wishes: Wishes
+    folder: Path
+    who: str = "a study"
+    say: Callable[[str], None] = lambda text: None
+    cancelled: Callable[[], bool] = lambda: False
+    ops: Ops = field(default_factory=lambda: Ops(lambda text: None))
+    nodes: list[Node] = field(default_factory=list)
+    _needs: Needs | None = None
+    _names: list[str] = field(default_factory=list)  # of the ops' builders that nodes have loaded
+    _meeting: Meeting | None = None
+
+    # -- reaching them -----------------------------------------------------------------------------------------------
+
+    def reach(self) -> Hardware:
+        """Starts an agent on every node, compares what they have, and says what all have together.
+
+        Raises:
+            UserError: one cannot be reached, or they are not alike.
+            Stopped: it was cancelled.
+        """
+        try:
+            self.nodes = [Node(host, self._start(host)) for host in self.hosts]
+            self._greet(self.nodes)
+            return self._compare(self._survey(self.nodes))
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, host: Host) -> Wire:
+        log = self.folder / f"{host.name.replace('/', '_')}.log"
+        log.unlink(missing_ok=True)
+        try:
+            return Wire(host.name, self.transport.command(host.name), log)
+        except OSError as error:
+            raise UserError(
+                f"node {host.name}: {self.transport.command(host.name)[0]} cannot be run ({error.strerror})"
+            ) from None
+
+    def _greet(self, nodes: list[Node]) -> None:
+        for node in nodes:
+            try:
+                node.wire.greet(GREETING_SECONDS, self.cancelled)
+            except NotGreeted as failure:
+                raise UserError(self.transport.complaint(node.name, failure)) from None
+        check_alike([node.name for node in nodes], [node.wire.greeting for node in nodes], __version__, PROTOCOL)
+
+    def _survey(self, nodes: list[Node]) -> list[Message]:
+        wishes, asked = self.wishes, []
+        for node in nodes:
+            env = sent_variables(os.environ, wishes.variables) | self._devices(node.host)
+            count = len(node.host.slots)
+            what = {"device": wishes.device, "count": count, "headroom": wishes.headroom, "path": wishes.path}
+            cap = wishes.memory_cap_bytes
+            number = node.wire.begin("survey", env=env, python=other_python(), memory_cap_bytes=cap, **what)
+            asked.append((node, number))
+        surveys = []
+        for node, number in asked:
+            survey = self._finish(node, number, _SURVEY_SECONDS)
+            survey["came"] = time.time()
+            node.hardware = Hardware.from_json(survey["hardware"])
+            surveys.append(survey)
+        return surveys
+
+    @staticmethod
+    def _devices(host: Host) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))} if host.chosen else {}
+
+    def _compare(self, surveys: list[Message]) -> Hardware:
+        names = [node.name for node in self.nodes]
+        ours = {package: current().version(package) for package in COMPARED}
+        check_versions_and_clocks(names, surveys, ours, [survey["came"] for survey in surveys])
+        self._meeting = meeting(names, surveys, self.wishes.interface)
+        threads = min(int(survey["threads"]) for survey in surveys)
+        return combined([node.hardware for node in self.nodes if node.hardware is not None], threads)
+
+    def _finish(
+        self, node: Node, number: int, seconds: float, take: Callable[[Message], None] | None = None
+    ) -> Message:
+        """An answer before anything is tried: what is wrong then is for the user to mend."""
+        try:
+            return node.wire.finish(number, seconds, self.cancelled, take)
+        except (NodeDown, OSError) as error:
+            raise UserError(f"node {error}") from None
+
+    # -- a ground for groups -----------------------------------------------------------------------------------------
+
+    @property
+    def launcher(self) -> Spread:
+        assert self._meeting is not None
+        return Spread(self._squads, self._meeting.host)
+
+    def _squads(self, gauged: bool, say: Callable[[str], None]) -> list[Squad]:
+        count = len(self.nodes)
+        return [RemoteSquad(node.wire, gauged, say, (at, count)) for at, node in enumerate(self.nodes)]
+
+    def open(self, needs: Needs) -> None:
+        """Every agent gets ready to start ranks.
+
+        Raises:
+            UserError: one cannot.
+            Stopped: it was cancelled.
+        """
+        self._needs = needs
+        self._open(self.nodes)
+
+    def _open(self, nodes: list[Node]) -> None:
+        assert self._needs is not None
+        asked = []
+        for node in nodes:
+            assert node.hardware is not None
+            env = self._interface_variables(self.nodes.index(node))
+            what = {"needs": dataclasses.asdict(self._needs), "hardware": node.hardware.to_json()}
+            asked.append((node, node.wire.begin("open", **what, env=env, who=self.who)))
+        for node, number in asked:
+            self._finish(node, number, _OPEN_SECONDS, self._hearer(node))
+
+    def _hearer(self, node: Node) -> Callable[[Message], None]:
+        def take(event: Message) -> None:
+            if event["type"] == "say":
+                self.say(f"{node.name}: {event['text']}")
+
+        return take
+
+    def _interface_variables(self, at: int) -> dict[str, str]:
+        assert self._meeting is not None
+        interface = self._meeting.interfaces[at]
+        if not interface or len(self.nodes) == 1:
+            return {}
+        return {name: interface for name in INTERFACE_VARIABLES if name not in os.environ}
+
+    def load_ops(self, names: Sequence[str], needs: Needs) -> bool:
+        """As `Station.load_ops`, on every node."""
+        self._needs = needs
+        self._names = list(dict.fromkeys([*self._names, *names]))
+        return self._load(self.nodes, list(names))
+
+    def _load(self, nodes: list[Node], names: list[str]) -> bool:
+        asked = [(node, node.wire.begin("ops", names=names)) for node in nodes] if names else []
+        answers = [self._finish(node, number, _OPS_SECONDS, self._hearer(node)) for node, number in asked]
+        for answer in answers:
+            self.ops.failed.update(answer["failed"])
+            self.ops.folder = answer["folder"]
+            self.ops.build_seconds = max(self.ops.build_seconds, answer["seconds"])
+        return all(answer["fork_safe"] for answer in answers)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a node is cut off."""
+        return any(node.wire.down for node in self.nodes)
+
+    def mend(self) -> None:
+        """Reaches nodes again that were cut off, and gets them ready.
+
+        Raises:
+            MachineTrouble: one cannot be reached within minutes.
+            Stopped: it was cancelled.
+        """
+        until = time.monotonic() + _BACK_SECONDS
+        for node in self.nodes:
+            if not node.wire.down:
+                continue
+            self.say(f"node {node.wire.down}: reaching it again")
+            while True:
+                try:
+                    self._again(node)
+                    break
+                except UserError as error:
+                    node.wire.close()
+                    if time.monotonic() > until:
+                        raise MachineTrouble(f"{error}; the study goes on with the same command") from None
+                    time.sleep(_RETRY_SECONDS)
+            self.say(f"node {node.name} is back")
+
+    def _again(self, node: Node) -> None:
+        node.wire.close()
+        node.wire = self._start(node.host)
+        self._greet([node])
+        self._survey([node])
+        self._open([node])
+        self._load([node], self._names)
+
+    def all_see(self, path: Path) -> bool:
+        """Whether every node has this path: a file system that all share."""
+        if self.broken:
+            return False
+        asked = [(node, node.wire.begin("exists", path=str(path))) for node in self.nodes]
+        try:
+            return all(node.wire.finish(number, _SURVEY_SECONDS)["there"] for node, number in asked)
+        except NodeDown:
+            return False
+
+    def close(self) -> None:
+        """Ends every agent, with all that it has started."""
+        for node in self.nodes:
+            node.wire.close()

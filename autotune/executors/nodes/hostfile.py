@@ -1,0 +1,137 @@
+"""DeepSpeed's hostfile: `worker-1 slots=8` a line, and the filters `--include` and `--exclude` of its launcher."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotune.errors import UserError, near
+
+_LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)")
+_FILTER = "expected HOST@HOST, or HOST:SLOT,SLOT@HOST as DeepSpeed's launcher takes it"
+
+
+@dataclass(frozen=True)
+class Host:
+    """A line of a hostfile.
+
+    Args:
+        slots: its devices, by their numbers there.
+        chosen: whether a filter has named them: all others must then be hidden from ranks.
+    """
+
+    name: str
+    slots: tuple[int, ...]
+    chosen: bool = False
+
+
+def read_hostfile(path: Path, include: str | None = None, exclude: str | None = None) -> list[Host]:
+    """The hosts of a hostfile, in its order, as the filters leave them.
+
+    Raises:
+        UserError: it cannot be read or does not parse, names a host twice, or a filter names what is not there or leaves nothing.
+    """
+    if include and exclude:
+        raise UserError("--include and --exclude together: give one of them")
+    hosts = _hosts(path)
+    for option, text in (("--include", include), ("--exclude", exclude)):
+        if text:
+            named = _filter(option, text, hosts, path)
+            hosts = _kept(hosts, named) if option == "--include" else _without(hosts, named)
+            if not hosts:
+                raise UserError(f"{option} {text}: no host of {path} is left")
+    return hosts
+
+
+def _hosts(path: Path) -> list[Host]:
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UserError(f"--hostfile {path} cannot be read ({why}): expected lines like `worker-1 slots=8`") from None
+    found: dict[str, Host] = {}
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        match = _LINE.fullmatch(text)
+        if match is None:
+            raise UserError(f"{path}:{number}: {text!r} does not parse: expected a line like `worker-1 slots=8`")
+        name, slots = match["host"], int(match["slots"])
+        if name.startswith("-"):  # ssh would take it for an option
+            raise UserError(f"{path}:{number}: {name!r} is no host's name: expected a line like `worker-1 slots=8`")
+        if name in found:
+            raise UserError(f"{path}:{number}: {name} a second time: give each host one line, with all its slots")
+        if not slots:
+            raise UserError(f"{path}:{number}: {name} has no slots: expected at least 1, or leave the line out")
+        found[name] = Host(name, tuple(range(slots)))
+    if not found:
+        raise UserError(f"{path} names no host: expected lines like `worker-1 slots=8`")
+    return list(found.values())
+
+
+def _filter(option: str, text: str, hosts: list[Host], path: Path) -> dict[str, tuple[int, ...] | None]:
+    """The slots that a filter names, by host; None: all of them."""
+    known = {host.name: host for host in hosts}
+    named: dict[str, tuple[int, ...] | None] = {}
+    for part in text.split("@"):
+        name, colon, numbers = part.strip().partition(":")
+        if name not in known:
+            raise UserError(f"{option} {text}: {path} has no host {name!r}{near(name, known)}; {_FILTER}")
+        slots = None
+        if colon:
+            if not re.fullmatch(r"\d+(,\d+)*", numbers):
+                raise UserError(f"{option} {text}: {part!r} does not parse: {_FILTER}")
+            slots = tuple(sorted({int(one) for one in numbers.split(",")}))
+            if missing := set(slots) - set(known[name].slots):
+                raise UserError(
+                    f"{option} {text}: {name} has no slot {min(missing)}, its {len(known[name].slots)} count from 0"
+                )
+        named[name] = slots
+    return named
+
+
+def _kept(hosts: list[Host], named: dict[str, tuple[int, ...] | None]) -> list[Host]:
+    kept = [host for host in hosts if host.name in named]
+    return [host if (slots := named[host.name]) is None else Host(host.name, slots, True) for host in kept]
+
+
+def _without(hosts: list[Host], named: dict[str, tuple[int, ...] | None]) -> list[Host]:
+    left = []
+    for host in hosts:
+        gone = named.get(host.name, ())
+        slots = () if gone is None else tuple(slot for slot in host.slots if slot not in gone)
+        if slots:
+            left.append(host if slots == host.slots else Host(host.name, slots, True))
+    return left
+
+
+def evenly(hosts: list[Host], nodes: int | None, per_node: int | None, said: str) -> list[Host]:
+    """The first `nodes` hosts with `per_node` slots of each; None: all of them, which then must be as many on each.
+
+    Args:
+        said: where the hosts come from, for complaints.
+
+    Raises:
+        UserError: there are fewer, or not as many on each host.
+    """
+    if nodes is not None and not 1 <= nodes <= len(hosts):
+        raise UserError(f"--nodes {nodes}: {said} has {len(hosts)} hosts; give 1 to {len(hosts)}")
+    used = hosts[:nodes] if nodes else hosts
+    fewest = min(used, key=lambda host: len(host.slots))
+    if per_node is None:
+        most = max(used, key=lambda host: len(host.slots))
+        if len(most.slots) != len(fewest.slots):
+            raise UserError(
+                f"{said}: {fewest.name} has {len(fewest.slots)} slots and {most.name} {len(most.slots)}; autotune takes as "
+                f"many of each: --gpus {len(fewest.slots)} takes so many, --exclude leaves a host out"
+            )
+        return used
+    if not 1 <= per_node <= len(fewest.slots):
+        raise UserError(
+            f"--gpus {per_node}: {fewest.name} has {len(fewest.slots)} slots; give 1 to {len(fewest.slots)}"
+        )
+    return [
+        host if len(host.slots) == per_node else Host(host.name, host.slots[:per_node], host.chosen) for host in used
+    ]

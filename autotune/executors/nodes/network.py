@@ -1,0 +1,69 @@
+"""By which of their addresses the nodes of a job reach each other."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.errors import UserError
+
+# For each library its own variable of the interface; what the user has set stays.
+INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of several nodes meet: the first node's address, and the interface of each node to that network."""
+
+    host: str
+    interfaces: tuple[str, ...]
+
+
+def meeting(names: Sequence[str], surveys: Sequence[Mapping[str, Any]], interface: str | None = None) -> Meeting:
+    """The network that all nodes are in: of several that by which ssh reached the first node, else the first node's first.
+
+    Args:
+        names: of the nodes.
+        surveys: what they have said, see `survey.survey`.
+        interface: the one to take, of the same name on every node.
+
+    Raises:
+        UserError: a node has not that interface, or there is no network that all are in.
+    """
+    found = [_addresses(one) for one in surveys]
+    if interface is not None:
+        for name, addresses in zip(names, found, strict=True):
+            if all(interface != device for device, _ in addresses):
+                known = ", ".join(sorted({device for device, _ in addresses})) or "none"
+                raise UserError(
+                    f"--interface {interface}: node {name} has no such interface that is up; it has {known}"
+                )
+        host = next(address for device, address in found[0] if device == interface)
+        return Meeting(str(host.ip), (interface,) * len(names))
+    reached = surveys[0].get("reached_at") or [""]
+    one_machine = len({str(one.get("hostname")) for one in surveys}) == 1
+    first = sorted(found[0], key=lambda known: (str(known[1].ip) != reached[0], found[0].index(known)))
+    for device, address in first:
+        if address.ip.is_loopback and not one_machine:
+            continue
+        others = [_in_network(addresses, address) for addresses in found[1:]]
+        if all(others):
+            return Meeting(str(address.ip), (device, *(other or "" for other in others)))
+    routed = next((known for known in first if not known[1].ip.is_loopback), None)
+    if routed is None:
+        raise UserError(
+            f"node {names[0]} has no address at which the other nodes could reach it: give --interface NAME"
+        )
+    # different networks with a router in between: each library finds its own way
+    return Meeting(str(routed[1].ip), ("",) * len(names))
+
+
+def _addresses(survey: Mapping[str, Any]) -> list[tuple[str, ipaddress.IPv4Interface]]:
+    return [(name, ipaddress.IPv4Interface(f"{address}/{mask}")) for name, address, mask in survey["addresses"]]
+
+
+def _in_network(known: list[tuple[str, ipaddress.IPv4Interface]], other: ipaddress.IPv4Interface) -> str | None:
+    """The interface that is in the network of an address."""
+    return next((device for device, address in known if address.network == other.network), None)

@@ -1,0 +1,87 @@
+"""What a node says of itself before anything starts, so that all can be compared."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from autotune.errors import UserError
+from autotune.files import cache_root
+from autotune.group.locks import holder_of
+from autotune.inquiry import PACKAGES
+from autotune.interpreter import current
+from autotune.problem.cpus import threads_per_rank
+from autotune.problem.gpus import nvml
+from autotune.problem.hardware import detect
+
+LEAST_FREE_BYTES = 64 * 2**20  # of a disk that takes logs
+_ADDRESS_OF_SSH = "SSH_CONNECTION"  # client's address and port, then the server's: ssh(1)
+
+
+def survey(*, device: str, count: int, headroom: float, memory_cap_bytes: int | None, path: str) -> dict[str, Any]:
+    """Everything that the tuner compares, as JSON.
+
+    Args:
+        count: devices that the job wants of this node.
+        path: what must be there: the script's folder; empty where there is no script.
+
+    Raises:
+        UserError: there are fewer devices, the path is not there, or a folder that is needed cannot be written.
+    """
+    hardware = detect(device, count, memory_cap_bytes=memory_cap_bytes, headroom=headroom)
+    if path and not Path(path).exists():
+        raise UserError(f"no {path} there; expected what is trained in the same place on every node")
+    for folder in (Path(tempfile.gettempdir()), cache_root()):
+        _check_writable(folder)
+    held = [f"{gpu} is in use by autotune ({who})" for gpu in hardware.gpus if (who := holder_of(gpu))]
+    if held:
+        raise UserError(f"{held[0]}: wait for it, or leave the node out")
+    versions = {package: found for package in PACKAGES if (found := current().version(package))}
+    return {
+        "hardware": hardware.to_json(),
+        "versions": {**versions, "cuda": current().cuda, "nccl": current().nccl, "driver": _driver()},
+        "threads": threads_per_rank(count),
+        "clock": time.time(),
+        "addresses": addresses(),
+        "reached_at": (os.environ.get(_ADDRESS_OF_SSH, "").split() or [""] * 3)[2:3],
+        "hostname": socket.gethostname(),
+    }
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"autotune")
+            file.flush()
+        free = os.statvfs(folder)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror})") from None
+    if free.f_bavail * free.f_frsize < LEAST_FREE_BYTES:
+        raise UserError(f"{folder} is full: its disk has less than {LEAST_FREE_BYTES >> 20} MiB left")
+
+
+def addresses() -> list[tuple[str, str, str]]:
+    """(interface, address, netmask) of every IPv4 address of this machine that is up."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    return [
+        (name, one.address, one.netmask or "255.255.255.255")
+        for name, found in psutil.net_if_addrs().items()
+        for one in found
+        if one.family == socket.AF_INET and name in up
+    ]
+
+
+def _driver() -> str | None:
+    with suppress(Exception), nvml() as lib:  # whoever detects GPUs complains of a driver that does not answer
+        if lib is not None:
+            found = lib.nvmlSystemGetDriverVersion()
+            return found.decode() if isinstance(found, bytes) else str(found)
+    return None

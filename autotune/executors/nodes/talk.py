@@ -1,0 +1,37 @@
+"""What the tuner and the agents of its nodes agree on: the conversation's times, and how what they know becomes JSON.
+
+Down: requests with a number (`ask`), which are answered in order, and what nobody waits for (`tell`). Up: answers, what ranks
+have said (`said`), their ends (`exited`), lines for people (`say`). Both sides send a `beat`: whoever hears nothing for
+`SILENT_SECONDS` takes the other for gone. The agent then ends all that it has started, as it does at the end of its standard
+input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from autotune.group.gauge import Peaks
+from autotune.group.squad import Testimony
+
+PROTOCOL = 1
+BEAT_SECONDS = 2.0
+SILENT_SECONDS = 15.0  # a link may be cut for five, and TCP then takes as long again to notice that it is back
+GREETING = "agent"  # the type of an agent's first line
+
+
+def testimony_to_json(testimony: Testimony) -> dict[str, Any]:
+    return {"peaks": dataclasses.asdict(testimony.peaks), "logs": testimony.logs}
+
+
+def testimony_of(data: dict[str, Any]) -> Testimony:
+    return Testimony(peaks_of(data["peaks"]), by_rank(data["logs"]))
+
+
+def peaks_of(data: dict[str, Any]) -> Peaks:
+    """JSON's keys are texts."""
+    return Peaks(**{**data, "grown": by_rank(data["grown"])})
+
+
+def by_rank(data: dict[str, Any]) -> dict[int, Any]:
+    return {int(rank): value for rank, value in data.items()}

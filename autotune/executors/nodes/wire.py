@@ -1,0 +1,259 @@
+"""The tuner's end of the stream to a node's agent: a process that carries it, requests and their answers, and its death."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import Stopped, UserError
+from autotune.executors.nodes.talk import BEAT_SECONDS, GREETING, SILENT_SECONDS
+from autotune.group.protocol import Message, Stream
+from autotune.group.verdict import log_tail
+
+_LOOK_SECONDS = 0.1
+_LEAVE_SECONDS = 8.0  # for an agent to end what it has started: a grace, and what the kernel takes
+_LOG_LINES = 3
+
+
+class NodeDown(Exception):
+    """A node's agent is gone, or does not answer; the message has the node's name."""
+
+
+class NotGreeted(NodeDown):
+    """It was never heard. `said` is what came over the stream instead, `log` the end of what the transport wrote, `code` its
+    exit status where it ended."""
+
+    def __init__(self, text: str, said: str, log: str, code: int | None) -> None:
+        super().__init__(text)
+        self.said, self.log, self.code = said, log, code
+
+
+class Wire:
+    """A process whose standard input and output are those of an agent.
+
+    Args:
+        name: the node's.
+        command: starts it.
+        log: takes what it writes to standard error.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
+        self.name, self.log = name, log
+        self.down = ""  # why, once it is
+        self.greeting: Message = {}
+        self._answers: dict[int, Message] = {}
+        self._events: deque[Message] = deque()
+        self._asked = 0
+        self._threads: list[threading.Thread] = []
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._wake, self._woken = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(self._woken, False)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as errors:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C reaches the whole terminal; the tuner decides
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stream = Stream(self._process.stdout.fileno(), self._process.stdin.fileno(), SILENT_SECONDS)
+        self._heard_at = time.monotonic()
+
+    def greet(self, seconds: float, cancelled: Callable[[], bool] = lambda: False) -> Message:
+        """The agent's first line, with which the stream begins.
+
+        Raises:
+            NotGreeted: something else came, or nothing within the time.
+            Stopped: it was cancelled.
+        """
+        until, said = time.monotonic() + seconds, b""
+        os.set_blocking(self._stream.fileno(), False)
+        while b"\n" not in said:
+            code = self._process.poll()
+            with suppress(BlockingIOError):
+                if data := os.read(self._stream.fileno(), 1):  # what follows its line is the reader's
+                    said += data
+                    continue
+                code = self._process.wait(timeout=_LEAVE_SECONDS) if code is None else code
+            if code is not None or time.monotonic() > until:
+                raise self._not_greeted(said, code, seconds)
+            if cancelled():
+                raise Stopped("stopped before anything was measured")
+            time.sleep(0.01)
+        self._stream._buffer = said
+        first = self._stream._take()
+        if first is None or first["type"] != GREETING:
+            raise self._not_greeted(said, None, seconds)
+        os.set_blocking(self._stream.fileno(), True)
+        self.greeting, self._heard_at = first, time.monotonic()
+        self._threads = [threading.Thread(target=what, daemon=True) for what in (self._read, self._beat)]
+        for thread in self._threads:
+            thread.start()
+        return first
+
+    def _not_greeted(self, said: bytes, code: int | None, seconds: float) -> NotGreeted:
+        text = said.decode(errors="replace").strip()
+        log = "\n".join(log_tail(self.log, 2000).strip().splitlines()[-_LOG_LINES:])
+        why = f"no agent within {seconds:.0f} s" if code is None else f"the way to it ended with exit status {code}"
+        self.down = f"{self.name}: {why}"
+        return NotGreeted(self.down, text, log, code)
+
+    # -- threads -----------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        while not self._stream.closed:
+            message = self._stream.receive(_LOOK_SECONDS)
+            if message is None:
+                if time.monotonic() - self._heard_at > SILENT_SECONDS:
+                    self._give_up(f"nothing was heard of its agent for {SILENT_SECONDS:.0f} s")
+                    return
+                continue
+            self._heard_at = time.monotonic()
+            if message["type"] == "beat":
+                continue
+            with self._changed:
+                if message["type"] == "answer":
+                    self._answers[message["to"]] = message
+                else:
+                    self._events.append(message)
+                self._changed.notify_all()
+            self._poke()
+        self._give_up("its agent, or the way to it, has ended")
+
+    def _beat(self) -> None:
+        while not self._closing.wait(BEAT_SECONDS) and not self.down:
+            self._stream.send("beat")
+
+    def _give_up(self, why: str) -> None:
+        if self._closing.is_set():
+            return
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=1)  # its last words
+        words = [line.strip() for line in log_tail(self.log, 2000).splitlines() if line.strip()]
+        with self._changed:
+            self.down = self.down or f"{self.name}: {why}" + (f" ({words[-1][:200]})" if words else "")
+            self._changed.notify_all()
+        self._poke()
+
+    def _poke(self) -> None:
+        with suppress(OSError):
+            os.write(self._woken, b"!")
+
+    # -- talking -----------------------------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        """Readable when there is something new: an event, or that it is down."""
+        return self._wake
+
+    def events(self) -> list[Message]:
+        """What was said since the last time."""
+        with suppress(BlockingIOError):
+            while os.read(self._wake, 4096):
+                pass
+        found = []
+        while self._events:
+            found.append(self._events.popleft())
+        return found
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Says something that has no answer."""
+        if not self.down:
+            self._stream.send(kind, **fields)
+
+    def ask(self, kind: str, seconds: float, **fields: Any) -> Message:
+        """The answer to a request; see `begin` and `finish`."""
+        return self.finish(self.begin(kind, **fields), seconds)
+
+    def begin(self, kind: str, **fields: Any) -> int:
+        """Makes a request, and returns its number."""
+        with self._changed:
+            self._asked += 1
+            number = self._asked
+        self.tell(kind, ask=number, **fields)
+        return number
+
+    def finish(
+        self,
+        number: int,
+        seconds: float,
+        cancelled: Callable[[], bool] = lambda: False,
+        take: Callable[[Message], None] | None = None,
+    ) -> Message:
+        """The answer to a request.
+
+        Args:
+            take: is given what the agent says meanwhile; None leaves it for `events`.
+
+        Raises:
+            NodeDown: it is gone, or does not answer in time.
+            UserError: it cannot be done there; the message has the node's name.
+            OSError: the machine refuses it.
+            Stopped: it was cancelled.
+        """
+        until = time.monotonic() + seconds
+        while (answer := self._answers.pop(number, None)) is None:
+            for event in self.events() if take is not None else ():
+                assert take is not None
+                take(event)
+            if self.down:
+                raise NodeDown(self.down)
+            if time.monotonic() > until:
+                raise NodeDown(f"{self.name}: no answer within {seconds:.0f} s")
+            if cancelled():
+                raise Stopped("stopped before anything was measured")
+            with self._changed:
+                self._changed.wait(_LOOK_SECONDS)
+        self._raise(answer)
+        return answer
+
+    def taken(self, number: int) -> Message | None:
+        """The answer to a request, where it is here; raises as `finish` does."""
+        answer = self._answers.pop(number, None)
+        if answer is not None:
+            self._raise(answer)
+        return answer
+
+    def _raise(self, answer: Message) -> None:
+        failure = answer.get("failure")
+        if failure == "user":
+            raise UserError(f"node {self.name}: {answer['text']}")
+        if failure == "stopped":
+            raise Stopped(answer["text"])
+        if failure == "os":
+            raise OSError(answer["errno"], f"node {self.name}: {answer['text']}")
+        if failure:
+            raise NodeDown(f"{self.name}: its agent failed: {answer['text']}")
+
+    def close(self) -> None:
+        """Ends the agent, with all that it has started, and the process that carries the stream."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._stream.close()
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()  # upon which an agent ends
+        if not self.down:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=_LEAVE_SECONDS)
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        self.down = self.down or f"{self.name}: closed"
+        for thread in self._threads:
+            thread.join()
+        for descriptor in (self._wake, self._woken):
+            os.close(descriptor)

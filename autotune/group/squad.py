@@ -1,0 +1,327 @@
+"""The ranks of a group that live on one machine: started, heard, gauged and ended there.
+
+A group has one squad a machine, and knows of each no more than `Squad` says. `LocalSquad` is the one of this machine; one of
+another machine is the same class in that machine's agent, with a stream in between (`executors/nodes`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from autotune.files import SocketFolder
+from autotune.group.ending import end_ranks
+from autotune.group.gauge import Gauge, Meter, Peaks
+from autotune.group.gpu_meter import make_meter
+from autotune.group.launchers import Launcher
+from autotune.group.protocol import Channel, Message
+from autotune.group.room import wait_for_room, wait_until_back
+from autotune.group.verdict import log_tail
+from autotune.group.vitals import Vitals
+from autotune.problem.hardware import Hardware
+from autotune.problem.host import host_available_bytes, kernel_oom_kills
+
+
+@dataclass(frozen=True)
+class Testimony:
+    """What a machine knows of its ranks after a failure; by the ranks' numbers, peaks in their order."""
+
+    peaks: Peaks
+    logs: dict[int, str] = field(default_factory=dict)  # the end of each
+
+
+class Squad(Protocol):
+    """Ranks of one group on one machine. A rank goes by its number in the whole group."""
+
+    numbers: Sequence[int]
+
+    @property
+    def home(self) -> Path:
+        """A folder of this group alone; of another machine's squad an empty path."""
+
+    @property
+    def pids(self) -> list[int]:
+        """Of its ranks, in order, as the machine's launcher knows them."""
+
+    def launch(self, entry: str, numbers: Sequence[int], *, deadline: float, cancelled: Callable[[], bool]) -> None:
+        """Launches ranks that run module `entry`, once the devices have room. Of another machine it may only be asked for:
+        a refusal is then raised by `hear`.
+
+        Raises:
+            OSError: the machine refuses to start them, or a GPU does not answer.
+        """
+
+    @property
+    def waited_seconds(self) -> float:
+        """For other processes to leave the devices."""
+
+    def sources(self) -> list[Any]:
+        """What becomes readable when there is something to hear."""
+
+    def hear(self) -> list[tuple[int, Message]]:
+        """What its ranks have said since the last time, `hello` included, and by whom."""
+
+    def brief(self, spec: Message, logs: Path | None) -> None:
+        """Gives each rank, once all have said hello, its spec: this, and what is its own in it."""
+
+    def begin(self, workers: Sequence[int]) -> None:
+        """Memory is gauged from now on; `workers` are the ranks' process ids as they know them themselves."""
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Sends a message to every rank."""
+
+    def statuses(self) -> dict[int, int]:
+        """Exit codes of ranks that have ended, negative for a signal."""
+
+    @property
+    def hung_up(self) -> bool:
+        """Whether a rank has closed its channel."""
+
+    @property
+    def lost(self) -> str:
+        """What of the machine is gone, in words: a GPU; empty where nothing is."""
+
+    @property
+    def cut_off(self) -> str:
+        """Why the machine itself cannot be reached; empty while it can."""
+
+    def look_anew(self) -> None:
+        """The next `get_on` only begins to compare."""
+
+    def get_on(self, waiting: set[int]) -> bool:
+        """Whether ranks that say nothing compute, read or write; of those that wait for others only their children count."""
+
+    def place(self, rank: int, device: str) -> None:
+        """Takes a rank's word for which device it has."""
+
+    def peaks(self) -> Peaks:
+        """Memory at its highest since the last `reset_peaks`, now included; of ranks that are not gauged, memory now."""
+
+    def reset_peaks(self) -> None: ...
+
+    def testify(self, greeted: bool) -> Testimony:
+        """What is known after a failure; whether the group was `greeted` says where its ranks have written."""
+
+    def signal(self, number: signal.Signals, pids: Sequence[int]) -> None:
+        """Passes a signal on to the process groups of these ranks."""
+
+    def end(self, *, done: bool) -> None:
+        """Ends every rank with all that it has started, and waits until nothing of them is left, in memory either.
+
+        Args:
+            done: what they have left running was meant to run on.
+        """
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Several machines, over which a group's ranks are spread evenly.
+
+    Args:
+        squads: makes the squad of each machine, in order; is told whether memory is sampled all the time, and takes a line
+            for people.
+        store_host: the first machine's address, at which all others reach it: the ranks meet there.
+    """
+
+    squads: Callable[[bool, Callable[[str], None]], list[Squad]]
+    store_host: str
+
+
+class LocalSquad:
+    """The ranks on this machine.
+
+    Args:
+        meter: samples memory all the time; None: memory is looked at when something went wrong.
+        say: takes a line for people.
+        node: which of the group's machines this is, and of how many.
+    """
+
+    cut_off = ""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        hardware: Hardware,
+        meter: Meter | None,
+        say: Callable[[str], None],
+        node: tuple[int, int] = (0, 1),
+    ) -> None:
+        self._launcher, self._meter, self._say, self._node = launcher, meter, say, node
+        self._onlooker = meter or make_meter(hardware)
+        self._folder = SocketFolder("autotune-")  # sockets and stores: a study may be on NFS
+        self.home = self._folder.path
+        self.numbers: Sequence[int] = ()
+        self.pids: list[int] = []
+        self.waited_seconds = 0.0
+        self._logs: Path | None = None
+        self._listener: socket.socket | None = None
+        self._strangers: list[Channel] = []  # connected, and not yet known by their hello
+        self._channels: dict[int, Channel] = {}  # by rank
+        self._workers: dict[
+            int, int
+        ] = {}  # by rank, its process id as it knows itself: an interpreter may have a wrapper
+        self._vitals = Vitals(self._onlooker.busy)
+        self._gauge: Gauge | None = None
+        self._oom_kills = kernel_oom_kills()
+
+    # -- starting ----------------------------------------------------------------------------------------------------
+
+    def launch(
+        self,
+        entry: str,
+        numbers: Sequence[int],
+        *,
+        deadline: float = math.inf,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.numbers = numbers
+        if self._meter is not None:
+            self.waited_seconds = wait_for_room(self._meter, self._say, deadline=deadline, cancelled=cancelled)
+        address = str(self.home / "home.sock")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(address)
+        self._listener.listen(len(numbers))
+        for number in numbers:
+            self.pids.append(self._launcher.launch(entry, address, number))
+
+    def brief(self, spec: Message, logs: Path | None) -> None:
+        self._close_listener()
+        self._logs = logs
+        here = {"local_world": len(self.numbers), "node": self._node[0], "nodes": self._node[1]}
+        own = {**here, "store": str(self.home / "store"), "port": _free_port()}
+        for local, rank in enumerate(self.numbers):
+            log = str(logs.resolve() / f"rank{rank}.log") if logs is not None else None
+            self._channels[rank].send("spec", **{**own, **spec, "rank": rank, "local_rank": local, "log": log})
+
+    def begin(self, workers: Sequence[int]) -> None:
+        if self._meter is not None:
+            self._gauge = Gauge(self._meter, list(workers))
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    # -- hearing -----------------------------------------------------------------------------------------------------
+
+    def sources(self) -> list[Any]:
+        open_ones = [channel for channel in self._channels.values() if not channel.closed]
+        return [*open_ones, *self._strangers, *([self._listener] if self._listener else [])]
+
+    def hear(self) -> list[tuple[int, Message]]:
+        ranks = {channel: rank for rank, channel in self._channels.items()}
+        heard: list[tuple[int, Message]] = []
+        for source in select.select(self.sources(), [], [], 0)[0]:
+            if isinstance(source, socket.socket):
+                self._strangers.append(Channel(source.accept()[0]))
+            elif source in ranks:
+                heard += [(ranks[source], message) for message in source.drain()]
+            else:
+                heard += self._greet(source)
+        return heard
+
+    def _greet(self, channel: Channel) -> list[tuple[int, Message]]:
+        """Learns which rank a new connection is of."""
+        hello = channel.receive(0)
+        if hello is not None and hello["type"] == "hello":
+            self._channels[int(hello["rank"])] = channel
+            self._workers[int(hello["rank"])] = int(hello["pid"])
+        elif not channel.closed:
+            return []
+        self._strangers.remove(channel)
+        if hello is None:
+            channel.close()
+            return []
+        return [(int(hello["rank"]), hello)]
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        for channel in self._channels.values():
+            channel.send(kind, **fields)
+
+    # -- what became of them -----------------------------------------------------------------------------------------
+
+    def statuses(self) -> dict[int, int]:
+        found = {rank: self._launcher.status(pid) for rank, pid in zip(self.numbers, self.pids, strict=False)}
+        return {rank: status for rank, status in found.items() if status is not None}
+
+    @property
+    def hung_up(self) -> bool:
+        return any(channel.closed for channel in self._channels.values())
+
+    @property
+    def lost(self) -> str:
+        return self._gauge.peaks().lost if self._gauge is not None else ""
+
+    def get_on(self, waiting: set[int]) -> bool:
+        known = self._known()
+        return self._vitals.alive(known.values(), [known[rank] for rank in waiting & known.keys()])
+
+    def look_anew(self) -> None:
+        self._vitals.forget()
+
+    def _known(self) -> dict[int, int]:
+        """The best known process id of each rank."""
+        return {rank: self._workers.get(rank, pid) for rank, pid in zip(self.numbers, self.pids, strict=False)}
+
+    def place(self, rank: int, device: str) -> None:
+        self._onlooker.place(self.numbers.index(rank), device)
+
+    def peaks(self) -> Peaks:
+        peaks = self._gauge.look() if self._gauge is not None else self._memory_now()
+        peaks.oom_kills = kernel_oom_kills() - self._oom_kills
+        return peaks
+
+    def _memory_now(self) -> Peaks:
+        peaks = Peaks(used=[0] * len(self.pids), host_low=host_available_bytes())
+        with suppress(Exception):  # a GPU may answer late while a process dies
+            self._onlooker.sample(list(self._known().values()), peaks)
+        return peaks
+
+    def reset_peaks(self) -> None:
+        if self._gauge is not None:
+            self._gauge.reset()
+
+    def testify(self, greeted: bool) -> Testimony:
+        logs = {rank: log_tail(path) for rank in self.numbers if (path := self.log_of(rank, greeted)) is not None}
+        return Testimony(self.peaks(), logs)
+
+    def log_of(self, rank: int, greeted: bool) -> Path | None:
+        """Where the rank has written last."""
+        return self._logs / f"rank{rank}.log" if greeted and self._logs is not None else self._launcher.log
+
+    # -- ending ------------------------------------------------------------------------------------------------------
+
+    def signal(self, number: signal.Signals, pids: Sequence[int]) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, number)
+
+    def end(self, *, done: bool) -> None:
+        try:
+            if self._gauge is not None:
+                self._gauge.stop()
+            left = end_ranks(self.pids, self._launcher.status, list if done else self._launcher.strays)
+            for process in left:
+                self._say(f"{process} cannot be ended: the kernel has not let it go")
+        finally:
+            for channel in (*self._channels.values(), *self._strangers):
+                channel.close()
+            self._close_listener()
+            self._folder.close()
+        if self._meter is not None:
+            wait_until_back(self._meter, self._say)
+
+
+def _free_port() -> int:
+    """A port for whatever a script opens at MASTER_PORT itself: two groups on a machine do not meet there."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
