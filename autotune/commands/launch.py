@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
+from autotune.commands.nodes import Nodes, named_nodes
 from autotune.commands.python import TRAINING, ranks_python
 from autotune.commands.remembered import remembered_python
 from autotune.commands.request import Request, launch_setup
@@ -48,17 +50,19 @@ def launch_training(request: Request, say: Callable[[str], None] = print) -> Lau
         UserError: bad input, or a study that is not of this script.
         NothingFits: no config is predicted to fit.
     """
-    with ranks_python(request.python, say, needed=TRAINING, remembered=remembered_python(request)):
-        return _launch(launch_setup(request), say)
+    remembered = remembered_python(request)
+    with ranks_python(request.python, say, needed=TRAINING, remembered=remembered), named_nodes(request, say) as nodes:
+        return _launch(launch_setup(request, nodes), nodes, say)
 
 
-def _launch(setup: LaunchSetup, say: Callable[[str], None]) -> LaunchSummary:
+def _launch(setup: LaunchSetup, nodes: Nodes | None, say: Callable[[str], None]) -> LaunchSummary:
     if setup.study is not None:
         training = _from_study(setup, StudyStore.load(setup.study, setup.storage), say)
     else:
         training = _from_plan(setup)
-    tuned = training.hardware
-    found = detect(tuned.device, tuned.count, memory_cap_bytes=setup.memory_cap_bytes, headroom=tuned.headroom)
+    found = _machines(training.hardware, setup.memory_cap_bytes, nodes)
+    who = f"launch of {setup.script.target}"
+    ground = nodes.cluster if nodes is not None else None
     say(f"{len(training.ladder)} configs on the ladder; a failure is met at most {setup.max_restarts} times")
     supervisor = Supervisor(
         training.job,
@@ -70,11 +74,41 @@ def _launch(setup: LaunchSetup, say: Callable[[str], None]) -> LaunchSummary:
         convert=setup.convert,
         say=say,
         threads=training.threads,
+        ground=ground,
     )
-    with held_gpus(found, f"launch of {setup.script.target}", say):
+    if ground is not None:
+        ground.who = who
+        ground.cancelled, ground.echo = lambda: supervisor.stopped, True
+    with held_gpus(found, who, say) if ground is None else nullcontext():  # agents hold their own
         summary = supervisor.run()
     _write_page(summary, training, found, say)
     return summary
+
+
+def _machines(tuned: Hardware, memory_cap_bytes: int | None, nodes: Nodes | None) -> Hardware:
+    """What there is to train on now: as much as the training was tuned or planned for.
+
+    Raises:
+        UserError: there is less, or it is of another number of machines.
+    """
+    if nodes is None:
+        if tuned.nodes > 1:
+            raise UserError(
+                f"it was tuned on {tuned.nodes} nodes with {tuned.per_node} devices each: give --hostfile FILE"
+            )
+        return detect(tuned.device, tuned.count, memory_cap_bytes=memory_cap_bytes, headroom=tuned.headroom)
+    if nodes.cluster is None:
+        nodes.count = nodes.count or tuned.nodes
+        path = str(Path.cwd())
+        found = nodes.reach(tuned.device, tuned.per_node, memory_cap_bytes, tuned.headroom, path)
+    else:  # for the plan
+        found = tuned
+    if (found.nodes, found.count) != (tuned.nodes, tuned.count):
+        raise UserError(
+            f"it was tuned on {tuned.nodes} nodes with {tuned.per_node} devices each, and this is {found.nodes} with "
+            f"{found.per_node}: name as many (--nodes, --include), or tune on these"
+        )
+    return found
 
 
 def _write_page(summary: LaunchSummary, training: _Training, hardware: Hardware, say: Callable[[str], None]) -> None:
@@ -105,9 +139,11 @@ def _from_study(setup: LaunchSetup, store: StudyStore, say: Callable[[str], None
     """Under a study's winner, with what the study knows of the script."""
     job, script = store.job, setup.script
     check_script(store.name, job, script.target)
-    if setup.ranks not in (None, store.hardware.count):
+    if setup.ranks not in (None, store.hardware.per_node):
+        each = " on each node" if store.hardware.nodes > 1 else ""
         raise UserError(
-            f"study {store.name} is of {store.hardware.count} ranks, and `{setup.ranks_said}` of {setup.ranks}: give as many"
+            f"study {store.name} is of {store.hardware.per_node} ranks{each}, and `{setup.ranks_said}` of {setup.ranks}: "
+            "give as many"
         )
     winner = store.winner
     if winner is None:

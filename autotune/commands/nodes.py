@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from autotune.errors import UserError
 from autotune.executors.nodes.cluster import Cluster, Wishes
@@ -36,6 +37,10 @@ class Nodes:
     variables: tuple[str, ...] = ()
     cluster: Cluster | None = None
 
+    def also_send(self, variables: Iterable[str]) -> None:
+        """Has nodes be told these variables of this process, too: a typed command sets them."""
+        self.variables = tuple(dict.fromkeys([*self.variables, *variables]))
+
     def reach(
         self, device: str, per_node: int | None, memory_cap_bytes: int | None, headroom: float, path: str
     ) -> Hardware:
@@ -54,31 +59,34 @@ class Nodes:
         return self.cluster.reach()
 
 
+class Named(Protocol):
+    """What a person typed of nodes: fields of Request."""
+
+    hostfile: Path | None
+    include: str | None
+    exclude: str | None
+    nodes: int | None
+    interface: str | None
+    exports: list[str]
+
+
 @contextmanager
-def nodes_of(
-    hostfile: Path | None,
-    include: str | None,
-    exclude: str | None,
-    nodes: int | None,
-    interface: str | None,
-    variables: Sequence[str],
-    say: Callable[[str], None],
-) -> Iterator[Nodes | None]:
-    """The nodes of a hostfile, none of them reached yet; at the end every agent is. None: this machine is meant.
+def named_nodes(named: Named, say: Callable[[str], None]) -> Iterator[Nodes | None]:
+    """The nodes that are named, none of them reached yet; at the end each agent is ended. None: this machine is meant.
 
     Raises:
         UserError: the hostfile or a filter is wrong, or an option needs a hostfile.
     """
-    if hostfile is None:
-        options = {"--include": include, "--exclude": exclude, "--nodes": nodes, "--interface": interface}
-        for option, given in {**options, "--export": variables}.items():
+    if named.hostfile is None:
+        options = {"--include": named.include, "--exclude": named.exclude, "--nodes": named.nodes}
+        for option, given in {**options, "--interface": named.interface, "--export": named.exports}.items():
             if given:
                 raise UserError(f"{option} is about several machines: give --hostfile FILE too, or leave {option} out")
         yield None
         return
-    hosts = read_hostfile(hostfile, include, exclude)
+    hosts = read_hostfile(named.hostfile, named.include, named.exclude)
     folder = Path(tempfile.mkdtemp(prefix="autotune-nodes-"))
-    made = Nodes(hosts, str(hostfile), Ssh(), folder, say, nodes, interface, tuple(variables))
+    made = Nodes(hosts, str(named.hostfile), Ssh(), folder, say, named.nodes, named.interface, tuple(named.exports))
     try:
         yield made
     finally:

@@ -167,14 +167,17 @@ def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]
     return setups
 
 
-def launch_setup(request: Request) -> LaunchSetup:
-    """The setup of `autotune launch`: from `request.study`, or without one from a plan for `request.model`.
+def launch_setup(request: Request, nodes: Nodes | None = None) -> LaunchSetup:
+    """The setup of `autotune launch`: from `request.study`, or without one from a plan for `request.model` (on `nodes`, which are
+    reached for it).
 
     Raises:
         UserError: bad input.
     """
     typed = typed_command(request.script, request.maps)
     script = typed.script
+    if nodes is not None:
+        nodes.also_send(typed.variables)
     if request.max_restarts < 0:
         raise UserError(f"--max-restarts {request.max_restarts}: expected 0 or more")
     silent_seconds = parse_duration(request.hang_timeout)
@@ -187,7 +190,7 @@ def launch_setup(request: Request) -> LaunchSetup:
         own = str(request.ds_config.resolve()) if request.ds_config else None
         script = dataclasses.replace(script, ds_config=own or script.ds_config)
         request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed))
-        hardware = _machine(request)
+        hardware = _machine(request, nodes)
         job = _named_job(request, hardware)
         plan = PlanSetup(job=job, hardware=hardware, space=for_job(_space(request, hardware), job))
         folder = study_folder(request.runs, f"launch-{script.name}")
@@ -237,7 +240,9 @@ def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
     if request.script:
         typed = typed_command(request.script, request.maps, request.worst_case, request.ds_config)
         request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed))
-    hardware = _machine(request, nodes, typed.script.cwd if request.script else "")
+        if nodes is not None:
+            nodes.also_send(typed.variables)
+    hardware = _machine(request, nodes)
     space = _space(request, hardware)
     if request.script:
         job = _script_job(request, typed.script, hardware)
@@ -250,11 +255,12 @@ def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
     return _Tuned(job, hardware, space, space.candidates(job), notes)
 
 
-def _machine(request: Request, nodes: Nodes | None = None, path: str = "") -> Hardware:
-    """This machine's devices, or those of nodes on which `path` must be there."""
+def _machine(request: Request, nodes: Nodes | None = None) -> Hardware:
+    """This machine's devices, or those of nodes, which must have the folder of a script, or of a workload's module."""
     cap = parse_bytes(request.memory_cap) if request.memory_cap else None
     headroom = parse_share(request.headroom or DEFAULT_HEADROOM)
     if nodes is not None:
+        path = str(Path.cwd()) if request.script or request.workload else ""
         return roomy(nodes.reach(request.device, request.gpus, cap, headroom, path))
     return roomy(detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom))
 

@@ -7,14 +7,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from autotune.commands.nodes import Nodes, nodes_of
+from autotune.commands.nodes import named_nodes
 from autotune.commands.probe import Probe, after_probe, probe
 from autotune.commands.python import NAMED_MODEL, TRAINING, ranks_python
 from autotune.commands.remembered import remembered_python
@@ -95,12 +95,6 @@ def run_study(
     remembered = remembered_python(request) if local else None
     with ranks_python(request.python, say, needed=needed, remembered=remembered), named_nodes(request, say) as nodes:
         return _run(run_setup(request, nodes), console, quiet, confirm)
-
-
-def named_nodes(request: Request, say: Callable[[str], None]) -> AbstractContextManager[Nodes | None]:
-    """The nodes that a request names, see `nodes_of`."""
-    filters = (request.include, request.exclude, request.nodes)
-    return nodes_of(request.hostfile, *filters, request.interface, request.exports, say)
 
 
 def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], bool] | None) -> RunSummary:

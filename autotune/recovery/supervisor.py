@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import Stopped, UserError
+from autotune.errors import MachineTrouble, Stopped, UserError
+from autotune.executors.base import Ground
 from autotune.executors.ops import Ops
+from autotune.executors.station import Needs
 from autotune.files import write_atomically
 from autotune.group.environment import training_environment
 from autotune.group.extensions import FOLDER, is_built, own_folder
@@ -127,6 +129,7 @@ class Supervisor:
         launcher: starts the ranks, and is the caller's to close; None: each is an interpreter of its own, which ends as
             the script alone would.
         threads: CPU threads a rank, as the study was measured with; None: a share of this machine's.
+        ground: the nodes to train on, which are the caller's to close; None: this machine.
     """
 
     def __init__(
@@ -142,16 +145,19 @@ class Supervisor:
         convert: bool = False,
         launcher: Launcher | None = None,
         threads: int | None = None,
+        ground: Ground | None = None,
     ) -> None:
         assert job.script is not None
         self.job, self.hardware, self.ladder, self.folder = job, hardware, ladder, folder
         self.max_restarts, self.convert, self._say = max_restarts, convert, say
         self._policy = Policy(HELLO_SECONDS, lambda phase: silent_seconds, SETTLE_SECONDS, may_leave=True)
-        self.threads = threads or threads_per_rank(job.ranks)
+        self.threads = threads or hardware.threads or threads_per_rank(job.ranks)
         self._env = training_environment(hardware.device, self.threads)
         self._ops = Ops(self.say)
         self._own_launcher = SpawnLauncher(self._env, cwd=job.script.cwd)
         self._launcher = launcher or self._own_launcher
+        self._ground, self._opened = ground, False
+        self._needs = Needs(hardware.device, self.threads, training=True, cwd=job.script.cwd)
         self._signal: signal.Signals | None = None
         self._group: Group | None = None
         self._earlier: dict[str, dict[str, int]] = {}  # checkpoints that are none of this launch's, by output folder
@@ -174,6 +180,11 @@ class Supervisor:
         write_atomically(self.folder / "launch.json", json.dumps(summary.to_json(), indent=2) + "\n")
         return summary
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal has come that ends the training."""
+        return self._signal is not None
+
     def say(self, text: str) -> None:
         self._say(text)
         with suppress(OSError), (self.folder / "launch.log").open("a") as file:
@@ -190,7 +201,7 @@ class Supervisor:
             attempts.append(attempt)
             started = time.monotonic()
             course = Course()
-            end = self._build(rung) or self._attempt(rung, course)
+            end = self._prepare(rung) or self._attempt(rung, course)
             attempt.course = course.points
             attempt.steps, attempt.seconds = end.steps, time.monotonic() - started
             attempt.resumed_from = end.resumed_from
@@ -209,24 +220,40 @@ class Supervisor:
             at += down
             self.say("stepping down" if down else "starting again under the same config")
 
-    def _build(self, rung: Rung) -> _End | None:
-        """Builds the ops that a rung needs and that are not there, which ranks would do in silence; how it ended where that was
-        stopped."""
+    def _prepare(self, rung: Rung) -> _End | None:
+        """Builds the ops that a rung needs and that are not there, which ranks would do in silence, and reaches nodes again that
+        were lost; how it ended where that was stopped, or cannot be done."""
+        try:
+            if self._ground is None:
+                self._build(rung)
+            else:
+                self._ready(self._ground, rung)
+        except Stopped:
+            assert self._signal is not None
+            reason = f"stopped by {self._signal.name}, before DeepSpeed's ops were built"
+            return _Heard(self.say).end(128 + self._signal, None, reason)
+        except MachineTrouble as trouble:
+            self.say(str(trouble))
+            return _Heard(self.say).end(1, None, str(trouble))
+        return None
+
+    def _ready(self, ground: Ground, rung: Rung) -> None:
+        if not self._opened:
+            ground.open(self._needs)
+            self._opened = True
+        if ground.broken:
+            ground.mend()
+        ground.load_ops(needed_ops([rung.candidate], self.job, self.hardware.device), self._needs)
+
+    def _build(self, rung: Rung) -> None:
         device = self.hardware.device
         folder = Path(os.environ.get(FOLDER) or own_folder(device))
         needed = needed_ops([rung.candidate], self.job, device)
         # whose folder an environment beside this one has is known there
         missing = [name for name in needed if current().beside or not is_built(name, folder)]
-        if not missing:
-            return None
-        try:
+        if missing:
             log = self.folder / "server.log"
             self._ops.load(self._launcher, missing, self._env, log, lambda: self._signal is not None)
-        except Stopped:
-            assert self._signal is not None
-            reason = f"stopped by {self._signal.name}, before DeepSpeed's ops were built"
-            return _Heard(self.say).end(128 + self._signal, None, reason)
-        return None
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 
@@ -240,7 +267,7 @@ class Supervisor:
                     course.note(heard.steps, lambda: group.peaks().worst)
 
         group = self._group = Group(
-            self._launcher,
+            self._ground.launcher if self._ground is not None else self._launcher,
             self.hardware,
             None,
             self._policy,
@@ -259,7 +286,8 @@ class Supervisor:
             "convert": self.convert,
         }
         try:
-            write_trial_files(self.job, rung.candidate, group.home, quiet=False)
+            if self._ground is None:  # a node writes its own
+                write_trial_files(self.job, rung.candidate, group.home, quiet=False)
             stop = group.start(TRAIN_RANK, self.job.ranks, spec)
             if stop is Stop.ARRIVED:
                 stop = group.watch(lambda: group.all_left)

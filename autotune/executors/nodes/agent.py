@@ -150,9 +150,11 @@ class Agent:
         if number is not None:
             self._tell("answer", to=number, **answer)
 
-    def on_survey(self, *, env: dict[str, str], python: str | None, **asked: Any) -> dict[str, Any]:
-        """See `survey.survey`; `env` and `python` are what ranks will have."""
+    def on_survey(self, *, env: dict[str, str], python: str | None, cwd: str, **asked: Any) -> dict[str, Any]:
+        """See `survey.survey`; `env`, `python` and `cwd`, where this node has it, are what ranks will have."""
         os.environ.update(env)
+        with suppress(OSError):
+            os.chdir(cwd)
         if python is not None:
             self._kept.enter_context(running_in(interpreter_at(python, "--python")))
         return survey(**asked)

@@ -119,6 +119,7 @@ class Cluster:
     who: str = "a study"
     say: Callable[[str], None] = lambda text: None
     cancelled: Callable[[], bool] = lambda: False
+    echo: bool = False  # what ranks write goes to this process's standard error: a training's
     ops: Ops = field(default_factory=lambda: Ops(lambda text: None))
     nodes: list[Node] = field(default_factory=list)
     _needs: Needs | None = None
@@ -167,7 +168,8 @@ class Cluster:
             count = len(node.host.slots)
             what = {"device": wishes.device, "count": count, "headroom": wishes.headroom, "path": wishes.path}
             cap = wishes.memory_cap_bytes
-            number = node.wire.begin("survey", env=env, python=other_python(), memory_cap_bytes=cap, **what)
+            ranks = {"python": other_python(), "cwd": str(Path.cwd())}
+            number = node.wire.begin("survey", env=env, memory_cap_bytes=cap, **ranks, **what)
             asked.append((node, number))
         surveys = []
         for node, number in asked:
@@ -225,6 +227,7 @@ class Cluster:
         for node in nodes:
             assert node.hardware is not None
             env = self._interface_variables(self.nodes.index(node))
+            node.wire.echo = self.echo
             what = {"needs": dataclasses.asdict(self._needs), "hardware": node.hardware.to_json()}
             asked.append((node, node.wire.begin("open", **what, env=env, who=self.who)))
         for node, number in asked:

@@ -19,7 +19,9 @@ from autotune.group.verdict import log_tail
 
 _LOOK_SECONDS = 0.1
 _LEAVE_SECONDS = 8.0  # for an agent to end what it has started: a grace, and what the kernel takes
+_LAST_WORDS_SECONDS = 1.0  # for a process that has ended to be read to its end
 _LOG_LINES = 3
+_MOST_LOG_BYTES = 8 * 2**20
 
 
 class NodeDown(Exception):
@@ -47,6 +49,7 @@ class Wire:
     def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
         self.name, self.log = name, log
         self.down = ""  # why, once it is
+        self.echo = False  # what it writes to standard error goes to this process's, too
         self.greeting: Message = {}
         self._answers: dict[int, Message] = {}
         self._events: deque[Message] = deque()
@@ -58,15 +61,16 @@ class Wire:
         os.set_blocking(self._wake, False)
         os.set_blocking(self._woken, False)
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as errors:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                bufsize=0,
-                start_new_session=True,  # Ctrl-C reaches the whole terminal; the tuner decides
-            )
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C reaches the whole terminal; the tuner decides
+        )
+        self._errors = threading.Thread(target=self._keep_errors, daemon=True)
+        self._errors.start()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._stream = Stream(self._process.stdout.fileno(), self._process.stdin.fileno(), SILENT_SECONDS)
@@ -105,6 +109,7 @@ class Wire:
         return first
 
     def _not_greeted(self, said: bytes, code: int | None, seconds: float) -> NotGreeted:
+        self._errors.join(_LAST_WORDS_SECONDS if code is not None else 0.0)
         text = said.decode(errors="replace").strip()
         log = "\n".join(log_tail(self.log, 2000).strip().splitlines()[-_LOG_LINES:])
         why = f"no agent within {seconds:.0f} s" if code is None else f"the way to it ended with exit status {code}"
@@ -112,6 +117,18 @@ class Wire:
         return NotGreeted(self.down, text, log, code)
 
     # -- threads -----------------------------------------------------------------------------------------------------
+
+    def _keep_errors(self) -> None:
+        """Standard error goes to the log, of which the end is kept."""
+        assert self._process.stderr is not None
+        with self.log.open("ab", buffering=0) as log:
+            while data := self._process.stderr.read(65536):
+                if self.echo:
+                    with suppress(OSError):
+                        os.write(2, data)
+                if log.tell() > _MOST_LOG_BYTES:
+                    log.truncate(0)
+                log.write(data)
 
     def _read(self) -> None:
         while not self._stream.closed:
@@ -140,8 +157,7 @@ class Wire:
     def _give_up(self, why: str) -> None:
         if self._closing.is_set():
             return
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=1)  # its last words
+        self._errors.join(_LAST_WORDS_SECONDS)
         words = [line.strip() for line in log_tail(self.log, 2000).splitlines() if line.strip()]
         with self._changed:
             self.down = self.down or f"{self.name}: {why}" + (f" ({words[-1][:200]})" if words else "")

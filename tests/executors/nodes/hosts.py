@@ -174,7 +174,7 @@ def made_hosts(folder: Path, count: int = 2) -> Iterator[Hosts]:
             about = {"name": host.name, "address": host.address, "port": host.port}
             entries.append(_CLIENT.format(**about, user=getpass.getuser(), key=key, known=known))
         known.write_text("".join(lines))
-        config.write_text("".join(entries))
+        config.write_text("".join([*entries, *self_made_troubles(made.hosts[0], folder, known)]))
         for host in made.hosts:
             host.start(keys)
         yield made
@@ -182,6 +182,28 @@ def made_hosts(folder: Path, count: int = 2) -> Iterator[Hosts]:
         for host in made.hosts:
             host.stop()
         networks.remove()
+
+
+def self_made_troubles(host: SshHost, folder: Path, known: Path) -> Iterator[str]:
+    """Names in the client's configuration under which the first host is one that people have trouble with."""
+    stranger, greeter, keys = folder / "stranger", folder / "greeter", folder / "authorized"
+    for key in (stranger, greeter):
+        _call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
+    forced = 'command="echo Welcome to the cluster; eval \\"$SSH_ORIGINAL_COMMAND\\"" '
+    with keys.open("a") as file:
+        file.write(forced + Path(f"{greeter}.pub").read_text())
+    about = {
+        "address": host.address,
+        "port": host.port,
+        "user": getpass.getuser(),
+        "key": folder / "key",
+        "known": known,
+    }
+    yield _CLIENT.format(**{**about, "name": "wants-password", "key": stranger})
+    yield _CLIENT.format(**{**about, "name": "prints-banner", "key": greeter})
+    yield _CLIENT.format(**{**about, "name": "unknown-key", "known": "/dev/null"})
+    yield _CLIENT.format(**{**about, "name": "no-sshd", "port": 9})
+    yield _CLIENT.format(**{**about, "name": "unreachable", "address": "192.0.2.1"})  # TEST-NET-1: RFC 5737
 
 
 def _free_port() -> int:

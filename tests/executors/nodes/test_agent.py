@@ -245,7 +245,7 @@ def test_a_request_can_be_stopped_and_an_agent_that_fails_says_how(tmp_path: Pat
             wire.ask("no_such_request", 60)
         with pytest.raises(OSError, match="node n1: "):
             wire.ask("peaks", 60)
-        number = wire.begin("survey", env={}, python=None)  # arguments are missing
+        number = wire.begin("survey", env={}, python=None, cwd="/")  # arguments are missing
         with pytest.raises(NodeDown, match="TypeError"):
             wire.finish(number, 60)
         with pytest.raises(Stopped):

@@ -1,0 +1,22 @@
+"""Hosts that are reached over ssh: one pair a worker, made when the first test wants them."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.executors.nodes.hosts import WHY_NOT, Hosts, made_hosts
+
+
+@pytest.fixture(scope="session")
+def _hosts_of_this_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    if WHY_NOT:
+        pytest.skip(WHY_NOT)
+    with made_hosts(tmp_path_factory.mktemp("hosts")) as made:
+        yield made
+
+
+@pytest.fixture
+def hosts(_hosts_of_this_worker: Hosts, monkeypatch: pytest.MonkeyPatch) -> Hosts:
+    """Two, `node1` and `node2`, whom this process's `ssh` knows. A test leaves nothing running on them."""
+    monkeypatch.setenv("PATH", _hosts_of_this_worker.path)
+    return _hosts_of_this_worker
