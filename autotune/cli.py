@@ -290,13 +290,13 @@ def report(
 @app.command()
 def export(
     study: StudyArgument,
-    style: Annotated[str, option("deepspeed, accelerate or hf.", "--format")] = "deepspeed",
+    style: Annotated[str, option("deepspeed, accelerate, hf or sbatch.", "--format")] = "deepspeed",
     out: Annotated[Path | None, option("File to write; default: in the study's folder.")] = None,
     trial: Annotated[int | None, option("A trial's number instead of the winner.")] = None,
     storage: Storage = None,
     as_json: Json = False,
 ) -> None:
-    """Write the winner as a DeepSpeed config, an accelerate config or TrainingArguments."""
+    """Write the winner as a DeepSpeed config, an accelerate config, TrainingArguments or a batch script for Slurm."""
     from autotune.results.export import export_study
 
     files = export_study(study, storage, style, out, trial)

@@ -206,7 +206,10 @@ def test_trl_with_its_arguments_in_a_file(scripts: Scripts, folder: Path) -> Non
             "--gpus 2 -- torchrun --nproc-per-node 4 train.py",
             "--gpus 2 beside `torchrun --nproc-per-node 4`: leave one of them out, or give the same number",
         ),
-        ("-- torchrun --nnodes 2 train.py", "torchrun --nnodes 2: trainings over several nodes are not spanned yet"),
+        (
+            "-- torchrun --nnodes 2 train.py",
+            "torchrun --nnodes 2: trainings over several nodes are autotune's to start: give it --hostfile FILE",
+        ),
         ("-- train.py broken.yaml", "broken.yaml:2: not YAML"),
         ("-- lmf train mine.yaml", "`-- lmf …`: llamafactory is not installed in "),
     ],

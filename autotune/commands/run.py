@@ -24,7 +24,9 @@ from autotune.commands.setup import Setup
 from autotune.errors import NothingFits, UserError
 from autotune.executors.base import Executor
 from autotune.executors.local import LocalExecutor
+from autotune.executors.nodes.hostfile import hostfile_of, hostfile_text
 from autotune.executors.replay import ReplayExecutor
+from autotune.files import write_atomically
 from autotune.group.locks import held_gpus
 from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import Candidate
@@ -110,6 +112,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
     with failures_in_one_line(), gpus, stop_on_signals() as stopped:
         make_study_folder(setup.folder)
         if setup.nodes is not None:
+            write_atomically(hostfile_of(setup.folder), hostfile_text(setup.nodes.hosts))
             setup.nodes.who, setup.nodes.say, setup.nodes.cancelled = who, observer.say, stopped.is_set
         opening = time.monotonic()
         with closing(_executor(setup, stopped.is_set)) as executor:
@@ -303,7 +306,9 @@ def _summary(
         if not found.verified:
             lines.append("  not verified: the budget or the call ended first; run again to verify it")
         given = (store.threads, environment_of(store, found.winner.candidate))
-        lines += train_with_lines(found.winner.candidate, store.job, store.name, files[0], *given)
+        nodes, hostfile = store.hardware.nodes, hostfile_of(setup.folder)
+        about = (found.winner.candidate, store.job, store.name, files[0], *given)
+        lines += train_with_lines(*about, nodes=nodes, hostfile=hostfile)
         counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())
         trials, used = sum(found.by_kind.values()), format_duration(found.used_seconds)
         lines.append(f"  {trials} trials ({counts}) in {used}; {found.ended}")

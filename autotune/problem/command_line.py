@@ -243,7 +243,7 @@ def _one_machine(kind: str, launcher: str, options: Mapping[str, str]) -> None:
 
 
 def several_nodes(what: str) -> str:
-    return f"{what}: trainings over several nodes are not spanned yet; give a command for this machine alone"
+    return f"{what}: trainings over several nodes are autotune's to start: give it --hostfile FILE, and a command for one machine"
 
 
 def _number(text: str, what: str, least: int) -> int:

@@ -18,14 +18,22 @@ from autotune.problem.argument_texts import winners_files
 from autotune.problem.candidate import Candidate, under
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement
+from autotune.problem.script import command
 from autotune.problem.script_job import other_batch
 from autotune.problem.tasks import CAUSAL
 from autotune.rank.config import needed_ops
+from autotune.results.over_nodes import sbatch_script
 from autotune.search.records import VERIFY, Record, resumed_peak_bytes
 from autotune.search.study import StudyStore
 from autotune.version import __version__
 
-FORMATS = {"deepspeed": ".json", "accelerate": ".accelerate.yaml", "hf": ".training_arguments.json"}  # their suffixes
+# their suffixes
+FORMATS = {
+    "deepspeed": ".json",
+    "accelerate": ".accelerate.yaml",
+    "hf": ".training_arguments.json",
+    "sbatch": ".sbatch",
+}
 
 
 def deepspeed_config(candidate: Candidate, job: Job) -> dict[str, Any]:
@@ -77,20 +85,25 @@ def training_arguments(candidate: Candidate, job: Job, device: str = "cuda") -> 
     return arguments
 
 
-def accelerate_config(candidate: Candidate, job: Job, ds_config_file: str, device: str = "cuda") -> dict[str, Any]:
+def accelerate_config(
+    candidate: Candidate, job: Job, ds_config_file: str, device: str = "cuda", nodes: int = 1
+) -> dict[str, Any]:
     """What `accelerate launch --config_file` reads; the DeepSpeed keys stay in the file it points at.
 
     Args:
         ds_config_file: accelerate opens it from the folder in which the training is started, not from the YAML's own
             (accelerate 1.15, utils/deepspeed.py, `HfDeepSpeedConfig`).
     """
+    # "standard": started on each machine, with --machine_rank and --main_process_ip
+    several = {"deepspeed_multinode_launcher": "standard"} if nodes > 1 else {}
+    about = {"deepspeed_config_file": ds_config_file, "zero3_init_flag": candidate.stage == 3, **several}
     return {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED",
-        "deepspeed_config": {"deepspeed_config_file": ds_config_file, "zero3_init_flag": candidate.stage == 3},
+        "deepspeed_config": about,
         "machine_rank": 0,
         "main_training_function": "main",
-        "num_machines": 1,
+        "num_machines": nodes,
         "num_processes": job.ranks,
         "rdzv_backend": "static",
         "same_network": True,
@@ -190,15 +203,17 @@ def write_export(
     *,
     style: str = "deepspeed",
     device: str = "cuda",
+    nodes: int = 1,
 ) -> list[Path]:
     """Writes the files of a format and `NAME.meta.json` beside them; returns their paths."""
     stem = out.with_suffix("")
     written = [out]
     if style == "deepspeed":
-        write_atomically(out, _json(deepspeed_config(candidate, job)))
-        for path, text in (winners_files(job.script, candidate, out) if job.script else {}).items():
-            write_atomically(path, text)
-            written.append(path)
+        written += _write_config(candidate, job, out)
+    elif style == "sbatch":
+        config = stem.with_name(f"{stem.name}.json")
+        written += [config, *_write_config(candidate, job, config)]
+        write_atomically(out, _batch_script(candidate, job, config, meta_data, device, nodes))
     elif style == "hf":
         write_atomically(out, _json(training_arguments(candidate, job, device)))
     else:
@@ -206,12 +221,34 @@ def write_export(
         # a loop of accelerate's own has its batch sizes from the config, Trainer from its arguments
         made = hf_deepspeed_config if job.script and job.script.profile.get("through_arguments") else deepspeed_config
         write_atomically(config, _json(made(candidate, job)))
-        launched = yaml.safe_dump(accelerate_config(candidate, job, str(config), device), sort_keys=False)
+        launched = yaml.safe_dump(accelerate_config(candidate, job, str(config), device, nodes), sort_keys=False)
         write_atomically(out, _WHERE_FROM + launched)
         written.append(config)
     meta_path = stem.with_name(f"{stem.name}.meta.json")
     write_atomically(meta_path, _json(meta_data))
     return [*written, meta_path]
+
+
+def _write_config(candidate: Candidate, job: Job, out: Path) -> list[Path]:
+    """Writes the DeepSpeed config, and copies of the script's argument files with the winner in them; returns their paths."""
+    write_atomically(out, _json(deepspeed_config(candidate, job)))
+    copies = winners_files(job.script, candidate, out) if job.script else {}
+    for path, text in copies.items():
+        write_atomically(path, text)
+    return list(copies)
+
+
+def _batch_script(
+    candidate: Candidate, job: Job, config: Path, meta_data: dict[str, Any], device: str, nodes: int
+) -> str:
+    """A batch script that trains the study's script, or one to be put in where the study knows none."""
+    words, cwd = ["train.py", "--deepspeed", str(config.resolve())], "."
+    if job.script is not None:
+        words, cwd = command(job.script, candidate, str(config.resolve())), job.script.cwd
+        words = ["--no-python", *words] if job.script.program is not None else words
+    per_node = job.ranks // nodes
+    about = {"name": str(meta_data["study"]), "device": device, "cwd": cwd, "variables": meta_data["environment"]}
+    return sbatch_script(words, nodes=nodes, per_node=per_node, **about)
 
 
 _WHERE_FROM = "# deepspeed_config_file is looked for from the folder in which `accelerate launch` is started\n"
@@ -274,8 +311,9 @@ def export_record(store: StudyStore, record: Record, out: Path, style: str, veri
         environment=environment_of(store, record.candidate),
         resume_peak_bytes=resumed_peak_bytes(store.records(), record.candidate),
     )
+    device, nodes = store.hardware.device, store.hardware.nodes
     try:
-        return write_export(record.candidate, store.job, out, data, style=style, device=store.hardware.device)
+        return write_export(record.candidate, store.job, out, data, style=style, device=device, nodes=nodes)
     except OSError as error:
         raise UserError(
             f"{out} cannot be written ({error.strerror}); the study keeps the winner: `autotune export`"

@@ -17,6 +17,7 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Phase
 from autotune.problem.script import RELAUNCHED, carried, training_command, typed, variables_for
 from autotune.problem.script_job import other_batch
+from autotune.results.over_nodes import over_nodes
 from autotune.search.records import AS_IS, SEARCH, VERIFY, Record, resumed_peak_bytes
 from autotune.units import format_bytes, format_count, format_duration
 
@@ -102,11 +103,14 @@ def train_with_lines(
     config: Path,
     threads: int,
     environment: Mapping[str, str] = MappingProxyType({}),
+    *,
+    nodes: int = 1,
+    hostfile: Path | None = None,
 ) -> list[str]:
     """How to train the study's script with its winner (`train_with`), as lines; nothing without a script."""
     if job.script is None:
         return []
-    commands, hints = train_with(winner, job, study, config, threads, environment)
+    commands, hints = train_with(winner, job, study, config, threads, environment, nodes=nodes, hostfile=hostfile)
     return [*(f"  {name}: {text}" for name, text in commands), *(f"  {hint}" for hint in hints)]
 
 
@@ -117,6 +121,9 @@ def train_with(
     config: Path,
     threads: int,
     environment: Mapping[str, str] = MappingProxyType({}),
+    *,
+    nodes: int = 1,
+    hostfile: Path | None = None,
 ) -> tuple[list[tuple[str, str]], list[str]]:
     """(named commands, hints): how to train the study's script with its winner, whose DeepSpeed config is in the file.
 
@@ -124,22 +131,27 @@ def train_with(
         threads: CPU threads a rank that it was measured with. The launchers hand on what the command's environment says,
             and give several ranks one each where it says nothing.
         environment: what the training needs set besides, see `results.export.environment_of`.
+        nodes: machines that it was tuned on, which the hostfile names.
     """
     assert job.script is not None
-    path = str(config.resolve())
-    words = launched(training_command(job.script, winner, job.ranks, path))
-    variables = {**environment, **variables_of(winner, threads), **variables_for(job.script, job.ranks)}
+    path, per_node = str(config.resolve()), job.ranks // nodes
+    words, each = training_command(job.script, winner, per_node, path), False
+    if nodes > 1:
+        words, each = over_nodes(words, nodes, per_node, hostfile)
+    words = launched(words)
+    variables = {**environment, **variables_of(winner, threads), **variables_for(job.script, per_node)}
     plain = f"{assignments(variables)} {shlex.join(words)}"
-    watched = f"autotune launch {study} -- {shlex.join(typed(job.script))}"
+    where = f" --hostfile {shlex.quote(str(hostfile or 'HOSTFILE'))}" if nodes > 1 else ""
+    watched = f"autotune launch {study}{where} -- {shlex.join(typed(job.script))}"
     hints = []
     if carried(job.script):
-        commands = [("train with", plain), ("or watched", watched)]
+        commands = [("train with, on every node" if each else "train with", plain), ("or watched", watched)]
     else:
         commands = [("train with", watched)]
         hints += [f"or put {config} where the script has its own config"]
     started = job.script.profile.get(RELAUNCHED, 0)
-    if started not in (0, job.ranks) and not job.script.launcher and framework_of(job.script) is None:
-        hints += [f"  it starts its own ranks: have it start {job.ranks}"]
+    if started not in (0, per_node) and not job.script.launcher and framework_of(job.script) is None:
+        hints += [f"  it starts its own ranks: have it start {per_node}"]
     if job.script.profile["loader_prepared"] and not dict(job.script.flags).get(MICRO_BATCH):
         hints += [f"  with batch_size={winner.micro_batch} in its data loader, which no config reaches"]
     return commands, hints

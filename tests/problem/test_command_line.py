@@ -96,7 +96,10 @@ def test_what_a_launcher_does_for_its_ranks(typed: str, python: bool, rank_flag:
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ("torchrun --nnodes 2 train.py", "torchrun --nnodes 2: trainings over several nodes are not spanned yet; give"),
+        (
+            "torchrun --nnodes 2 train.py",
+            "torchrun --nnodes 2: trainings over several nodes are autotune's to start: give it --hostfile FILE",
+        ),
         ("torchrun --nnodes=1:4 train.py", "torchrun --nnodes 1:4: trainings over several nodes"),
         ("deepspeed --num_nodes 2 train.py", "deepspeed --num_nodes 2: trainings over several nodes"),
         ("deepspeed -i a:0@b:0 train.py", "deepspeed --include a:0@b:0: trainings over several nodes"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,3 +136,13 @@ def evenly(hosts: list[Host], nodes: int | None, per_node: int | None, said: str
     return [
         host if len(host.slots) == per_node else Host(host.name, host.slots[:per_node], host.chosen) for host in used
     ]
+
+
+def hostfile_of(folder: Path) -> Path:
+    """Where a study of several nodes says which they are."""
+    return folder / "hostfile"
+
+
+def hostfile_text(hosts: Sequence[Host]) -> str:
+    """A hostfile of these hosts. Which slots of them were meant it cannot say: filters do."""
+    return "".join(f"{host.name} slots={len(host.slots)}\n" for host in hosts)

@@ -188,7 +188,8 @@ def _verdict(
     exported = Code("DeepSpeed config", json.dumps(deepspeed_config(winner.candidate, job), indent=2))
     if job.script is not None:
         given = (store.threads, environment_of(store, winner.candidate))
-        commands, hints = train_with(winner.candidate, job, store.name, config, *given)
+        nodes, hostfile = store.hardware.nodes, (store.folder or Path()) / "hostfile"
+        commands, hints = train_with(winner.candidate, job, store.name, config, *given, nodes=nodes, hostfile=hostfile)
     else:
         commands = [
             ("your training script, watched", f"autotune launch {store.name} -- train.py --deepspeed {config}"),
