@@ -17,6 +17,7 @@ from autotune.predict.knobs import Columns, Floats
 from autotune.predict.optimizers import stepper
 from autotune.predict.passes import BACKWARD, FORWARD, Pass, Trace
 from autotune.predict.pinned import pinned_bytes
+from autotune.predict.twin_flow import staying, sub_groups
 from autotune.problem.job import Job
 
 # Of the bytes of frozen partitions: published figures of LoRA at stage 3 (QwenLM/Qwen, 72B on 4 GPUs; modelscope/ms-swift, 7B
@@ -103,10 +104,8 @@ class _Terms:
         self.two = self.one | (stage == 2)  # the stages of stage_1_and_2.py
         self.out = columns.offload_optimizer > 0
         self.parameters_out = self.three & (columns.offload_param > 0)
-        self.sub_group = np.minimum(self.part, np.maximum(columns.sub_group, self.largest / self.ranks))
-        # Twin-Flow: the first sub-groups stay on the device (stage3.py, _create_fp32_partitions)
-        groups = np.ceil(self.part / self.sub_group)
-        self.stays = np.where(self.three, np.floor((1 - columns.offload_ratio) * groups + 1e-9) / groups, 0.0)
+        self.sub_group = sub_groups(columns, self.part, self.largest, self.ranks)
+        self.stays = staying(columns, self.part, self.largest, self.ranks)
         self._gradients(job)
         self._buckets()
 
