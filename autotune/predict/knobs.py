@@ -19,19 +19,9 @@ from autotune.predict.versions import (
     pins_unless_told,
     sums_in_32_bits,
 )
-from autotune.problem.candidate import (
-    ACTIVATION_OFFLOAD,
-    ATTENTION,
-    COMPILED,
-    EXPANDABLE,
-    LIGER,
-    LORA,
-    PACKING,
-    ZERO_DEFAULTS,
-    Candidate,
-)
+from autotune.problem.candidate import ATTENTION, COMPILED, EXPANDABLE, LIGER, LORA, PACKING, ZERO_DEFAULTS, Candidate
 from autotune.problem.job import ATTENTIONS, Job, parse_lora
-from autotune.problem.knobs import DEEPCOMPILE, SUPER_OFFLOAD
+from autotune.problem.knobs import SUPER_OFFLOAD
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -86,8 +76,6 @@ class Columns:
     narrow_weights: Floats  # ZeRO++: parameters travel in 8 bits
     narrow_gradients: Floats  # and gradients in 4
     adam_beside: Floats  # DeepSpeed's CPU Adam steps sub-groups while backward goes on (SuperOffload)
-    deep_compiled: Floats
-    activations_out: Floats  # what forward keeps for backward lies on the host
     liger: Floats  # fused kernels, and a loss without logits
 
     def __len__(self) -> int:
@@ -227,9 +215,7 @@ def _sending(raws: list[dict[str, Any]], job: Job) -> dict[str, Floats]:
         "narrow_weights": _flags(raws, job, zero + "zero_quantized_weights"),
         "narrow_gradients": _flags(raws, job, zero + "zero_quantized_gradients"),
         "adam_beside": _flags(raws, job, SUPER_OFFLOAD),
-        "deep_compiled": _flags(raws, job, DEEPCOMPILE),
-        "activations_out": np.array([float(raw.get(ACTIVATION_OFFLOAD, False)) for raw in raws]),
-        "liger": np.array([float(raw.get(LIGER, False)) for raw in raws]),
+        "liger": np.array([float(raw.get(LIGER, job.liger)) for raw in raws]),
     }
 
 

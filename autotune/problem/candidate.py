@@ -16,7 +16,6 @@ from typing import Any
 from autotune.problem.job import Job, parse_lora
 from autotune.problem.knobs import (
     ACCUMULATION,
-    ACTIVATION_OFFLOAD,
     ATTENTION,
     CHECKPOINTING,
     COMPILED,
@@ -40,7 +39,6 @@ from autotune.problem.needs import Value
 
 __all__ = [  # the names of knobs that whoever has a candidate needs
     "ACCUMULATION",
-    "ACTIVATION_OFFLOAD",
     "ATTENTION",
     "CHECKPOINTING",
     "COMPILED",
@@ -176,7 +174,7 @@ class Candidate:
 
 
 def under(job: Job, candidate: Candidate) -> Job:
-    """The job with the candidate's attention, compilation, LoRA and packing in place of its own."""
+    """The job with the candidate's attention, compilation, LoRA, packing and kernels in place of its own."""
     lora = candidate.get(LORA)
     return dataclasses.replace(
         job,
@@ -184,6 +182,7 @@ def under(job: Job, candidate: Candidate) -> Job:
         compiled=candidate.get(COMPILED, job.compiled),
         lora=job.lora if lora is None else None if lora == "none" else parse_lora(lora),
         packed=candidate.get(PACKING, job.packed),
+        liger=candidate.get(LIGER, job.liger),
     )
 
 

@@ -23,10 +23,9 @@ ATTENTION = "attention"
 COMPILED = "compile"
 LORA = "lora"
 PACKING = "packing"
-ACTIVATION_OFFLOAD = "activation_offload"
 LIGER = "liger_kernel"
 # how the model and its batches are made; a script makes its own
-MODEL_KNOBS = (ATTENTION, COMPILED, LORA, PACKING, ACTIVATION_OFFLOAD, LIGER)
+MODEL_KNOBS = (ATTENTION, COMPILED, LORA, PACKING, LIGER)
 TRACED_KNOBS = (ATTENTION, LORA)  # those that change what a forward allocates for a row
 EXPANDABLE = "expandable_segments"
 # what decides much of memory or time whatever the others say; buckets, overlap and the like do not
@@ -48,6 +47,7 @@ GRADIENT_SUMS = "data_types.grad_accum_dtype"
 SENT_AS = "communication_data_type"
 DEEPCOMPILE = "compile.deepcompile"
 OFFLOADED_ACTIVATIONS, OFFLOADED_STATES = "compile.offload_activation", "compile.offload_opt_states"
+QUANTIZED = tuple(ZERO + f"zero_quantized_{what}" for what in ("weights", "nontrainable_weights", "gradients"))
 TOP_K = ZERO + "zenflow.topk_ratio"
 
 
@@ -161,7 +161,6 @@ _FIRST: dict[str, Knob] = {
     COMPILED: Knob(None, bool, off=False, needs=(needs.compiling,)),
     LORA: Knob(None, Lora, needs=(needs.package_of,)),
     PACKING: Knob(None, bool),
-    ACTIVATION_OFFLOAD: Knob(None, bool, off=False, needs=(needs.of_cuda,)),
     LIGER: Knob(None, bool, off=False, needs=(needs.of_cuda, needs.liger)),
     EXPANDABLE: Knob(None, bool, off=False, needs=(needs.of_cuda,), short="expandable"),
     "offload_optimizer": Knob(ZERO + "offload_optimizer.device", _DEVICES, _at(1, 2, 3), short="opt"),

@@ -22,6 +22,7 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Outcome, Phase, Source
 from autotune.problem.space import SearchSpace
 from autotune.search.beliefs import RECALLED, Beliefs, Forecast, normal_cdf
+from autotune.search.dominance import Rules
 from autotune.search.factors import Kinds, Screen
 from autotune.search.openings import Openings
 from autotune.search.sampler import FAILED, Answer, Sampler
@@ -69,7 +70,7 @@ class Proposer:
         self.space, self.job, self.hardware, self.predictor = space, job, hardware, predictor
         self.tolerance, self.exhaustive = tolerance, exhaustive
         self.candidates = candidates
-        self._openings = Openings(candidates)
+        self._openings = Openings(candidates, Rules.of(hardware.device, job.ranks, predictor.trace))
         self._index, self._family = self._openings.index, self._openings.family
         self._beliefs = Beliefs(predictor, job, hardware, candidates)
         self._screen = Screen(candidates)
