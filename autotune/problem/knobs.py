@@ -157,12 +157,12 @@ _FIRST: dict[str, Knob] = {
     ACCUMULATION: Knob(ACCUMULATION, int, low=1, short="ga"),
     "zero_stage": Knob(ZERO + "stage", int, high=3, short="z"),
     CHECKPOINTING: Knob(None, bool, short="ckpt"),
-    ATTENTION: Knob(None, ATTENTIONS, needs=(needs.package_of,)),
-    COMPILED: Knob(None, bool, off=False, needs=(needs.compiling,)),
-    LORA: Knob(None, Lora, needs=(needs.package_of,)),
+    ATTENTION: Knob(None, ATTENTIONS, needs=(needs.its_package,)),
+    COMPILED: Knob(None, bool, off=False, needs=(needs.a_compiler,)),
+    LORA: Knob(None, Lora, needs=(needs.its_package,)),
     PACKING: Knob(None, bool),
-    LIGER: Knob(None, bool, off=False, needs=(needs.of_cuda, needs.liger)),
-    EXPANDABLE: Knob(None, bool, off=False, needs=(needs.of_cuda,), short="expandable"),
+    LIGER: Knob(None, bool, off=False, needs=(needs.cuda, needs.liger_kernel)),
+    EXPANDABLE: Knob(None, bool, off=False, needs=(needs.cuda,), short="expandable"),
     "offload_optimizer": Knob(ZERO + "offload_optimizer.device", _DEVICES, _at(1, 2, 3), short="opt"),
     "offload_param": Knob(ZERO + "offload_param.device", _DEVICES, _at(3), short="par"),
     "reduce_bucket_size": Knob(ZERO + "reduce_bucket_size", int, _at(1, 2, 3), low=1, short="rbs"),
@@ -191,23 +191,19 @@ _ZERO: dict[str, Knob] = {
     "stage3_use_all_reduce_for_fetch_params": _stage3(bool, off=False, needs=(needs.several_ranks,)),
     "stage3_allgather_sequential": _stage3(bool, off=False, needs=(needs.several_ranks,), since=(0, 18, 5)),
     "memory_efficient_linear": _stage3(bool),
-    "zero_hpz_partition_size": _stage3(off=1, needs=(needs.smaller_groups,), short="hpz"),
-    "mics_shard_size": _stage3(low=-1, off=-1, needs=(needs.under_mics,), until=(0, 19, 6), short="mics"),
-    "mics_hierarchical_params_gather": _stage3(bool, off=False, needs=(needs.under_mics,), until=(0, 19, 6)),
+    "zero_hpz_partition_size": _stage3(off=1, needs=(needs.several_nodes,), short="hpz"),
+    "mics_shard_size": _stage3(low=-1, off=-1, needs=(needs.mics_init,), until=(0, 19, 6), short="mics"),
+    "mics_hierarchical_params_gather": _stage3(bool, off=False, needs=(needs.mics_init,), until=(0, 19, 6)),
     "zero_quantized_weights": _stage3(
-        bool,
-        off=False,
-        needs=(needs.of_cuda, needs.several_ranks),
-        lossy="weights travel as 8-bit numbers",
-        short="qwZ",
+        bool, off=False, needs=(needs.cuda, needs.several_ranks), lossy="weights travel as 8-bit numbers", short="qwZ"
     ),
     "zero_quantized_nontrainable_weights": _stage3(
-        bool, off=False, needs=(needs.of_cuda,), lossy="frozen weights are kept as 8-bit numbers", short="qnwZ"
+        bool, off=False, needs=(needs.cuda,), lossy="frozen weights are kept as 8-bit numbers", short="qnwZ"
     ),
     "zero_quantized_gradients": _stage3(
         bool,
         off=False,
-        needs=(needs.of_cuda, needs.several_ranks),
+        needs=(needs.cuda, needs.several_ranks),
         lossy="gradients travel as 4- and 8-bit numbers",
         short="qgZ",
     ),
@@ -217,7 +213,7 @@ _ZERO: dict[str, Knob] = {
     "reduce_scatter": Knob("", bool, _at(1, 2, 3), off=True, needs=(needs.several_ranks,)),
     "parameter_alignment": Knob("", bool, _at(1, 2), off=False, since=(0, 19, 7)),
     "compute_grad_norm": Knob(
-        "", bool, _at(1, 2), off=True, needs=(needs.without_clipping,), refused=_norm_refused, since=(0, 19, 7)
+        "", bool, _at(1, 2), off=True, needs=(needs.no_clipping,), refused=_norm_refused, since=(0, 19, 7)
     ),
     "offload_optimizer.ratio": Knob(
         "",
@@ -225,7 +221,7 @@ _ZERO: dict[str, Knob] = {
         _under("offload_optimizer", "cpu", stages=(3,)),
         high=1.0,
         off=1.0,
-        needs=(needs.with_adam,),
+        needs=(needs.adam,),
         refused=_ratio_refused,
     ),
     "offload_optimizer.pin_memory": Knob("", bool, _under("offload_optimizer")),
@@ -234,7 +230,7 @@ _ZERO: dict[str, Knob] = {
         bool,
         _under("offload_optimizer", "cpu", stages=(3,)),
         off=False,
-        needs=(needs.of_cuda, needs.with_adam),
+        needs=(needs.cuda, needs.adam),
         since=(0, 18, 0),
         short="superoffload",
     ),
@@ -248,7 +244,7 @@ _ZERO: dict[str, Knob] = {
         float,
         _under("offload_optimizer", "cpu"),
         high=1.0,
-        needs=(needs.of_cuda, needs.with_adam),
+        needs=(needs.cuda, needs.adam),
         lossy="most of a gradient is applied later than the step that made it",
         since=(0, 17, 5),
     ),
@@ -257,7 +253,9 @@ _ZERO: dict[str, Knob] = {
 }
 # Beside `zero_optimization`.
 _ELSEWHERE: dict[str, Knob] = {
-    SENT_AS: Knob("", _DTYPES, follows_model=True, needs=(needs.several_ranks, needs.not_narrower), short="sent"),
+    SENT_AS: Knob(
+        "", _DTYPES, follows_model=True, needs=(needs.several_ranks, needs.no_narrower_than_the_model), short="sent"
+    ),
     GRADIENT_SUMS: Knob(
         "",
         _DTYPES,
@@ -271,7 +269,7 @@ _ELSEWHERE: dict[str, Knob] = {
         bool,
         _at(1, 2, 3),
         off=False,
-        needs=(needs.of_bf16, needs.with_adam),
+        needs=(needs.bf16, needs.adam),
         refused=_low_masters_refused,
         lossy="master weights and gradients are kept in bf16",
         since=(0, 18, 3),
@@ -282,20 +280,20 @@ _ELSEWHERE: dict[str, Knob] = {
         bool,
         _with(LOW_MASTERS),
         off=False,
-        needs=(needs.of_bf16,),
+        needs=(needs.bf16,),
         lossy="the optimizer's states are kept in bf16",
         since=(0, 18, 3),
         short="bf16-states",
     ),
     "bf16.immediate_grad_update": Knob(
-        "", bool, _with(GRADIENT_SUMS, "fp32", stages=(1,)), off=False, needs=(needs.of_bf16,)
+        "", bool, _with(GRADIENT_SUMS, "fp32", stages=(1,)), off=False, needs=(needs.bf16,)
     ),
     "fp16.fp16_master_weights_and_grads": Knob(
         "",
         bool,
         _under("offload_optimizer"),
         off=False,
-        needs=(needs.of_fp16, needs.with_adam),
+        needs=(needs.fp16, needs.adam),
         lossy="master weights and gradients are kept in fp16",
     ),
     DEEPCOMPILE: Knob(
@@ -303,7 +301,7 @@ _ELSEWHERE: dict[str, Knob] = {
         bool,
         _with(COMPILED, stages=(1, 2, 3), otherwise=True),
         off=False,
-        needs=(needs.of_cuda, needs.compiled, needs.compiling),
+        needs=(needs.cuda, needs.engine_compile, needs.a_compiler),
         since=(0, 16, 6),
     ),
     OFFLOADED_ACTIVATIONS: Knob("", bool, _with(DEEPCOMPILE, stages=(3,)), off=False, since=(0, 16, 6)),
@@ -366,3 +364,25 @@ def lossy_of(knobs: Knobs, precision: str) -> dict[str, str]:
     """The knobs that change arithmetic as they are set, and how."""
     changed = [name for name, value in knobs.items() if not is_off(name, value, precision)]
     return {name: KNOBS[name].lossy for name in changed if name in KNOBS and KNOBS[name].lossy}
+
+
+def facts(knob: Knob) -> dict[str, str]:
+    """What is known of a knob, in words; what there is nothing to say of is left out."""
+    kind = (
+        ", ".join(knob.kind)
+        if isinstance(knob.kind, tuple)
+        else {int: "whole number", bool: "true or false"}.get(knob.kind, "")
+    )
+    if knob.kind is float:
+        kind = f"{knob.low:g} to {knob.high:g}"
+    told = {
+        "values": kind,
+        "read at": knob.read.where,
+        "changes nothing at": "" if knob.off is None else str(knob.off).lower(),
+        "needs": ", ".join(need.__name__.replace("_", " ") for need in knob.needs),
+        "since deepspeed": ".".join(map(str, knob.since)),
+        "until deepspeed": ".".join(map(str, knob.until)),
+        "changes what is computed": knob.lossy,
+        "in the config": knob.path or "nowhere: it is of the model or the environment",
+    }
+    return {what: said for what, said in told.items() if said}

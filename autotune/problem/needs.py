@@ -37,7 +37,7 @@ class Circumstances:
 Need = Callable[[Value, Circumstances], str]  # what is missing, or an empty text
 
 
-def of_cuda(value: Value, c: Circumstances) -> str:
+def cuda(value: Value, c: Circumstances) -> str:
     return "" if c.hardware.device == "cuda" else "is for CUDA alone"
 
 
@@ -45,7 +45,7 @@ def several_ranks(value: Value, c: Circumstances) -> str:
     return "" if c.job.ranks > 1 else "needs more than one rank"
 
 
-def smaller_groups(value: Value, c: Circumstances) -> str:
+def several_nodes(value: Value, c: Circumstances) -> str:
     """hpZ's second partition lies within a node; on one node it would hold what ZeRO-3 spares and gain nothing."""
     if c.hardware.nodes < 2:
         return "needs more than one node"
@@ -54,15 +54,15 @@ def smaller_groups(value: Value, c: Circumstances) -> str:
     return ""
 
 
-def of_bf16(value: Value, c: Circumstances) -> str:
+def bf16(value: Value, c: Circumstances) -> str:
     return "" if c.job.precision == "bf16" else f"needs --precision bf16, not {c.job.precision}"
 
 
-def of_fp16(value: Value, c: Circumstances) -> str:
+def fp16(value: Value, c: Circumstances) -> str:
     return "" if c.job.precision == "fp16" else f"needs --precision fp16, not {c.job.precision}"
 
 
-def with_adam(value: Value, c: Circumstances) -> str:
+def adam(value: Value, c: Circumstances) -> str:
     """DeepSpeed's CPU Adam, by its type (stage3.py, `Hybrid Optimizer Only Supports DeepSpeedCPUAdam`)."""
     kind = optimizer_of(c.job)
     return "" if kind in ADAMS else f"needs DeepSpeed's Adam, not {kind}"
@@ -75,29 +75,29 @@ def optimizer_of(job: Job) -> str:
     return str(own or job.optimizer).lower()
 
 
-def without_clipping(value: Value, c: Circumstances) -> str:
+def no_clipping(value: Value, c: Circumstances) -> str:
     return "needs gradient_clipping 0" if c.job.base_config.get("gradient_clipping") else ""
 
 
-def not_narrower(value: Value, c: Circumstances) -> str:
+def no_narrower_than_the_model(value: Value, c: Circumstances) -> str:
     """Sums of narrower numbers are other sums."""
     own = WIDTHS.get(c.job.precision, 4)
     narrower = WIDTHS.get(str(value), own) < own and not c.lossy
     return f"is narrower than {c.job.precision}, so that losses may differ: it needs a `lossy: true` space" * narrower
 
 
-def compiling(value: Value, c: Circumstances) -> str:
+def a_compiler(value: Value, c: Circumstances) -> str:
     """What torch.compile makes its kernels with."""
     if c.hardware.device == "cuda":
         return "" if current().has("triton") else "needs the package triton, which is not installed"
     return "" if any(map(which, ("g++", "clang++", "c++"))) else "needs a C++ compiler (g++), which is not installed"
 
 
-def under_mics(value: Value, c: Circumstances) -> str:
+def mics_init(value: Value, c: Circumstances) -> str:
     return "needs a model made under deepspeed.zero.MiCS_Init, which neither transformers nor the tuner does"
 
 
-def package_of(value: Value, c: Circumstances) -> str:
+def its_package(value: Value, c: Circumstances) -> str:
     """The package of an attention's kernel or of adapters."""
     package = missing_package(value)
     return f"needs the package {package}, which is not installed" if package else ""
@@ -111,11 +111,11 @@ def missing_package(choice: object) -> str | None:
     return package if package and not current().has(package) else None
 
 
-def liger(value: Value, c: Circumstances) -> str:
+def liger_kernel(value: Value, c: Circumstances) -> str:
     return "" if current().has("liger_kernel") else "needs the package liger_kernel, which is not installed"
 
 
-def compiled(value: Value, c: Circumstances) -> str:
+def engine_compile(value: Value, c: Circumstances) -> str:
     """Only `engine.compile()` reads it; whether a script calls that cannot be seen from outside."""
     if c.job.script is not None:
         return "needs a script that calls engine.compile(), which cannot be told from outside"
