@@ -33,6 +33,19 @@ def spaces_show(space: SpaceArgument) -> None:
     print(load_space(space).text, end="")
 
 
+@spaces_app.command("knobs")
+def spaces_knobs(as_json: Json = False) -> None:
+    """Every knob that a space may have: where it is read, what it needs, whether it changes what is computed."""
+    from autotune.problem.knobs import KNOBS, facts
+
+    found = {name: facts(knob) for name, knob in KNOBS.items()}
+    if as_json:
+        emit(found)
+        return
+    for name, told in found.items():
+        print(f"{name}\n    {'; '.join(f'{what}: {said}' for what, said in told.items())}")
+
+
 @spaces_app.command("validate")
 def spaces_validate(space: SpaceArgument, as_json: Json = False) -> None:
     """Check a search space, and count what it holds."""

@@ -2,7 +2,8 @@
 
 What the predictor's memory is held against: two models, one and two ranks, every stage, offload, checkpointing, buckets,
 fp32 and bf16; says how far predictions for the installed DeepSpeed are off. With `--own-keys` instead one model under
-keys that people set in their own DeepSpeed config, with `--lora` models of which only adapters are trained. Every engine
+keys that people set in their own DeepSpeed config, with `--lora` models of which only adapters are trained, with `--knobs` one
+under each knob of autotune/problem/knobs.py that CPU ranks can turn. Every engine
 measures two micro-batches; operators are slowed by counting, so speed is not recorded.
 """
 
@@ -145,6 +146,54 @@ def measure_lora(most: int | None) -> list[dict[str, Any]]:
     return rows
 
 
+ZERO = "zero_optimization."
+
+
+def knob_rows() -> list[tuple[int, Config]]:
+    """(ranks, knobs) of candidates in bf16: each knob that CPU ranks can turn, at a value that is not DeepSpeed's own."""
+    persistence, reuse = ZERO + "stage3_param_persistence_threshold", ZERO + "stage3_max_reuse_distance"
+    live, prefetch = ZERO + "stage3_max_live_parameters", ZERO + "stage3_prefetch_bucket_size"
+    split = {**OUT, "sub_group_size": 100_000}
+    partitioned = {persistence: 0, prefetch: 0}  # else a tiny model's parameters are all kept
+    found: list[tuple[int, Config]] = [
+        *((3, {**split, ZERO + "offload_optimizer.ratio": ratio}) for ratio in (0.0, 0.3, 0.6)),
+        *((3, {persistence: size}) for size in (0, 10_000, 10**7)),
+        *((3, {**partitioned, reuse: size}) for size in (0, 1_000_000, 10**9)),
+        *((3, {**partitioned, live: size}) for size in (0, 1_000_000)),
+        (3, {**partitioned, live: 0, reuse: 0}),
+        (3, {**partitioned, reuse: 0, prefetch: 500_000}),
+        *((3, {ZERO + key: True}) for key in ("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential")),
+        (3, {ZERO + "stage3_module_granularity_threshold": 10_000}),
+        (3, {ZERO + "memory_efficient_linear": False}),
+        (3, {"overlap_comm": True}),
+        *((stage, {"allgather_bucket_size": size}) for stage in (1, 2) for size in (100_000, 10**9)),
+        *((stage, {ZERO + "round_robin_gradients": True, **OUT}) for stage in (1, 2)),
+        *((stage, {ZERO + "use_multi_rank_bucket_allreduce": False}) for stage in (1, 2)),
+        *((stage, {ZERO + key: False}) for stage in (1, 2) for key in ("reduce_scatter", "allgather_partitions")),
+        *((stage, {ZERO + "parameter_alignment": True}) for stage in (1, 2)),
+        *((stage, {ZERO + "compute_grad_norm": False}) for stage in (1, 2)),
+        *((stage, {"communication_data_type": "fp32"}) for stage in (1, 3)),
+        *((stage, {"data_types.grad_accum_dtype": "fp32"}) for stage in (1, 2, 3)),
+        *((stage, {LOW + "master_weights_and_grads": True, LOW + "optimizer_states": True}) for stage in (1, 2, 3)),
+        *((stage, {LOW + "master_weights_and_grads": True, **OUT}) for stage in (2, 3)),
+    ]
+    of_two_ranks = [(2, {"zero_stage": stage, **knobs}) for stage, knobs in found]
+    return [*of_two_ranks, (4, {"zero_stage": 3, **partitioned, reuse: 0, ZERO + "zero_hpz_partition_size": 2})]
+
+
+LOW = "bf16.bf16_"
+
+
+def measure_knobs(most: int | None) -> list[dict[str, Any]]:
+    rows = []
+    for ranks in (2, 4):
+        job = Job(resolve_model("tiny-llama"), ranks, 64, "bf16")
+        batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+        groups = [[Candidate.of({**SMALL, **batch, **knobs})] for of, knobs in knob_rows() if of == ranks]
+        rows += measured(job, groups[:most], {})
+    return rows
+
+
 Rungs = list[tuple[int, int]]  # micro-batch and accumulation
 
 
@@ -202,10 +251,14 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--only", help="MODEL,RANKS,PRECISION of one set")
     parser.add_argument("--own-keys", action="store_true", help="keys of the user's own config, at micro-batch 1")
+    parser.add_argument("--knobs", action="store_true", help="each knob that CPU ranks can turn, at micro-batch 1")
     parser.add_argument("--lora", action="store_true", help="adapters only")
     arguments = parse(parser, only="tiny-llama,2,bf16")
     if arguments.lora:
         told(arguments.json, measure_lora(2 if arguments.small else None))
+        return
+    if arguments.knobs:
+        told(arguments.json, measure_knobs(2 if arguments.small else None))
         return
     if arguments.own_keys:
         told(arguments.json, measure_own_keys(2 if arguments.small else None))

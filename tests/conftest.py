@@ -59,6 +59,7 @@ from tests import fake_driver
 SCRIPTS = Path(__file__).parent / "scripts"
 DEAR = {  # file: what its tests share
     "tests/executors/test_local.py": "bench",
+    "tests/executors/test_knobs.py": "bench",
     "tests/rank/test_workload.py": "bench",
     "tests/test_scripts.py": "scripts",
     "tests/test_ways.py": "scripts",

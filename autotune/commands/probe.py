@@ -17,7 +17,7 @@ from autotune.executors.local import LocalExecutor
 from autotune.files import write_atomically
 from autotune.group.verdict import log_tail
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
-from autotune.problem.fitting import for_job
+from autotune.problem.fitting import fitted
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Outcome, Source
 from autotune.problem.script_job import UNCOUNTED, Counted, batch_seen, job_of, own_candidate
@@ -210,11 +210,13 @@ def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
 def after_probe(setup: Setup, probed: Probe) -> Setup:
     """The setup of a script, now that it has run: its real job, and the space and candidates that are left for it."""
     job = job_of(probed.script, setup.hardware, setup.global_batch_size, free=setup.free_batch)
-    space = for_job(setup.space, job)
+    space, notes = fitted(setup.space, job, setup.hardware)
     own, candidates = own_candidate(probed.script), tuple(space.candidates(job))
     if own not in candidates:
         candidates = (*candidates, own)
-    return dataclasses.replace(setup, job=job, space=_with_values(space, own), candidates=candidates)
+    return dataclasses.replace(
+        setup, job=job, space=_with_values(space, own), candidates=candidates, notes=(*setup.notes, *notes)
+    )
 
 
 def _with_values(space: SearchSpace, own: Candidate) -> SearchSpace:

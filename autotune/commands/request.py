@@ -18,10 +18,11 @@ from autotune.commands.typed_command import ranks_asked_for, typed_command
 from autotune.errors import UserError
 from autotune.executors.replay import Landscape, load_landscape
 from autotune.problem.candidate import Candidate
-from autotune.problem.fitting import for_device, for_job, installed, missing_package
+from autotune.problem.fitting import fitted
 from autotune.problem.hardware import Hardware, detect
 from autotune.problem.job import Job, Script, load_ds_config, load_lengths, longest_sequence, parse_lora
 from autotune.problem.models import ModelSpec, resolve_model, workload_spec
+from autotune.problem.needs import missing_package
 from autotune.problem.prices import Price, price_table
 from autotune.problem.script_job import first_candidates, unknown_job
 from autotune.problem.space import SearchSpace
@@ -151,7 +152,7 @@ def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]
     for name in gpus:
         hardware = planned_hardware(name, gpus_per_node, request.nodes or 1, headroom, host, cap)
         job = _named_job(request, hardware)
-        space, _ = installed(for_job(for_device(load_space(request.space or "default"), hardware.device), job))
+        space = fitted(load_space(request.space or "default"), job, hardware).space
         known = price_table().get(hardware.facts or "")
         setups.append(
             PlanSetup(
@@ -192,7 +193,7 @@ def launch_setup(request: Request, nodes: Nodes | None = None) -> LaunchSetup:
         request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed))
         hardware = _machine(request, nodes)
         job = _named_job(request, hardware)
-        plan = PlanSetup(job=job, hardware=hardware, space=for_job(_space(request, hardware), job))
+        plan = PlanSetup(job=job, hardware=hardware, space=fitted(_space(request, hardware), job, hardware).space)
         folder = study_folder(request.runs, f"launch-{script.name}")
     return LaunchSetup(
         script=script,
@@ -251,7 +252,7 @@ def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
         if used:
             raise UserError(f"{option} is about a script: give it after `--`, like `-- train.py …`")
     job = _named_job(request, hardware)
-    space, notes = installed(for_job(space, job))
+    space, notes = fitted(space, job, hardware)
     return _Tuned(job, hardware, space, space.candidates(job), notes)
 
 
@@ -266,8 +267,7 @@ def _machine(request: Request, nodes: Nodes | None = None) -> Hardware:
 
 
 def _space(request: Request, hardware: Hardware) -> SearchSpace:
-    space = load_space(request.space or ("default" if hardware.device == "cuda" else "cpu_demo"))
-    return for_device(space, hardware.device)
+    return load_space(request.space or ("default" if hardware.device == "cuda" else "cpu_demo"))
 
 
 def _refuse(options: Mapping[str, object], why: str) -> None:

@@ -28,6 +28,12 @@ def gathered_bytes(trace: Trace, c: Columns, width: float, ranks: float) -> Floa
     return width * np.minimum(total, at_least + persistent(trace, c))
 
 
+def kept_at_turn(trace: Trace, c: Columns) -> Floats:
+    """Elements that stage 3 has kept when backward begins, and need not gather again: those used again within
+    `max_reuse_distance`, half of it on either side of the turn."""
+    return np.minimum(c.max_reuse / 2, float(sum(trace.every_size)))
+
+
 def persistent(trace: Trace, c: Columns) -> Floats:
     """Elements of the parameters that stage 3 always holds whole: those of at most
     `stage3_param_persistence_threshold` elements."""

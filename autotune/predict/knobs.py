@@ -19,8 +19,9 @@ from autotune.predict.versions import (
     pins_unless_told,
     sums_in_32_bits,
 )
-from autotune.problem.candidate import ATTENTION, COMPILED, EXPANDABLE, LORA, PACKING, ZERO_DEFAULTS, Candidate
+from autotune.problem.candidate import ATTENTION, COMPILED, EXPANDABLE, LIGER, LORA, PACKING, ZERO_DEFAULTS, Candidate
 from autotune.problem.job import ATTENTIONS, Job, parse_lora
+from autotune.problem.knobs import SUPER_OFFLOAD
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -70,6 +71,12 @@ class Columns:
     immediate: Floats  # BF16_Optimizer adds each gradient to its 32-bit sum as soon as it is made
     early_buckets: Floats  # stages 1 and 2 make their buckets before backward, not with its first gradient
     keeps_gradients: Floats  # they are set to zero after a step, and stay
+    allgather_bucket: Floats
+    multi_rank: Floats  # stages 1 and 2 all-reduce buckets whose parts belong to several ranks; else each part to its rank alone
+    narrow_weights: Floats  # ZeRO++: parameters travel in 8 bits
+    narrow_gradients: Floats  # and gradients in 4
+    adam_beside: Floats  # DeepSpeed's CPU Adam steps sub-groups while backward goes on (SuperOffload)
+    liger: Floats  # fused kernels, and a loss without logits
 
     def __len__(self) -> int:
         return len(self.stage)
@@ -134,6 +141,7 @@ def columns_of(candidates: Sequence[Candidate], job: Job, deepspeed: Release = R
         ),
         **_precisions(raws, job, deepspeed),
         **_placement(raws, job, deepspeed),
+        **_sending(raws, job),
     )
     return _of_old_stage_0(columns, deepspeed) if job.precision == "bf16" and not job.plain else columns
 
@@ -193,6 +201,21 @@ def _placement(raws: list[dict[str, Any]], job: Job, deepspeed: Release) -> dict
         "pinned_param": _flags(raws, job, zero + "offload_param.pin_memory", pins_unless_told(deepspeed)),
         "early_buckets": np.full(len(raws), float(makes_buckets_first(deepspeed))),
         "keeps_gradients": np.zeros(len(raws)),
+    }
+
+
+def _sending(raws: list[dict[str, Any]], job: Job) -> dict[str, Floats]:
+    """Columns of how and when things travel, and of how the model is made."""
+    zero = "zero_optimization."
+    own, default = value_at(job.base_config, zero + "allgather_bucket_size"), ZERO_DEFAULTS["allgather_bucket_size"]
+    sizes = [raw.get("allgather_bucket_size", own) for raw in raws]
+    return {
+        "allgather_bucket": np.array([float(one) if isinstance(one, int | float) else default for one in sizes]),
+        "multi_rank": _flags(raws, job, zero + "use_multi_rank_bucket_allreduce", True),
+        "narrow_weights": _flags(raws, job, zero + "zero_quantized_weights"),
+        "narrow_gradients": _flags(raws, job, zero + "zero_quantized_gradients"),
+        "adam_beside": _flags(raws, job, SUPER_OFFLOAD),
+        "liger": np.array([float(raw.get(LIGER, job.liger)) for raw in raws]),
     }
 
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autotune.predict.gathered import kept_at_turn, persistent
 from autotune.predict.knobs import Columns, Floats
 from autotune.predict.optimizers import stepper
 from autotune.predict.passes import Trace
+from autotune.predict.twin_flow import staying
 from autotune.problem.hardware import GpuFacts, Hardware
 from autotune.problem.job import Job
 from autotune.units import GIB
@@ -51,6 +53,9 @@ REDUCED_SECONDS = 2.5e-5  # ZeRO-1 and 2, a gradient: the hook that puts it into
 # Of an eager model's kernels and of the bytes they move, what is left when compiled: chains of pointwise operators (norms,
 # rotation, activation and gate) become one kernel each.
 COMPILED_STARTS, COMPILED_MOVED = 0.3, 0.45
+# The same where Liger's kernels stand for norms, rotation, activation and the loss alone (Hsu et al. 2024, Liger Kernel: a fifth
+# more tokens a second in whole trainings).
+LIGER_STARTS, LIGER_MOVED = 0.8, 0.7
 # Data and the loop, by micro-batch (collating, copying, reading the loss: transformers' Trainer looks whether it is
 # finite every time) and by step (clipping, the schedule, zero_grad), and what an optimizer does a tensor in Python
 # (same measurement: plain data parallel 60 us, ZeRO's flat parts 20).
@@ -66,13 +71,21 @@ class Rates:
     link: float
     pcie: float
     operator_seconds: float  # to start one kernel
+    node_link: float  # within a node
 
     @classmethod
     def of(cls, hardware: Hardware, precision: str) -> Rates:
         facts: GpuFacts | None = hardware.gpu_facts
         if facts is None:
             cpu = CPU_TFLOPS * 1e12 * (1.0 if precision == "fp32" else 0.5)
-            return cls(cpu, CPU_MEMORY_GB_PER_S * 1e9, CPU_LINK_GB_PER_S * 1e9, CPU_MEMORY_GB_PER_S * 1e9, 2e-5)
+            return cls(
+                cpu,
+                CPU_MEMORY_GB_PER_S * 1e9,
+                CPU_LINK_GB_PER_S * 1e9,
+                CPU_MEMORY_GB_PER_S * 1e9,
+                2e-5,
+                CPU_LINK_GB_PER_S * 1e9,
+            )
         flops = facts.fp32_tflops if precision == "fp32" else facts.tflops
         if precision == "bf16" and not facts.bf16:
             flops = facts.fp32_tflops
@@ -83,7 +96,8 @@ class Rates:
         reached = next(
             (share for name, share in _ACHIEVABLE.items() if facts.name.startswith(name)), _ACHIEVABLE_ELSEWHERE
         )
-        return cls(flops * reached * 1e12, facts.memory_gb_per_s * 1e9, link * 1e9, pcie * 1e9, OPERATOR_SECONDS)
+        memory, within = facts.memory_gb_per_s * 1e9, facts.link_gb_per_s * 1e9
+        return cls(flops * reached * 1e12, memory, link * 1e9, pcie * 1e9, OPERATOR_SECONDS, within)
 
 
 @dataclass(frozen=True)
@@ -113,6 +127,7 @@ class Work:
     collectives: Floats
     loop: Floats
     hides: Floats  # 1 where communication runs beside computation
+    adam_beside: Floats  # 1 where the host's Adam does
 
 
 def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
@@ -135,7 +150,7 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
         recompute_share=either(0.0, 1 - whole_pass[0] / whole_pass[1]),
         products=either(*whole_pass) * rows / rates.flops,
         tail=either(*whole_pass) / job.seq_len * job.element_bytes / 2 / rates.memory,
-        moved=moved * np.where(c.compiled > 0, COMPILED_MOVED, 1.0),
+        moved=moved * np.where(c.compiled > 0, COMPILED_MOVED, np.where(c.liger > 0, LIGER_MOVED, 1.0)),
         starts=_starts(trace, c, rates),
         loop=c.accumulation * MICRO_SECONDS
         + STEP_SECONDS
@@ -150,22 +165,36 @@ def _sent(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Rates) 
     """What ranks send each other, as fields of Work.
 
     Buckets are all-reduced at stages 0 to 2 (use_multi_rank_bucket_allreduce), 1 and 2 gather what was updated; stage 3
-    gathers for forward and for backward, frozen parameters too, and scatters the gradients, every micro-batch.
+    gathers for forward and, what it has not kept, for backward, frozen parameters too, and scatters the gradients, every
+    micro-batch.
     """
     ranks, width, total = float(job.ranks), job.element_bytes, float(sum(trace.parameters))
     held = total + trace.frozen
     one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
-    once = (ranks - 1) / ranks * width * total / rates.link
-    fetched = (ranks - 1) / ranks * width * held / rates.link
+    others = (ranks - 1) / ranks / rates.link
+    once = others * width * total
+    # gradients in the dtype that is sent; ZeRO++ sends 4 bits (coalesced_collectives.py, all_to_all_quant_reduce)
+    reduced = others * total * np.where(three & (c.narrow_gradients > 0), 0.5, c.communicated)
+    # all-reduced, or where that is turned off each part reduced to its rank
+    to_its_rank = np.where((one | two) & (c.multi_rank == 0), 1.0, 2.0)
+    carried = np.where(c.narrow_weights > 0, 1.0, width)  # 8 bits (partition_parameters.py, CUDAQuantizer)
+    whole = persistent(trace, c)  # gathered after a step, and kept
+    again = np.maximum(0.0, held - np.maximum(whole, kept_at_turn(trace, c)))
+    # hpZ keeps a second set of parameters in each node, from which backward gathers
+    size = c.secondary
+    nearer = np.where(size > 1, (size - 1) / np.maximum(size, 1.0) / rates.node_link, others)
+    fetched = carried * (others * (held - whole) + nearer * again)
     zero = np.zeros(len(c))
     buckets = np.maximum(1.0, total / c.reduce_bucket) * np.where(two | three, c.accumulation, 1.0)
-    gathers = np.where(three, 2 * c.accumulation * held / np.maximum(c.prefetch, 1.0), 0.0)
+    buckets = buckets + np.where((one | two) & (c.multi_rank == 0), ranks, 0.0)
+    gathers = np.where(three, c.accumulation * (held - whole + again) / np.maximum(c.prefetch, 1.0), 0.0)
+    gathers = gathers + np.where(one | two, total / ranks / np.maximum(1.0, c.allgather_bucket), 0.0)
     groups = np.where(three, total / ranks / np.minimum(c.sub_group, total / ranks), 1.0)
     return {
-        "gather_micro": np.where(three, 2 * fetched, zero),
-        "gather_step": np.where(one | two, once, zero),
-        "reduce_micro": np.select([two, three], [2 * once + zero, once + zero], 0.0),
-        "reduce_step": np.where((c.stage == 0) | one, 2 * once, zero),
+        "gather_micro": np.where(three, fetched, zero),
+        "gather_step": np.select([one | two, three], [once + zero, others * width * whole], 0.0),
+        "reduce_micro": np.select([two, three], [to_its_rank * reduced, reduced], 0.0),
+        "reduce_step": np.where((c.stage == 0) | one, to_its_rank * reduced, zero),
         "collectives": ((buckets + gathers) * (ranks > 1) + groups) * (BUCKET_SECONDS + _hops_seconds(hardware)),
     }
 
@@ -176,17 +205,23 @@ def _stepped(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Rate
     part, held = total / job.ranks, (total + trace.frozen) / job.ranks
     one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
     out, parameters_out = c.offload_optimizer > 0, three & (c.offload_param > 0)
+    leaves = np.where(
+        out, 1 - staying(c, part, float(trace.largest), float(job.ranks)), 0.0
+    )  # the share that is offloaded
     elements = np.where(c.stage == 0, total, part)
-    step_bytes = 2 * (4 + states) + 4 + 2 * width  # master and states read and written, gradient read, weight written
+    low = c.master == 2
+    step_bytes = (
+        2 * np.where(low, 2 + states * c.state_share, 4 + states) + 4 + 2 * width
+    )  # master and states read and written, gradient read, weight written
     host_bytes = 2 * (c.master + states * c.state_share) + 4 + width
     back = np.where(two | three, width * part, 0.0)  # gradients leave the device every micro-batch
     accumulating = np.where(two & (c.accumulation > 1), 2.0, 1.0)  # stage 2 fetches the sum back to add to it
     return {
-        "pcie_micro": (np.where(out, back * accumulating, 0.0) + np.where(parameters_out, 2 * width * held, 0.0))
-        / rates.pcie,
-        "pcie_step": np.where(out, width * part + np.where(one, width * part, 0.0), 0.0) / rates.pcie,
-        "optimizer": np.where(out, 0.0, elements * step_bytes / rates.memory),
-        "cpu_adam": np.where(out, total / hardware.nodes * host_bytes / (HOST_MEMORY_GB_PER_S * 1e9), 0.0),
+        "pcie_micro": (leaves * back * accumulating + np.where(parameters_out, 2 * width * held, 0.0)) / rates.pcie,
+        "pcie_step": leaves * (width * part + np.where(one, width * part, 0.0)) / rates.pcie,
+        "optimizer": (1 - leaves) * elements * step_bytes / rates.memory,
+        "cpu_adam": leaves * total / hardware.nodes * host_bytes / (HOST_MEMORY_GB_PER_S * 1e9),
+        "adam_beside": c.adam_beside,
         "nvme": ((c.offload_optimizer == 2) * 2 * (4 + states) * part + (c.offload_param == 2) * 2 * width * held)
         / (NVME_GB_PER_S * 1e9),
     }
@@ -202,7 +237,8 @@ def _starts(trace: Trace, c: Columns, rates: Rates) -> Floats:
     """Seconds of the processor to start a micro-batch's kernels, ZeRO's hooks included."""
     plain, again = trace.plain.operators, trace.of(True).operators
     checkpointing = c.checkpointing > 0
-    operators = np.where(checkpointing, sum(again), sum(plain)) * np.where(c.compiled > 0, COMPILED_STARTS, 1.0)
+    fused = np.where(c.compiled > 0, COMPILED_STARTS, np.where(c.liger > 0, LIGER_STARTS, 1.0))
+    operators = np.where(checkpointing, sum(again), sum(plain)) * fused
     tensors = float(len(trace.parameters))
     adapters = np.where(c.lora > 0, 2 * tensors, 0.0)  # two trained tensors and four modules each
     modules = MODULES_AN_OPERATOR * np.maximum(plain[0] - adapters, 0.0) + adapters
@@ -252,7 +288,10 @@ def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
     lies_beside = hidden * (c.stage == 3)
     pcie = k["pcie"] * w.pcie_micro
     pcie = np.maximum(pcie - lies_beside * compute, (1 - lies_beside) * pcie)
-    offload = pcie * c.accumulation + k["pcie"] * w.pcie_step + k["cpu_adam"] * w.cpu_adam + w.nvme
+    # SuperOffload steps a sub-group as soon as the last backward has made its gradients (superoffload_stage3.py)
+    cpu_adam = k["cpu_adam"] * w.cpu_adam
+    cpu_adam = np.maximum(cpu_adam - w.adam_beside * 0.66 * compute, (1 - w.adam_beside) * cpu_adam)
+    offload = pcie * c.accumulation + k["pcie"] * w.pcie_step + cpu_adam + w.nvme
     return Spent(
         forward=total * w.forward_share,
         recompute=total * w.recompute_share,

@@ -7,10 +7,9 @@ A version is given as `versions.release` makes it.
 from __future__ import annotations
 
 from autotune.interpreter import current
+from autotune.problem.needs import READ as READ
+from autotune.problem.needs import Release as Release
 from autotune.versions import newer, release
-
-Release = tuple[int, ...]
-READ: Release = (0, 19, 8)  # of which knobs, defaults and formulas were read
 
 
 def installed_deepspeed() -> Release:

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from autotune.predict.flops import dense_shape
 from autotune.predict.gathered import gathered_bytes, persistent
 from autotune.predict.knobs import Columns, Floats
 from autotune.predict.optimizers import stepper
 from autotune.predict.passes import BACKWARD, FORWARD, Pass, Trace
 from autotune.predict.pinned import pinned_bytes
+from autotune.predict.twin_flow import staying, sub_groups
 from autotune.problem.job import Job
 
 # Of the bytes of frozen partitions: published figures of LoRA at stage 3 (QwenLM/Qwen, 72B on 4 GPUs; modelscope/ms-swift, 7B
@@ -26,6 +28,9 @@ HOLES = 0.3
 # norms, gates, rotations) is computed again from the operands of products (torch, _functorch/partitioners.py,
 # min_cut_rematerialization_partition). A Llama layer keeps 27 to 32 of 42 hidden sizes; its loss keeps all.
 COMPILED_KEPT = 0.75
+LOGIT_COPIES = (
+    4 + 4
+)  # bytes a logit beside its own: in 32 bits, and as log-softmax; Liger's loss makes none of the three
 REDUCE_ELEMENTS = 5e8  # stage 0 reduces in flat copies of at most so many elements (engine.py, allreduce_gradients)
 
 SUMS = ("parameters", "gradients", "optimizer", "host", "left", "holes")  # of a Bill: one entry a candidate
@@ -103,10 +108,11 @@ class _Terms:
         self.two = self.one | (stage == 2)  # the stages of stage_1_and_2.py
         self.out = columns.offload_optimizer > 0
         self.parameters_out = self.three & (columns.offload_param > 0)
-        self.sub_group = np.minimum(self.part, np.maximum(columns.sub_group, self.largest / self.ranks))
-        # Twin-Flow: the first sub-groups stay on the device (stage3.py, _create_fp32_partitions)
-        groups = np.ceil(self.part / self.sub_group)
-        self.stays = np.where(self.three, np.floor((1 - columns.offload_ratio) * groups + 1e-9) / groups, 0.0)
+        self.sub_group = sub_groups(columns, self.part, self.largest, self.ranks)
+        self.stays = staying(columns, self.part, self.largest, self.ranks)
+        shape = dense_shape(job.model.config)
+        vocabulary = shape[2] if shape else 0
+        self.logits = job.seq_len * vocabulary * (job.element_bytes + LOGIT_COPIES)  # bytes a sequence
         self._gradients(job)
         self._buckets()
 
@@ -197,9 +203,11 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
     for choice, run in ((0.0, t.trace.plain), (1.0, t.trace.of(True))):
         mine = c.checkpointing == choice
         kept = np.where((c.compiled > 0) & (choice == 0), COMPILED_KEPT, 1.0)
+        without_logits = max(0.0, max(run.per_sequence) - t.logits)
         for phase, name in ((FORWARD, "forward"), (BACKWARD, "backward")):
             for fixed, each, grads, used in _points(run, phase):
                 held, buckets = _pending(t, grads)
+                held_each = np.where(c.liger > 0, min(each, without_logits), each)
                 if phase == BACKWARD:
                     buckets = np.maximum(buckets, t.early)
                 bypass = t.contiguous & t.one & ~t.bf16_optimizer
@@ -210,7 +218,7 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
                     np.maximum(t.kept_buckets, t.standing + buckets),
                     np.where(t.three & (t.ranks > 1), np.maximum(gathered, used), 0.0),
                     np.maximum(t.kept, held),
-                    kept * np.maximum(0.0, fixed + each * c.micro_batch) + _kept_inputs(t, run, each),
+                    kept * np.maximum(0.0, fixed + held_each * c.micro_batch) + _kept_inputs(t, run, each),
                 )
     held, buckets = _pending(t, t.whole, done=True)
     flat = min(t.total, REDUCE_ELEMENTS) * (t.width + np.where(t.sent != t.width, t.sent, 0.0))

@@ -1,6 +1,6 @@
 """A Candidate: one setting of every knob, in canonical form, and the DeepSpeed config that it stands for.
 
-What each knob does at which stage was read from deepspeed 0.19.8; docs/deepspeed-facts.md has the places.
+Which knobs there are, and when each is read, stands in `knobs.py`.
 """
 
 from __future__ import annotations
@@ -9,82 +9,66 @@ import copy
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.problem.job import ATTENTIONS, Job, Lora, parse_lora
+from autotune.problem.job import Job, parse_lora
+from autotune.problem.knobs import (
+    ACCUMULATION,
+    ATTENTION,
+    CHECKPOINTING,
+    COMPILED,
+    EXPANDABLE,
+    KNOBS,
+    LIGER,
+    LORA,
+    MICRO_BATCH,
+    MODEL_KNOBS,
+    OFFLOAD_RATIO,
+    PACKING,
+    RUNG_KNOBS,
+    SHORT_NAMED,
+    TRACED_KNOBS,
+    ZERO,
+    Knobs,
+    is_read,
+    short_name,
+)
+from autotune.problem.needs import Value
 
-Value = bool | int | float | str
-Knobs = Mapping[str, Value]
+__all__ = [  # the names of knobs that whoever has a candidate needs
+    "ACCUMULATION",
+    "ATTENTION",
+    "CHECKPOINTING",
+    "COMPILED",
+    "EXPANDABLE",
+    "KNOBS",
+    "LIGER",
+    "LORA",
+    "MICRO_BATCH",
+    "MODEL_KNOBS",
+    "PACKING",
+    "RUNG_KNOBS",
+    "TRACED_KNOBS",
+    "ZERO_DEFAULTS",
+    "Candidate",
+    "Value",
+    "describe",
+    "is_read",
+    "knobs_of",
+    "samples",
+    "settings_of",
+    "short_name",
+    "under",
+]
 
-MICRO_BATCH = "train_micro_batch_size_per_gpu"
-ACCUMULATION = "gradient_accumulation_steps"
-CHECKPOINTING = "activation_checkpointing"
-ATTENTION = "attention"
-COMPILED = "compile"
-LORA = "lora"
-PACKING = "packing"
-MODEL_KNOBS = (ATTENTION, COMPILED, LORA, PACKING)  # how the model and its batches are made; a script makes its own
-TRACED_KNOBS = (ATTENTION, LORA)  # those that change what a forward allocates for a row
-EXPANDABLE = "expandable_segments"
-CUDA_KNOBS = (EXPANDABLE,)  # of CUDA's environment: CPU ranks have no such thing
-RUNG_KNOBS = (MICRO_BATCH, ACCUMULATION)  # what may change while an engine lives
-
-
-def _stage(knobs: Knobs) -> int:
-    return int(knobs.get("zero_stage", 0))
-
-
-def _offloads(knobs: Knobs, what: str) -> bool:
-    return knobs.get(what, "none") != "none"
-
-
-def _at(*stages: int) -> Callable[[Knobs], bool]:
-    return lambda knobs: _stage(knobs) in stages
-
-
-@dataclass(frozen=True)
-class Knob:
-    """A knob with a short name: its place in the DeepSpeed config, the values it takes, and when it is read."""
-
-    path: str | None  # dotted path in the DeepSpeed config; None: it belongs to the model or the environment
-    kind: type | tuple[str, ...]
-    read: Callable[[Knobs], bool] = lambda knobs: True
-    low: float = 0
-
-
-_ZERO = "zero_optimization."
-_DEVICES = ("none", "cpu", "nvme")
-KNOBS: dict[str, Knob] = {
-    MICRO_BATCH: Knob(MICRO_BATCH, int, low=1),
-    ACCUMULATION: Knob(ACCUMULATION, int, low=1),
-    "zero_stage": Knob(_ZERO + "stage", int),
-    CHECKPOINTING: Knob(None, bool),
-    ATTENTION: Knob(None, ATTENTIONS),
-    COMPILED: Knob(None, bool),
-    LORA: Knob(None, Lora),
-    PACKING: Knob(None, bool),
-    EXPANDABLE: Knob(None, bool),
-    "offload_optimizer": Knob(_ZERO + "offload_optimizer.device", _DEVICES, _at(1, 2, 3)),
-    "offload_param": Knob(_ZERO + "offload_param.device", _DEVICES, _at(3)),
-    "reduce_bucket_size": Knob(_ZERO + "reduce_bucket_size", int, _at(1, 2, 3), low=1),
-    "allgather_bucket_size": Knob(_ZERO + "allgather_bucket_size", int, _at(1, 2), low=1),
-    "sub_group_size": Knob(_ZERO + "sub_group_size", int, _at(3), low=1),
-    # stage_1_and_2.py forces it on where the optimizer is offloaded
-    "contiguous_gradients": Knob(
-        _ZERO + "contiguous_gradients",
-        bool,
-        lambda k: _stage(k) == 3 or (_stage(k) in (1, 2) and not _offloads(k, "offload_optimizer")),
-    ),
-    "overlap_comm": Knob(_ZERO + "overlap_comm", bool, _at(1, 2, 3)),
-}
 GATHER_ON_SAVE = "stage3_gather_16bit_weights_on_model_save"
-_BY_PATH = {knob.path: name for name, knob in KNOBS.items() if knob.path}
 
 # What DeepSpeed takes where a config is silent (deepspeed 0.19.8, runtime/zero/config.py).
 ZERO_DEFAULTS: dict[str, float] = {
     "reduce_bucket_size": 5e8,
+    "allgather_bucket_size": 5e8,
     "sub_group_size": 1e9,
     "contiguous_gradients": 1.0,
     "zero_optimization.stage3_prefetch_bucket_size": 5e7,
@@ -92,47 +76,6 @@ ZERO_DEFAULTS: dict[str, float] = {
     "zero_optimization.stage3_max_reuse_distance": 1e9,
     "zero_optimization.stage3_param_persistence_threshold": 1e5,
 }
-
-# Keys under zero_optimization that only some stages read, beside those above.
-_STAGE3_ONLY = (
-    "sub_group_size",
-    "offload_param",
-    "memory_efficient_linear",
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-    "zero_quantized_nontrainable_weights",
-    "use_all_reduce_for_fetch_params",
-)
-_STAGE12_ONLY = ("round_robin_gradients", "allgather_partitions", "allgather_bucket_size", "compute_grad_norm")
-
-
-def short_name(key: str) -> str:
-    """`zero_optimization.stage` and `zero_stage` are one knob: its short name, or the dotted key itself."""
-    return _BY_PATH.get(key, key)
-
-
-def is_read(name: str, knobs: Knobs) -> bool:
-    """Whether DeepSpeed reads the knob at all, given the others."""
-    if name in KNOBS:
-        return KNOBS[name].read(knobs)
-    if not name.startswith(_ZERO):
-        return True
-    stage, leaf = _stage(knobs), name.removeprefix(_ZERO)
-    head = leaf.split(".")[0]
-    if stage == 0:
-        return False
-    if head.startswith("stage3_") or head in _STAGE3_ONLY:
-        stage_reads = stage == 3
-    elif head in _STAGE12_ONLY:
-        stage_reads = stage in (1, 2)
-    else:
-        stage_reads = True
-    if leaf == "offload_optimizer.ratio":
-        stage_reads = stage == 3
-    if head in ("offload_optimizer", "offload_param") and "." in leaf:
-        return stage_reads and _offloads(knobs, head)
-    return stage_reads
-
 
 # Settings of torch's caching allocator, `key:value,…`. The first of these that is set is read and no other, when CUDA
 # memory is first asked for (torch 2.13, c10/core/AllocatorConfig.cpp: tried with two that contradict each other).
@@ -231,7 +174,7 @@ class Candidate:
 
 
 def under(job: Job, candidate: Candidate) -> Job:
-    """The job with the candidate's attention, compilation, LoRA and packing in place of its own."""
+    """The job with the candidate's attention, compilation, LoRA, packing and kernels in place of its own."""
     lora = candidate.get(LORA)
     return dataclasses.replace(
         job,
@@ -239,6 +182,7 @@ def under(job: Job, candidate: Candidate) -> Job:
         compiled=candidate.get(COMPILED, job.compiled),
         lora=job.lora if lora is None else None if lora == "none" else parse_lora(lora),
         packed=candidate.get(PACKING, job.packed),
+        liger=candidate.get(LIGER, job.liger),
     )
 
 
@@ -248,16 +192,21 @@ def samples(job: Job, candidate: Candidate) -> float:
 
 
 def knobs_of(config: dict[str, Any]) -> dict[str, Value]:
-    """The knobs that a DeepSpeed config sets; what is missing or `"auto"` is left out."""
+    """The knobs with short names that a DeepSpeed config sets; what is missing or `"auto"` is left out."""
+    return {name: value for name, value in settings_of(config).items() if name in SHORT_NAMED}
+
+
+def settings_of(config: dict[str, Any]) -> dict[str, Value]:
+    """Every knob that a DeepSpeed config sets, as `knobs_of`."""
     found: dict[str, Value] = {}
     for name, knob in KNOBS.items():
         value: Any = config if knob.path else None
         for part in (knob.path or "").split("."):
             value = value.get(part) if isinstance(value, dict) else None
-        if isinstance(value, bool | int | str) and value != "auto":
+        if isinstance(value, float) and knob.kind is not float:
+            value = int(value) if value.is_integer() else None  # 5e8
+        if isinstance(value, bool | int | float | str) and value != "auto":
             found[name] = value
-        elif isinstance(value, float) and value.is_integer():
-            found[name] = int(value)  # 5e8
     return found
 
 
@@ -285,22 +234,12 @@ def _tidy_zero(config: dict[str, Any], candidate: Candidate) -> None:
             del zero[section]
         elif tuned:
             entry.setdefault("pin_memory", True)
+        if not is_read(OFFLOAD_RATIO, candidate.as_dict):
+            entry.pop("ratio", None)  # refused below stage 3
+    if not is_read(ZERO + "compute_grad_norm", candidate.as_dict):
+        zero.pop("compute_grad_norm", None)  # refused elsewhere
 
 
-_SHORT = {
-    MICRO_BATCH: "mb",
-    ACCUMULATION: "ga",
-    "zero_stage": "z",
-    CHECKPOINTING: "ckpt",
-    "offload_optimizer": "opt",
-    "offload_param": "par",
-    "reduce_bucket_size": "rbs",
-    "allgather_bucket_size": "agbs",
-    "sub_group_size": "sgs",
-    "contiguous_gradients": "contig",
-    "overlap_comm": "overlap",
-    EXPANDABLE: "expandable",
-}
 _FIRST = ["zero_stage", MICRO_BATCH, ACCUMULATION, CHECKPOINTING, "offload_optimizer", "offload_param"]
 
 
@@ -308,7 +247,7 @@ def describe(knobs: Knobs) -> str:
     """`z3 mb8 ga4 ckpt opt=cpu rbs=5e+08`: one line for tables and logs."""
     words = []
     for name in [*(k for k in _FIRST if k in knobs), *(k for k in knobs if k not in _FIRST)]:
-        value, short = knobs[name], _SHORT.get(name, name.split(".")[-1])
+        value, short = knobs[name], (KNOBS[name].short if name in KNOBS else "") or name.split(".")[-1]
         if isinstance(value, bool):
             if name == CHECKPOINTING:
                 words += [short] if value else []

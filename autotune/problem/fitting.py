@@ -3,25 +3,109 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from autotune.errors import UserError
-from autotune.interpreter import current
 from autotune.problem.candidate import (
     ACCUMULATION,
     CHECKPOINTING,
-    CUDA_KNOBS,
+    COMPILED,
+    LIGER,
     MICRO_BATCH,
     MODEL_KNOBS,
     PACKING,
     TRACED_KNOBS,
+    Value,
     knobs_of,
+    settings_of,
 )
+from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
+from autotune.problem.knobs import KNOBS, is_off
+from autotune.problem.needs import Circumstances, Release
 from autotune.problem.space import Domain, SearchSpace
 from autotune.problem.tasks import CAUSAL
 
-_KERNELS = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}  # attention: its package
+
+class Fitted(NamedTuple):
+    """A space narrowed to a job and a machine, and a line for each setting that was left out, with its reason."""
+
+    space: SearchSpace
+    notes: list[str]
+
+
+def fitted(space: SearchSpace, job: Job, hardware: Hardware) -> Fitted:
+    """The space for this job on this machine, and what was left out.
+
+    Raises:
+        UserError: a knob that is fixed by hand, in the space or in the user's own config, cannot be had here; or one of a space
+            of the user's own that the installed DeepSpeed does not know.
+    """
+    own = for_job(space, job)
+    _check_own(job, hardware)
+    compiles = COMPILED in own.knobs and True in own.knobs[COMPILED].values
+    around = Circumstances.of(job, hardware, space.lossy, compiles)
+    knobs: dict[str, Domain] = {}
+    lacking: dict[str, list[str]] = {}  # by what is missing
+    for name, domain in own.knobs.items():
+        missing = {value: why for value in domain.values if (why := unmet(name, value, around))}
+        for value, why in missing.items():
+            lacking.setdefault(why, []).append(f"{name} {value}")
+        if (left := _left(name, domain, missing, around, space)) is not None:
+            knobs[name] = left
+    notes = [f"{', '.join(settings)} {why}: left out" for why, settings in lacking.items()]
+    narrowed = dataclasses.replace(own, knobs=knobs)
+    unread = narrowed.never_read() & KNOBS.keys() & space.knobs.keys()
+    for name in sorted(unread):
+        why = f"{name} is read by no candidate of space {space.name}: it needs {KNOBS[name].read.where}"
+        if knobs[name].fixed:
+            raise UserError(f"{why}; leave it out of `fixed`, or give it what it needs")
+        notes.append(f"{why}: left out")
+        del knobs[name]
+    return Fitted(dataclasses.replace(own, knobs=knobs), notes)
+
+
+def _check_own(job: Job, hardware: Hardware) -> None:
+    """Raises UserError for a knob of the user's own config that cannot be had here."""
+    around = Circumstances.of(job, hardware, lossy=True, compiles=True)
+    for name, value in settings_of(job.base_config).items():
+        if why := unmet(name, value, around):
+            raise UserError(f"your own DeepSpeed config: {name} {value} {why}; leave it out")
+
+
+def _left(
+    name: str, domain: Domain, missing: dict[Value, str], around: Circumstances, space: SearchSpace
+) -> Domain | None:
+    """What is left of a knob without the values that lack something; None where nothing is."""
+    if not missing:
+        return domain
+    value, why = next(iter(missing.items()))
+    unknown = not space.shipped and why == _unknown(name, around.deepspeed)
+    if domain.fixed or unknown:
+        raise UserError(f"space {space.name}: {name} {value} {why}; leave it out")
+    left = tuple(one for one in domain.values if one not in missing)
+    if not left and KNOBS[name].off is None:
+        raise UserError(f"space {space.name}: {name} {value} {why}; add another value, or leave {name} out")
+    return None if all(is_off(name, one) for one in left) else dataclasses.replace(domain, values=left)
+
+
+def unmet(name: str, value: Value, around: Circumstances) -> str:
+    """What a setting lacks here, in words that follow it; empty where it lacks nothing."""
+    knob = KNOBS.get(name)
+    if knob is None or is_off(name, value, around.job.precision):
+        return ""
+    return _unknown(name, around.deepspeed) or next((why for need in knob.needs if (why := need(value, around))), "")
+
+
+def _unknown(name: str, deepspeed: Release) -> str:
+    """Whether a DeepSpeed knows the knob, and else which does."""
+    knob = KNOBS[name]
+    own, since, until = (".".join(map(str, one)) for one in (deepspeed, knob.since, knob.until))
+    if deepspeed < knob.since:
+        return f"is not known to deepspeed {own}: {since} or newer knows it"
+    if knob.until and deepspeed > knob.until:
+        return f"is not known to deepspeed {own} any more: {until} was the last that knew it"
+    return ""
 
 
 def for_job(space: SearchSpace, job: Job) -> SearchSpace:
@@ -29,7 +113,7 @@ def for_job(space: SearchSpace, job: Job) -> SearchSpace:
     knobs that the job's script or workload cannot be told are left out."""
     knobs = dict(_with_base(space, job.base_config).knobs)
     if job.workload is not None:
-        for knob in TRACED_KNOBS:
+        for knob in (*TRACED_KNOBS, LIGER):
             knobs.pop(knob, None)
     if not job.lengths or job.task != CAUSAL:
         knobs.pop(PACKING, None)
@@ -45,46 +129,8 @@ def for_job(space: SearchSpace, job: Job) -> SearchSpace:
     return dataclasses.replace(space, knobs=knobs)
 
 
-def for_device(space: SearchSpace, device: str) -> SearchSpace:
-    """The space for `cuda` or `cpu`: what is CUDA's alone would only be measured twice on CPU ranks."""
-    if device == "cuda":
-        return space
-    return dataclasses.replace(space, knobs={k: d for k, d in space.knobs.items() if k not in CUDA_KNOBS})
-
-
 def _with_base(space: SearchSpace, base: dict[str, Any]) -> SearchSpace:
     knobs = dict(space.knobs)
     for name, value in knobs_of(base).items():
         knobs.setdefault(name, Domain((value,)))
     return dataclasses.replace(space, knobs=knobs)
-
-
-def installed(space: SearchSpace) -> tuple[SearchSpace, list[str]]:
-    """The space without values whose package is missing here, and a line for each value left out. Looked up once, so that
-    not every trial fails by it.
-
-    Raises:
-        UserError: a knob has no value left.
-    """
-    knobs, lines = dict(space.knobs), []
-    for knob in TRACED_KNOBS:
-        if knob not in knobs:
-            continue
-        missing = {value: package for value in knobs[knob].values if (package := missing_package(value))}
-        said = [
-            f"{knob} {value} needs the package {package}, which is not installed" for value, package in missing.items()
-        ]
-        left = tuple(value for value in knobs[knob].values if value not in missing)
-        if not left:
-            raise UserError(f"space {space.name}: {said[0]}; install it or add another")
-        knobs[knob] = dataclasses.replace(knobs[knob], values=left)
-        lines += [f"{line}: left out" for line in said]
-    return dataclasses.replace(space, knobs=knobs), lines
-
-
-def missing_package(choice: object) -> str | None:
-    """The package that an attention kernel or adapters (`r=16,…`) need, where the environment of the ranks lacks it."""
-    if choice in (None, "none"):
-        return None
-    package = "peft" if str(choice).startswith("r=") else _KERNELS.get(str(choice))
-    return package if package and not current().has(package) else None

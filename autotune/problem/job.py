@@ -179,6 +179,7 @@ class Job:
     lengths: tuple[tuple[int, int], ...] = ()  # (tokens, how often) of a data set; `seq_len` is then the longest
     packed: bool = False  # sequences of those lengths are laid end to end until a row of `seq_len` is full
     task: str = CAUSAL  # one of `tasks.TASKS`: the head and its loss
+    liger: bool = False  # Liger's fused kernels in place of the model's own
     image_size: int | None = None  # pixels of an image's height and width, where the configuration does not tell
 
     def __post_init__(self) -> None:
@@ -211,7 +212,7 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         data = dataclasses.asdict(self)
-        for name in ("script", "workload", "lora", "attention", "compiled", "lengths", "packed", "image_size"):
+        for name in ("script", "workload", "lora", "attention", "compiled", "lengths", "packed", "liger", "image_size"):
             if not data[name]:
                 del data[name]  # what is not used does not make an older study another's
         if self.script:  # nor does what this one is started without

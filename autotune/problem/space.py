@@ -10,6 +10,7 @@ from functools import cached_property
 from autotune.errors import UserError
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, RUNG_KNOBS, Candidate, Value, is_read
 from autotune.problem.job import Job
+from autotune.problem.knobs import FIRST_ORDER, KNOBS, refusal
 
 MAX_CANDIDATES = 2_000_000  # beyond it, enumerating takes minutes
 
@@ -21,6 +22,7 @@ class Domain:
     values: tuple[Value, ...]
     when: tuple[tuple[str, tuple[Value, ...]], ...] = ()
     is_range: bool = False  # written as from/to: a global batch may use any whole number in it
+    fixed: bool = False  # by hand: whether it can be had is not for the tuner to decide
 
     def applies(self, knobs: dict[str, Value]) -> bool:
         return all(knobs.get(name) in allowed for name, allowed in self.when)
@@ -34,38 +36,66 @@ class SearchSpace:
     about: str
     knobs: dict[str, Domain]
     text: str  # the YAML as read: the study stores it
+    at_once: int | None = None  # of second-order knobs, how many may leave their first values together; None: all
+    lossy: bool = False  # whether it may change arithmetic, so that losses may differ
+    shipped: bool = False  # written for every DeepSpeed: what the installed one does not know is left out of it
 
     @cached_property
     def order(self) -> tuple[str, ...]:
-        """The names of the knobs that need an engine of their own, each after those that its `when` names."""
+        """The names of the knobs that need an engine of their own, each after those that its `when` names or that decide
+        whether it is read."""
         done: list[str] = [name for name in ("zero_stage", "offload_optimizer", "offload_param") if name in self.knobs]
         rest = [name for name in self.knobs if name not in done and name not in RUNG_KNOBS]
         while rest:
-            ready = [n for n in rest if all(c in done or c not in rest for c, _ in self.knobs[n].when)]
+            ready = [n for n in rest if all(c in done or c not in rest for c in self._before(n))]
             done += ready or rest
             rest = [] if not ready else [n for n in rest if n not in ready]
         return tuple(done)
 
+    def _before(self, name: str) -> list[str]:
+        decides = KNOBS[name].read.of if name in KNOBS else None
+        return [*(condition for condition, _ in self.knobs[name].when), *([decides] if decides else [])]
+
     def families(self) -> Iterator[dict[str, Value]]:
         """Every distinct setting of the knobs that need an engine of their own, in canonical form."""
         seen = set()
-        for knobs in self._grow({}, 0):
+        for knobs in self._grow({}, 0, self._most_at_once):
             key = tuple(sorted(knobs.items()))
-            if key not in seen:
+            if key not in seen and not refusal(knobs):
                 seen.add(key)
                 yield knobs
 
-    def _grow(self, knobs: dict[str, Value], at: int) -> Iterator[dict[str, Value]]:
+    def why_refused(self) -> str:
+        """Why DeepSpeed refuses a setting of this space: the first of its reasons; empty where it refuses none."""
+        return next((why for knobs in self._grow({}, 0, self._most_at_once) if (why := refusal(knobs))), "")
+
+    def never_read(self) -> set[str]:
+        """The knobs that no setting of the others makes DeepSpeed read."""
+        unread = set(self.order)
+        for knobs in self.families():
+            unread -= knobs.keys()
+            if not unread:
+                break
+        return unread
+
+    @property
+    def _most_at_once(self) -> int:
+        return len(self.knobs) if self.at_once is None else self.at_once
+
+    def _grow(self, knobs: dict[str, Value], at: int, may_leave: int) -> Iterator[dict[str, Value]]:
+        """Settings that go on from these; of second-order knobs `may_leave` may still leave their first values."""
         if at == len(self.order):
             yield knobs
             return
         name = self.order[at]
         domain = self.knobs[name]
         if not domain.applies(knobs) or not is_read(name, knobs):
-            yield from self._grow(knobs, at + 1)
+            yield from self._grow(knobs, at + 1, may_leave)
             return
         for value in domain.values:
-            yield from self._grow({**knobs, name: value}, at + 1)
+            left = may_leave - (name not in FIRST_ORDER and value != domain.values[0])
+            if left >= 0:
+                yield from self._grow({**knobs, name: value}, at + 1, left)
 
     def rungs(self, job: Job) -> list[tuple[int, int]]:
         """(micro-batch, accumulation) pairs that the job allows, ascending.

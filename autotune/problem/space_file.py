@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 from importlib import resources
@@ -13,11 +14,14 @@ import yaml
 from autotune.errors import UserError, near
 from autotune.problem.candidate import KNOBS, Value, short_name
 from autotune.problem.job import Lora, parse_lora
+from autotune.problem.knobs import ZERO, Knob
 from autotune.problem.space import Domain, SearchSpace
 
 _DS_KEYS = json.loads((resources.files("autotune") / "data" / "deepspeed_keys.json").read_text())
 DS_ZERO_KEYS = frozenset(_DS_KEYS["zero_optimization"])
 DS_TOP_LEVEL = frozenset(_DS_KEYS["top_level"])
+DS_SECTIONS = {section: frozenset(keys) for section, keys in _DS_KEYS["sections"].items()}
+_PARTS = ("name", "about", "lossy", "at_once", "knobs", "fixed")
 
 
 def spaces_folder() -> Path:
@@ -47,7 +51,7 @@ def load_space(reference: str) -> SearchSpace:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"search space {path} cannot be read: {error}") from None
-    return parse_space(text, str(path))
+    return dataclasses.replace(parse_space(text, str(path)), shipped=reference in shipped)
 
 
 def parse_space(text: str, file: str = "<space>") -> SearchSpace:
@@ -86,8 +90,14 @@ class _Parser:
         if not isinstance(data, dict):
             raise UserError(f"{self.file}:1: expected `knobs:` and their values, found {type(data).__name__}")
         for key in data:
-            if key not in ("name", "about", "knobs", "fixed"):
-                raise self.fail((str(key),), f"unknown section{near(str(key), ['name', 'about', 'knobs', 'fixed'])}")
+            if key not in _PARTS:
+                raise self.fail((str(key),), f"unknown section{near(str(key), _PARTS)}")
+        self.lossy = data.get("lossy", False)
+        if not isinstance(self.lossy, bool):
+            raise self.fail(("lossy",), f"expected true or false, found {self.lossy!r}")
+        at_once = data.get("at_once")
+        if at_once is not None and (isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 0):
+            raise self.fail(("at_once",), f"expected a whole number of knobs, found {at_once!r}")
         knobs = data.get("knobs") or {}
         fixed = data.get("fixed") or {}
         for section, value in (("knobs", knobs), ("fixed", fixed)):
@@ -99,7 +109,8 @@ class _Parser:
         for key, raw in fixed.items():
             if isinstance(raw, dict | list):
                 raise self.fail(("fixed", str(key)), "expected one value; a dotted key reaches into a section")
-            self._add(domains, ("fixed", str(key)), [raw])
+            name = self._add(domains, ("fixed", str(key)), [raw])
+            domains[name] = dataclasses.replace(domains[name], fixed=True)
         if not knobs and not fixed:
             raise self.fail(("knobs",), "the space has no knobs")
         for name, domain in domains.items():
@@ -108,10 +119,10 @@ class _Parser:
                     raise self.fail(("knobs", name, "when"), f"{condition!r} is no knob of this space")
                 if not set(allowed) & set(domains[condition].values):
                     raise self.fail(("knobs", name, "when"), f"{condition} is never one of {list(allowed)}")
-        space = SearchSpace(
-            str(data.get("name") or Path(self.file).stem), str(data.get("about") or ""), domains, self.text
-        )
-        next(space.families(), None)
+        name, about = str(data.get("name") or Path(self.file).stem), str(data.get("about") or "")
+        space = SearchSpace(name, about, domains, self.text, at_once, self.lossy)
+        if next(space.families(), None) is None:
+            raise self.fail(("knobs",), f"DeepSpeed refuses every setting: {space.why_refused()}")
         return space
 
     def _collect(self, node: yaml.Node, path: tuple[str, ...]) -> None:
@@ -125,16 +136,12 @@ class _Parser:
                 seen.add(inner)
                 self._collect(value, inner)
 
-    def _add(self, domains: dict[str, Domain], path: tuple[str, ...], raw: Any) -> None:
+    def _add(self, domains: dict[str, Domain], path: tuple[str, ...], raw: Any) -> str:
+        """Adds the knob at this path of the file, and returns its name."""
         name = short_name(path[1])
         if name not in KNOBS and "." not in name and name not in DS_TOP_LEVEL:
             raise self.fail(path, f"unknown knob{near(name, [*KNOBS, *DS_TOP_LEVEL])}; other DeepSpeed keys are dotted")
-        if name.startswith("zero_optimization."):
-            leaf = name.split(".")[1]
-            if leaf not in DS_ZERO_KEYS:
-                raise self.fail(path, f"DeepSpeed knows no such ZeRO key{near(leaf, DS_ZERO_KEYS)}")
-        elif "." in name and name.split(".")[0] not in DS_TOP_LEVEL:
-            raise self.fail(path, f"DeepSpeed knows no section {name.split('.')[0]!r}{near(name, DS_TOP_LEVEL)}")
+        self._check_key(path, name)
         if name in domains:
             raise self.fail(path, "is given twice (its short name and its DeepSpeed key are one knob)")
         when: tuple[tuple[str, tuple[Value, ...]], ...] = ()
@@ -150,7 +157,25 @@ class _Parser:
         checked = tuple(self._check(path, name, value) for value in values)
         if len(set(map(repr, checked))) != len(checked):
             raise self.fail(path, "names a value twice")
+        if not self.lossy and name in KNOBS and (why := KNOBS[name].lossy) and set(checked) - {KNOBS[name].off}:
+            raise self.fail(
+                path, f"{why}, so that losses may differ: write `lossy: true` at the top of the space, or leave it out"
+            )
         domains[name] = Domain(checked, when, is_range)
+        return name
+
+    def _check_key(self, path: tuple[str, ...], name: str) -> None:
+        """Raises UserError where a dotted name is no key of DeepSpeed's."""
+        if "." not in name or name in KNOBS:
+            return
+        section, _, leaf = name.rpartition(".")
+        if name.startswith(ZERO) and name.split(".")[1] not in DS_ZERO_KEYS:
+            leaf = name.split(".")[1]
+            raise self.fail(path, f"DeepSpeed knows no such ZeRO key{near(leaf, DS_ZERO_KEYS)}")
+        if name.split(".")[0] not in DS_TOP_LEVEL:
+            raise self.fail(path, f"DeepSpeed knows no section {name.split('.')[0]!r}{near(name, DS_TOP_LEVEL)}")
+        if section in DS_SECTIONS and leaf not in DS_SECTIONS[section]:
+            raise self.fail(path, f"DeepSpeed knows no such key of {section}{near(leaf, DS_SECTIONS[section])}")
 
     def _mapping(self, path: tuple[str, ...], raw: dict[str, Any]) -> tuple[list[Any], Any, bool]:
         allowed = ("values", "from", "to", "step", "scale", "points", "when")
@@ -219,6 +244,8 @@ class _Parser:
             if not isinstance(value, bool):
                 raise self.fail(path, f"expected true or false, found {value!r}")
             return value
+        if knob.kind is float:
+            return self._share(path, knob, value)
         if isinstance(value, float) and value.is_integer():
             value = int(value)  # YAML reads 5.0e+8 as a float, and 5e8 as a word
         if isinstance(value, str):
@@ -228,12 +255,15 @@ class _Parser:
                 raise self.fail(path, f"expected a whole number, found {value!r}") from None
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.fail(path, f"expected a whole number, found {value!r}")
-        if value < knob.low or (name == "zero_stage" and value > 3):
-            raise self.fail(
-                path,
-                f"{value} is out of range: expected {'0 to 3' if name == 'zero_stage' else f'at least {knob.low}'}",
-            )
+        if not knob.low <= value <= knob.high:
+            expected = f"at least {knob.low}" if knob.high == float("inf") else f"{knob.low} to {knob.high}"
+            raise self.fail(path, f"{value} is out of range: expected {expected}")
         return value
+
+    def _share(self, path: tuple[str, ...], knob: Knob, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not knob.low <= value <= knob.high:
+            raise self.fail(path, f"expected a number from {knob.low:g} to {knob.high:g}, found {value!r}")
+        return float(value)
 
     def _lora(self, path: tuple[str, ...], value: Any) -> str:
         """`none` for full training, or adapters in their shortest writing; a number is a rank."""

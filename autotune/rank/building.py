@@ -145,6 +145,13 @@ def fill_weights(model: torch.nn.Module) -> None:
             tensor.data.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
 
 
+def use_liger(model: torch.nn.Module) -> None:
+    """Liger's kernels in the model's place, as Trainer's `use_liger_kernel` does."""
+    from transformers.integrations.liger import apply_liger_kernel
+
+    apply_liger_kernel(model, None)
+
+
 def enable_checkpointing(model: torch.nn.Module) -> None:
     """Activation checkpointing as Hugging Face's Trainer turns it on."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]

@@ -8,6 +8,7 @@ from typing import Any
 
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job
+from autotune.problem.knobs import DEEPCOMPILE, QUANTIZED
 
 # The kind of optimizer decides the memory and time of a step; the learning rate does not, and is never exported.
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -67,6 +68,10 @@ def needed_ops(candidates: Sequence[Candidate], job: Job, device: str) -> list[s
         ops.append(fused)
     if any("nvme" in (candidate.offload_optimizer, candidate.offload_param) for candidate in candidates):
         ops.append("AsyncIOBuilder")
+    if any(candidate.get(DEEPCOMPILE) for candidate in candidates):
+        ops.append("DeepCompileBuilder")
+    if any(candidate.get(name) for candidate in candidates for name in QUANTIZED):
+        ops.append("QuantizerBuilder")
     pins = offloads - {"none"} or any(candidate.offload_param != "none" for candidate in candidates)
     if pins and os.environ.get("DS_PIN_MEMORY_BACKEND") == "native":
         ops.append("PinMemoryBuilder")

@@ -54,6 +54,8 @@ class ModelRank(BaseRank):
         config = self.spec["config"]
         model, self.source = workload.build(self.job, self.own_device.torch_device(), config)
         self.loss = workload.forward
+        if self.job.liger:
+            building.use_liger(model)
         if self.spec["checkpointing"]:
             building.enable_checkpointing(model)
         parameters = [p for p in model.parameters() if p.requires_grad]

@@ -22,6 +22,7 @@ from autotune.problem.script import command
 from autotune.problem.script_job import other_batch
 from autotune.problem.tasks import CAUSAL
 from autotune.rank.config import needed_ops
+from autotune.results.lossy import lossy_settings
 from autotune.results.over_nodes import sbatch_script
 from autotune.search.records import VERIFY, Record, resumed_peak_bytes
 from autotune.search.study import StudyStore
@@ -80,6 +81,8 @@ def training_arguments(candidate: Candidate, job: Job, device: str = "cuda") -> 
         arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     if under(job, candidate).compiled:
         arguments["torch_compile"] = True
+    if under(job, candidate).liger:
+        arguments["use_liger_kernel"] = True
     if device == "cpu":
         arguments["use_cpu"] = True
     return arguments
@@ -138,6 +141,9 @@ def needs(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[
         lines.append(
             "call engine.compile() after deepspeed.initialize (Trainer: torch_compile=True): it was measured so"
         )
+    if made.liger:
+        lines.append("use Liger's kernels (Trainer: use_liger_kernel=True): it was measured with them")
+    lines += [f"compare losses: it {line}" for line in lossy_settings(candidate, job)]
     if candidate.offload_optimizer != "none" and "optimizer" not in job.base_config:
         lines.append(
             'give deepspeed.ops.adam.DeepSpeedCPUAdam as the optimizer, or an "optimizer" section: offload takes no '

@@ -17,6 +17,7 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Phase
 from autotune.problem.script import RELAUNCHED, carried, training_command, typed, variables_for
 from autotune.problem.script_job import other_batch
+from autotune.results.lossy import lossy_settings
 from autotune.results.over_nodes import over_nodes
 from autotune.search.records import AS_IS, SEARCH, VERIFY, Record, resumed_peak_bytes
 from autotune.units import format_bytes, format_count, format_duration
@@ -63,7 +64,7 @@ def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hard
         lines.append(f"  {AS_IS} has this config already")
     if other := other_batch(record.candidate, job):
         lines.append(f"  {other}")
-    return lines
+    return [*lines, *(f"  it {line}" for line in lossy_settings(record.candidate, job))]
 
 
 def unlike_steps(own: Candidate, winner: Candidate, job: Job) -> str:

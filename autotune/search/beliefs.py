@@ -28,6 +28,7 @@ HOPELESS_SIGMAS = 2.5  # a candidate whose predicted peak is so far above the ca
 CREDIT = 2.0  # of the predictor, in logarithms of likelihood, before anything is measured
 MOST_CREDIT, MOST_DEBT = 6.0, 3.0  # what counts is how it does of late
 ONE_SURPRISE = 2.0  # the most that one measurement may say
+RECALLED = 16  # Outcomes of a study that is resumed by which both are charged anew: more than credit and debt can hold
 SHORTLIST = 2048  # candidates of a large space that are predicted anew after every measurement
 ALL_EVERY = 8  # tables
 REPEAT_TIME, REPEAT_MEMORY = 0.03, 0.01  # of one logarithm measured twice

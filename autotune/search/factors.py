@@ -8,17 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from autotune.predict.knobs import Flags, Floats
-from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, MODEL_KNOBS, Candidate
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.problem.knobs import FIRST_ORDER
 
-FIRST_ORDER = (
-    "zero_stage",
-    MICRO_BATCH,
-    ACCUMULATION,
-    CHECKPOINTING,
-    "offload_optimizer",
-    "offload_param",
-    *MODEL_KNOBS,
-)
 SECOND_ORDER_GAIN = 0.1  # logarithm of what second-order knobs gain, until the study has measured it twice
 LEAST_REACH = 0.01
 SPREAD = 3  # levels of a size: small, middle and large

@@ -9,19 +9,19 @@ import numpy as np
 from autotune.predict.knobs import Flags
 from autotune.problem.candidate import Candidate, Value
 from autotune.problem.outcome import Kind, Outcome, Source
-from autotune.search.dominance import Dominance
+from autotune.search.dominance import Dominance, Rules
 
 
 class Openings:
     """The candidates of a study, those that are ruled out marked with their reason."""
 
-    def __init__(self, candidates: list[Candidate]) -> None:
+    def __init__(self, candidates: list[Candidate], rules: Rules) -> None:
         self.candidates = candidates
         self.index = {candidate: i for i, candidate in enumerate(candidates)}
         self.open = np.ones(len(candidates), dtype=bool)
         self.too_large = np.zeros(len(candidates), dtype=bool)  # need no less than one that ran out
         self.skipped: Counter[str] = Counter()
-        self._dominance = Dominance(candidates)
+        self._dominance = Dominance(candidates, rules)
         families: dict[tuple[tuple[str, Value], ...], int] = {}
         self.family = np.array([families.setdefault(c.family, len(families)) for c in candidates])
         self._refused: dict[str, list[Candidate]] = {}

@@ -21,7 +21,8 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Outcome, Phase, Source
 from autotune.problem.space import SearchSpace
-from autotune.search.beliefs import Beliefs, Forecast, normal_cdf
+from autotune.search.beliefs import RECALLED, Beliefs, Forecast, normal_cdf
+from autotune.search.dominance import Rules
 from autotune.search.factors import Kinds, Screen
 from autotune.search.openings import Openings
 from autotune.search.sampler import FAILED, Answer, Sampler
@@ -69,7 +70,7 @@ class Proposer:
         self.space, self.job, self.hardware, self.predictor = space, job, hardware, predictor
         self.tolerance, self.exhaustive = tolerance, exhaustive
         self.candidates = candidates
-        self._openings = Openings(candidates)
+        self._openings = Openings(candidates, Rules.of(hardware.device, job.ranks, predictor.trace))
         self._index, self._family = self._openings.index, self._openings.family
         self._beliefs = Beliefs(predictor, job, hardware, candidates)
         self._screen = Screen(candidates)
@@ -129,6 +130,13 @@ class Proposer:
         over = outcome.measurement.peak_bytes - self.hardware.ceiling_bytes
         self._answers[at] = outcome.measurement.samples_per_second, max(0.0, over / GIB)
         self._kinds.note(at, math.log(outcome.measurement.samples_per_second))
+
+    def expect(self, left: int) -> None:
+        """Has the predictor say what it expects before the next Outcome is observed, so that it can be charged for it. A search
+        has it say so anyhow; while a study is recalled, of which `left` Outcomes are still to be observed, it is asked for the
+        last of them."""
+        if left <= RECALLED:
+            self._beliefs.table()
 
     def allow_longer(self, candidate: Candidate, outcome: Outcome) -> None:
         """A limit of ours has ended the candidate's trial: from now on it has twice as long, and what still was starting

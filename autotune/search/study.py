@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import gc
 import warnings
@@ -18,7 +19,7 @@ from autotune.errors import UserError, near
 from autotune.interpreter import other_python
 from autotune.problem.candidate import Candidate
 from autotune.problem.cpus import threads_of_0_1
-from autotune.problem.fitting import for_device, for_job
+from autotune.problem.fitting import fitted
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Measurement, Outcome, Source
@@ -208,7 +209,8 @@ class StudyStore:
         Raises:
             UserError: this version cannot read it any more.
         """
-        return for_job(for_device(parse_space(self.space_text), self.hardware.device), self.job)
+        space = dataclasses.replace(parse_space(self.space_text), shipped=True)  # whatever DeepSpeed is here by now
+        return fitted(space, self.job, self.hardware).space
 
     def lock(self) -> None:
         """Holds the study for this process.

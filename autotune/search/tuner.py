@@ -135,9 +135,10 @@ class Tuner:
             MachineTrouble: nothing was measured, and the machine fails again and again.
         """
         self._began = self.executor.now() - self._spent_seconds
-        for record in self.store.records():
-            if record.outcome is not None:
-                self._learn(record.number, record.candidate, record.outcome, record.role)
+        known = [(one, one.outcome) for one in self.store.records() if one.outcome is not None]
+        for left, (record, outcome) in zip(range(len(known), 0, -1), known, strict=True):
+            self.proposer.expect(left)
+            self._learn(record.number, record.candidate, outcome, record.role)
         self.standings.begin_call()
         self.store.begin_call(self.budget_seconds)
         try:

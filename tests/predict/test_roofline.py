@@ -20,6 +20,7 @@ from autotune.units import GIB
 from tests.conftest import make_job
 
 TOKENS = 64
+REUSE = "zero_optimization.stage3_max_reuse_distance"
 PASS = Pass(
     [FORWARD, BACKWARD],
     [0, 0],
@@ -116,7 +117,7 @@ def test_between_nodes_a_ring_is_as_fast_as_the_network() -> None:
 
 def test_zero_3_gathers_frozen_parameters_too() -> None:
     hardware, job = named_hardware("a100", 4), job_of(4)
-    batch = {"zero_stage": 3, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    batch = {"zero_stage": 3, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, REUSE: 0}
     c = columns_of([Candidate.of({**batch, "offload_optimizer": "cpu", "offload_param": "cpu"})], job)
     trained = dataclasses.replace(TRACE, parameters=[10**7])
     adapted = dataclasses.replace(trained, frozen=99 * 10**7)

@@ -6,8 +6,10 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.interpreter import Own
-from autotune.problem.fitting import for_device, for_job, installed, missing_package
+from autotune.problem.fitting import fitted, for_job
+from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job, Script
+from autotune.problem.needs import missing_package
 from autotune.problem.space import SearchSpace
 from autotune.problem.space_file import parse_space
 from tests.conftest import make_job
@@ -24,6 +26,7 @@ knobs:
   packing: [true, false]
   expandable_segments: [true, false]
 """
+GPUS = named_hardware("a100-80", 2)
 BATCH = {"zero_stage", "train_micro_batch_size_per_gpu", "expandable_segments"}
 MODEL = {"attention", "compile", "lora", "packing"}
 PROFILE = {"checkpointing": True, "batch_note": "", "micro_batch": 3, "accumulation": 5}
@@ -88,7 +91,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> SearchSpace:
 
 
 def test_what_is_not_installed_is_left_out_and_said(bare: SearchSpace) -> None:
-    left, lines = installed(bare)
+    left, lines = fitted(bare, make_job(), GPUS)
     assert left.knobs["attention"].values == ("sdpa",)
     assert left.knobs["lora"].values == ("none",)
     assert left.knobs["zero_stage"] == bare.knobs["zero_stage"]
@@ -102,17 +105,17 @@ def test_what_is_not_installed_is_left_out_and_said(bare: SearchSpace) -> None:
 
 def test_what_is_installed_stays(bare: SearchSpace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Own, "has", lambda self, module: True)
-    assert installed(bare) == (bare, [])
+    assert fitted(bare, make_job(), GPUS) == (bare, [])
     plain = parse_space("knobs: {zero_stage: [1], lora: [8]}")
-    assert installed(plain) == (plain, [])
+    assert fitted(plain, make_job(), GPUS) == (plain, [])
 
 
 def test_a_knob_that_has_no_value_left(bare: SearchSpace) -> None:
     adapters = dataclasses.replace(bare.knobs["lora"], values=("r=8", "r=16"))
     with pytest.raises(UserError) as caught:
-        installed(dataclasses.replace(bare, knobs={"lora": adapters}))
+        fitted(dataclasses.replace(bare, knobs={"lora": adapters}), make_job(), GPUS)
     assert str(caught.value) == (
-        "space mine: lora r=8 needs the package peft, which is not installed; install it or add another"
+        "space mine: lora r=8 needs the package peft, which is not installed; add another value, or leave lora out"
     )
 
 
@@ -129,9 +132,3 @@ def test_a_knob_that_has_no_value_left(bare: SearchSpace) -> None:
 )
 def test_the_package_that_a_choice_needs(bare: SearchSpace, choice: object, package: str | None) -> None:
     assert missing_package(choice) == package
-
-
-def test_what_is_cudas_is_not_tried_on_cpu_ranks() -> None:
-    space = parse_space(SPACE)
-    assert for_device(space, "cuda") is space
-    assert set(for_device(space, "cpu").knobs) == set(space.knobs) - {"expandable_segments"}

@@ -21,7 +21,7 @@ def values(text: str) -> tuple[object, ...]:
 
 
 def test_the_promised_spaces_are_shipped_and_valid() -> None:
-    assert list(shipped_spaces()) == ["cpu_demo", "default", "low_memory", "nvme", "zero2", "zero3"]
+    assert list(shipped_spaces()) == ["cpu_demo", "default", "full", "lossy", "low_memory", "nvme", "zero2", "zero3"]
     for name, path in shipped_spaces().items():
         space = load_space(name)
         assert (space.name, space.text) == (name, path.read_text())
@@ -284,7 +284,7 @@ RATIO = "zero_optimization.offload_optimizer.ratio"
     [
         (f"{RATIO}: {{from: 0.1, to: 0.3, step: 0.1}}", (0.1, 0.2, 0.3)),  # the last in spite of rounding
         (f"{RATIO}: {{from: 0.01, to: 1.0, scale: log, points: 3}}", (0.01, 0.1, 1.0)),
-        (f"{RATIO}: {{from: 1, to: 4.0, scale: log, points: 3}}", (1, 2, 4)),
+        ("gradient_clipping: {from: 1, to: 4.0, scale: log, points: 3}", (1, 2, 4)),
     ],
 )
 def test_ranges_of_shares(text: str, expected: tuple) -> None:
@@ -351,7 +351,7 @@ def test_files_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         load_space("zero22")
     assert str(caught.value) == (
         "no search space 'zero22'; did you mean zero2 or zero3?: "
-        "give a file, or cpu_demo, default, low_memory, nvme, zero2, zero3"
+        "give a file, or cpu_demo, default, full, lossy, low_memory, nvme, zero2, zero3"
     )
     file = tmp_path / "my.yaml"
     file.write_text("knobs:\n  zero_stage: [1]\n")

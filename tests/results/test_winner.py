@@ -7,6 +7,8 @@ from autotune.problem.hardware import detect
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.script import CONFIG_FLAG, KNOWN_FLAGS
+from autotune.results.export import needs
+from autotune.results.lossy import lossy_settings
 from autotune.results.winner import closest_lines, train_with_lines, winner_lines
 from autotune.search.records import AS_IS, SEARCH, VERIFY, Record
 from autotune.units import MIB
@@ -87,3 +89,31 @@ def test_a_winner_of_another_batch_asks_for_a_look_at_the_learning_rate(tmp_path
         last = winner_lines(won, [own, won], job, detect("cpu", 2))[-1]
         assert ("the learning rate" in last) == warns
     assert last.startswith("  its steps are of 2 samples, the script's own of 8: ")
+
+
+STATES, MASTERS = "bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"
+
+
+def test_a_winner_says_what_it_changes_of_what_is_computed() -> None:
+    job = make_job(precision="bf16")
+    lossy = make_candidate(2, **{MASTERS: True, STATES: True})
+    assert lossy_settings(lossy, job) == [
+        f"changes what is computed by {MASTERS}=True: master weights and gradients are kept in bf16; losses may differ from a "
+        "training without it",
+        f"changes what is computed by {STATES}=True: the optimizer's states are kept in bf16; losses may differ from a "
+        "training without it",
+    ]
+    outcome = Outcome(Kind.OK, measurement=Measurement(1.0, 0.01, 5, 10.0, 10.0, 300 * MIB))
+    record = Record(0, lossy, outcome, VERIFY)
+    lines = winner_lines(record, [record], job, detect("cpu", 2))
+    assert [line for line in lines if "losses may differ" in line] == [
+        f"  it {one}" for one in lossy_settings(lossy, job)
+    ]
+    assert sum("losses may differ" in line for line in needs(lossy, job, {})) == 2
+    assert lossy_settings(make_candidate(2), job) == []
+
+
+def test_what_the_users_own_config_has_already_is_no_change() -> None:
+    own = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+    job = make_job(precision="bf16", base_config=own)
+    assert lossy_settings(make_candidate(2, **{MASTERS: True, STATES: True}), job) == []

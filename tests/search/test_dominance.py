@@ -4,10 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autotune.predict.passes import Pass, Trace
 from autotune.problem.candidate import Candidate
-from autotune.search.dominance import Dominance
+from autotune.search.dominance import Dominance, Rules
 from tests.conftest import make_candidate
 
+RATIO = "zero_optimization.offload_optimizer.ratio"
 STAGE_2 = make_candidate(2, 4, 2, overlap_comm=False, contiguous_gradients=True)
 STAGE_3 = make_candidate(3, 4, 2, overlap_comm=False)
 
@@ -30,8 +32,8 @@ def dominates(one: Candidate, other: Candidate) -> bool:
         (STAGE_2, {"allgather_bucket_size": 400_000}, False),
         (STAGE_3, {"sub_group_size": 2_000_000}, True),
         (STAGE_3, {"sub_group_size": 500_000}, False),
-        # stage 1 keeps the gradients that stage 2 partitions; no other pair of stages is compared
-        (STAGE_2, {"zero_stage": 1}, True),
+        # stages are not compared: each has buffers of its own
+        (STAGE_2, {"zero_stage": 1}, False),
         (make_candidate(1, 4, 2, overlap_comm=False, contiguous_gradients=True), {"zero_stage": 2}, False),
         (make_candidate(0), {"zero_stage": 1}, False),
         (make_candidate(1), {"zero_stage": 0}, False),
@@ -58,8 +60,18 @@ def dominates(one: Candidate, other: Candidate) -> bool:
         (make_candidate(3, offload_param="none"), {"offload_param": "nvme"}, False),
         # overlap doubles buckets; left open it is compared with nothing but overlap
         (STAGE_2, {"overlap_comm": True}, True),
+        (STAGE_3, {"overlap_comm": True}, False),
+        # stage 1 keeps gradients above its bucket in place
+        (make_candidate(1), {"reduce_bucket_size": 600_000}, False),
+        # a split optimizer: less of it on the host is more on the device, by whole sub-groups
+        (make_candidate(3, offload_optimizer="cpu", **{RATIO: 0.8}), {RATIO: 0.3}, True),
+        (make_candidate(3, offload_optimizer="cpu", **{RATIO: 0.3}), {RATIO: 0.8}, False),
+        (make_candidate(3, offload_optimizer="cpu", **{RATIO: 0.8}), {RATIO: 0.3, "sub_group_size": 2_000_000}, False),
+        (make_candidate(3, offload_optimizer="cpu", **{RATIO: 1.0}), {RATIO: 0.3, "sub_group_size": 2_000_000}, True),
+        (make_candidate(3, offload_optimizer="cpu", **{RATIO: 0.3}), {"offload_optimizer": "none"}, True),
         (make_candidate(2, overlap_comm=True), {"overlap_comm": False}, False),
         (make_candidate(2), {"overlap_comm": True}, True),
+        (make_candidate(3), {"overlap_comm": True}, False),
         (make_candidate(2), {"overlap_comm": False}, False),
         (STAGE_2, {"contiguous_gradients": False}, False),  # not known to move memory one way
         (make_candidate(2, attention="sdpa"), {"attention": "eager"}, False),
@@ -69,12 +81,30 @@ def test_the_rules(than: Candidate, changes: dict, needs_no_less: bool) -> None:
     assert dominates(than.but(**changes), than) is needs_no_less
 
 
-def test_a_knob_that_one_leaves_open_is_less_than_any_size() -> None:
+def test_a_size_that_one_leaves_open_is_compared_with_none() -> None:
     silent = Candidate.of({"zero_stage": 2})
     sized = Candidate.of({"zero_stage": 2, "reduce_bucket_size": 0})
-    assert dominates(sized, silent)
+    assert dominates(silent, silent)
+    assert not dominates(sized, silent), "DeepSpeed's own is 5e8"
     assert not dominates(silent, sized)
     assert not dominates(silent, Candidate.of({"zero_stage": 2, "overlap_comm": False})), "DeepSpeed decides"
+
+
+def test_on_cpu_ranks_offloading_spares_nothing() -> None:
+    out, kept = make_candidate(3, offload_optimizer="cpu"), make_candidate(3)
+    assert Dominance([out, kept], Rules.of("cuda", 2, trace_of(10**6))).needs_no_less(out).tolist() == [True, True]
+    assert Dominance([out, kept], Rules.of("cpu")).needs_no_less(out).tolist() == [True, False]
+
+
+def trace_of(largest: int) -> Trace:
+    nothing = Pass([], [], [], [], [], (0, 0), (0, 0), (0, 0), ((0, 0), (0, 0)), (0, 0))
+    return Trace([largest] * 10, 0, nothing, None, largest=largest)
+
+
+@pytest.mark.parametrize(("ranks", "spares"), [(1, True), (8, True), (64, False)])
+def test_an_offloaded_optimizer_spares_where_its_share_is_more_than_one_gradient(ranks: int, spares: bool) -> None:
+    assert ("offload_optimizer" in Rules.of("cuda", ranks, trace_of(10**6)).spared_by) is spares
+    assert "offload_param" in Rules.of("cuda", ranks, trace_of(10**6)).spared_by
 
 
 def test_a_stranger_is_compared_with_none() -> None:

@@ -3,12 +3,14 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from autotune.errors import MachineTrouble, UserError
 from autotune.executors.base import Effort
 from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, load_landscape
-from autotune.predict.predictor import Predictor
+from autotune.predict.predictor import Predictor, Table
+from autotune.predict.prepared import Prepared
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
@@ -311,3 +313,32 @@ def test_rivals_are_measured_in_turn(landscape: Landscape) -> None:
     verified(fastest, 1.0)
     verified(rival, 1.2)
     assert slow.next_turn() is None, "one is clearly faster"
+
+
+class Inverted(Predictor):
+    """Holds what is fast for slow, whatever is measured."""
+
+    def prepared_table(self, prepared: Prepared) -> Table:
+        table = super().prepared_table(prepared)
+        logs = np.log(table.samples)
+        samples = np.exp(2 * np.median(logs) - logs)
+        return dataclasses.replace(table, samples=samples, step=table.step * table.samples / samples)
+
+
+@pytest.mark.parametrize("kind", [Predictor, Inverted])
+def test_a_resumed_study_believes_whom_it_believed_before(landscape: Landscape, kind: type[Predictor]) -> None:
+    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
+    store = StudyStore.in_memory(job, hardware, space)
+    candidates = sorted(landscape.rows, key=str)
+
+    def call(trials: int) -> Proposer:
+        proposer = Proposer(candidates, space, job, hardware, 1, kind(job, hardware, trace_job(job)), exhaustive=True)
+        executor = ReplayExecutor(landscape, 1)
+        Tuner(store, executor, proposer, space, hardware, budget_seconds=1800, max_trials=trials).run()
+        return proposer
+
+    before = call(12)._beliefs
+    assert before.speed.refuted == (kind is Inverted)
+    after = call(0)._beliefs  # learns, and tries nothing
+    assert after.speed.refuted == before.speed.refuted
+    assert after.memory.refuted == before.memory.refuted

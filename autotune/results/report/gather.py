@@ -16,6 +16,7 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.space import SearchSpace
 from autotune.results.export import deepspeed_config, environment_of, needs
+from autotune.results.lossy import lossy_settings
 from autotune.results.report.data import Bar, Bars, Clock, Code, Forecast, Gain, Status, StudyReport, Trial, Verdict
 from autotune.results.report.forecasts import accuracy, forecasts
 from autotune.results.report.mattered import shown, what_mattered
@@ -201,7 +202,7 @@ def _verdict(
         winner=trial,
         head="The fastest config that fits" if verified else "The fastest config that fits so far, not verified yet",
         verified=verified,
-        checks=_checks(winner, records, store.hardware),
+        checks=_checks(winner, records, store.hardware, store.job),
         gains=_gains(winner, records, job, store.hardware),
         run_now=(*(Code(name, text) for name, text in commands), exported),
         needs=(*(hint.strip() for hint in hints), *needs(winner.candidate, job, variables)),
@@ -227,7 +228,7 @@ def _no_winner(store: StudyStore, records: list[Record], candidates: Sequence[Ca
     return Verdict(None, "Nothing fits yet." if untried else "Nothing fits.", lines=lines, run_now=again)
 
 
-def _checks(winner: Record, records: Sequence[Record], hardware: Hardware) -> tuple[str, ...]:
+def _checks(winner: Record, records: Sequence[Record], hardware: Hardware, job: Job) -> tuple[str, ...]:
     assert winner.outcome is not None
     assert winner.outcome.measurement is not None
     measured = winner.outcome.measurement
@@ -249,6 +250,7 @@ def _checks(winner: Record, records: Sequence[Record], hardware: Hardware) -> tu
         lines.append(f"Whether it goes on from a checkpoint is not known: {resumed[-1].reason[:MOST_TEXT]}")
     if measured.extrapolated:
         lines.append("Its step is extrapolated from a shortened accumulation.")
+    lines += [f"It {line}." for line in lossy_settings(winner.candidate, job)]
     lines += [f"The clock of a GPU was limited: {', '.join(measured.clock_limits)}."] if measured.clock_limits else []
     return tuple(lines)
 

@@ -12,7 +12,7 @@ from autotune.predict.roofline import host_limit_bytes
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.results.report.data import Cell, MemoryMap, Square, Status, Trial
-from autotune.search.dominance import Dominance
+from autotune.search.dominance import Dominance, Rules
 from autotune.units import format_bytes
 
 MOST_COLUMNS = 16
@@ -130,7 +130,8 @@ def _judged(
         return {}
     ran_out = [c for c, found in trials.items() if any(trial.kind == "oom_device" for trial in found)]
     every = list(dict.fromkeys([*flat, *ran_out]))
-    dominance = Dominance(every)
+    trace = predictor.trace if predictor else None
+    dominance = Dominance(every, Rules.of(hardware.device, hardware.count, trace))
     culprit: dict[Candidate, Candidate] = {}
     for candidate in ran_out:
         for i in np.flatnonzero(dominance.needs_no_less(candidate)):

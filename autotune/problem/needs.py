@@ -1,0 +1,122 @@
+"""What a knob's setting needs of the job and the machine, each as a function that says in a few words what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autotune.interpreter import current, which
+from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job
+from autotune.versions import release
+
+Value = bool | int | float | str
+Release = tuple[int, ...]
+READ: Release = (0, 19, 8)  # the DeepSpeed of which knobs, defaults and formulas were read
+KERNELS = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}  # attention: its package
+WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2}  # bytes of DeepSpeed's names of dtypes
+ADAMS = ("adamw", "adam", "fused_adam")
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What conditions are about, besides the other knobs of a candidate."""
+
+    job: Job
+    hardware: Hardware
+    lossy: bool = False  # whether the space may change arithmetic
+    compiles: bool = False  # whether the space has candidates that are compiled
+    deepspeed: Release = READ
+
+    @classmethod
+    def of(cls, job: Job, hardware: Hardware, lossy: bool = False, compiles: bool = False) -> Circumstances:
+        """With the DeepSpeed that ranks will have."""
+        return cls(job, hardware, lossy, compiles, release(current().version("deepspeed")) or READ)
+
+
+Need = Callable[[Value, Circumstances], str]  # what is missing, or an empty text
+
+
+def cuda(value: Value, c: Circumstances) -> str:
+    return "" if c.hardware.device == "cuda" else "is for CUDA alone"
+
+
+def several_ranks(value: Value, c: Circumstances) -> str:
+    return "" if c.job.ranks > 1 else "needs more than one rank"
+
+
+def several_nodes(value: Value, c: Circumstances) -> str:
+    """hpZ's second partition lies within a node; on one node it would hold what ZeRO-3 spares and gain nothing."""
+    if c.hardware.nodes < 2:
+        return "needs more than one node"
+    if int(value) > c.hardware.per_node or c.hardware.per_node % int(value):
+        return f"has to divide the {c.hardware.per_node} ranks of a node"
+    return ""
+
+
+def bf16(value: Value, c: Circumstances) -> str:
+    return "" if c.job.precision == "bf16" else f"needs --precision bf16, not {c.job.precision}"
+
+
+def fp16(value: Value, c: Circumstances) -> str:
+    return "" if c.job.precision == "fp16" else f"needs --precision fp16, not {c.job.precision}"
+
+
+def adam(value: Value, c: Circumstances) -> str:
+    """DeepSpeed's CPU Adam, by its type (stage3.py, `Hybrid Optimizer Only Supports DeepSpeedCPUAdam`)."""
+    kind = optimizer_of(c.job)
+    return "" if kind in ADAMS else f"needs DeepSpeed's Adam, not {kind}"
+
+
+def optimizer_of(job: Job) -> str:
+    """The kind of optimizer that the config names, or the job."""
+    section = job.base_config.get("optimizer")
+    own = section.get("type") if isinstance(section, dict) else None
+    return str(own or job.optimizer).lower()
+
+
+def no_clipping(value: Value, c: Circumstances) -> str:
+    return "needs gradient_clipping 0" if c.job.base_config.get("gradient_clipping") else ""
+
+
+def no_narrower_than_the_model(value: Value, c: Circumstances) -> str:
+    """Sums of narrower numbers are other sums."""
+    own = WIDTHS.get(c.job.precision, 4)
+    narrower = WIDTHS.get(str(value), own) < own and not c.lossy
+    return f"is narrower than {c.job.precision}, so that losses may differ: it needs a `lossy: true` space" * narrower
+
+
+def a_compiler(value: Value, c: Circumstances) -> str:
+    """What torch.compile makes its kernels with."""
+    if c.hardware.device == "cuda":
+        return "" if current().has("triton") else "needs the package triton, which is not installed"
+    return "" if any(map(which, ("g++", "clang++", "c++"))) else "needs a C++ compiler (g++), which is not installed"
+
+
+def mics_init(value: Value, c: Circumstances) -> str:
+    return "needs a model made under deepspeed.zero.MiCS_Init, which neither transformers nor the tuner does"
+
+
+def its_package(value: Value, c: Circumstances) -> str:
+    """The package of an attention's kernel or of adapters."""
+    package = missing_package(value)
+    return f"needs the package {package}, which is not installed" if package else ""
+
+
+def missing_package(choice: object) -> str | None:
+    """The package that an attention kernel or adapters (`r=16,…`) need, where the environment of the ranks lacks it."""
+    if choice in (None, "none"):
+        return None
+    package = "peft" if str(choice).startswith("r=") else KERNELS.get(str(choice))
+    return package if package and not current().has(package) else None
+
+
+def liger_kernel(value: Value, c: Circumstances) -> str:
+    return "" if current().has("liger_kernel") else "needs the package liger_kernel, which is not installed"
+
+
+def engine_compile(value: Value, c: Circumstances) -> str:
+    """Only `engine.compile()` reads it; whether a script calls that cannot be seen from outside."""
+    if c.job.script is not None:
+        return "needs a script that calls engine.compile(), which cannot be told from outside"
+    return "" if c.compiles or c.job.compiled else "needs --compile, or the knob compile"

@@ -1,0 +1,338 @@
+"""The table of knobs: what each needs, what it changes, and what becomes of one that a job cannot have."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from autotune.errors import UserError
+from autotune.interpreter import Own
+from autotune.predict.versions import installed_deepspeed
+from autotune.problem.candidate import Candidate
+from autotune.problem.fitting import fitted, unmet
+from autotune.problem.hardware import Hardware, detect, named_hardware
+from autotune.problem.knobs import KNOBS, ZERO, is_read, lossy_of, refusal, short_name
+from autotune.problem.needs import Circumstances
+from autotune.problem.space_file import load_space, parse_space, shipped_spaces
+from tests.conftest import make_job
+
+ONE, TWO_NODES = named_hardware("a100-80", 8), named_hardware("a100-80", 16, nodes=2)
+CPU = detect("cpu", 2)
+RATIO = ZERO + "offload_optimizer.ratio"
+HPZ = ZERO + "zero_hpz_partition_size"
+MICS = ZERO + "mics_shard_size"
+
+
+def job_on(hardware: Hardware, **changes: Any) -> Any:
+    return make_job(hardware.count, **{"precision": "bf16", "model": "llama-3.2-1b", **changes})
+
+
+def written(space: str, hardware: Hardware = ONE, **changes: Any) -> Any:
+    return fitted(parse_space(space), job_on(hardware, **changes), hardware)
+
+
+# -- against the installed DeepSpeed -------------------------------------------------------------------------------------
+
+
+def leaves(model: Any, prefix: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{field.alias or name}"
+
+
+def keys_of_deepspeed() -> set[str]:
+    """Dotted paths of its config classes."""
+    from deepspeed.compile.config import CompileConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    return {
+        *leaves(DeepSpeedZeroConfig, ZERO),
+        *leaves(DeepSpeedZeroOffloadOptimizerConfig, f"{ZERO}offload_optimizer."),
+        *leaves(DeepSpeedZeroOffloadParamConfig, f"{ZERO}offload_param."),
+        *leaves(ZenFlowConfig, f"{ZERO}zenflow."),
+        *leaves(DeepSpeedBF16Config, "bf16."),
+        *leaves(DeepSpeedFP16Config, "fp16."),
+        *leaves(CompileConfig, "compile."),
+    }
+
+
+def test_knobs_are_known_to_the_installed_deepspeed_as_their_versions_say() -> None:
+    theirs, own = keys_of_deepspeed(), installed_deepspeed()
+    sections = tuple({f"{path.rpartition('.')[0]}." for path in theirs})
+    checked = 0
+    for name, knob in KNOBS.items():
+        if knob.path and knob.path.startswith(sections):
+            known = knob.since <= own and not (knob.until and own > knob.until)
+            assert (knob.path in theirs) == known, name
+            checked += 1
+    assert checked > 40
+
+
+def test_what_changes_nothing_is_deepspeeds_default() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = {field.alias or name: field.default for name, field in DeepSpeedZeroConfig.model_fields.items()}
+    for name, knob in KNOBS.items():
+        leaf = name.removeprefix(ZERO)
+        if knob.off is not None and leaf in fields:
+            assert fields[leaf] == knob.off, name
+
+
+def test_every_knob_says_where_it_is_read_and_names_are_unique() -> None:
+    assert len({knob.short for knob in KNOBS.values() if knob.short}) == sum(bool(k.short) for k in KNOBS.values())
+    for name, knob in KNOBS.items():
+        assert knob.read.where, name
+        assert short_name(knob.path or name) == name
+        assert knob.read.of is None or list(KNOBS).index(knob.read.of) < list(KNOBS).index(name), "read after it"
+
+
+# -- names ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("stage3_max_live_parameters", ZERO + "stage3_max_live_parameters"),
+        ("offload_optimizer.ratio", RATIO),
+        ("zero_optimization.offload_optimizer.device", "offload_optimizer"),
+        ("grad_accum_dtype", "data_types.grad_accum_dtype"),
+        ("bf16_optimizer_states", "bf16.bf16_optimizer_states"),
+        ("communication_data_type", "communication_data_type"),
+        ("zero_stage", "zero_stage"),
+        ("gradient_clipping", "gradient_clipping"),
+    ],
+)
+def test_short_names(typed: str, name: str) -> None:
+    assert short_name(typed) == name
+
+
+# -- what is read, and what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "read"),
+    [
+        (RATIO, {"zero_stage": 3, "offload_optimizer": "cpu"}, True),
+        (RATIO, {"zero_stage": 3}, False),
+        (RATIO, {"zero_stage": 2, "offload_optimizer": "cpu"}, False),
+        (RATIO, {"zero_stage": 3, "offload_optimizer": "nvme"}, False),
+        (ZERO + "round_robin_gradients", {"zero_stage": 3}, False),
+        (ZERO + "round_robin_gradients", {"zero_stage": 2}, True),
+        ("compile.deepcompile", {"zero_stage": 1, "compile": False}, False),
+        ("compile.deepcompile", {"zero_stage": 1, "compile": True}, True),
+        ("compile.deepcompile", {"zero_stage": 1}, True),  # compiled by the job
+        ("bf16.bf16_optimizer_states", {"zero_stage": 2}, False),
+        ("data_types.grad_accum_dtype", {"zero_stage": 0}, False),
+    ],
+)
+def test_a_knob_is_read_where_others_let_it(name: str, knobs: dict[str, Any], read: bool) -> None:
+    assert is_read(name, knobs) == read
+
+
+@pytest.mark.parametrize(
+    ("knobs", "why"),
+    [
+        ({"bf16.bf16_master_weights_and_grads": True, "zero_stage": 2}, "bf16.bf16_optimizer_states"),
+        ({"bf16.bf16_master_weights_and_grads": True, "zero_stage": 2, "offload_optimizer": "cpu"}, ""),
+        ({"bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True, "zero_stage": 2}, ""),
+        ({RATIO: 0.5, ZERO + "offload_optimizer.super_offload": True}, "super_offload"),
+        ({"zero_stage": 1, ZERO + "compute_grad_norm": False, "data_types.grad_accum_dtype": "fp32"}, "32-bit"),
+        ({"zero_stage": 2, ZERO + "compute_grad_norm": False, "data_types.grad_accum_dtype": "fp32"}, ""),
+        ({"compile.offload_opt_states": True, "offload_optimizer": "cpu"}, "offload_optimizer"),
+    ],
+)
+def test_what_deepspeed_refuses_together_is_no_candidate(knobs: dict[str, Any], why: str) -> None:
+    assert why in refusal(knobs)
+    assert bool(refusal(knobs)) == bool(why)
+
+
+def test_refused_settings_are_not_in_a_space() -> None:
+    text = (
+        "{lossy: true, knobs: {zero_stage: [2], offload_optimizer: [none, cpu], bf16_master_weights_and_grads: [true]}}"
+    )
+    assert [one["offload_optimizer"] for one in parse_space(text).families()] == ["cpu"]
+    with pytest.raises(UserError, match=r"refuses every setting.*bf16_optimizer_states"):
+        parse_space("{lossy: true, knobs: {zero_stage: [2], bf16_master_weights_and_grads: [true]}}")
+
+
+def test_a_knob_is_decided_after_what_it_depends_on_however_it_is_written() -> None:
+    space = parse_space("{knobs: {zero_stage: [3], compile.deepcompile: [false, true], compile: [false, true]}}")
+    found = [(one["compile"], one.get("compile.deepcompile")) for one in space.families()]
+    assert found == [(False, None), (True, False), (True, True)]
+
+
+# -- conditions ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "hardware", "changes", "why"),
+    [
+        (HPZ, 8, ONE, {}, "more than one node"),
+        (HPZ, 8, TWO_NODES, {}, ""),
+        (HPZ, 3, TWO_NODES, {}, "divide the 8 ranks"),
+        (HPZ, 16, TWO_NODES, {}, "divide the 8 ranks"),
+        (HPZ, 1, ONE, {}, ""),
+        (RATIO, 0.5, ONE, {}, ""),
+        (RATIO, 0.5, ONE, {"optimizer": "lion"}, "Adam, not lion"),
+        (RATIO, 1.0, ONE, {"optimizer": "lion"}, ""),
+        (ZERO + "offload_optimizer.super_offload", True, CPU, {}, "CUDA"),
+        (ZERO + "compute_grad_norm", False, ONE, {"base_config": {"gradient_clipping": 1.0}}, "gradient_clipping"),
+        (ZERO + "compute_grad_norm", False, ONE, {}, ""),
+        ("bf16.bf16_master_weights_and_grads", True, ONE, {"precision": "fp16"}, "bf16, not fp16"),
+        ("communication_data_type", "bf16", ONE, {"precision": "fp32"}, "losses may differ"),
+        ("communication_data_type", "fp32", ONE, {}, ""),
+        (ZERO + "round_robin_gradients", True, named_hardware("a100-80", 1), {}, "more than one rank"),
+        ("compile.deepcompile", True, ONE, {}, "--compile"),
+    ],
+)
+def test_what_a_setting_needs(knob: str, value: Any, hardware: Hardware, changes: dict[str, Any], why: str) -> None:
+    around = Circumstances.of(job_on(hardware, **changes), hardware)
+    said = unmet(knob, value, around)
+    assert why in said
+    assert bool(said) == bool(why)
+
+
+def test_what_a_job_cannot_have_is_left_out_and_said() -> None:
+    left, notes = written("{knobs: {zero_stage: [3], zero_hpz_partition_size: [1, 2, 4]}}")
+    assert HPZ not in left.knobs
+    assert notes == [f"{HPZ} 2, {HPZ} 4 needs more than one node: left out"]
+    some, notes = written("{knobs: {zero_stage: [3], zero_hpz_partition_size: [1, 3, 4]}}", TWO_NODES)
+    assert some.knobs[HPZ].values == (1, 4)
+    assert len(notes) == 1
+
+
+def test_a_ratio_without_an_offloaded_optimizer_is_read_by_nobody() -> None:
+    left, notes = written("{name: mine, knobs: {zero_stage: [2, 3], offload_optimizer.ratio: [0.5, 1.0]}}")
+    assert RATIO not in left.knobs
+    assert notes == [
+        f"{RATIO} is read by no candidate of space mine: it needs stage 3 with offload_optimizer cpu: left out"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "hardware", "why"),
+    [
+        ("{fixed: {zero_stage: 3, zero_hpz_partition_size: 8}}", ONE, "needs more than one node; leave it out"),
+        ("{fixed: {zero_stage: 3, offload_optimizer.ratio: 0.5}}", ONE, "needs stage 3 with offload_optimizer cpu"),
+        ("{fixed: {zero_stage: 3, compile: true, compile.deepcompile: true}}", CPU, "CUDA"),
+        ("{knobs: {zero_stage: [3], mics_shard_size: [-1, 4]}}", ONE, "0.19.6 was the last that knew it"),
+    ],
+)
+def test_what_is_fixed_by_hand_is_refused(text: str, hardware: Hardware, why: str) -> None:
+    with pytest.raises(UserError) as caught:
+        written(text, hardware)
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_users_own_config_is_held_to_the_same_conditions() -> None:
+    own = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}
+    with pytest.raises(UserError, match=r"your own DeepSpeed config.*needs more than one node"):
+        written("{knobs: {zero_stage: [3]}}", base_config=own)
+    assert written("{knobs: {zero_stage: [3]}}", TWO_NODES, base_config=own).notes == []
+
+
+# -- versions ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_knob_of_another_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Own.version
+    monkeypatch.setattr(Own, "version", lambda self, name: "0.18.2" if name == "deepspeed" else before(self, name))
+    text = "{knobs: {zero_stage: [2], parameter_alignment: [true, false]}}"
+    with pytest.raises(UserError, match=r"is not known to deepspeed 0\.18\.2: 0\.19\.7 or newer knows it"):
+        written(text)
+    shipped = dataclasses.replace(parse_space(text), shipped=True)  # written for every DeepSpeed
+    left, notes = fitted(shipped, job_on(ONE), ONE)
+    assert list(left.knobs) == ["zero_stage"]
+    assert "0.19.7 or newer" in notes[0]
+
+
+# -- knobs that change arithmetic ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, knob in KNOBS.items() if knob.lossy])
+def test_a_lossy_knob_needs_a_space_that_says_so(name: str) -> None:
+    knob = KNOBS[name]
+    value = {bool: "true", float: "0.5"}.get(knob.kind, "fp32")  # type: ignore[arg-type]
+    text = f"knobs: {{zero_stage: [3], offload_optimizer: [cpu], bf16_master_weights_and_grads: [false], {name}: [{value}]}}"
+    text = text.replace("bf16_master_weights_and_grads: [false], bf16.bf16_master", "bf16.bf16_master")
+    if name == "bf16.bf16_optimizer_states":
+        text = text.replace("and_grads: [false]", "and_grads: [true]")
+    with pytest.raises(UserError) as caught:
+        parse_space(text, "mine.yaml")
+    assert "mine.yaml:1" in str(caught.value)
+    assert "losses may differ" in str(caught.value)
+    assert parse_space(f"lossy: true\n{text}").lossy
+
+
+def test_the_mark_is_true_or_false() -> None:
+    with pytest.raises(UserError, match="lossy: expected true or false, found 'yes please'"):
+        parse_space("{lossy: yes please, knobs: {zero_stage: [1]}}")
+
+
+def test_only_the_lossy_space_that_is_shipped_has_lossy_knobs() -> None:
+    for name in shipped_spaces():
+        space = load_space(name)
+        has = any(KNOBS[knob].lossy for knob in space.knobs if knob in KNOBS)
+        assert (has, space.lossy) == ((True, True) if name == "lossy" else (False, False)), name
+
+
+def test_what_changes_arithmetic_is_named() -> None:
+    knobs = {"bf16.bf16_optimizer_states": True, ZERO + "zero_quantized_weights": False, "zero_stage": 3}
+    assert lossy_of(knobs, "bf16") == {"bf16.bf16_optimizer_states": "the optimizer's states are kept in bf16"}
+    sums = {"data_types.grad_accum_dtype": "fp32"}
+    assert lossy_of(sums, "bf16")
+    assert lossy_of(sums, "fp32") == {}
+
+
+# -- large spaces --------------------------------------------------------------------------------------------------------
+
+
+def test_of_second_order_knobs_only_so_many_leave_their_first_values() -> None:
+    text = "knobs: {zero_stage: [1, 2], activation_checkpointing: [false, true], overlap_comm: [true, false], "
+    text += "reduce_bucket_size: [500, 50], allgather_bucket_size: [500, 50, 5]}"
+    at_once = {most: sum(1 for _ in parse_space(f"at_once: {most}\n{text}").families()) for most in (0, 1, 2, 3)}
+    assert at_once == {0: 4, 1: 4 * 5, 2: 4 * 10, 3: 4 * 12}
+    assert sum(1 for _ in parse_space(text).families()) == 4 * 12
+
+
+@pytest.mark.parametrize("typed", ["-1", "two", "true", "1.5"])
+def test_how_many_at_once_is_a_number(typed: str) -> None:
+    with pytest.raises(UserError, match="at_once: expected a whole number"):
+        parse_space(f"{{at_once: {typed}, knobs: {{zero_stage: [1]}}}}")
+
+
+@pytest.mark.parametrize("name", shipped_spaces())
+@pytest.mark.parametrize("hardware", [ONE, TWO_NODES, CPU], ids=["node", "nodes", "cpu"])
+def test_shipped_spaces_are_of_use_and_of_a_size(name: str, hardware: Hardware) -> None:
+    job = job_on(hardware, global_batch_size=64)
+    candidates = fitted(load_space(name), job, hardware).space.candidates(job)
+    assert 0 < len(candidates) < 25_000
+    assert all(Candidate.of(one.as_dict) == one for one in candidates[:: max(1, len(candidates) // 200)])
+
+
+# -- configs -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_stage_refuses_is_not_in_its_config() -> None:
+    own = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.4}, "compute_grad_norm": False}}
+    job = job_on(ONE, base_config=own)
+    two = Candidate.of({"zero_stage": 2, "offload_optimizer": "cpu"}).ds_config(job)["zero_optimization"]
+    three = Candidate.of({"zero_stage": 3, "offload_optimizer": "cpu"}).ds_config(job)["zero_optimization"]
+    assert two["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert three["offload_optimizer"]["ratio"] == 0.4
+    assert (two["compute_grad_norm"], "compute_grad_norm" in three) == (False, False)
+
+
+def test_a_ratio_is_written_where_deepspeed_reads_it() -> None:
+    knobs = {"zero_stage": 3, "offload_optimizer": "cpu", RATIO: 0.3}
+    config = Candidate.of(knobs).ds_config(job_on(ONE))
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "ratio": 0.3, "pin_memory": True}
