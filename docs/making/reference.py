@@ -151,7 +151,7 @@ def spaces_page() -> str:
         space = load_space(name)
         engines = sum(1 for _ in space.families())
         lines += [
-            f"## {name}\n",
+            f"### {name}\n",
             f"{space.about}; {engines} engines before batch shapes\n",
             f"```yaml\n{path.read_text()}```\n",
         ]
