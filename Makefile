@@ -52,6 +52,13 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+.PHONY: docs picture
+docs: setup  # the site, into build/docs; a link or a page that is not there ends it
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+picture: setup  # the README's, of a new run: three minutes
+	$(BIN)/python docs/making/picture.py --record
+
 # In environments with the frameworks that people fine-tune with, made from environments/*.txt: ENVIRONMENTS, gigabytes.
 ENVIRONMENTS ?= $(CURDIR)/.venvs
 test-frameworks: setup

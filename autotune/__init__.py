@@ -1,23 +1,94 @@
 """autotune: finds the fastest DeepSpeed config that fits, by measuring it.
 
-The public door: `launch`, `StudyCallback` and `__version__`. Importing this package imports neither torch nor deepspeed;
-docs/architecture.md shows the rooms behind it.
+The public door: `tune`, `open_study`, `export_study`, `launch`, `StudyCallback` and `__version__`. Importing this package
+imports neither torch nor deepspeed; docs/architecture.md shows the rooms behind it.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.moved import install_finder, moved_line
 from autotune.version import __version__
 
 if TYPE_CHECKING:
+    from autotune.commands.run import RunSummary
     from autotune.recovery.callback import StudyCallback
     from autotune.recovery.supervisor import LaunchSummary
+    from autotune.search.study import StudyStore
 
-__all__ = ["StudyCallback", "__version__", "launch"]
+__all__ = ["StudyCallback", "__version__", "export_study", "launch", "open_study", "tune"]
 
 install_finder()
+
+
+def tune(command: list[str] | None = None, *, quiet: bool = False, **options: Any) -> RunSummary:
+    """Tunes, verifies and exports, as `autotune run` does; the same study goes on where it stopped.
+
+    Args:
+        command: a training script and its arguments, tuned as it is; without it `model` or `workload` says what is trained.
+        quiet: print nothing.
+        options: what the command takes, by its names with underscores: `model`, `gpus`, `budget`, `study`, `space`,
+            `global_batch_size`, `max_trials` and the others; `attention` for `--attn`, `compiled` for `--compile`, `packed` for
+            `--packing`, `maps` for `--map`.
+
+    Returns:
+        The winner with its measurement, the files written, and the lines for people.
+
+    Raises:
+        autotune.errors.UserError: bad input, or a script that fails by itself.
+        autotune.errors.NothingFits: no candidate is feasible.
+        autotune.errors.MachineTrouble: the machine fails, whatever the candidate.
+    """
+    from rich.console import Console
+
+    from autotune.commands.request import Request
+    from autotune.commands.run import run_study
+
+    paths = {"ds_config", "out", "lengths"}
+    given = {name: Path(value) if name in paths else value for name, value in options.items() if value is not None}
+    return run_study(Request(script=command or [], **given), Console(quiet=quiet), quiet=quiet)
+
+
+def open_study(study: str, storage: str | None = None) -> StudyStore:
+    """An existing study: its trials, calls and winner.
+
+    Args:
+        study: its name, or its folder.
+        storage: its database, where it is not in the folder.
+
+    Raises:
+        autotune.errors.UserError: there is none of that name.
+    """
+    from autotune.search.study import StudyStore
+
+    return StudyStore.load(study, storage)
+
+
+def export_study(
+    study: str,
+    *,
+    style: str = "deepspeed",
+    out: str | Path | None = None,
+    trial: int | None = None,
+    storage: str | None = None,
+) -> list[Path]:
+    """Writes a study's winner as a config, as `autotune export` does, and returns the files.
+
+    Args:
+        study: its name, or its folder.
+        style: `deepspeed`, `accelerate` or `hf`.
+        out: file to write; default: in the study's folder.
+        trial: a trial's number instead of the winner.
+        storage: its database, where it is not in the folder.
+
+    Raises:
+        autotune.errors.UserError: no such study, trial or style, or a file that cannot be written.
+    """
+    from autotune.results.export import export_study as export
+
+    return export(study, storage, style, Path(out) if out is not None else None, trial)
 
 
 def launch(study: str, command: list[str], **options: Any) -> LaunchSummary:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common import HERE, RESULTS
+from docs_stages import own_rows, published_rows
 from search import times_fewer
 
 ROOT = HERE.parent
@@ -260,6 +261,28 @@ def storage() -> str:
     )
 
 
+# -- stages ------------------------------------------------------------------------------------------------------------
+
+
+def stages_own() -> str:
+    """ZeRO stages in a recorded study."""
+    header = [
+        "stage",
+        "optimizer offloaded",
+        "ran",
+        "fastest, samples/s",
+        "micro-batch x accumulation",
+        "least peak, MiB",
+    ]
+    return table(header, own_rows())
+
+
+def stages_published() -> str:
+    """Published jobs under more than one stage."""
+    header = ["job", "figure", "plain data parallel", "stage 1", "stage 2", "stage 3", "source (trust)"]
+    return table(header, published_rows())
+
+
 # -- frameworks --------------------------------------------------------------------------------------------------------
 
 
@@ -308,6 +331,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "launch-overhead": launch_overhead,
     "launch-kills": launch_kills,
     "storage": storage,
+    "stages-own": stages_own,
+    "stages-published": stages_published,
     "frameworks": frameworks,
 }
 

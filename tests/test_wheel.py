@@ -85,6 +85,15 @@ def test_what_is_in_wheel_and_source(dist: Path, wheel: Path) -> None:
     assert not [name for name in given if name.startswith(("tests", "benchmarks", "docs/"))]
 
 
+def test_what_is_published_is_whole(dist: Path) -> None:
+    """As PyPI's own checker sees it: the metadata, and a README that it can show."""
+    command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, dist.iterdir())]
+    pytest.importorskip("twine")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASSED") == 2
+
+
 def test_in_one_environment(wheel: Path, tmp_path: Path) -> None:
     """`pip install deepspeed-autotune` where torch, deepspeed and transformers are."""
     python = make_environment(tmp_path / "env", [*TUNER, "torch", "deepspeed", "transformers"])

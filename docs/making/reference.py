@@ -1,0 +1,199 @@
+"""Pages that are made from the code when the site is built, so that they cannot lag behind it.
+
+`python docs/making/reference.py options|knobs|spaces` prints one as Markdown. Where `<!-- made: NAME -->` stands in a document,
+`hooks.py` puts it.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from autotune.cli import app
+from autotune.problem.candidate import KNOBS, Candidate, Knob, describe, is_read, short_name
+from autotune.problem.space import Domain, SearchSpace
+from autotune.problem.space_file import DS_TOP_LEVEL, DS_ZERO_KEYS, load_space, shipped_spaces
+
+STAGES = (0, 1, 2, 3)
+KINDS = {int: "number", float: "number", Path: "file", str: "text"}
+
+
+def table(header: list[str], rows: Iterable[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return '<div class="made" markdown>\n\n' + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n</div>\n"
+
+
+# -- options -------------------------------------------------------------------------------------------------------------
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """(words, command) of every command of the command line, those of `autotune spaces` included."""
+    for name, command in typer.main.get_command(app).commands.items():
+        inner = getattr(command, "commands", None)
+        yield from ((f"{name} {one}", found) for one, found in inner.items()) if inner else [(name, command)]
+
+
+def kind_of(command: Any, parameter: Any) -> str:
+    """What an option takes, in a word; empty for a switch."""
+    hint = typing.get_type_hints(command.callback)[parameter.name]
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    (kind,) = [one for one in options if one is not type(None)]
+    if kind is bool:
+        return ""
+    inner = typing.get_args(kind)
+    return f"{KINDS[inner[0]]}, repeatable" if inner else KINDS[kind]
+
+
+def command_section(name: str, command: Any) -> str:
+    arguments = [one for one in command.params if one.param_type_name == "argument"]
+    options = [one for one in command.params if one.param_type_name == "option"]
+    words = [one.metavar or one.name.upper() for one in arguments]
+    # `[STUDY] -- SCRIPT` and `[-- SCRIPT]`: what stands after the dashes stands last
+    lines = [f"## autotune {name}\n", command.help.split("\n\n\f")[0], ""]
+    lines += [f"```text\nautotune {' '.join([name, '[OPTIONS]', *words])}\n```", ""]
+    lines += [f"- `{word}`: {one.help}" for word, one in zip(words, arguments, strict=True) if one.help]
+    rows = []
+    for one in options:
+        default = "" if one.default in (None, False) or one.multiple else f"`{one.default}`"
+        rows.append([", ".join(f"`{text}`" for text in one.opts), kind_of(command, one), default, one.help])
+    if rows:
+        lines += ["", table(["option", "takes", "default", ""], rows)]
+    return "\n".join(lines)
+
+
+def options_page() -> str:
+    """Every command with every argument and option."""
+    return "\n\n".join(command_section(name, command) for name, command in commands())
+
+
+# -- knobs ---------------------------------------------------------------------------------------------------------------
+
+
+def stages_that_read(name: str) -> str:
+    """The ZeRO stages at which DeepSpeed reads a knob, by the same code that leaves it out of a candidate elsewhere."""
+
+    head = name.removeprefix("zero_optimization.").split(".")[0]
+    section = {head: "cpu"} if head in ("offload_optimizer", "offload_param") else {}
+    found = [stage for stage in STAGES if is_read(name, {"zero_stage": stage, **section})]
+    if len(found) == len(STAGES):
+        return "all"
+    moved = {**section, "offload_optimizer": "cpu"}
+    offloaded = [stage for stage in found if is_read(name, {"zero_stage": stage, **moved})]
+    text = ", ".join(map(str, found))
+    return text if found == offloaded else f"{text}; with the optimizer offloaded {', '.join(map(str, offloaded))}"
+
+
+def values_of(knob: Knob) -> str:
+    if isinstance(knob.kind, tuple):
+        return ", ".join(knob.kind)
+    return {bool: "false, true", int: f"whole number from {knob.low:g}"}.get(knob.kind, "text")
+
+
+def domain_text(domain: Domain) -> str:
+    shown = [
+        f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+        for value in domain.values
+    ]
+    if domain.is_range:
+        shown = [shown[0], "…", shown[-1]]
+    return ", ".join(shown).replace("True", "true").replace("False", "false")
+
+
+def turned_in(name: str, spaces: dict[str, SearchSpace]) -> str:
+    return "; ".join(
+        f"`{space}`: {domain_text(found.knobs[name])}" for space, found in spaces.items() if name in found.knobs
+    )
+
+
+def knobs_page() -> str:
+    """Every knob with a short name, and the dotted keys that shipped spaces turn."""
+    spaces = {name: load_space(name) for name in shipped_spaces()}
+    dotted = sorted({short_name(name) for space in spaces.values() for name in space.knobs} - set(KNOBS))
+    rows = []
+    for name, knob in KNOBS.items():
+        where = (
+            "the model's or the environment's" if knob.path is None else "" if knob.path == name else f"`{knob.path}`"
+        )
+        rows.append([f"`{name}`<br>{where}", values_of(knob), stages_that_read(name), turned_in(name, spaces)])
+    rows += [
+        [f"`{name}`", "as named", "see DeepSpeed", stages_that_read(name), turned_in(name, spaces)] for name in dotted
+    ]
+    return table(
+        ["knob, and its key in DeepSpeed's config", "values", "read at stages", "in the shipped spaces"], rows
+    ) + (
+        f"\nAny other key is a knob by its dotted path: the {len(DS_ZERO_KEYS)} keys under `zero_optimization.`, and those below "
+        f"the {len(DS_TOP_LEVEL)} of the top level, are known by name, and a misspelt one is refused with its line.\n"
+    )
+
+
+def short_forms() -> list[list[str]]:
+    """How a candidate's line writes each knob: `z2 mb8 ga4 ckpt …`."""
+    rows = []
+    for name, knob in KNOBS.items():
+        if isinstance(knob.kind, tuple):
+            value: Any = knob.kind[1]
+        else:
+            value = {bool: True, int: 2}.get(knob.kind, "r=16")
+        rows.append([f"`{describe({name: value})}`", f"`{name}`: {str(value).lower()}"])
+    return rows
+
+
+def spaces_page() -> str:
+    """Every shipped space as its file stands."""
+    lines = []
+    for name, path in shipped_spaces().items():
+        space = load_space(name)
+        engines = sum(1 for _ in space.families())
+        lines += [
+            f"### {name}\n",
+            f"{space.about}; {engines} engines before batch shapes\n",
+            f"```yaml\n{path.read_text()}```\n",
+        ]
+    return "\n".join(lines)
+
+
+def short_forms_page() -> str:
+    example = Candidate.of({"zero_stage": 2, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4})
+    return f"`{example}` is stage 2 with micro-batches of 8, four of them a step.\n\n" + table(
+        ["in a line", "means"], short_forms()
+    )
+
+
+# -- files of the repository ---------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".json": "json", ".yaml": "yaml"}
+
+
+def changes_page() -> str:
+    """The changelog, without its own heading."""
+    return (ROOT / "CHANGELOG.md").read_text().partition("\n")[2]
+
+
+def examples_page() -> str:
+    """What `examples/README.md` says, and the files of each example."""
+    folder = ROOT / "examples"
+    lines = [(folder / "README.md").read_text().partition("\n")[2]]
+    for path in sorted(folder.glob("*/*")):
+        if path.suffix in LANGUAGES:
+            lines.append(f"## {path.relative_to(folder)}\n\n```{LANGUAGES[path.suffix]}\n{path.read_text()}```\n")
+    return "\n".join(lines)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "options": options_page,
+    "knobs": knobs_page,
+    "spaces": spaces_page,
+    "short-forms": short_forms_page,
+    "changes": changes_page,
+    "examples": examples_page,
+}
+
+if __name__ == "__main__":
+    print(PAGES[sys.argv[1]]())

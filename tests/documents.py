@@ -1,0 +1,154 @@
+"""What documents and examples say that can be checked: commands, links, paths."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from autotune.cli import app
+from autotune.problem.hardware import named_gpu
+from autotune.problem.job import parse_lora
+from autotune.problem.models import shipped_models
+from autotune.problem.space_file import shipped_spaces
+from autotune.units import parse_bytes, parse_count, parse_duration, parse_share
+
+ROOT = Path(__file__).parents[1]
+TEXTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+    *sorted((ROOT / ".github").rglob("*.md")),
+    *sorted((ROOT / ".github").rglob("*.yml")),
+]
+SCRIPTS = [*sorted((ROOT / "examples").rglob("*.sh")), *sorted((ROOT / "examples").rglob("*.sbatch"))]
+_BLOCK = re.compile(r"^```\w*\n(.*?)^```$|((?:^    [^\n]*\n)+)", re.MULTILINE | re.DOTALL)
+_INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+
+
+def blocks(text: str) -> Iterator[str]:
+    """Code blocks of a Markdown text, fenced or indented."""
+    for found in _BLOCK.finditer(text):
+        yield found[1] or re.sub(r"^    ", "", found[2], flags=re.MULTILINE)
+
+
+def words_of(line: str) -> list[list[str]]:
+    """What stands behind `autotune` in a line of a shell, a list for each command in it, without what stands for something."""
+    try:
+        words = shlex.split(line.strip().removeprefix("$ "), comments=True)
+    except ValueError:  # prose with an apostrophe
+        return []
+    found: list[list[str]] = []
+    for end, group in itertools.groupby(words, lambda word: word in ("&&", "|", ">", ";")):
+        rest = [] if end else [_filled(word) for word in group if word != "…"]
+        rest = rest[rest.index("--ntasks=1") + 1 :] if rest[:1] == ["srun"] else rest
+        rest = rest[3:] if rest[:3] == ["uvx", "--from", "deepspeed-autotune"] else rest
+        while rest and re.fullmatch(r"[A-Z_]+=.*", rest[0]):
+            rest = rest[1:]
+        if rest[:1] == ["autotune"] and len(rest) > 1:
+            found.append(rest[1:])
+    return found
+
+
+def _filled(word: str) -> str:
+    """A word of a shell with something in the place of its variables: their defaults, where they have any."""
+    return re.sub(r"\$(?:\{\w+(?:\[@\])?(?::-([^}]*))?\}|\w+|@)", lambda variable: variable[1] or "X", word)
+
+
+def commands_in(text: str) -> Iterator[list[str]]:
+    """Every whole `autotune` command of a Markdown text's code blocks."""
+    for block in blocks(text):
+        for line in block.replace("\\\n", " ").splitlines():
+            yield from words_of(line)
+
+
+def mentions_in(text: str) -> Iterator[list[str]]:
+    """Every `autotune` command in backticks within prose: often only its name and the option that matters."""
+    for found in _INLINE.finditer(re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)):
+        if re.match(r"(?:[A-Z_]+=\S+ )*autotune [a-z]", found[1]):
+            yield found[1].replace("[", " ").replace("]", " ").split()[found[1].split().index("autotune") + 1 :]
+
+
+def parsed(words: list[str]) -> dict[str, Any]:
+    """The parameters that the command line makes of a command's words.
+
+    Raises:
+        AssertionError: there is no such command, or the words do not fit it.
+    """
+    group: Any = typer.main.get_command(app)
+    if words[0].startswith("-"):
+        assert words[0] in ("--help", "--version"), words
+        return {}
+    name, *rest = words
+    assert name in group.commands, f"autotune has no command {name}"
+    command = group.commands[name]
+    while hasattr(command, "commands") and rest != ["--help"]:
+        assert set(rest[:1]) & set(command.commands), f"autotune {name} has no command {rest[:1]}"
+        command, rest = command.commands[rest[0]], rest[1:]
+    if "--help" in rest:
+        return {}
+    try:
+        return dict(command.make_context(name, list(rest)).params)
+    except Exception as error:
+        said = error.format_message() if hasattr(error, "format_message") else str(error)
+        raise AssertionError(f"autotune {' '.join(words)}: {said}") from None
+
+
+def options_of(words: list[str]) -> set[str]:
+    """Options of the command that these words begin with."""
+    command: Any = typer.main.get_command(app)
+    for word in words:
+        if not hasattr(command, "commands") or word not in command.commands:
+            break
+        command = command.commands[word]
+    return {name for one in command.params for name in one.opts} | {"--help"}
+
+
+def check_values(given: dict[str, Any]) -> None:
+    """Values that a person typed are what `run` would take: durations, sizes, and names of spaces, GPUs and models."""
+    readers = {
+        "budget": parse_duration,
+        "hang_timeout": parse_duration,
+        "memory_cap": parse_bytes,
+        "host_memory": parse_bytes,
+        "tolerance": parse_share,
+        "headroom": parse_share,
+        "tokens": lambda text: parse_count(text, "--tokens"),
+        "lora": parse_lora,
+        "gpu": named_gpu,
+    }
+    for name, read in readers.items():
+        if given.get(name) is not None:
+            read(given[name])
+    for gpu in (given.get("compare") or "").split(","):
+        assert not gpu or named_gpu(gpu)
+    space, model = given.get("space"), given.get("model")
+    assert not isinstance(space, str) or space in shipped_spaces() or space.endswith(".yaml"), space
+    assert not model or model in shipped_models() or model.startswith("./"), model
+    assert given.get("style", "hf") in ("deepspeed", "accelerate", "hf")
+
+
+# -- paths ---------------------------------------------------------------------------------------------------------------
+
+_LINK = re.compile(r"(?<!`)\[[^\]\n]*\]\(([^)\s]+)\)")
+_PATH = re.compile(r"^(?:\.\.?/)?[\w.*-]+(?:/[\w.*-]+)*/?$")
+_TOPS = ("docs", "benchmarks", "tests", "examples", "environments", "autotune", "search_spaces", ".ci", ".github")
+
+
+def links_of(path: Path) -> set[str]:
+    """Files that a document links to, by paths relative to it."""
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    targets = {found[1].partition("#")[0] for found in _LINK.finditer(text)}
+    return {target for target in targets if target and "://" not in target and not target.startswith("mailto:")}
+
+
+def paths_of(path: Path) -> set[str]:
+    """Files and folders of the repository that a document names in backticks."""
+    words = {word for found in _INLINE.finditer(path.read_text()) for word in found[1].split()}
+    named = {word for word in words if _PATH.match(word) and word.split("/")[0] in _TOPS and "/" in word}
+    return {word for word in named if not {"NAME", "STUDY", "FILE"} & set(re.split(r"[/.-]", word))}

@@ -1,0 +1,270 @@
+"""README, documents and examples: every command in them is parsed, every file that they name is there, every page is whole."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from autotune.cli import app
+from autotune.problem.candidate import KNOBS
+from autotune.problem.space_file import load_space, parse_space, shipped_spaces
+from tests.documents import (
+    ROOT,
+    SCRIPTS,
+    TEXTS,
+    blocks,
+    check_values,
+    commands_in,
+    links_of,
+    mentions_in,
+    options_of,
+    parsed,
+    paths_of,
+    words_of,
+)
+
+ALL = [pytest.param(path, id=str(path.relative_to(ROOT))) for path in TEXTS]
+MAKING = ROOT / "docs" / "making"
+
+
+def made(name: str) -> Any:
+    """A module of docs/making, which is no package: mkdocs loads its hooks by their path."""
+    spec = importlib.util.spec_from_file_location(name, MAKING / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# -- commands ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ALL)
+def test_every_command_is_one(path: Path) -> None:
+    for words in commands_in(path.read_text()):
+        check_values(parsed(words))
+
+
+@pytest.mark.parametrize("path", ALL)
+def test_every_command_that_is_mentioned_exists_with_its_options(path: Path) -> None:
+    if path.name == "CHANGELOG.md":  # what was
+        return
+    for words in mentions_in(path.read_text()):
+        ours = words[: words.index("--")] if "--" in words else words
+        parsed([*words[: 2 if words[0] == "spaces" else 1], "--help"])
+        named = {word.partition("=")[0] for word in ours if word.startswith("--") and word != "--json"}
+        assert named <= options_of(ours), f"{' '.join(words)}: no {named - options_of(ours)}"
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, id=str(path.relative_to(ROOT))) for path in SCRIPTS])
+def test_every_command_of_a_script_is_one(path: Path) -> None:
+    lines = path.read_text().replace("\\\n", " ").splitlines()
+    found = [words for line in lines if not line.startswith("#") for words in words_of(line)]
+    assert found
+    for words in found:
+        check_values(parsed(words))
+    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_there_are_commands_to_look_at() -> None:
+    """That the readers above read."""
+    counts = {str(path.relative_to(ROOT)): len(list(commands_in(path.read_text()))) for path in TEXTS}
+    assert counts["README.md"] >= 10
+    assert counts["docs/oom.md"] >= 5
+    assert counts["docs/tune.md"] >= 10
+    assert sum(len(list(mentions_in(path.read_text()))) for path in TEXTS) > 40
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "autotune rum --model gemma-2-2b",
+        "autotune run --gpu 4",
+        "OMP_NUM_THREADS=2 autotune show",
+        "autotune spaces valdate mine.yaml",
+        "cd x && autotune run --gpus four",
+        "srun --ntasks=1 autotune lunch STUDY -- train.py",
+    ],
+)
+def test_what_is_no_command_is_found(line: str) -> None:
+    (words,) = words_of(line)
+    with pytest.raises(AssertionError):
+        parsed(words)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "autotune run --budget 30x",
+        "autotune run --space zero22",
+        "autotune plan --gpu rtx9999",
+        "autotune plan --model gema",
+    ],
+)
+def test_values_that_would_be_refused_are_found(line: str) -> None:
+    (words,) = words_of(line)
+    with pytest.raises(Exception):  # noqa: B017  UserError or AssertionError
+        check_values(parsed(words))
+
+
+def test_spaces_in_documents_are_valid() -> None:
+    found = [
+        block for path in TEXTS for block in blocks(path.read_text()) if re.search(r"^knobs:", block, re.MULTILINE)
+    ]
+    assert found
+    for text in found:
+        parse_space(text)
+
+
+def test_targets_of_make_exist() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for path in TEXTS:
+        text = path.read_text()
+        used = {found for block in blocks(text) for found in re.findall(r"^make ([a-z-]+)", block, re.MULTILINE)}
+        assert used | set(re.findall(r"`make ([a-z-]+)", text)) <= targets, path
+
+
+# -- links and paths -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ALL)
+def test_what_a_document_links_to_is_there(path: Path) -> None:
+    assert {target for target in links_of(path) if not (path.parent / target).exists()} == set()
+
+
+@pytest.mark.parametrize("path", ALL)
+def test_what_a_document_names_is_there(path: Path) -> None:
+    if path.name == "CHANGELOG.md":
+        return
+    there = {name for name in paths_of(path) if any(ROOT.glob(name.rstrip("/")))}
+    assert paths_of(path) - there == set()
+
+
+# -- the site ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_option_is_on_its_page() -> None:
+    page = made("reference").options_page()
+    sections = dict(re.findall(r"^## autotune ([\w ]+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    group: Any = typer.main.get_command(app)
+    names = [name for name, one in group.commands.items() if not hasattr(one, "commands")]
+    inner = [f"spaces {name}" for name in group.commands["spaces"].commands]
+    assert set(sections) == {*names, *inner}
+    for name, section in sections.items():
+        for option in options_of(name.split()) - {"--help"}:
+            assert not option.startswith("-") or f"`{option}`" in section, (name, option)
+
+
+def test_every_knob_and_space_is_on_its_page() -> None:
+    reference = made("reference")
+    page = reference.knobs_page()
+    spaces = [load_space(name) for name in shipped_spaces()]
+    for name in {*KNOBS, *(knob for space in spaces for knob in space.knobs)}:
+        assert f"\n| `{name}`" in page, name
+    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    assert "| all |" in rows["zero_stage"]
+    assert "| 3 |" in rows["offload_param"]
+    assert "| 1, 2 |" in rows["allgather_bucket_size"]
+    assert "1, 2, 3; with the optimizer offloaded 3" in rows["contiguous_gradients"]
+    assert all(path.read_text() in reference.spaces_page() for path in shipped_spaces().values())
+
+
+def test_markers_are_filled_and_paths_become_links() -> None:
+    hooks = made("hooks")
+    for path in (ROOT / "docs").glob("*.md"):
+        text = path.read_text()
+        filled = hooks.filled(text)
+        assert "<!-- made:" not in filled
+        assert (filled == text) is ("<!-- made:" not in text)
+    with pytest.raises(KeyError, match="nothing"):
+        hooks.filled("<!-- made: nothing -->")
+    assert hooks.linked("see `docs/deepspeed-facts.md`.") == "see [deepspeed facts](deepspeed-facts.md)."
+    assert hooks.linked("[`docs/x.md`](x.md)") == "[`docs/x.md`](x.md)"
+
+
+def test_what_the_python_page_names_is_there() -> None:
+    page = (ROOT / "docs" / "python.md").read_text()
+    assert "::: autotune" in page
+    for entry in re.finditer(r"^::: ([\w.]+)\n((?:    .*\n)*)", page, re.MULTILINE):
+        options = yaml.safe_load(entry[2]) or {}
+        found = importlib.import_module("autotune")
+        for part in entry[1].split(".")[1:]:
+            if not hasattr(found, part):
+                importlib.import_module(f"{found.__name__}.{part}")
+            found = getattr(found, part)
+        for member in options.get("options", {}).get("members", []):
+            assert hasattr(found, member), f"{entry[1]}.{member}"
+
+
+def test_code_on_the_python_page_compiles() -> None:
+    for path in (ROOT / "docs").glob("*.md"):
+        for code in re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL):
+            compile(code, str(path), "exec")
+
+
+def test_the_site_is_whole(tmp_path: Path) -> None:
+    """mkdocs' strict build: pages, links, anchors, what is in no navigation; and no request to other servers."""
+    pytest.importorskip("mkdocs")
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {path.parent.name: path.read_text() for path in (tmp_path / "site").rglob("index.html")}
+    assert "--global-batch-size" in pages["options"]
+    assert "Expected" not in pages["python"]
+    assert 'id="autotune.tune"' in pages["python"]
+    assert 'href="../search/"' in pages["architecture"]
+    for name, page in pages.items():
+        loaded = re.findall(r"<(?:script|img|iframe)[^>]* src=\"([^\"]+)|<link[^>]* href=\"([^\"]+)", page)
+        assert not [one for pair in loaded for one in pair if one.startswith(("http:", "https:", "//"))], name
+
+
+def test_a_broken_link_ends_the_build(tmp_path: Path) -> None:
+    """That the test above can fail."""
+    pytest.importorskip("mkdocs")
+    for name in ("docs", "examples", "search_spaces"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for name in ("mkdocs.yml", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "autotune").symlink_to(ROOT / "autotune")
+    with (tmp_path / "docs" / "oom.md").open("a") as page:
+        page.write("\n[a page](nowhere.md) and [an anchor](stages.md#nowhere)\n")
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "mkdocs", "build"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert "nowhere.md" in done.stderr
+    assert "'#nowhere'" in done.stderr
+
+
+# -- the picture ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_picture_is_of_the_recorded_run() -> None:
+    picture = made("picture")
+    recorded = picture.RECORDED.read_text()
+    assert recorded.startswith(f"$ {picture.COMMAND}\n")
+    check_values(parsed(words_of(picture.COMMAND)[0]))
+
+    def words(svg: str) -> list[str]:
+        return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+
+    drawn, kept = picture.drawn(recorded), picture.PICTURE.read_text()
+    assert words(drawn) == words(kept), "python docs/making/picture.py"
+    assert "http" not in kept.replace("http://www.w3.org/2000/svg", "")
+    shown = "\n".join(words(kept)).replace("&#160;", " ")
+    for expected in ("winner:", "oom_device", "wrote runs/demo/demo.json"):
+        assert expected in shown

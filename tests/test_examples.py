@@ -1,0 +1,132 @@
+"""The examples, run as a stranger would: real DeepSpeed on CPU ranks, few trials, in a copy."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.documents import ROOT, check_values, parsed
+
+EXAMPLES = ROOT / "examples"
+SPACE = "knobs:\n  zero_stage: [0, 1]\n  train_micro_batch_size_per_gpu: [1, 2, 4]\n  gradient_accumulation_steps: [1, 2, 4, 8]\n"
+SMALL = ("--device", "cpu", "--gpus", "2", "--budget", "5m", "--space", "space.yaml", "--max-trials", "2")
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("runs", "out"))
+    for folder in (tmp_path / "examples").iterdir():
+        if folder.is_dir():
+            (folder / "space.yaml").write_text(SPACE)
+    return tmp_path / "examples"
+
+
+def run(folder: Path, *command: str, **variables: str) -> str:
+    """What an example printed; it must succeed."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **variables}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def test_there_are_as_many_as_their_readme_says() -> None:
+    named = re.findall(r"^\| `(\w+)` \|", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(path.name for path in EXAMPLES.iterdir() if path.is_dir())
+    assert len(named) == 6
+
+
+@pytest.mark.slow
+def test_a_model_by_its_name(copied: Path) -> None:
+    folder = copied / "named_model"
+    said = run(folder, "bash", "run.sh", *SMALL, "--model", "tiny-llama", "--seq-len", "32", "--global-batch-size", "8")
+    assert "winner:" in said
+    runs = folder / "runs" / "named-model"
+    assert json.loads((runs / "named-model.json").read_text())["train_batch_size"] == 8
+    assert list(runs.glob("*hf*")) or "hf" in said
+    assert "tiny-llama" not in (runs / "confidential.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_script_of_ones_own_is_tuned_and_trained(copied: Path) -> None:
+    folder = copied / "trainer"
+    said = run(folder, "bash", "run.sh", *SMALL, STEPS="6")
+    assert "train with:" in said
+    assert "training ended with exit code 0 after 6 steps" in said
+    assert (folder / "out" / "model.safetensors").exists()
+    assert json.loads((folder / "runs/trainer/trainer.json").read_text())["train_batch_size"] == 32, (
+        "as the script has it"
+    )
+
+
+@pytest.mark.slow
+def test_adapters_by_trl(copied: Path) -> None:
+    folder = copied / "trl_lora"
+    said = run(folder, "bash", "run.sh", *SMALL, STEPS="6")
+    assert "train with:" in said
+    assert not (folder / "out").exists(), "a trial leaves nothing"
+
+
+@pytest.mark.slow
+def test_a_workload(copied: Path) -> None:
+    folder = copied / "workload"
+    assert "winner:" in run(folder, "bash", "run.sh", *SMALL)
+    assert "zero_optimization" in json.loads((folder / "ds.json").read_text())
+
+
+@pytest.mark.slow
+def test_from_python(copied: Path) -> None:
+    folder = copied / "python"
+    said = run(folder, sys.executable, "tune.py", *SMALL, "--model", "tiny-llama")
+    assert "study from-python is new" in said
+    assert "study from-python: going on" in said or "going on" in said
+    assert len(re.findall(r"^ +\d+ z\d mb.*: ok$", said, re.MULTILINE)) >= 3
+    assert said.count("\nwrote ") >= 3
+
+
+# -- Slurm: until a cluster is at hand, with a stand-in for srun ---------------------------------------------------------
+
+SBATCH = EXAMPLES / "slurm" / "tune.sbatch"
+
+
+def test_what_slurm_is_asked_for_stands_before_the_first_command() -> None:
+    lines = SBATCH.read_text().splitlines()
+    assert lines[0].startswith("#!")
+    first = next(at for at, line in enumerate(lines) if line and not line.startswith("#"))
+    asked = [line.split()[1] for line in lines if line.startswith("#SBATCH")]
+    assert all(at < first for at, line in enumerate(lines) if line.startswith("#SBATCH"))
+    assert all(re.fullmatch(r"--[a-z-]+(=\S+)?", option) for option in asked)
+    assert {"--nodes=1", "--ntasks-per-node=1"} <= set(asked)
+
+
+def test_what_the_slurm_job_starts(tmp_path: Path) -> None:
+    """srun here writes down what it is told to start; each command is one of ours, and both train the same."""
+    heard = tmp_path / "heard"
+    stand_in = tmp_path / "bin" / "srun"
+    stand_in.parent.mkdir()
+    stand_in.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >> {heard}\necho ==== >> {heard}\n')
+    stand_in.chmod(0o755)
+    path = os.pathsep.join([str(stand_in.parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "SLURM_SUBMIT_DIR": str(tmp_path), "AUTOTUNE_OPTIONS": "--space zero2"}
+    done = subprocess.run(["bash", str(SBATCH)], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    started = [text.split("\n")[:-1] for text in heard.read_text().split("====\n") if text]
+    assert [words[:3] for words in started] == [["--ntasks=1", "autotune", "run"], ["--ntasks=1", "autotune", "launch"]]
+    tuned, trained = (parsed(words[2:]) for words in started)
+    check_values(tuned)
+    assert (tuned["study"], tuned["space"], tuned["budget"]) == ("on-the-cluster", "zero2", "45m")
+    assert trained["words"] == ["on-the-cluster", *tuned["script"]]
+
+
+def test_outside_of_slurm_the_job_says_so(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    done = subprocess.run(["bash", str(SBATCH)], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "submit this with sbatch" in done.stderr
