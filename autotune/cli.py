@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autotune.cli_gallery import gallery_app, share
 from autotune.cli_options import (
     Attention,
     Budget,
@@ -38,6 +39,7 @@ from autotune.cli_options import (
     MemoryCap,
     Model,
     Nodes,
+    NoGallery,
     Optimizer,
     Packed,
     PlannedModel,
@@ -76,6 +78,8 @@ app = typer.Typer(
     help="Finds the fastest DeepSpeed config that fits your GPUs, by measuring it.",
 )
 app.add_typer(spaces_app, name="spaces")
+app.add_typer(gallery_app, name="gallery")
+app.command()(share)
 
 
 def typed(parameters: dict[str, Any]) -> Request:
@@ -125,6 +129,7 @@ def run(
     workload: Workload = None,
     lengths: Lengths = None,
     packed: Packed = False,
+    no_gallery: NoGallery = False,
     force: Force = False,
     yes: Yes = False,
     as_json: Json = False,

@@ -199,7 +199,13 @@ ABLATIONS: dict[str, tuple[type[Predictor], type[Proposer]]] = {
 
 
 def autotune(
-    landscape: Landscape, trace: Trace, seed: int, budget: float, parts: str, until_found: bool = False
+    landscape: Landscape,
+    trace: Trace,
+    seed: int,
+    budget: float,
+    parts: str,
+    until_found: bool = False,
+    start: Candidate | None = None,
 ) -> dict[str, Any]:
     executor = ReplayExecutor(landscape, seed)
     job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
@@ -209,6 +215,7 @@ def autotune(
     candidates = sorted(landscape.rows, key=str)
     random.Random(seed).shuffle(candidates)
     proposer = make_proposer(candidates, space, job, hardware, seed, predictor)
+    taken = start is not None and proposer.begin_with(Proposal(start, "a start"))
     began = time.perf_counter()
     tuner = Tuner(
         store,
@@ -226,6 +233,7 @@ def autotune(
         "own_seconds": (time.perf_counter() - began) / trials,
         "ended": result.ended,
         "used": result.used_seconds,
+        "taken": taken,
     }
 
 

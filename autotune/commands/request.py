@@ -80,6 +80,7 @@ class Request:
     hang_timeout: str = "30m"
     convert: bool = False
     python: str | None = None  # of the environment where ranks run
+    no_gallery: bool = False
     runs: Path = Path("runs")
     command: str = ""  # all of it, as typed
 
@@ -124,6 +125,7 @@ def run_setup(request: Request) -> Setup:
         isolation=request.isolation,
         seed=request.seed,
         force=request.force,
+        gallery=not request.no_gallery,
     )
 
 

@@ -14,13 +14,14 @@ from typing import Any
 
 from rich.console import Console
 
+from autotune.commands.gallery import begin_with_gallery
 from autotune.commands.probe import Probe, after_probe, probe
 from autotune.commands.python import NAMED_MODEL, TRAINING, ranks_python
 from autotune.commands.remembered import remembered_python
 from autotune.commands.report import write_study
 from autotune.commands.request import Request, run_setup
 from autotune.commands.setup import Setup
-from autotune.errors import NothingFits, UserError
+from autotune.errors import NothingFits, UserError, one_line
 from autotune.executors.base import Executor
 from autotune.executors.local import LocalExecutor
 from autotune.executors.replay import ReplayExecutor
@@ -33,7 +34,7 @@ from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
 from autotune.results.console import PlainObserver, make_observer, record_json
 from autotune.results.export import environment_of, export_record
 from autotune.results.report.gather import Searched
-from autotune.results.winner import closest_lines, train_with_lines, winner_lines
+from autotune.results.winner import closest_lines, train_with, winner_lines
 from autotune.search.proposer import Proposer
 from autotune.search.records import AS_IS, SEARCH, Record
 from autotune.search.storage import default_storage, failures_in_one_line, make_study_folder
@@ -131,6 +132,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
                 spent_seconds = time.monotonic() - opening - local.ops.build_seconds
             setup = dataclasses.replace(setup, candidates=tuple(candidates))
             proposer = _proposer(setup, predictor)
+            begin_with_gallery(setup, store, proposer, observer.say)
             found = _search(setup, store, executor, proposer, observer, spent_seconds, stopped.is_set)
         return _summary(setup, store, found, proposer.open, predictor, observer.say)
 
@@ -197,6 +199,8 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver) -> 
     store.lock()
     if setup.command:
         store.note_command(setup.command)
+    if setup.landscape is not None:
+        store.note_table(setup.landscape.name)
     for note in setup.notes:
         observer.say(note)
     closed = store.close_interrupted()
@@ -295,7 +299,7 @@ def _summary(
         if not found.verified:
             lines.append("  not verified: the budget or the call ended first; run again to verify it")
         given = (store.threads, environment_of(store, found.winner.candidate))
-        lines += train_with_lines(found.winner.candidate, store.job, store.name, files[0], *given)
+        lines += train_with(found.winner.candidate, store.job, store.name, files[0], *given).lines()
         counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())
         trials, used = sum(found.by_kind.values()), format_duration(found.used_seconds)
         lines.append(f"  {trials} trials ({counts}) in {used}; {found.ended}")
@@ -324,8 +328,7 @@ def _write_report(setup: Setup, store: StudyStore, predictor: Predictor, say: Ca
     try:
         write_study(store, path, trace_of=predictor, searched=Searched(setup.space, setup.candidates))
     except Exception as error:
-        why = " ".join(str(error).split())[:200] or type(error).__name__
-        say(f"the report was not written ({why}): `autotune report {setup.name}` tries again")
+        say(f"the report was not written ({one_line(error)}): `autotune report {setup.name}` tries again")
         return []
     return [path]
 

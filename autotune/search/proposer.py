@@ -37,6 +37,10 @@ HEAD = 6  # trials before the sampler has its share
 CATCH_UP = 2  # trials of its in a row while it has had fewer
 AUDITS = 2  # second opinions that have found nothing better, before a search may end by itself
 MOST_BOLD = 2  # trials of what is predicted not to fit, before it may
+BEGIN_SURE, BEGIN_WITHIN_SIGMAS = (
+    0.9,
+    1.0,
+)  # a start from elsewhere must fit so surely, and be so near the best predicted
 IMPLAUSIBLE = 2.0  # such a share of the device no predictor is wrong by
 DOUBTLESS_SIGMAS = 3.0  # so far below the best a level is not worth seeing
 STALE = 32  # trials in vain, at least, before a search without a predictor ends by itself
@@ -89,6 +93,7 @@ class Proposer:
         self._audited = 0  # second opinions since then
         self._bold_tries = 0
         self._seed, self._answers = seed, dict[int, Answer]()
+        self._start: Proposal | None = None
         self.stopped_early = ""
 
     @property
@@ -168,6 +173,22 @@ class Proposer:
 
     # -- proposing ---------------------------------------------------------------------------------------------------
 
+    def begin_with(self, start: Proposal) -> bool:
+        """Tries it first, where it is predicted to fit and to be as fast as any within the prediction's doubt: then measuring
+        it teaches no less than measuring the best predicted. Returns whether that is so."""
+        self._start = start
+        return self._promising(start)
+
+    def _promising(self, start: Proposal) -> bool:
+        at, forecast = self._index.get(start.candidate), self._beliefs.forecast()
+        if at is None or not self._open[at] or forecast.fits[at] < BEGIN_SURE:
+            return False
+        worth, gain = self._worth(forecast)
+        if not np.isfinite(worth[at]) or (self.speed and gain[at] < WORTHWHILE * self.tolerance):
+            return False
+        reach = forecast.logs[at] + BEGIN_WITHIN_SIGMAS * forecast.sigma[at]
+        return bool(reach >= forecast.logs[worth.argmax()])
+
     def next(self) -> Proposal | None:
         """A candidate for a new engine, or None where none is left or none is worth its time (`stopped_early`)."""
         self.stopped_early = ""
@@ -180,6 +201,11 @@ class Proposer:
             )
             return None
         self._proposed += 1
+        if (start := self._start) is not None and self._promising(start):
+            self._start = None
+            return start
+        if self.speed:  # one measurement later it had its second chance
+            self._start = None
         if self._sampler_is_due:
             return self._advised()
         self._in_a_row = 0

@@ -188,13 +188,14 @@ def _verdict(
     exported = Code("DeepSpeed config", json.dumps(deepspeed_config(winner.candidate, job), indent=2))
     if job.script is not None:
         given = (store.threads, environment_of(store, winner.candidate))
-        commands, hints = train_with(winner.candidate, job, store.name, config, *given)
+        how = train_with(winner.candidate, job, store.name, config, *given)
+        commands, hints = how.commands, how.hints
     else:
-        commands = [
+        commands = (
             ("your training script, watched", f"autotune launch {store.name} -- train.py --deepspeed {config}"),
             ("the config again, or in another form", f"autotune export {store.name} --format deepspeed|accelerate|hf"),
-        ]
-        hints = []
+        )
+        hints = ()
     variables = {**environment_of(store, winner.candidate), **variables_of(winner.candidate, store.threads)}
     return Verdict(
         winner=trial,
