@@ -32,6 +32,7 @@ from autotune.predict.zero import SUMS, TABLES
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.outcome import Kind, Outcome
 from autotune.search.proposer import Proposal, Proposer
+from autotune.search.start import Start
 from autotune.search.study import StudyStore
 from autotune.search.tuner import Tuner
 from autotune.units import GIB, parse_duration
@@ -215,7 +216,7 @@ def autotune(
     candidates = sorted(landscape.rows, key=str)
     random.Random(seed).shuffle(candidates)
     proposer = make_proposer(candidates, space, job, hardware, seed, predictor)
-    taken = start is not None and proposer.begin_with(Proposal(start, "a start"))
+    taken = start is not None and proposer.begin_with(Start(start, "a start"))
     began = time.perf_counter()
     tuner = Tuner(
         store,

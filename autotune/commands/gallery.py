@@ -16,8 +16,9 @@ from autotune.gallery.folder import checked, shipped_entries
 from autotune.gallery.nearest import start_from
 from autotune.gallery.plausible import check
 from autotune.gallery.sharing import entry_of
-from autotune.search.proposer import Proposal, Proposer
+from autotune.search.proposer import Proposer
 from autotune.search.records import AS_IS
+from autotune.search.start import Start
 from autotune.search.storage import failures_in_one_line
 from autotune.search.study import StudyStore
 
@@ -97,7 +98,7 @@ def begin_with_gallery(setup: Setup, store: StudyStore, proposer: Proposer, say:
     start = start_from(shipped_entries(), setup.job, setup.hardware, setup.candidates)
     if start is None:
         return
-    if proposer.begin_with(Proposal(start.candidate, NOTE)):
+    if proposer.begin_with(Start(start.candidate, NOTE)):
         say(
             f"gallery: begins with {start.candidate}, {start.why}; it is measured as all are (--no-gallery begins without)"
         )

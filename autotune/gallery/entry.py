@@ -23,7 +23,7 @@ from autotune.problem.space_file import DS_TOP_LEVEL, DS_ZERO_KEYS
 from autotune.problem.tasks import CAUSAL, TASKS
 from autotune.units import GIB
 
-FORMAT = 1
+FORMAT: Literal[1] = 1
 MOST_BYTES = 400_000  # of a file; a study of 2000 trials is smaller
 
 # Names of layers in public architectures; a LoRA on others is told as one on all of them.

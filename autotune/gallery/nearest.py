@@ -27,7 +27,7 @@ MOST_BATCH_TIMES = 2.0  # between the micro-batch of the winner and that of the 
 
 
 @dataclass(frozen=True)
-class Start:
+class Near:
     """A candidate to begin with, and whose it was."""
 
     candidate: Candidate
@@ -93,14 +93,14 @@ def _doublings(one: float, other: float) -> float:
 
 def start_from(
     entries: Mapping[str, Entry], job: Job, hardware: Hardware, candidates: Sequence[Candidate]
-) -> Start | None:
+) -> Near | None:
     """The candidate that the winner of the nearest entry comes to; None where no entry is near, or no candidate is like it."""
     for _, name in nearest(entries, job, hardware):
         entry = entries[name]
         assert entry.best is not None
         winner = entry.best.candidate
         if like := [candidate for candidate in candidates if _alike(winner, candidate)]:
-            return Start(like[int(Distances(like).to(winner).argmin())], name, _whose(entry))
+            return Near(like[int(Distances(like).to(winner).argmin())], name, _whose(entry))
     return None
 
 

@@ -25,6 +25,7 @@ from autotune.search.beliefs import Beliefs, Forecast, normal_cdf
 from autotune.search.factors import Kinds, Screen
 from autotune.search.openings import Openings
 from autotune.search.sampler import FAILED, Answer, Sampler
+from autotune.search.start import Start
 from autotune.units import GIB, format_bytes
 
 STARTUP_SECONDS = 15.0  # an engine's start, until one was measured
@@ -37,10 +38,6 @@ HEAD = 6  # trials before the sampler has its share
 CATCH_UP = 2  # trials of its in a row while it has had fewer
 AUDITS = 2  # second opinions that have found nothing better, before a search may end by itself
 MOST_BOLD = 2  # trials of what is predicted not to fit, before it may
-BEGIN_SURE, BEGIN_WITHIN_SIGMAS = (
-    0.9,
-    1.0,
-)  # a start from elsewhere must fit so surely, and be so near the best predicted
 IMPLAUSIBLE = 2.0  # such a share of the device no predictor is wrong by
 DOUBTLESS_SIGMAS = 3.0  # so far below the best a level is not worth seeing
 STALE = 32  # trials in vain, at least, before a search without a predictor ends by itself
@@ -93,7 +90,7 @@ class Proposer:
         self._audited = 0  # second opinions since then
         self._bold_tries = 0
         self._seed, self._answers = seed, dict[int, Answer]()
-        self._start: Proposal | None = None
+        self._start: Start | None = None
         self.stopped_early = ""
 
     @property
@@ -118,7 +115,8 @@ class Proposer:
             self._note_slow_start(outcome)
         if outcome.outside_seconds > 1.0 and outcome.kind in (Kind.OK, Kind.OOM_DEVICE):
             self._startup.append(outcome.outside_seconds)
-        self._ran_out += outcome.kind is Kind.OOM_DEVICE
+        if self._start is None or candidate != self._start.candidate:  # that was no prediction of ours
+            self._ran_out += outcome.kind is Kind.OOM_DEVICE
         fits = outcome.measurement is not None and outcome.measurement.peak_bytes <= self.hardware.ceiling_bytes
         if fits and outcome.measurement is not None:
             best = max(self.speed.values(), default=0.0)
@@ -173,21 +171,19 @@ class Proposer:
 
     # -- proposing ---------------------------------------------------------------------------------------------------
 
-    def begin_with(self, start: Proposal) -> bool:
-        """Tries it first, where it is predicted to fit and to be as fast as any within the prediction's doubt: then measuring
-        it teaches no less than measuring the best predicted. Returns whether that is so."""
+    def begin_with(self, start: Start) -> bool:
+        """Tries it first, where it is believed: whether it is now."""
         self._start = start
-        return self._promising(start)
+        return self._start_is_due
 
-    def _promising(self, start: Proposal) -> bool:
-        at, forecast = self._index.get(start.candidate), self._beliefs.forecast()
-        if at is None or not self._open[at] or forecast.fits[at] < BEGIN_SURE:
+    @property
+    def _start_is_due(self) -> bool:
+        at = self._index.get(self._start.candidate) if self._start and not self._start.tried else None
+        if self._start is None or at is None or not self._open[at] or len(self.speed) > 1:
             return False
-        worth, gain = self._worth(forecast)
-        if not np.isfinite(worth[at]) or (self.speed and gain[at] < WORTHWHILE * self.tolerance):
-            return False
-        reach = forecast.logs[at] + BEGIN_WITHIN_SIGMAS * forecast.sigma[at]
-        return bool(reach >= forecast.logs[worth.argmax()])
+        worth, gain = self._worth()
+        worthwhile = not self.speed or gain[at] >= WORTHWHILE * self.tolerance
+        return bool(worthwhile and self._start.believed(at, self._beliefs.forecast(), worth))
 
     def next(self) -> Proposal | None:
         """A candidate for a new engine, or None where none is left or none is worth its time (`stopped_early`)."""
@@ -201,11 +197,9 @@ class Proposer:
             )
             return None
         self._proposed += 1
-        if (start := self._start) is not None and self._promising(start):
-            self._start = None
-            return start
-        if self.speed:  # one measurement later it had its second chance
-            self._start = None
+        if self._start is not None and self._start_is_due:
+            self._start.tried = True
+            return Proposal(self._start.candidate, self._start.note)
         if self._sampler_is_due:
             return self._advised()
         self._in_a_row = 0

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pydantic
 import pytest
 
 from autotune.gallery.entry import schema
@@ -33,5 +34,9 @@ def test_the_page_is_what_make_gallery_writes() -> None:
     assert all(f"| {row['model']} | {row['machine']} |" in text for row in rows())
 
 
+@pytest.mark.skipif(
+    [int(n) for n in pydantic.VERSION.split(".")[:2]] < [2, 14],
+    reason="older versions of pydantic write the same schema otherwise",
+)
 def test_the_schema_is_what_make_gallery_writes() -> None:
     assert (ROOT / SCHEMA).read_text() == schema(), "run `make gallery`"
