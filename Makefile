@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test test-all test-oldest test-frameworks lint setup coverage flakes mutants faults clean gpu-acceptance
+.PHONY: run test test-all test-oldest test-frameworks lint setup coverage flakes mutants faults gallery clean gpu-acceptance
 
 # On GPUs a real model; without one two CPU ranks, capped so that some trials really run out of memory.
 DEMO := $(shell nvidia-smi -L >/dev/null 2>&1 && echo "--model smollm2-360m --budget $(or $(BUDGET),10m)" \
@@ -74,6 +74,9 @@ flakes: setup  # hours
 
 faults: setup  # an hour and a half; goes on where it was stopped
 	$(BIN)/python benchmarks/faults.py --json benchmarks/results/faults.json
+
+gallery: setup  # docs/gallery.md and gallery/schema.json, of what lies in gallery/entries
+	$(BIN)/python -m autotune.gallery.page
 
 mutants: setup
 	$(BIN)/python benchmarks/mutants.py --json benchmarks/results/mutants.json

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autotune.cli_gallery import gallery_app, share
 from autotune.cli_machine import agent, doctor, models
 from autotune.cli_options import (
     Attention,
@@ -45,6 +46,7 @@ from autotune.cli_options import (
     Model,
     NodeCount,
     Nodes,
+    NoGallery,
     Optimizer,
     Packed,
     PlannedModel,
@@ -83,6 +85,8 @@ app = typer.Typer(
     help="Finds the fastest DeepSpeed config that fits your GPUs, by measuring it.",
 )
 app.add_typer(spaces_app, name="spaces")
+app.add_typer(gallery_app, name="gallery")
+app.command()(share)
 
 
 def typed(parameters: dict[str, Any]) -> Request:
@@ -138,6 +142,7 @@ def run(
     workload: Workload = None,
     lengths: Lengths = None,
     packed: Packed = False,
+    no_gallery: NoGallery = False,
     force: Force = False,
     yes: Yes = False,
     as_json: Json = False,

@@ -78,6 +78,7 @@ StudyName = Annotated[Text, option("Name of the study; the same name resumes it.
 StudyArgument = Annotated[str, typer.Argument(help="Name of the study, or its folder.")]
 Storage = Annotated[Text, option("Database URL, or journal:FILE; default: runs/NAME/study.db.")]
 WinnerFile = Annotated[Path | None, option("Where the winner goes; default: runs/NAME/NAME.json.")]
+NoGallery = Annotated[bool, option("Do not begin with what the gallery knows of such a job.", "--no-gallery")]
 Force = Annotated[bool, option("Go on with a study of another job or machine.", "--force")]
 
 # a plan, a launch

@@ -47,3 +47,8 @@ def near(word: str, known: Iterable[str]) -> str:
     """`; did you mean A or B?` for a misspelt word, or an empty string."""
     matches = difflib.get_close_matches(word.lower(), list(known), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, whoever raised it, short and without line breaks; its type where it says nothing."""
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -42,6 +42,9 @@ FULL: dict[str, list[str]] = {
     "search-ablation": ["search.py", "--seeds", "3", "--strategies", ABLATIONS],
     "search-wrong": ["search.py", "--landscapes", SHARED, OWN, "--until-found", "--seeds", "3", "--strategies", WRONG],
     "proposer": ["proposer.py"],
+    "gallery-starts": ["gallery_starts.py"],
+    "gallery-constants": ["gallery_constants.py"],
+    "report": ["report.py"],
     "storage": ["storage.py"],
     "trials-cpu": ["trials.py"],
     "fidelity-cpu": ["fidelity.py"],
@@ -58,6 +61,7 @@ SMALL: dict[str, list[str]] = {
 PLACES = {"live_tensors_cpu": HERE / "data"}  # of what is not in results/
 # Files that have no result here, and why.
 EXEMPT = {
+    "gallery_entries.py": "writes gallery/entries, which tests check",
     "common.py": "imported: the command line, tables, JSON files",
     "ranks.py": "imported: executor, supervisor, torchrun",
     "inturn.py": "imported by scripts.py and recovery.py, which start it as one side of a comparison",

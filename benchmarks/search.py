@@ -32,6 +32,7 @@ from autotune.predict.zero import SUMS, TABLES
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.outcome import Kind, Outcome
 from autotune.search.proposer import Proposal, Proposer
+from autotune.search.start import Start
 from autotune.search.study import StudyStore
 from autotune.search.tuner import Tuner
 from autotune.units import GIB, parse_duration
@@ -199,7 +200,13 @@ ABLATIONS: dict[str, tuple[type[Predictor], type[Proposer]]] = {
 
 
 def autotune(
-    landscape: Landscape, trace: Trace, seed: int, budget: float, parts: str, until_found: bool = False
+    landscape: Landscape,
+    trace: Trace,
+    seed: int,
+    budget: float,
+    parts: str,
+    until_found: bool = False,
+    start: Candidate | None = None,
 ) -> dict[str, Any]:
     executor = ReplayExecutor(landscape, seed)
     job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
@@ -209,6 +216,7 @@ def autotune(
     candidates = sorted(landscape.rows, key=str)
     random.Random(seed).shuffle(candidates)
     proposer = make_proposer(candidates, space, job, hardware, seed, predictor)
+    taken = start is not None and proposer.begin_with(Start(start, "a start"))
     began = time.perf_counter()
     tuner = Tuner(
         store,
@@ -226,6 +234,7 @@ def autotune(
         "own_seconds": (time.perf_counter() - began) / trials,
         "ended": result.ended,
         "used": result.used_seconds,
+        "taken": taken,
     }
 
 

@@ -13,7 +13,7 @@ from autotune.commands.python import TRAINING, ranks_python
 from autotune.commands.remembered import remembered_python
 from autotune.commands.request import Request, launch_setup
 from autotune.commands.setup import LaunchSetup, PlanSetup
-from autotune.errors import NothingFits, UserError
+from autotune.errors import NothingFits, UserError, one_line
 from autotune.group.locks import held_gpus
 from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import Candidate
@@ -130,7 +130,7 @@ def _write_page(summary: LaunchSummary, training: _Training, hardware: Hardware,
         )
         write_page(page, path)
     except Exception as error:
-        say(f"the report of the training was not written: {' '.join(str(error).split())[:200] or type(error).__name__}")
+        say(f"the report of the training was not written: {one_line(error)}")
         return
     say(f"wrote {path}")
 

@@ -85,6 +85,7 @@ class Request:
     exclude: str | None = None
     interface: str | None = None  # by which nodes reach each other
     exports: list[str] = field(default_factory=list)  # variables that nodes are sent beside the usual ones
+    no_gallery: bool = False
     runs: Path = Path("runs")
     command: str = ""  # all of it, as typed
 
@@ -130,6 +131,7 @@ def run_setup(request: Request, nodes: Nodes | None = None) -> Setup:
         isolation=request.isolation,
         seed=request.seed,
         force=request.force,
+        gallery=not request.no_gallery,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from autotune.commands.gallery import begin_with_gallery
 from autotune.commands.nodes import named_nodes
 from autotune.commands.probe import Probe, after_probe, probe
 from autotune.commands.python import NAMED_MODEL, TRAINING, ranks_python
@@ -21,7 +22,7 @@ from autotune.commands.remembered import remembered_python
 from autotune.commands.report import write_study
 from autotune.commands.request import Request, run_setup
 from autotune.commands.setup import Setup
-from autotune.errors import NothingFits, UserError
+from autotune.errors import NothingFits, UserError, one_line
 from autotune.executors.base import Executor
 from autotune.executors.local import LocalExecutor
 from autotune.executors.nodes.hostfile import hostfile_of, hostfile_text
@@ -36,7 +37,7 @@ from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
 from autotune.results.console import PlainObserver, make_observer, record_json
 from autotune.results.export import environment_of, export_record
 from autotune.results.report.gather import Searched
-from autotune.results.winner import closest_lines, train_with_lines, winner_lines
+from autotune.results.winner import closest_lines, train_with, winner_lines
 from autotune.search.proposer import Proposer
 from autotune.search.records import AS_IS, SEARCH, Record
 from autotune.search.storage import default_storage, failures_in_one_line, make_study_folder
@@ -141,6 +142,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
                 spent_seconds = time.monotonic() - opening - local.ops.build_seconds
             setup = dataclasses.replace(setup, candidates=tuple(candidates))
             proposer = _proposer(setup, predictor)
+            begin_with_gallery(setup, store, proposer, observer.say)
             found = _search(setup, store, executor, proposer, observer, spent_seconds, stopped.is_set)
         return _summary(setup, store, found, proposer.open, predictor, observer.say)
 
@@ -208,6 +210,8 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver) -> 
     store.lock()
     if setup.command:
         store.note_command(setup.command)
+    if setup.landscape is not None:
+        store.note_table(setup.landscape.name)
     for note in setup.notes:
         observer.say(note)
     closed = store.close_interrupted()
@@ -308,7 +312,7 @@ def _summary(
         given = (store.threads, environment_of(store, found.winner.candidate))
         nodes, hostfile = store.hardware.nodes, hostfile_of(setup.folder)
         about = (found.winner.candidate, store.job, store.name, files[0], *given)
-        lines += train_with_lines(*about, nodes=nodes, hostfile=hostfile)
+        lines += train_with(*about, nodes=nodes, hostfile=hostfile).lines()
         counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())
         trials, used = sum(found.by_kind.values()), format_duration(found.used_seconds)
         lines.append(f"  {trials} trials ({counts}) in {used}; {found.ended}")
@@ -337,8 +341,7 @@ def _write_report(setup: Setup, store: StudyStore, predictor: Predictor, say: Ca
     try:
         write_study(store, path, trace_of=predictor, searched=Searched(setup.space, setup.candidates))
     except Exception as error:
-        why = " ".join(str(error).split())[:200] or type(error).__name__
-        say(f"the report was not written ({why}): `autotune report {setup.name}` tries again")
+        say(f"the report was not written ({one_line(error)}): `autotune report {setup.name}` tries again")
         return []
     return [path]
 

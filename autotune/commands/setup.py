@@ -56,6 +56,7 @@ class Setup:
     isolation: str
     seed: int
     force: bool
+    gallery: bool = True  # whether the search may begin with what others found
     command: str = ""  # as typed, for whoever does it again; empty where nothing was typed
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -97,22 +98,15 @@ def measured_alike(winner: Record, records: list[Record]) -> dict[Candidate, tup
     return alike
 
 
-def train_with_lines(
-    winner: Candidate,
-    job: Job,
-    study: str,
-    config: Path,
-    threads: int,
-    environment: Mapping[str, str] = MappingProxyType({}),
-    *,
-    nodes: int = 1,
-    hostfile: Path | None = None,
-) -> list[str]:
-    """How to train the study's script with its winner (`train_with`), as lines; nothing without a script."""
-    if job.script is None:
-        return []
-    commands, hints = train_with(winner, job, study, config, threads, environment, nodes=nodes, hostfile=hostfile)
-    return [*(f"  {name}: {text}" for name, text in commands), *(f"  {hint}" for hint in hints)]
+@dataclass(frozen=True)
+class HowToTrain:
+    """Commands that train a study's script with its winner, by name, and what they leave to do."""
+
+    commands: tuple[tuple[str, str], ...] = ()
+    hints: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        return [*(f"  {name}: {text}" for name, text in self.commands), *(f"  {hint}" for hint in self.hints)]
 
 
 def train_with(
@@ -125,8 +119,8 @@ def train_with(
     *,
     nodes: int = 1,
     hostfile: Path | None = None,
-) -> tuple[list[tuple[str, str]], list[str]]:
-    """(named commands, hints): how to train the study's script with its winner, whose DeepSpeed config is in the file.
+) -> HowToTrain:
+    """How to train the study's script with its winner, whose DeepSpeed config is in the file; nothing without a script.
 
     Args:
         threads: CPU threads a rank that it was measured with. The launchers hand on what the command's environment says,
@@ -134,7 +128,8 @@ def train_with(
         environment: what the training needs set besides, see `results.export.environment_of`.
         nodes: machines that it was tuned on, which the hostfile names.
     """
-    assert job.script is not None
+    if job.script is None:
+        return HowToTrain()
     path, per_node = str(config.resolve()), job.ranks // nodes
     words, each = training_command(job.script, winner, per_node, path), False
     if nodes > 1:
@@ -155,7 +150,7 @@ def train_with(
         hints += [f"  it starts its own ranks: have it start {per_node}"]
     if job.script.profile["loader_prepared"] and not dict(job.script.flags).get(MICRO_BATCH):
         hints += [f"  with batch_size={winner.micro_batch} in its data loader, which no config reaches"]
-    return commands, hints
+    return HowToTrain(tuple(commands), tuple(hints))
 
 
 def closest_lines(records: list[Record], hardware: Hardware, untried: list[Candidate]) -> list[str]:

@@ -26,6 +26,7 @@ from autotune.search.dominance import Rules
 from autotune.search.factors import Kinds, Screen
 from autotune.search.openings import Openings
 from autotune.search.sampler import FAILED, Answer, Sampler
+from autotune.search.start import Start
 from autotune.units import GIB, format_bytes
 
 STARTUP_SECONDS = 15.0  # an engine's start, until one was measured
@@ -90,6 +91,7 @@ class Proposer:
         self._audited = 0  # second opinions since then
         self._bold_tries = 0
         self._seed, self._answers = seed, dict[int, Answer]()
+        self._start: Start | None = None
         self.stopped_early = ""
 
     @property
@@ -114,7 +116,8 @@ class Proposer:
             self._note_slow_start(outcome)
         if outcome.outside_seconds > 1.0 and outcome.kind in (Kind.OK, Kind.OOM_DEVICE):
             self._startup.append(outcome.outside_seconds)
-        self._ran_out += outcome.kind is Kind.OOM_DEVICE
+        if self._start is None or candidate != self._start.candidate:  # that was no prediction of ours
+            self._ran_out += outcome.kind is Kind.OOM_DEVICE
         fits = outcome.measurement is not None and outcome.measurement.peak_bytes <= self.hardware.ceiling_bytes
         if fits and outcome.measurement is not None:
             best = max(self.speed.values(), default=0.0)
@@ -176,6 +179,20 @@ class Proposer:
 
     # -- proposing ---------------------------------------------------------------------------------------------------
 
+    def begin_with(self, start: Start) -> bool:
+        """Tries it first, where it is believed: whether it is now."""
+        self._start = start
+        return self._start_is_due
+
+    @property
+    def _start_is_due(self) -> bool:
+        at = self._index.get(self._start.candidate) if self._start and not self._start.tried else None
+        if self._start is None or at is None or not self._open[at] or len(self.speed) > 1:
+            return False
+        worth, gain = self._worth()
+        worthwhile = not self.speed or gain[at] >= WORTHWHILE * self.tolerance
+        return bool(worthwhile and self._start.believed(at, self._beliefs.forecast(), worth))
+
     def next(self) -> Proposal | None:
         """A candidate for a new engine, or None where none is left or none is worth its time (`stopped_early`)."""
         self.stopped_early = ""
@@ -188,6 +205,9 @@ class Proposer:
             )
             return None
         self._proposed += 1
+        if self._start is not None and self._start_is_due:
+            self._start.tried = True
+            return Proposal(self._start.candidate, self._start.note)
         if self._sampler_is_due:
             return self._advised()
         self._in_a_row = 0

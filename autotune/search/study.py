@@ -26,8 +26,8 @@ from autotune.problem.outcome import Kind, Measurement, Outcome, Source
 from autotune.problem.space import SearchSpace
 from autotune.problem.space_file import parse_space
 from autotune.search.attributes import attributes, set_attribute
-from autotune.search.dashboard import flat, save_note, winners_note
-from autotune.search.distributions import constraints, distributions
+from autotune.search.dashboard import best_shown, flat, save_note, tell, winners_note
+from autotune.search.distributions import distributions
 from autotune.search.fingerprint import THREADS, changes, fingerprint, knowing_more
 from autotune.search.lock import hold
 from autotune.search.records import FOUND_RUNNING, RESUME, SEARCH, Record, found_running, record_of
@@ -271,12 +271,7 @@ class StudyStore:
         if not outcome.kind.says_something_of_the_candidate:
             self.study.tell(trial, state=TrialState.FAIL)
             return
-        known = trial.constraints  # of a process that was killed half way through this
-        for name, value in constraints(outcome, self.hardware).items():
-            if name not in known:
-                trial.set_constraint(name, value)
-        speed = outcome.measurement.samples_per_second if outcome.measurement else 0.0
-        self.study.tell(trial, speed)
+        tell(self.study, trial, outcome, self.hardware)
 
     def close_interrupted(self) -> int:
         """Closes what an earlier process left running or waiting, as interrupted; returns how many. One that was finished
@@ -344,9 +339,18 @@ class StudyStore:
         """What was typed, each once; version 0.1 did not keep it."""
         return tuple(self.attributes.get("commands", ()))
 
+    def note_table(self, name: str) -> None:
+        """Stores that it searches a recorded table, and measures nothing."""
+        self._set("table", name)
+
+    @property
+    def table(self) -> str:
+        """The table that it searches; empty where it measures."""
+        return str(self.attributes.get("table", ""))
+
     def set_winner(self, number: int, why: str) -> None:
         self._set("winner", {"number": number, "why": why})
-        save_note(self.study, winners_note(number, why))
+        save_note(self.study, winners_note(number, why, self.records(), best_shown(self.study), self.hardware))
 
     @property
     def winner(self) -> Record | None:

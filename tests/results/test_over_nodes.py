@@ -66,11 +66,10 @@ def test_what_is_printed_for_a_script(tmp_path: Path, hostfile: Path) -> None:
     script = Script(("train.py", "--deepspeed", str(tmp_path / "ds.json")), str(tmp_path), profile=profile)
     job = dataclasses.replace(make_job(8), script=script)
     config = tmp_path / "study.json"
-    commands, _ = train_with(make_candidate(1), job, "study", config, 2, nodes=2, hostfile=hostfile)
-    named = dict(commands)
+    named = dict(train_with(make_candidate(1), job, "study", config, 2, nodes=2, hostfile=hostfile).commands)
     watched = f"autotune launch study --hostfile {hostfile} -- train.py"
     assert any(text.startswith(watched) for text in named.values())
-    alone, _ = train_with(make_candidate(1), dataclasses.replace(job, ranks=4), "study", config, 2)
+    alone = train_with(make_candidate(1), dataclasses.replace(job, ranks=4), "study", config, 2).commands
     assert not any("hostfile" in text or "nnodes" in text for _, text in alone)
 
 

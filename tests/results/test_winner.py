@@ -9,7 +9,7 @@ from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.script import CONFIG_FLAG, KNOWN_FLAGS
 from autotune.results.export import needs
 from autotune.results.lossy import lossy_settings
-from autotune.results.winner import closest_lines, train_with_lines, winner_lines
+from autotune.results.winner import closest_lines, train_with, winner_lines
 from autotune.search.records import AS_IS, SEARCH, VERIFY, Record
 from autotune.units import MIB
 from tests.conftest import make_candidate, make_job
@@ -59,13 +59,13 @@ def test_the_printed_command_has_the_environment_that_was_measured(
     profile = {"loader_prepared": False, "through_arguments": False, "flags": []}
     script = Script(("train.py", "ds.json"), str(tmp_path), profile=profile)
     job, config = make_job(script=script), tmp_path / "won.json"
-    first, watched = train_with_lines(make_candidate(2, 4), job, "s", config, 5)
+    first, watched = train_with(make_candidate(2, 4), job, "s", config, 5).lines()
     assert first == f"  train with: OMP_NUM_THREADS=5 torchrun --nproc-per-node 2 train.py {config}"
     assert watched == "  or watched: autotune launch s -- train.py ds.json"
     grown = make_candidate(2, 4, expandable_segments=True)
-    first, _ = train_with_lines(grown, job, "s", config, 5)
+    first, _ = train_with(grown, job, "s", config, 5).lines()
     assert "OMP_NUM_THREADS=5 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True torchrun" in first
-    assert train_with_lines(grown, make_job(), "s", config, 5) == []
+    assert train_with(grown, make_job(), "s", config, 5).lines() == []
 
 
 def test_the_printed_command_gets_the_gpus_that_the_study_had(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_the_printed_command_gets_the_gpus_that_the_study_had(tmp_path: Path) ->
     profile = {"loader_prepared": False, "through_arguments": True, "flags": flags}
     script = Script(("train.py", CONFIG_FLAG, "ds.json"), str(tmp_path), profile=profile)
     for given in ({}, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}):
-        line, _ = train_with_lines(make_candidate(), make_job(1, script=script), "s", tmp_path / "s.json", 3, given)
+        line, _ = train_with(make_candidate(), make_job(1, script=script), "s", tmp_path / "s.json", 3, given).lines()
         order = "CUDA_DEVICE_ORDER=PCI_BUS_ID " if given else ""
         expected = f"  train with: {order}OMP_NUM_THREADS=3 torchrun"
         assert line.startswith(expected)

@@ -108,7 +108,7 @@ def test_a_process_killed_between_the_outcome_and_its_state_loses_nothing(
     assert again.close_interrupted() == 0, "each was finished"
     assert [r.outcome.kind for r in again.records() if r.outcome] == [Kind.OK, Kind.OOM_DEVICE, Kind.INFRASTRUCTURE]
     states = [trial.state.name for trial in again.study.get_trials()]
-    assert states == ["COMPLETE", "COMPLETE", "FAIL"]
+    assert states == ["COMPLETE", "PRUNED", "FAIL"]
     assert again.measured() == {make_candidate(0): OK.measurement}
 
 
@@ -119,7 +119,7 @@ def test_memory_is_a_graded_constraint_and_never_a_fail(tmp_path: Path) -> None:
     for number, outcome in zip(numbers, (short, far), strict=True):
         store.finish(number, outcome)
     trials = store.study.get_trials()
-    assert all(trial.state is optuna.trial.TrialState.COMPLETE for trial in trials)
+    assert all(trial.state is optuna.trial.TrialState.PRUNED for trial in trials)
     over = [constraints(outcome, store.hardware)["memory_gib_over"] for outcome in (short, far)]
     assert 0 < over[0] < over[1]
     crashed = store.start(make_candidate(3), SPACE)

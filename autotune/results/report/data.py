@@ -114,6 +114,7 @@ class Bars:
     name: str  # `winner`, `runner-up`, `the script as it is`
     label: str
     bars: tuple[Bar, ...]
+    limits: tuple[int, int] | None = None  # (capacity, ceiling) in bytes, where these are not the page's
 
 
 class Cell(StrEnum):

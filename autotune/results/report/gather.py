@@ -190,13 +190,14 @@ def _verdict(
     if job.script is not None:
         given = (store.threads, environment_of(store, winner.candidate))
         nodes, hostfile = store.hardware.nodes, (store.folder or Path()) / "hostfile"
-        commands, hints = train_with(winner.candidate, job, store.name, config, *given, nodes=nodes, hostfile=hostfile)
+        how = train_with(winner.candidate, job, store.name, config, *given, nodes=nodes, hostfile=hostfile)
+        commands, hints = how.commands, how.hints
     else:
-        commands = [
+        commands = (
             ("your training script, watched", f"autotune launch {store.name} -- train.py --deepspeed {config}"),
             ("the config again, or in another form", f"autotune export {store.name} --format deepspeed|accelerate|hf"),
-        ]
-        hints = []
+        )
+        hints = ()
     variables = {**environment_of(store, winner.candidate), **variables_of(winner.candidate, store.threads)}
     return Verdict(
         winner=trial,

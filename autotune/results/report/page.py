@@ -137,13 +137,17 @@ def training_page(report: TrainingReport) -> str:
 
 def plan_page(report: PlanReport) -> str:
     """The HTML of a plan's page."""
-    scale = 1.02 * max([float(report.capacity_bytes), *(bar.whole for bars in report.memory for bar in bars.bars)])
-    limits = (report.capacity_bytes, report.ceiling_bytes)
+    capacities = [float(card.capacity_bytes) for card in report.cards]
+    scale = 1.02 * max([*capacities, *(bar.whole for bars in report.memory for bar in bars.bars)])
+    limits = {bars.limits for bars in report.memory if bars.limits}
     return _fill(
         "plan.html.j2",
         report=report,
         title=f"plan: {report.model}",
-        bars=[pictures.memory_bars(bars, at, scale, *limits) for at, bars in enumerate(report.memory)],
+        bars=[
+            pictures.memory_bars(bars, at, scale, *bars.limits) for at, bars in enumerate(report.memory) if bars.limits
+        ],
+        limits=limits.pop() if len(limits) == 1 else None,
         holds=list(dict.fromkeys(name for bars in report.memory for bar in bars.bars for name, _ in bar.parts)),
         data=as_data(report.data),
     )

@@ -17,17 +17,24 @@ WIDTH = 100  # columns of the plan's text
 
 
 @dataclass(frozen=True)
+class Card:
+    """What is predicted for one kind of device, beside what that device has."""
+
+    machine: str
+    capacity_bytes: int  # of a rank
+    head: str  # one line
+    best: tuple[dict[str, Any], ...]  # `results.plan.prediction_json` of each
+
+
+@dataclass(frozen=True)
 class PlanReport:
     """Everything that the page of a plan says."""
 
     model: str
     job: str
     machine: str
-    capacity_bytes: int
-    ceiling_bytes: int
-    head: str  # one line
-    memory: tuple[Bars, ...]  # of the fastest configs
-    best: tuple[dict[str, Any], ...]  # `results.plan.prediction_json` of each
+    cards: tuple[Card, ...]  # one, or several side by side
+    memory: tuple[Bars, ...]  # of the fastest configs, each with the limits of its own card
     text: str  # the whole plan, as the terminal has it
     data: Any  # as `--json` says it
     version: str = __version__
@@ -36,32 +43,37 @@ class PlanReport:
 
 def plan_report(plans: list[Plan]) -> PlanReport:
     """Of one plan, or of several cards side by side."""
-    first = plans[0]
+    first, several = plans[0], len(plans) > 1
     out = Console(file=io.StringIO(), width=WIDTH, color_system=None, legacy_windows=False)
-    if len(plans) > 1:
+    if several:
         show_comparison(plans, out)
     else:
         show_plan(first, out)
     assert isinstance(out.file, io.StringIO)
-    data = first.to_json() if len(plans) == 1 else [plan.to_json() for plan in plans]
-    memory = [
-        Bars(
-            plan.hardware.name if len(plans) > 1 else f"{at + 1}",
-            str(one.candidate),
-            (Bar("predicted", tuple((n, s) for n, s in one.memory.items() if s > 0), f"highest in {one.moment}"),),
-        )
-        for plan in plans
-        for at, one in enumerate(plan.best[: 1 if len(plans) > 1 else None])
-    ]
     return PlanReport(
         model=first.job.model.name,
         job=first.job.summary,
         machine=" | ".join(str(plan.hardware) for plan in plans),
-        capacity_bytes=max(plan.hardware.capacity_bytes for plan in plans),
-        ceiling_bytes=max(plan.hardware.ceiling_bytes for plan in plans),
-        head=str(first.best[0].candidate) if first.best else "Nothing of the space is predicted to fit.",
-        memory=tuple(memory),
-        best=tuple(first.to_json()["best"]),
+        cards=tuple(_card(plan) for plan in plans),
+        memory=tuple(bars for plan in plans for bars in _memory(plan, several)),
         text=out.file.getvalue().rstrip(),
-        data=data,
+        data=[plan.to_json() for plan in plans] if several else first.to_json(),
     )
+
+
+def _card(plan: Plan) -> Card:
+    head = str(plan.best[0].candidate) if plan.best else "Nothing of the space is predicted to fit."
+    return Card(str(plan.hardware), plan.hardware.capacity_bytes, head, tuple(plan.to_json()["best"]))
+
+
+def _memory(plan: Plan, several: bool) -> list[Bars]:
+    """Of the fastest configs; beside other cards of the fastest alone."""
+    return [
+        Bars(
+            plan.hardware.name if several else f"{at + 1}",
+            str(one.candidate),
+            (Bar("predicted", tuple((n, s) for n, s in one.memory.items() if s > 0), f"highest in {one.moment}"),),
+            (plan.hardware.capacity_bytes, plan.hardware.ceiling_bytes),
+        )
+        for at, one in enumerate(plan.best[: 1 if several else None])
+    ]

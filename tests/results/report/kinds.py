@@ -8,6 +8,8 @@ from pathlib import Path
 
 from autotune.predict.closed_form import closed_form_trace
 from autotune.predict.predictor import Predictor
+from autotune.problem.hardware import Hardware, named_hardware
+from autotune.problem.job import Job
 from autotune.results.plan import Plan, StagePlan
 from autotune.results.report.page import plan_page, training_page, write_page
 from autotune.results.report.planned import plan_report
@@ -56,14 +58,19 @@ def _training(folder: Path) -> Path:
     return folder / "page.html"
 
 
-def _plan(folder: Path) -> Path:
-    folder.mkdir()
-    job, hardware = make_job(), machine()
+def _plan_of(job: Job, hardware: Hardware) -> Plan:
     predictor = Predictor(job, hardware, closed_form_trace(job, "a test"))
     best = predictor.predict_many([make_candidate(0, 8), make_candidate(3, 8)])
-    plan = Plan(job, hardware, best, [StagePlan(0, best[0], best[0], [EVIL])], EVIL)
-    write_page(plan_page(plan_report([plan])), folder / "page.html")
-    return folder / "page.html"
+    return Plan(job, hardware, best, [StagePlan(0, best[0], best[0], [EVIL])], EVIL)
+
+
+def _plans(*hardware: Hardware) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        folder.mkdir()
+        write_page(plan_page(plan_report([_plan_of(make_job(), one) for one in hardware])), folder / "page.html")
+        return folder / "page.html"
+
+    return write
 
 
 KINDS: dict[str, Callable[[Path], Path]] = {
@@ -75,5 +82,6 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "500 trials": _of(large),
     "version 0.1": _of_0_1,
     "training": _training,
-    "plan": _plan,
+    "plan": _plans(machine()),
+    "comparison": _plans(machine(), named_hardware("a100-80gb", 2)),
 }

@@ -12,6 +12,7 @@ from autotune.commands import run as run_command
 from autotune.predict.closed_form import closed_form_trace
 from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Outcome, Phase
 from autotune.results.plan import Plan, StagePlan
@@ -19,8 +20,10 @@ from autotune.results.report.confidential import masker, without_secrets
 from autotune.results.report.data import Cell, Status, StudyReport
 from autotune.results.report.gather import Searched, study_report
 from autotune.results.report.mattered import TRADED, changed_knob
-from autotune.results.report.page import _short, as_data
+from autotune.results.report.page import _short, as_data, plan_page
+from autotune.results.report.planned import plan_report
 from autotune.search.study import StudyStore
+from autotune.units import format_bytes
 from tests.cli_call import call
 from tests.conftest import make_candidate, make_job
 from tests.results.report.studies import (
@@ -398,3 +401,25 @@ def test_an_outcome_without_words_is_shown(tmp_path: Path) -> None:
     tell(store, make_candidate(0, 1), Outcome(Kind.INFRASTRUCTURE))
     assert report_of(store).trials[0].status is Status.UNDECIDED
     assert page(store, tmp_path / "p.html").exists()
+
+
+def test_each_card_of_a_comparison_has_its_own_limits() -> None:
+    """The figures of one card never stand beside the memory of another."""
+    plans = [_plan_on("rtx3090"), _plan_on("a100-80gb"), _plan_on("t4", fits=False)]
+    text = plan_page(plan_report(plans))
+    verdict = text.split('id="verdict"')[1].split("</section>")[0]
+    small, large, none = verdict.split("<h3>2 x ")[1:]
+    for part, plan in ((small, plans[0]), (large, plans[1])):
+        assert re.findall(r"of ([\d.]+ GiB) a rank", part) == [format_bytes(plan.hardware.capacity_bytes)]
+    assert "Nothing of the space is predicted to fit." in none
+    assert "a rank" not in none
+    assert "ceiling of each card" in text
+    alone = plan_page(plan_report(plans[:1]))
+    assert f"ceiling {format_bytes(plans[0].hardware.ceiling_bytes)}" in alone
+    assert "of each card" not in alone
+
+
+def _plan_on(card: str, fits: bool = True) -> Plan:
+    job, hardware = make_job(), named_hardware(card, 2)
+    found = Predictor(job, hardware, closed_form_trace(job, "a test")).predict_many([make_candidate(2, 8)])
+    return Plan(job, hardware, found if fits else [], [StagePlan(2, found[0], found[0], [])], "a test")

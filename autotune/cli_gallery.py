@@ -1,0 +1,59 @@
+"""`autotune share` and `autotune gallery`: a study as an entry that anybody may see, and what others have sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autotune.cli_options import Storage, StudyArgument
+from autotune.cli_parts import Json, emit, option
+
+gallery_app = typer.Typer(no_args_is_help=True, help="What others have measured: listed and checked.")
+
+
+def share(
+    study: StudyArgument,
+    out: Annotated[Path | None, option("File to write; default: share.json in the study's folder.")] = None,
+    storage: Storage = None,
+    as_json: Json = False,
+) -> None:
+    """Write a study as a small anonymous file for the gallery: machine, sizes of the model, candidates and how each ended."""
+    from autotune.commands.gallery import share_study
+
+    shared = share_study(study, storage, out)
+    if as_json:
+        emit(shared.to_json())
+    else:
+        for line in shared.lines():
+            print(line)
+
+
+@gallery_app.command("list")
+def gallery_list(as_json: Json = False) -> None:
+    """The best of each entry that came with this version."""
+    from autotune.gallery.page import rows
+
+    found = rows()
+    if as_json:
+        emit(found)
+        return
+    for row in found:
+        print(f"{row['model']:22} {row['machine']:16} {row['config']:40} {row['tokens_per_second']:>10} tokens/s")
+
+
+@gallery_app.command("check")
+def gallery_check(
+    files: Annotated[list[Path], typer.Argument(help="Entries, as `autotune share` writes them.")],
+    as_json: Json = False,
+) -> None:
+    """Check entries as the gallery's tests do: their form, and whether their figures can be."""
+    from autotune.commands.gallery import check_entries
+
+    found = check_entries(files)
+    if as_json:
+        emit({str(path): count for path, count in found.items()})
+        return
+    for path, count in found.items():
+        print(f"{path}: a valid entry with {count} candidates")

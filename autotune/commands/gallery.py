@@ -1,0 +1,108 @@
+"""`autotune share` and `autotune gallery check`, and how a run begins with what the gallery knows."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.commands.setup import Setup
+from autotune.errors import UserError
+from autotune.files import write_atomically
+from autotune.gallery.entry import Entry
+from autotune.gallery.folder import checked, shipped_entries
+from autotune.gallery.nearest import start_from
+from autotune.gallery.plausible import check
+from autotune.gallery.sharing import entry_of
+from autotune.search.proposer import Proposer
+from autotune.search.records import AS_IS
+from autotune.search.start import Start
+from autotune.search.storage import failures_in_one_line
+from autotune.search.study import StudyStore
+
+NOTE = "the gallery's nearest"  # why such a trial is made
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A study as it was written for the gallery."""
+
+    path: Path
+    entry: Entry
+    left_out: int  # candidates that have no place in an entry
+
+    @property
+    def suggested(self) -> str:
+        """A name for its file in the gallery: what it is of, and a few letters that no other entry has."""
+        job, machine = self.entry.job, self.entry.machine
+        model = job.model or job.architecture or "model"
+        key = hashlib.sha256(self.entry.text().encode()).hexdigest()[:6]
+        return f"{model}_{machine.count}x{machine.gpu or machine.device}_{key}.json"
+
+    def lines(self) -> list[str]:
+        model = (
+            self.entry.job.model or f"a model of {(self.entry.job.parameters or 0) / 1e6:.4g}M parameters, not named"
+        )
+        left = f"; {self.left_out} candidates were left out, their settings are texts" if self.left_out else ""
+        return [
+            f"wrote {self.path}: {model}, {self.entry.machine.count} x {self.entry.machine.gpu or self.entry.machine.name}, "
+            f"{len(self.entry.candidates)} candidates with how each ended{left}",
+            "no path, host name, script or argument is in it; look at it, and if you like, send it: a pull request that adds it "
+            f"as gallery/entries/{self.suggested}",
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"files": [str(self.path)], "suggested": self.suggested, "candidates": len(self.entry.candidates)}
+
+
+def share_study(study: str, storage: str | None, out: Path | None) -> Shared:
+    """Writes a study as an entry to `out`, or as `share.json` into the study's folder.
+
+    Raises:
+        UserError: there is no such study, it has measured nothing, or the file cannot be written.
+    """
+    store = StudyStore.load(study, storage)
+    out = out or (store.folder or Path()) / "share.json"
+    if out.is_dir():
+        raise UserError(f"--out {out} is a folder; expected a file")
+    with failures_in_one_line():
+        entry = entry_of(store)
+        tried = {r.candidate for r in store.records() if r.outcome and r.outcome.kind.says_something_of_the_candidate}
+    try:
+        check(entry)
+    except UserError as error:
+        raise UserError(f"study {store.name} is not for the gallery: {error}") from None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(out, entry.text())
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be written ({error.strerror}): choose another file") from None
+    return Shared(out, entry, len({one for one in tried if one.knobs}) - len(entry.candidates))
+
+
+def check_entries(files: Sequence[Path]) -> dict[Path, int]:
+    """How many candidates each entry has.
+
+    Raises:
+        UserError: one breaks the schema, or a figure of it cannot be.
+    """
+    return {path: len(checked(path).candidates) for path in files}
+
+
+def begin_with_gallery(setup: Setup, store: StudyStore, proposer: Proposer, say: Callable[[str], None]) -> None:
+    """Lets a new study begin with the nearest entry's winner, and says so in one line."""
+    if not setup.gallery or any(record.note != AS_IS for record in store.records()):
+        return
+    start = start_from(shipped_entries(), setup.job, setup.hardware, setup.candidates)
+    if start is None:
+        return
+    if proposer.begin_with(Start(start.candidate, NOTE)):
+        say(
+            f"gallery: begins with {start.candidate}, {start.why}; it is measured as all are (--no-gallery begins without)"
+        )
+    else:
+        say(
+            f"gallery: {start.candidate} is {start.why}, and is not predicted to be among the best here: it has to wait its turn"
+        )

@@ -1,0 +1,356 @@
+"""A gallery's entry: one job on one machine, its candidates and how each ended, as JSON. It has no place for free text.
+
+Whatever a string may be is listed here or matches a pattern that no path, host name or secret does. What is written is
+checked by the same models that read it; `gallery/schema.json` is made of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from autotune.errors import UserError
+from autotune.problem.candidate import KNOBS, LORA, Candidate, Value, is_read
+from autotune.problem.hardware import GpuFacts, Hardware, gpu_table
+from autotune.problem.job import ATTENTIONS, OPTIMIZERS, PRECISIONS, Job, parse_lora
+from autotune.problem.models import ModelSpec
+from autotune.problem.outcome import Kind, Phase
+from autotune.problem.space_file import DS_TOP_LEVEL, DS_ZERO_KEYS
+from autotune.problem.tasks import CAUSAL, TASKS
+from autotune.units import GIB
+
+FORMAT: Literal[1] = 1
+MOST_BYTES = 400_000  # of a file; a study of 2000 trials is smaller
+
+# Names of layers in public architectures; a LoRA on others is told as one on all of them.
+PUBLIC_TARGETS = frozenset(
+    (
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens"),
+        *(
+            "c_attn",
+            "c_proj",
+            "c_fc",
+            "wte",
+            "query_key_value",
+            "dense",
+            "dense_h_to_4h",
+            "dense_4h_to_h",
+            "fc1",
+            "fc2",
+        ),
+        *("query", "key", "value", "q", "k", "v", "o", "wi", "wo", "wi_0", "wi_1", "out_proj", "all-linear", "score"),
+    )
+)
+# What a configuration says of a model's size; numbers, but for a few switches.
+SHAPE_KEYS = frozenset(
+    (
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+        *("head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "sliding_window"),
+        *("n_embd", "n_layer", "n_head", "n_inner", "n_positions", "n_layers", "n_heads", "n_ctx"),
+        *("d_model", "d_ff", "d_kv", "dim", "hidden_dim", "num_layers", "num_heads", "num_decoder_layers"),
+        *("encoder_layers", "decoder_layers", "encoder_ffn_dim", "decoder_ffn_dim", "encoder_attention_heads"),
+        *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        *("shared_expert_intermediate_size", "n_shared_experts", "decoder_sparse_step", "first_k_dense_replace"),
+        *("depth", "embed_dim", "patch_size", "image_size", "type_vocab_size"),
+    )
+)
+
+
+def _listed(*allowed: str) -> Any:
+    def check(value: str) -> str:
+        if value not in allowed:
+            raise ValueError(f"expected one of {', '.join(allowed)}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _shape_keys(shape: dict[str, int | float | bool]) -> dict[str, int | float | bool]:
+    for key in shape:
+        if key not in SHAPE_KEYS:
+            raise ValueError(f"{key!r} is no size of a model; expected hidden_size, num_hidden_layers, …")
+    return shape
+
+
+def knob_trouble(name: str, value: Value) -> str | None:
+    """Why a knob's name or value has no place in an entry, or None. A text has one only where it is one of a list."""
+    knob = KNOBS.get(name)
+    if knob is None:
+        head, _, leaf = name.partition(".")
+        known = name in DS_TOP_LEVEL or (head in DS_TOP_LEVEL and re.fullmatch(r"[a-z0-9_.]{1,80}", leaf))
+        if head == "zero_optimization" and leaf.split(".")[0] not in DS_ZERO_KEYS:
+            known = False
+        if not known:
+            return "is no knob, and DeepSpeed knows no such key"
+        if isinstance(value, str):
+            return "is a text, which has no place here"
+    elif isinstance(knob.kind, tuple):
+        if value not in knob.kind:
+            return f"expected one of {', '.join(knob.kind)}, found {value!r}"
+    elif knob.kind is bool:
+        return None if isinstance(value, bool) else f"expected true or false, found {value!r}"
+    elif knob.kind is int:
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < knob.low:
+            return f"expected a number of at least {knob.low:g}, found {value!r}"
+    elif name == LORA and value != "none":
+        return _lora_trouble(str(value))
+    return None
+
+
+def _lora_trouble(text: str) -> str | None:
+    try:
+        lora = parse_lora(text)
+    except UserError as error:
+        return str(error)
+    private = sorted({*lora.targets, *lora.saved} - PUBLIC_TARGETS)
+    return f"names layers of no public architecture: {', '.join(private)}" if private else None
+
+
+def _lora(text: str | None) -> str | None:
+    if text is not None and (why := _lora_trouble(text)):
+        raise ValueError(why)
+    return text
+
+
+def _knobs(knobs: dict[str, Any]) -> dict[str, Any]:
+    for name, value in knobs.items():
+        if why := knob_trouble(name, value):
+            raise ValueError(f"{name}: {why}")
+    return knobs
+
+
+def _domains(space: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    for name, values in space.items():
+        for value in values:
+            if why := knob_trouble(name, value):
+                raise ValueError(f"{name}: {why}")
+    return space
+
+
+NAME = r"^[a-z0-9][a-z0-9._-]{0,47}$"
+VERSION = r"^\d[0-9a-z.]{0,24}(\+(cpu|cu\d+|rocm[\d.]+|xpu))?$"
+Finite = Annotated[float, Field(gt=0, lt=1e15, allow_inf_nan=False)]
+Knobs = Annotated[dict[str, bool | int | float | str], AfterValidator(_knobs)]
+Shape = Annotated[dict[str, bool | int | float], AfterValidator(_shape_keys)]
+
+
+class Part(BaseModel):
+    """What has no field of its own is refused, and so is a number where a text stands."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
+
+
+class Origin(Part):
+    """Where the figures are from."""
+
+    kind: Literal["study", "recorded", "published"]  # sent by a user; recorded by the project; read in public
+    source: (
+        Annotated[str, Field(pattern=r"^(github\.com|gist\.github\.com|arxiv\.org|huggingface\.co)/[\w./-]{1,120}$")]
+        | None
+    ) = None  # of what is published: its address without https://
+    date: Annotated[str, Field(pattern=r"^20\d\d(-(0[1-9]|1[0-2]))?$")] | None = None  # month or year of the figures
+    autotune: Annotated[str, Field(pattern=VERSION)] | None = None  # the version that wrote the entry
+
+    @model_validator(mode="after")
+    def _published_somewhere(self) -> Origin:
+        if (self.kind == "published") != (self.source is not None):
+            raise ValueError("source: expected where it is published, and only of what is published")
+        return self
+
+
+class Machine(Part):
+    """The devices, all alike; memory in GiB of one of them."""
+
+    device: Literal["cuda", "cpu"]
+    gpu: Annotated[str, Field(pattern=NAME)] | None  # a name of `autotune plan --gpu`; null: not in its table
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ()@.+-]{0,79}$")]  # as the driver calls it
+    count: Annotated[int, Field(ge=1, le=65536)]  # of all nodes together
+    nodes: Annotated[int, Field(ge=1, le=8192)] = 1
+    memory_gib: Annotated[float, Field(gt=0, le=4096)]
+    capacity_gib: Annotated[float, Field(gt=0, le=4096)]  # what a rank could have of it
+    headroom: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share that the winner leaves free
+    host_memory_gib: Annotated[float, Field(gt=0, le=1e6)] | None = None  # of one node
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Machine:
+        if self.count % self.nodes:
+            raise ValueError(f"count: {self.count} devices cannot be split over {self.nodes} nodes")
+        if self.gpu is not None and self.gpu not in gpu_table():
+            raise ValueError(f"gpu: {self.gpu!r} is not in autotune's table of GPUs")
+        return self
+
+    @property
+    def facts(self) -> GpuFacts | None:
+        return gpu_table().get(self.gpu or "")
+
+    def hardware(self) -> Hardware:
+        return Hardware(
+            device=self.device,
+            name=self.name,
+            count=self.count,
+            memory_bytes=int(self.memory_gib * GIB),
+            memory_cap_bytes=int(self.capacity_gib * GIB) if self.capacity_gib < self.memory_gib else None,
+            host_memory_bytes=int((self.host_memory_gib or 4096) * GIB),
+            facts=self.gpu,
+            headroom=self.headroom,
+            nodes=self.nodes,
+        )
+
+
+class Trained(Part):
+    """The job: a model as its sizes, and what is done with it."""
+
+    model: Annotated[str, Field(pattern=NAME)] | None  # a public model's name; null: not one that autotune ships
+    architecture: Annotated[str, Field(pattern=NAME)] | None  # transformers' model_type; null: not public
+    parameters: Annotated[int, Field(ge=1000, le=10**14)] | None
+    shape: Shape
+    vision: Shape | None = None  # of its tower
+    task: Annotated[str, _listed(*TASKS)] = CAUSAL
+    seq_len: Annotated[int, Field(ge=1, le=10_000_000)]
+    tokens_per_sample: Finite  # without padding
+    precision: Annotated[str, _listed(*PRECISIONS)]
+    optimizer: Annotated[str, _listed(*OPTIMIZERS)]
+    global_batch_size: Annotated[int, Field(ge=1, le=10**9)] | None = None
+    lora: Annotated[str | None, AfterValidator(_lora)] = None
+    attention: Annotated[str, _listed(*ATTENTIONS)] | None = None
+    compiled: bool = False
+    packed: bool = False
+
+    def config(self) -> dict[str, Any]:
+        """As a transformers configuration, as far as its sizes go."""
+        vision = {"vision_config": dict(self.vision)} if self.vision else {}
+        return {"model_type": self.architecture or "unknown", **self.shape, **vision}
+
+    def job(self, ranks: int) -> Job:
+        """Of the lengths only the longest is kept, and of the model its sizes: nothing here can be built."""
+        name = self.model or self.architecture or "a model"
+        return Job(
+            ModelSpec(name, self.config(), "the gallery", self.parameters),
+            ranks,
+            self.seq_len,
+            self.precision,
+            self.optimizer,
+            lora=parse_lora(self.lora) if self.lora else None,
+            attention=self.attention,
+            compiled=self.compiled,
+            task=self.task,
+        )
+
+
+class Tried(Part):
+    """A candidate and how it ended. A peak is that of the process, of a GPU as NVML shows it, unless `peak_of` says else."""
+
+    knobs: Knobs
+    outcome: Annotated[str, _listed(*(kind.value for kind in Kind if kind.says_something_of_the_candidate))]
+    phase: Annotated[str, _listed(*(phase.value for phase in Phase))] | None = None  # in which it failed
+    step_seconds: Finite | None = None
+    spread: Annotated[float, Field(ge=0, le=10)] | None = None  # half the 95 % interval, as a share
+    samples_per_second: Finite | None = None  # of all ranks
+    tokens_per_second: Finite | None = None  # of all ranks
+    peak_gib: Finite | None = None
+    peak_of: Literal["process", "torch_allocated", "torch_reserved"] = "process"
+    missing_gib: Annotated[float, Field(ge=0, lt=1e6)] | None = None  # by which an allocation failed
+
+    @model_validator(mode="after")
+    def _whole(self) -> Tried:
+        if (self.outcome == Kind.OK) != (self.step_seconds is not None):
+            raise ValueError("step_seconds: expected of what is ok, and of nothing else")
+        if self.outcome == Kind.OK and (self.samples_per_second is None or self.tokens_per_second is None):
+            raise ValueError("samples_per_second, tokens_per_second: expected of what is ok")
+        for name in self.knobs:
+            if not is_read(name, self.knobs):
+                raise ValueError(f"knobs.{name}: is not read beside the others")
+        return self
+
+    @property
+    def candidate(self) -> Candidate:
+        return Candidate.of(self.knobs)
+
+
+class Versions(Part):
+    """Of what the ranks ran with."""
+
+    torch: Annotated[str, Field(pattern=VERSION)] | None = None
+    deepspeed: Annotated[str, Field(pattern=VERSION)] | None = None
+    transformers: Annotated[str, Field(pattern=VERSION)] | None = None
+
+
+class Entry(Part):
+    """One job on one machine."""
+
+    format: Literal[1] = FORMAT
+    origin: Origin
+    machine: Machine
+    job: Trained
+    versions: Versions = Versions()
+    space: Annotated[dict[str, list[bool | int | float | str]], AfterValidator(_domains)] = {}  # knobs and values tried
+    candidates: Annotated[list[Tried], Field(min_length=1, max_length=5000)]
+    winner: Annotated[int, Field(ge=0)] | None = None  # its place among the candidates
+    verified: bool = False  # in a fresh process
+
+    @model_validator(mode="after")
+    def _has_its_winner(self) -> Entry:
+        if self.winner is not None and self.winner >= len(self.candidates):
+            raise ValueError(f"winner: {self.winner} is no place among {len(self.candidates)} candidates")
+        if self.winner is not None and self.candidates[self.winner].outcome != Kind.OK:
+            raise ValueError(f"winner: candidate {self.winner} is not ok")
+        return self
+
+    @property
+    def best(self) -> Tried | None:
+        return None if self.winner is None else self.candidates[self.winner]
+
+    def text(self) -> str:
+        """The entry as its file: a candidate a line, what is at its default left out."""
+        data = self.model_dump(exclude_defaults=True) | {"format": self.format}
+        lines = [json.dumps(one) for one in data.pop("candidates")]
+        head = {key: data[key] for key in ("format", "origin", "machine", "job", "versions", "space") if key in data}
+        tail = {key: data[key] for key in ("winner", "verified") if key in data}
+        parts = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+        parts.append(' "candidates": [\n  ' + ",\n  ".join(lines) + "\n ]")
+        parts += [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in tail.items()]
+        return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def schema() -> str:
+    """The JSON schema of an entry."""
+    return json.dumps(Entry.model_json_schema(), indent=1) + "\n"
+
+
+def read_entry(path: Path) -> Entry:
+    """The entry in a file, of the right form; whether its figures can be is another question (`plausible.py`).
+
+    Raises:
+        UserError: it cannot be read, or breaks the schema; the message names the field.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"no gallery entry {path}: `autotune share STUDY` writes one") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): expected a gallery entry") from None
+    if len(data) > MOST_BYTES:
+        raise UserError(f"{path} has {len(data)} bytes: a gallery entry has at most {MOST_BYTES}")
+    try:
+        return Entry.model_validate_json(data)
+    except ValidationError as error:
+        raise UserError(f"{path}: {_in_one_line(error)}") from None
+    except RecursionError:
+        raise UserError(f"{path}: nested too deeply; expected a gallery entry") from None
+
+
+def _in_one_line(error: ValidationError) -> str:
+    """The first thing that is wrong, with its field as one would write it, and how many more there are."""
+    first, *more = error.errors(include_url=False, include_input=False, include_context=False)
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    message = " ".join(first["msg"].removeprefix("Value error, ").split())[:300]
+    if first["type"] == "json_invalid":
+        return f"not JSON ({message.removeprefix('Invalid JSON: ')}); expected a gallery entry"
+    also = f" (and {len(more)} more)" if more else ""
+    return (
+        f"{field or 'the entry'}: {message[:1].lower()}{message[1:]}{also}; `gallery/schema.json` says what is expected"
+    )

@@ -1,0 +1,83 @@
+"""`python -m autotune.gallery.page`: writes the page of winners and the schema, `docs/gallery.md` and `gallery/schema.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from autotune.files import write_atomically
+from autotune.gallery.entry import Entry, Tried, schema
+from autotune.gallery.folder import shipped_entries
+from autotune.gallery.nearest import DECIDING
+from autotune.problem.candidate import ATTENTION, COMPILED, LORA, PACKING, RUNG_KNOBS, describe
+
+ROOT = Path(__file__).parents[2]  # of the repository
+PAGE, SCHEMA = Path("docs/gallery.md"), Path("gallery/schema.json")
+SHOWN = (*DECIDING, *RUNG_KNOBS, ATTENTION, COMPILED, LORA, PACKING)  # the file has the others
+BEGIN, END = "<!-- gallery: written by `make gallery` -->", "<!-- end -->"
+
+
+def rows() -> list[dict[str, Any]]:
+    """The winner of each entry, by model and card."""
+    found = [_row(name, entry) for name, entry in shipped_entries().items() if entry.best is not None]
+    return sorted(found, key=lambda row: (row["model"], row["machine"], row["seq_len"], row["entry"]))
+
+
+def _row(name: str, entry: Entry) -> dict[str, Any]:
+    best, machine, job = entry.best, entry.machine, entry.job
+    assert best is not None
+    return {
+        "entry": name,
+        "model": job.model or f"{job.architecture or 'a model'} of {(job.parameters or 0) / 1e9:.3g}B",
+        "machine": f"{machine.count} x {machine.gpu or machine.name}",
+        "seq_len": job.seq_len,
+        "trained": f"LoRA {job.lora.split(',')[0]}" if job.lora else "all weights",
+        "config": describe({name: value for name, value in best.candidate.knobs if name in SHOWN}),
+        "tokens_per_second": round(best.tokens_per_second or 0.0),
+        "peak": _peak(best),
+        "of": sum(one.outcome == "ok" for one in entry.candidates),
+        "candidates": len(entry.candidates),
+        "verified": entry.verified,
+        "origin": entry.origin.source or entry.origin.kind,
+    }
+
+
+def _peak(best: Tried) -> str:
+    if best.peak_gib is None:
+        return "not told"
+    what = {"process": "", "torch_allocated": " allocated", "torch_reserved": " reserved"}[best.peak_of]
+    return f"{best.peak_gib:.3g} GiB{what}"
+
+
+def table(found: Iterable[dict[str, Any]]) -> str:
+    """The winners as Markdown."""
+    lines = [
+        "| model | on | tokens | trains | fastest config | tokens/s | peak | of | from |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in found:
+        origin = row["origin"]
+        source = f"[{origin}](https://{origin})" if "/" in origin else origin
+        source += ", verified" if row["verified"] else ""
+        cells = (
+            *(row["model"], row["machine"], row["seq_len"], row["trained"], f"`{row['config']}`"),
+            *(f"{row['tokens_per_second']:,}", row["peak"], f"{row['of']} of {row['candidates']}", source),
+        )
+        lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def page(before: str) -> str:
+    """The page with its table written anew; the words around it are kept."""
+    head, _, rest = before.partition(BEGIN)
+    return f"{head}{BEGIN}\n{table(rows())}\n{END}{rest.partition(END)[2]}"
+
+
+def main() -> None:
+    write_atomically(ROOT / PAGE, page((ROOT / PAGE).read_text()))
+    write_atomically(ROOT / SCHEMA, schema())
+
+
+if __name__ == "__main__":
+    main()
