@@ -6,6 +6,7 @@ imports neither torch nor deepspeed; docs/architecture.md shows the rooms behind
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +47,10 @@ def tune(command: list[str] | None = None, *, quiet: bool = False, **options: An
     from autotune.commands.request import Request
     from autotune.commands.run import run_study
 
-    paths = {"ds_config", "out", "lengths"}
-    given = {name: Path(value) if name in paths else value for name, value in options.items() if value is not None}
+    paths = {field.name for field in dataclasses.fields(Request) if "Path" in str(field.type)}
+    given: dict[str, Any] = {
+        name: Path(value) if name in paths else value for name, value in options.items() if value is not None
+    }
     return run_study(Request(script=command or [], **given), Console(quiet=quiet), quiet=quiet)
 
 

@@ -31,8 +31,8 @@ from autotune.predict.trace import trace_job
 from autotune.predict.zero import SUMS, TABLES
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.outcome import Kind, Outcome
-from autotune.search.proposer import Proposal, Proposer
-from autotune.search.start import Start
+from autotune.search.proposer import Proposer
+from autotune.search.start import Proposal, Start
 from autotune.search.study import StudyStore
 from autotune.search.tuner import Tuner
 from autotune.units import GIB, parse_duration

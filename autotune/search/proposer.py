@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from autotune.search.dominance import Rules
 from autotune.search.factors import Kinds, Screen
 from autotune.search.openings import Openings
 from autotune.search.sampler import FAILED, Answer, Sampler
-from autotune.search.start import Start
+from autotune.search.start import Proposal, Start
 from autotune.units import GIB, format_bytes
 
 STARTUP_SECONDS = 15.0  # an engine's start, until one was measured
@@ -43,14 +42,6 @@ IMPLAUSIBLE = 2.0  # such a share of the device no predictor is wrong by
 DOUBTLESS_SIGMAS = 3.0  # so far below the best a level is not worth seeing
 STALE = 32  # trials in vain, at least, before a search without a predictor ends by itself
 WORTHWHILE = 0.25  # of the tolerance: a predicted gain below it is none
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A candidate to measure, and why."""
-
-    candidate: Candidate
-    note: str
 
 
 class Proposer:
@@ -116,28 +107,28 @@ class Proposer:
             self._note_slow_start(outcome)
         if outcome.outside_seconds > 1.0 and outcome.kind in (Kind.OK, Kind.OOM_DEVICE):
             self._startup.append(outcome.outside_seconds)
-        if self._start is None or candidate != self._start.candidate:  # that was no prediction of ours
-            self._ran_out += outcome.kind is Kind.OOM_DEVICE
-        fits = outcome.measurement is not None and outcome.measurement.peak_bytes <= self.hardware.ceiling_bytes
-        if fits and outcome.measurement is not None:
-            best = max(self.speed.values(), default=0.0)
-            if outcome.measurement.samples_per_second > best * (1 + self.tolerance):
+        foreign = self._start is not None and candidate == self._start.candidate  # no prediction of ours
+        self._ran_out += outcome.kind is Kind.OOM_DEVICE and not foreign
+        speed = outcome.measurement.samples_per_second if outcome.measurement else 0.0
+        over = (
+            outcome.measurement.peak_bytes - self.hardware.ceiling_bytes
+            if outcome.measurement
+            else max(FAILED * GIB, outcome.missing_bytes or 0)
+        )
+        if outcome.measurement and over <= 0:
+            if speed > max(self.speed.values(), default=0.0) * (1 + self.tolerance):
                 self._improved_at, self._audited = self._proposed, 0
-            self.speed[candidate] = outcome.measurement.samples_per_second
+            self.speed[candidate] = speed
         if at is None:
             return
         self._screen.see(at)
-        if outcome.measurement is None:
-            self._answers[at] = 0.0, max(FAILED, (outcome.missing_bytes or 0) / GIB)
-            return
-        over = outcome.measurement.peak_bytes - self.hardware.ceiling_bytes
-        self._answers[at] = outcome.measurement.samples_per_second, max(0.0, over / GIB)
-        self._kinds.note(at, math.log(outcome.measurement.samples_per_second))
+        self._answers[at] = speed, max(0.0, over / GIB)
+        if outcome.measurement:
+            self._kinds.note(at, math.log(speed))
 
     def expect(self, left: int) -> None:
-        """Has the predictor say what it expects before the next Outcome is observed, so that it can be charged for it. A search
-        has it say so anyhow; while a study is recalled, of which `left` Outcomes are still to be observed, it is asked for the
-        last of them."""
+        """Has the predictor say what it expects before the next Outcome, so that it can be charged for it. A search has it say
+        so anyhow; while a study is recalled, of which `left` Outcomes are yet to be observed, for the last of these."""
         if left <= RECALLED:
             self._beliefs.table()
 

@@ -1,6 +1,8 @@
-"""A candidate that was good elsewhere: the search begins with it where it is believed, and never trusts it."""
+"""What a search proposes, and with what it may begin: a candidate that was good elsewhere, believed or not, never trusted."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,6 +12,14 @@ from autotune.search.beliefs import Forecast
 
 SURE = 0.5  # probability of fitting; that it fitted elsewhere speaks for it, too
 WITHIN_SIGMAS = 1.0  # of its own prediction, below the candidate that is worth the most
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A candidate to measure, and why."""
+
+    candidate: Candidate
+    note: str
 
 
 class Start:

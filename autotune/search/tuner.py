@@ -18,9 +18,10 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Kind, Measurement, Outcome, Source
 from autotune.problem.space import SearchSpace
 from autotune.search.observer import NullObserver, Observer
-from autotune.search.proposer import Proposal, Proposer
+from autotune.search.proposer import Proposer
 from autotune.search.records import RESUME, SEARCH, VERIFY, Record
 from autotune.search.standings import NOT_VERIFIED, Standings
+from autotune.search.start import Proposal
 from autotune.search.study import StudyStore
 from autotune.units import format_duration
 

@@ -5,8 +5,8 @@ import pytest
 from autotune.executors.replay import Landscape, load_landscape
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind
-from autotune.search.proposer import Proposal, Proposer
-from autotune.search.start import Start
+from autotune.search.proposer import Proposer
+from autotune.search.start import Proposal, Start
 from tests.search.test_proposer import TABLE, make_proposer, result
 
 
