@@ -11,6 +11,7 @@ import typer
 
 from autotune.cli_machine import agent, doctor, models
 from autotune.cli_options import (
+    Account,
     Attention,
     Budget,
     Compare,
@@ -47,6 +48,7 @@ from autotune.cli_options import (
     Nodes,
     Optimizer,
     Packed,
+    Partition,
     PlannedModel,
     Precision,
     Price,
@@ -54,6 +56,8 @@ from autotune.cli_options import (
     ScriptWords,
     Seed,
     SeqLen,
+    SlurmOptions,
+    SlurmTime,
     Space,
     Storage,
     StudyArgument,
@@ -130,6 +134,10 @@ def run(
     nodes: NodeCount = None,
     interface: Interface = None,
     exports: Exports = None,
+    partition: Partition = None,
+    account: Account = None,
+    time: SlurmTime = None,
+    slurm: SlurmOptions = None,
     maps: Maps = None,
     worst_case: WorstCase = False,
     lora: Lora = None,
@@ -144,6 +152,14 @@ def run(
 ) -> None:
     """Tune, verify and export; run again with the same study to go on."""
     request = dataclasses.replace(typed(locals()), command=typed_command())
+    if executor == "slurm":
+        from autotune.commands.slurm import options_of, outside, submit
+
+        if outside():
+            asked = options_of(
+                nodes=nodes, gpus=gpus, device=device, partition=partition, account=account, time=time, more=slurm or []
+            )
+            raise typer.Exit(submit(sys.argv[1:], asked, request.runs / "slurm", say))
     from autotune.commands.run import run_study
 
     ask = None if yes or as_json or not sys.stdin.isatty() else (lambda text: typer.confirm(text, default=True))
@@ -225,6 +241,7 @@ def launch(
     max_restarts: MaxRestarts = 10,
     hang_timeout: HangTimeout = "30m",
     convert: Convert = False,
+    executor: Executor = "local",
     hostfile: Hostfile = None,
     include: Include = None,
     exclude: Exclude = None,

@@ -115,7 +115,21 @@ def test_a_batch_script_runs_one_torchrun_a_node(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [
         str(folder),
         "3",
-        *(["torchrun", "--nnodes", "2", "--nproc-per-node", "4", "--rdzv-id", "5", "--rdzv-backend", "c10d", "--rdzv-endpoint", "n7:29500"]),
+        *(
+            [
+                "torchrun",
+                "--nnodes",
+                "2",
+                "--nproc-per-node",
+                "4",
+                "--rdzv-id",
+                "5",
+                "--rdzv-backend",
+                "c10d",
+                "--rdzv-endpoint",
+                "n7:29500",
+            ]
+        ),
         *("train.py", "--name", "it's $HOME"),
     ]
 
