@@ -153,13 +153,20 @@ def run(
     """Tune, verify and export; run again with the same study to go on."""
     request = dataclasses.replace(typed(locals()), command=typed_command())
     if executor == "slurm":
-        from autotune.commands.slurm import options_of, outside, submit
+        _in_one_job(request, partition=partition, account=account, time=time, more=slurm or [])
+    _tune(request, yes, as_json)
 
-        if outside():
-            asked = options_of(
-                nodes=nodes, gpus=gpus, device=device, partition=partition, account=account, time=time, more=slurm or []
-            )
-            raise typer.Exit(submit(sys.argv[1:], asked, request.runs / "slurm", say))
+
+def _in_one_job(request: Request, **where: Any) -> None:
+    """Outside of an allocation of Slurm's: has it run this very command in one, and exits with its code."""
+    from autotune.commands.slurm import options_of, outside, submit
+
+    if outside():
+        options = options_of(nodes=request.nodes, gpus=request.gpus, device=request.device, **where)
+        raise typer.Exit(submit(sys.argv[1:], options, request.runs / "slurm", say))
+
+
+def _tune(request: Request, yes: bool, as_json: bool) -> None:
     from autotune.commands.run import run_study
 
     ask = None if yes or as_json or not sys.stdin.isatty() else (lambda text: typer.confirm(text, default=True))

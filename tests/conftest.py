@@ -59,6 +59,8 @@ from tests import fake_driver
 SCRIPTS = Path(__file__).parent / "scripts"
 DEAR = {  # file: what its tests share
     "tests/executors/test_local.py": "bench",
+    "tests/executors/nodes/test_ssh.py": "hosts",
+    "tests/executors/nodes/test_slurm.py": "slurm",
     "tests/rank/test_workload.py": "bench",
     "tests/test_scripts.py": "scripts",
     "tests/test_ways.py": "scripts",
