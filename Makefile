@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test test-all test-oldest test-frameworks lint setup coverage flakes mutants faults gallery clean gpu-acceptance
+.PHONY: run test test-all cluster-tests test-oldest test-frameworks lint setup coverage flakes mutants faults gallery clean gpu-acceptance
 
 # On GPUs a real model; without one two CPU ranks, capped so that some trials really run out of memory.
 DEMO := $(shell nvidia-smi -L >/dev/null 2>&1 && echo "--model smollm2-360m --budget $(or $(BUDGET),10m)" \
@@ -45,6 +45,13 @@ $(OLD)/.installed: pyproject.toml environments/oldest.txt
 	$(OLD)/bin/python -m pip install -q --no-build-isolation -r environments/oldest.txt
 	$(OLD)/bin/python -m pip install -q --no-build-isolation --no-deps -e .
 	touch $@
+
+# Several machines: real sshd's in network namespaces, and a Slurm of two nodes.
+CLUSTER_PACKAGES := openssh-client openssh-server iproute2 slurm-wlm munge
+cluster-tests: setup
+	for tool in sshd ssh ip slurmctld slurmd munged; do PATH=$$PATH:/usr/sbin command -v $$tool >/dev/null || missing=1; done; \
+	if [ -n "$$missing" ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $(CLUSTER_PACKAGES); fi
+	$(BIN)/python -m pytest -n 0 -rs tests/executors/nodes
 
 lint: setup
 	$(BIN)/ruff check .

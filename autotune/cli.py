@@ -12,6 +12,7 @@ import typer
 from autotune.cli_gallery import gallery_app, share
 from autotune.cli_machine import agent, doctor, models
 from autotune.cli_options import (
+    Account,
     Attention,
     Budget,
     Compare,
@@ -49,6 +50,7 @@ from autotune.cli_options import (
     NoGallery,
     Optimizer,
     Packed,
+    Partition,
     PlannedModel,
     Precision,
     Price,
@@ -56,6 +58,8 @@ from autotune.cli_options import (
     ScriptWords,
     Seed,
     SeqLen,
+    SlurmOptions,
+    SlurmTime,
     Space,
     Storage,
     StudyArgument,
@@ -134,6 +138,10 @@ def run(
     nodes: NodeCount = None,
     interface: Interface = None,
     exports: Exports = None,
+    partition: Partition = None,
+    account: Account = None,
+    time: SlurmTime = None,
+    slurm: SlurmOptions = None,
     maps: Maps = None,
     worst_case: WorstCase = False,
     lora: Lora = None,
@@ -149,6 +157,21 @@ def run(
 ) -> None:
     """Tune, verify and export; run again with the same study to go on."""
     request = dataclasses.replace(typed(locals()), command=typed_command())
+    if executor == "slurm":
+        _in_one_job(request, partition=partition, account=account, time=time, more=slurm or [])
+    _tune(request, yes, as_json)
+
+
+def _in_one_job(request: Request, **where: Any) -> None:
+    """Outside of an allocation of Slurm's: has it run this very command in one, and exits with its code."""
+    from autotune.commands.slurm import options_of, outside, submit
+
+    if outside():
+        options = options_of(nodes=request.nodes, gpus=request.gpus, device=request.device, **where)
+        raise typer.Exit(submit(sys.argv[1:], options, request.runs / "slurm", say))
+
+
+def _tune(request: Request, yes: bool, as_json: bool) -> None:
     from autotune.commands.run import run_study
 
     ask = None if yes or as_json or not sys.stdin.isatty() else (lambda text: typer.confirm(text, default=True))
@@ -230,6 +253,7 @@ def launch(
     max_restarts: MaxRestarts = 10,
     hang_timeout: HangTimeout = "30m",
     convert: Convert = False,
+    executor: Executor = "local",
     hostfile: Hostfile = None,
     include: Include = None,
     exclude: Exclude = None,

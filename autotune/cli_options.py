@@ -49,7 +49,7 @@ Gpus = Annotated[
 Device = Annotated[str, option("auto, cuda or cpu.")]
 MemoryCap = Annotated[Text, option("What one rank may use, like 24GiB.")]
 Headroom = Annotated[Text, option("Share of the capacity to leave free; default 5%.")]
-Executor = Annotated[str, option("local, or replay:TABLE to search a recorded table.")]
+Executor = Annotated[str, option("local, slurm, or replay:TABLE to search a recorded table.")]
 Python = Annotated[
     Text, option("Python of the environment that you train in; default: $AUTOTUNE_PYTHON, this one, or an active one.")
 ]
@@ -61,11 +61,17 @@ Hostfile = Annotated[
 ]
 Include = Annotated[Text, option("Hosts of it to use: worker-1@worker-2:0,1, as DeepSpeed's launcher takes them.")]
 Exclude = Annotated[Text, option("Hosts or slots of it to leave out.")]
-NodeCount = Annotated[int | None, option("The first so many of its hosts; --gpus is then of each.", "--nodes")]
+NodeCount = Annotated[int | None, option("Machines: of the hostfile the first so many, of Slurm so many.", "--nodes")]
 Interface = Annotated[Text, option("Network interface by which the machines reach each other; default: found out.")]
 Exports = Annotated[
     list[str] | None, option("A variable of yours that the machines are told too; repeatable.", "--export")
 ]
+Partition = Annotated[
+    Text, option("Of Slurm, with --executor slurm outside an allocation; so are --account and --time.")
+]
+Account = Annotated[Text, option("Slurm's.")]
+SlurmTime = Annotated[Text, option("How long Slurm's allocation may last, as sbatch takes it.", "--time")]
+SlurmOptions = Annotated[list[str] | None, option("KEY=VALUE: another option of sbatch's; repeatable.", "--slurm")]
 
 # how it is searched, and where that is kept
 Space = Annotated[Text, option("Search space: a file, or a name of `autotune spaces list`.")]

@@ -60,6 +60,8 @@ SCRIPTS = Path(__file__).parent / "scripts"
 DEAR = {  # file: what its tests share
     "tests/executors/test_local.py": "bench",
     "tests/executors/test_knobs.py": "bench",
+    "tests/executors/nodes/test_ssh.py": "hosts",
+    "tests/executors/nodes/test_slurm.py": "slurm",
     "tests/rank/test_workload.py": "bench",
     "tests/test_scripts.py": "scripts",
     "tests/test_ways.py": "scripts",

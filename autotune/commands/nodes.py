@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,8 +14,10 @@ from typing import Protocol
 from autotune.errors import UserError
 from autotune.executors.nodes.cluster import Cluster, Wishes
 from autotune.executors.nodes.hostfile import Host, evenly, read_hostfile
+from autotune.executors.nodes.slurm import JOB, Srun, allocated_hosts, check_time_left, in_allocation
 from autotune.executors.nodes.transports import Ssh, Transport
 from autotune.problem.hardware import Hardware
+from autotune.units import parse_duration
 
 
 @dataclasses.dataclass
@@ -62,12 +65,26 @@ class Nodes:
 class Named(Protocol):
     """What a person typed of nodes: fields of Request."""
 
+    executor: str
+    gpus: int | None
+    budget: str
     hostfile: Path | None
     include: str | None
     exclude: str | None
     nodes: int | None
     interface: str | None
     exports: list[str]
+
+
+def _allocated(named: Named) -> tuple[list[Host], str]:
+    """The hosts of Slurm's allocation, and what to call them."""
+    if not in_allocation():
+        raise UserError("--executor slurm: this process is in no allocation; the command `autotune run` asks for one")
+    for option, given in (("--include", named.include), ("--exclude", named.exclude)):
+        if given:
+            raise UserError(f"{option} filters a hostfile: leave it out with --executor slurm")
+    check_time_left(parse_duration(named.budget))
+    return allocated_hosts(named.gpus), f"allocation {os.environ[JOB]}"
 
 
 @contextmanager
@@ -77,16 +94,25 @@ def named_nodes(named: Named, say: Callable[[str], None]) -> Iterator[Nodes | No
     Raises:
         UserError: the hostfile or a filter is wrong, or an option needs a hostfile.
     """
-    if named.hostfile is None:
+    slurm = named.executor == "slurm"
+    if slurm and named.hostfile is not None:
+        raise UserError("--executor slurm takes the nodes of its allocation: leave --hostfile out")
+    if named.hostfile is None and not slurm:
         options = {"--include": named.include, "--exclude": named.exclude, "--nodes": named.nodes}
         for option, given in {**options, "--interface": named.interface, "--export": named.exports}.items():
             if given:
-                raise UserError(f"{option} is about several machines: give --hostfile FILE too, or leave {option} out")
+                raise UserError(
+                    f"{option} is about several machines: give --hostfile FILE too (or --executor slurm), or leave {option} out"
+                )
         yield None
         return
-    hosts = read_hostfile(named.hostfile, named.include, named.exclude)
+    transport: Transport = Ssh()
+    if named.hostfile is not None:
+        hosts, said = read_hostfile(named.hostfile, named.include, named.exclude), str(named.hostfile)
+    else:
+        hosts, said, transport = *_allocated(named), Srun(os.environ[JOB])
     folder = Path(tempfile.mkdtemp(prefix="autotune-nodes-"))
-    made = Nodes(hosts, str(named.hostfile), Ssh(), folder, say, named.nodes, named.interface, tuple(named.exports))
+    made = Nodes(hosts, said, transport, folder, say, named.nodes, named.interface, tuple(named.exports))
     try:
         yield made
     finally:

@@ -238,8 +238,8 @@ def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
         headroom = parse_share(request.headroom) if request.headroom else 0.0
         rows = sorted(landscape.rows, key=str)
         return _Tuned(landscape.job(), landscape.hardware(headroom), landscape.space(), rows, landscape=landscape)
-    if request.executor != "local":
-        raise UserError(f"--executor {request.executor}: expected local or replay:TABLE")
+    if request.executor not in ("local", "slurm"):
+        raise UserError(f"--executor {request.executor}: expected local, slurm or replay:TABLE")
     if request.script:
         typed = typed_command(request.script, request.maps, request.worst_case, request.ds_config)
         request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed))

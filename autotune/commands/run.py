@@ -88,7 +88,7 @@ def run_study(
         NothingFits: no candidate is feasible.
         Stopped: it was stopped before the search began.
     """
-    local = request.executor == "local"
+    local = not request.executor.startswith("replay")
     needed = () if not local else TRAINING if request.script or request.workload else NAMED_MODEL
 
     def say(text: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from autotune.errors import Cause, MachineTrouble, Stopped, Unusable
 from autotune.executors.base import Effort, Ground
 from autotune.executors.deadlines import SCRIPT_DEADLINES, Deadlines
-from autotune.executors.measurement import inside_bytes, interrupted, measurement_of, out_of_time
+from autotune.executors.measurement import inside_bytes, interrupted, machines_fault, measurement_of, out_of_time
 from autotune.executors.ops import Ops
 from autotune.executors.scratch import scratch_folder
 from autotune.executors.selftest import check_group
@@ -207,10 +207,11 @@ class LocalSession:
                 outcome = self._measured(candidate) if stop is Stop.ARRIVED else self._failed(stop)
         except Stopped:  # while a server was started anew
             outcome = interrupted(Phase.START)
+        except MachineTrouble as error:  # a node that was lost does not come back
+            outcome = machines_fault(Phase.START, error, Source.NODE)
         except OSError as error:  # disk full, no descriptors left: the machine, not the candidate
             phase = self._group.phase if self._group is not None else Phase.START
-            why = f"exception OSError: {error}"
-            outcome = Outcome(Kind.INFRASTRUCTURE, phase, reason=str(error), evidence=why, source=Source.EXCEPTION)
+            outcome = machines_fault(phase, error, Source.EXCEPTION)
         if not outcome.ok or self._executor.job.script:  # a script's data loader holds one batch size
             self.close()
         seconds = time.monotonic() - began

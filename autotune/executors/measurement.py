@@ -110,6 +110,13 @@ def interrupted(phase: Phase) -> Outcome:
     return Outcome(Kind.INTERRUPTED, phase, reason=why, evidence=said, source=Source.STOP)
 
 
+def machines_fault(phase: Phase, error: Exception, source: Source) -> Outcome:
+    """Of a trial that the machine has kept from running: a full disk, no process left, a node that is gone."""
+    why = str(error)
+    said = f"exception OSError: {why}" if isinstance(error, OSError) else why
+    return Outcome(Kind.INFRASTRUCTURE, phase, reason=why, evidence=said, source=source)
+
+
 def out_of_time(phase: Phase, waited_seconds: float) -> Outcome:
     """Of a trial whose share of the budget ended. It says nothing of the candidate: it may be tried again with more time."""
     why, said = f"its share of the budget ended in {phase.value}", "deadline of the budget"

@@ -123,6 +123,11 @@ class Stream(Channel):
                 except (OSError, ValueError):
                     self.closed = True
 
+    def feed(self, data: bytes) -> Message | None:
+        """Takes what was read otherwise; the message that is in it."""
+        self._buffer += data
+        return self._take()
+
     def _read(self) -> bytes:
         return os.read(self._reads, 65536)
 

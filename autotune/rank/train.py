@@ -84,12 +84,22 @@ class TrainRank(BaseRank):
             folder = Path(trainer.args.output_dir).resolve()
             if str(folder) not in earlier:
                 self.channel.send("checkpoints", folder=str(folder), found=checkpoints(folder))
-            elif (newest := newest_checkpoint(folder, earlier[str(folder)], self.world)) is not None:
+            elif (newest := self._newest(folder, earlier[str(folder)])) is not None:
                 resume_from_checkpoint = str(newest)
                 self.channel.send("resumed", path=resume_from_checkpoint)
             return original(trainer, resume_from_checkpoint, *args, **kwargs)
 
         self.hooks.context.patches.wrap(Trainer, "train", train)
+
+    def _newest(self, folder: Path, earlier: dict[str, int]) -> Path | None:
+        """The newest whole checkpoint. On several machines, which need not see the same files, one of which every rank finds
+        its own part; every rank calls it."""
+        if self.spec.get("nodes", 1) == 1:
+            return newest_checkpoint(folder, earlier, self.world)
+        mine = whole_checkpoints(folder, earlier, lambda parts: f"rng_state_{self.number}.pth" in parts)
+        found: list[set[int]] = [set()] * self.world
+        self.torch.distributed.all_gather_object(found, set(mine))
+        return mine.get(max(set.intersection(*found), default=-1))
 
     def _note_loads(self) -> None:
         """What another rung of the ladder has saved is loaded too, and the parent hears of every load."""
@@ -156,7 +166,17 @@ def checkpoints(folder: Path) -> dict[str, int]:
 def newest_checkpoint(folder: Path, earlier: dict[str, int], ranks: int) -> Path | None:
     """Trainer's checkpoint of the most steps that is none of the `earlier` ones and is whole: it has its state, which is
     written last, DeepSpeed's part, and the state of every rank's random generators."""
-    whole: list[tuple[int, Path]] = []
+    whole = whole_checkpoints(folder, earlier, lambda parts: len(parts) >= ranks)
+    return whole[max(whole)] if whole else None
+
+
+def whole_checkpoints(folder: Path, earlier: dict[str, int], has_parts: Callable[[list[str]], bool]) -> dict[int, Path]:
+    """Trainer's checkpoints that are none of the `earlier` ones and have their state and DeepSpeed's part, by steps.
+
+    Args:
+        has_parts: whether these files of random generators' states are enough.
+    """
+    whole: dict[int, Path] = {}
     for path, written_ns in checkpoints(folder).items():
         checkpoint = Path(path).parent
         if earlier.get(path) == written_ns:
@@ -165,10 +185,10 @@ def newest_checkpoint(folder: Path, earlier: dict[str, int], ranks: int) -> Path
             step = int(json.loads(Path(path).read_text())["global_step"])
         except (OSError, ValueError, KeyError):
             continue
-        parts = list(checkpoint.glob("rng_state*.pth"))
-        if len(parts) >= ranks and (checkpoint / "latest").exists():
-            whole.append((step, checkpoint))
-    return max(whole, default=(0, None))[1]
+        parts = [part.name for part in checkpoint.glob("rng_state*.pth")]
+        if has_parts(parts) and (checkpoint / "latest").exists():
+            whole[step] = checkpoint
+    return whole
 
 
 def train(address: str, number: int) -> Any:

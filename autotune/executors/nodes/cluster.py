@@ -311,4 +311,6 @@ class Cluster:
     def close(self) -> None:
         """Ends every agent, with all that it has started."""
         for node in self.nodes:
+            node.wire.hang_up()
+        for node in self.nodes:
             node.wire.close()

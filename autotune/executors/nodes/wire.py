@@ -56,7 +56,7 @@ class Wire:
         self._asked = 0
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
-        self._closing = threading.Event()
+        self._closing, self._closed = threading.Event(), False
         self._wake, self._woken = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(self._woken, False)
@@ -97,8 +97,7 @@ class Wire:
             if cancelled():
                 raise Stopped("stopped before anything was measured")
             time.sleep(0.01)
-        self._stream._buffer = said
-        first = self._stream._take()
+        first = self._stream.feed(said)
         if first is None or first["type"] != GREETING:
             raise self._not_greeted(said, None, seconds)
         os.set_blocking(self._stream.fileno(), True)
@@ -253,15 +252,22 @@ class Wire:
         if failure:
             raise NodeDown(f"{self.name}: its agent failed: {answer['text']}")
 
-    def close(self) -> None:
-        """Ends the agent, with all that it has started, and the process that carries the stream."""
+    def hang_up(self) -> None:
+        """Ends the stream, upon which the agent ends; `close` waits for it."""
         if self._closing.is_set():
             return
         self._closing.set()
         self._stream.close()
         assert self._process.stdin is not None
         with suppress(OSError):
-            self._process.stdin.close()  # upon which an agent ends
+            self._process.stdin.close()
+
+    def close(self) -> None:
+        """Ends the agent, with all that it has started, and the process that carries the stream."""
+        if self._closed:
+            return
+        self.hang_up()
+        self._closed = True
         if not self.down:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=_LEAVE_SECONDS)

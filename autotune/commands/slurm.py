@@ -1,0 +1,187 @@
+"""`--executor slurm` outside an allocation: one job for the whole call, in which the same command runs again.
+
+So the queue is waited in once. The job's time limit and a preemption reach the call as SIGTERM, upon which it ends as it does
+upon Ctrl-C: what was measured is kept, and the same command goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+from autotune.errors import UserError
+from autotune.executors.nodes.slurm import asked, in_allocation
+from autotune.executors.nodes.transports import PACKAGE
+from autotune.files import write_atomically
+
+GRACE_SECONDS = 90  # between Slurm's warning and the end: a trial is ended and recorded within a few
+_LOOK_SECONDS = 1.0
+_ASK_SECONDS = 5.0  # between questions to the controller
+# Reasons for which a job waits that no waiting mends: squeue(1), job reason codes.
+_NEVER = re.compile(
+    r"Partition(Config|NodeLimit|TimeLimit)|BadConstraints|Invalid(Account|QOS)|.*PerJobLimit|.*WallDuration.*"
+)
+_OWN = re.compile(r"--(nodes|ntasks|ntasks-per-node|output|error|signal|requeue|parsable|wrap)")
+
+
+def options_of(
+    *,
+    nodes: int | None,
+    gpus: int | None,
+    device: str,
+    partition: str | None,
+    account: str | None,
+    time: str | None,
+    more: Sequence[str],
+) -> list[str]:
+    """What sbatch is told, a word each.
+
+    Args:
+        more: `KEY=VALUE` or `KEY`, options of sbatch's own.
+
+    Raises:
+        UserError: one of these does not parse, or is one that is set here.
+    """
+    found = [
+        f"--nodes={nodes or 1}",
+        "--ntasks-per-node=1",
+        "--open-mode=append",
+        f"--signal=B:TERM@{GRACE_SECONDS}",
+        "--requeue",
+    ]
+    if device != "cpu" and gpus is not None:
+        found.append(f"--gpus-per-node={gpus}")
+    named = {"partition": partition, "account": account, "time": time}
+    found += [f"--{name}={value}" for name, value in named.items() if value]
+    for text in more:
+        word = f"--{text.lstrip('-')}"
+        if not re.fullmatch(r"--[a-z][a-z-]*(=\S.*)?", word):
+            raise UserError(f"--slurm {text}: expected KEY=VALUE, an option of sbatch's like gres=gpu:8")
+        if _OWN.fullmatch(word.partition("=")[0]):
+            raise UserError(f"--slurm {text}: autotune sets it; leave it out")
+        found.append(word)
+    return found
+
+
+def submit(words: Sequence[str], options: Sequence[str], folder: Path, say: Callable[[str], None]) -> int:
+    """Has Slurm run `autotune WORDS` in an allocation, shows what it writes, and returns its exit code.
+
+    Args:
+        options: see `options_of`.
+        folder: for the job's files.
+        say: takes a line for people.
+
+    Raises:
+        UserError: Slurm refuses the job, or loses it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    script, output, code = (stem.with_suffix(end) for end in (".sbatch", ".log", ".code"))
+    write_atomically(script, batch_script(words, code))
+    job = asked("sbatch", "--parsable", f"--output={output}", "--job-name=autotune", *options, str(script)).strip()
+    job = job.partition(";")[0]
+    say(f"job {job} is submitted (log: {output}); Ctrl-C ends it")
+    with _cancelled_by_signals(job):
+        return _follow(job, output, code, say)
+
+
+def batch_script(words: Sequence[str], code: Path) -> str:
+    """What Slurm runs on the first node."""
+    command = shlex.join([sys.executable, str(PACKAGE), *words])
+    return f"""#!/bin/bash
+cd {shlex.quote(os.getcwd())}
+rm -f {shlex.quote(str(code))}
+{command} &
+tuner=$!
+trap 'kill -TERM $tuner' TERM
+wait $tuner
+code=$?
+while kill -0 $tuner 2>/dev/null; do  # a signal has ended the waiting, not the tuner
+  wait $tuner
+  code=$?
+done
+echo $code > {shlex.quote(str(code))}
+exit $code
+"""
+
+
+@contextmanager
+def _cancelled_by_signals(job: str) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the job as Slurm's own warning does; its last words are still shown."""
+
+    def cancel(number: int, frame: object) -> None:
+        gently = ("--batch", "--signal=TERM") if number == signal.SIGINT else ()
+        with suppress(UserError):
+            asked("scancel", *gently, job)
+
+    before = {number: signal.signal(number, cancel) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _follow(job: str, output: Path, code: Path, say: Callable[[str], None]) -> int:
+    shown, state, next_question = 0, "", 0.0
+    while True:
+        shown = _show(output, shown, sys.stdout)
+        if code.exists():
+            _show(output, shown, sys.stdout)
+            return int(code.read_text().strip() or 1)
+        if time.monotonic() > next_question:
+            next_question = time.monotonic() + _ASK_SECONDS
+            now, why = _state(job)
+            if now == "PENDING" and _NEVER.fullmatch(why):
+                with suppress(UserError):
+                    asked("scancel", job)
+                raise UserError(
+                    f"--executor slurm: the job can never start ({why}): ask for fewer nodes or less time; `sinfo` says what "
+                    "there is"
+                )
+            if now != state and now:
+                say(f"job {job} is {now.lower()}{f' ({why})' if now == 'PENDING' else ''}")
+            state = now
+            if not state:
+                time.sleep(_LOOK_SECONDS)  # its last file may be on its way over a network
+                if code.exists():
+                    continue
+                raise UserError(
+                    f"job {job} is gone without an end of its own: `sacct -j {job}` may say why; log: {output}"
+                )
+        time.sleep(_LOOK_SECONDS)
+
+
+def _state(job: str) -> tuple[str, str]:
+    """The job's state and its reason as squeue says them; the state is empty once the job is over."""
+    try:
+        state, _, why = asked("squeue", "-h", "-j", job, "-o", "%T %r").strip().partition(" ")
+    except UserError as error:
+        return ("" if "Invalid job id" in str(error) else "UNKNOWN"), ""
+    return (
+        "" if state in ("CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY") else state
+    ), why
+
+
+def _show(path: Path, shown: int, out: TextIO) -> int:
+    """Writes what is new in a file; returns how much of it has been shown."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(shown)
+        data = file.read()
+        out.write(data.decode(errors="replace"))
+        out.flush()
+        return shown + len(data)
+    return shown
+
+
+def outside() -> bool:
+    """Whether an allocation must be asked for first."""
+    return not in_allocation()

@@ -1,0 +1,208 @@
+"""Slurm: what sbatch is told, what its answers become, and a real one of two nodes."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from autotune.commands.slurm import batch_script, options_of
+from autotune.errors import UserError
+from autotune.executors.nodes import slurm
+from autotune.executors.nodes.cluster import Cluster, Wishes
+from autotune.executors.nodes.slurm import Srun, allocated_hosts, check_time_left, in_allocation
+from autotune.executors.nodes.wire import NotGreeted
+from autotune.executors.station import Needs
+from autotune.group.gauge import Meter
+from autotune.group.group import Group
+from autotune.group.policy import Policy, Stop
+from autotune.group.verdict import judge
+from autotune.problem.outcome import Kind, Source
+from tests.conftest import wait_until
+from tests.executors.nodes.slurm_cluster import WHY_NOT, Slurm, made_slurm
+
+HOUR = 3600.0
+NONE = {"partition": None, "account": None, "time": None, "more": []}
+
+
+def test_what_sbatch_is_told() -> None:
+    asked = {"partition": "long", "account": "me", "time": "2:00:00", "more": ["gres=gpu:8", "--exclusive"]}
+    found = options_of(nodes=4, gpus=8, device="auto", **asked)  # type: ignore[arg-type]
+    assert found[:2] == ["--nodes=4", "--ntasks-per-node=1"]
+    assert {
+        "--gpus-per-node=8",
+        "--partition=long",
+        "--account=me",
+        "--time=2:00:00",
+        "--gres=gpu:8",
+        "--exclusive",
+    } < set(found)
+    assert "--gpus-per-node=2" not in options_of(nodes=1, gpus=2, device="cpu", **NONE)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nodes=3", "autotune sets it"),
+        ("wrap=reboot", "autotune sets it"),
+        ("a b", "expected KEY=VALUE"),
+        ("=", "expected"),
+    ],
+)
+def test_options_that_are_none(text: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        options_of(nodes=1, gpus=None, device="auto", **{**NONE, "more": [text]})  # type: ignore[arg-type]
+
+
+def test_the_batch_script_passes_the_warning_on_and_keeps_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that ends by itself some time after SIGTERM, as `run` does."""
+    stand_in, code, up = tmp_path / "python", tmp_path / "a code", tmp_path / "up"
+    stand_in.write_text(
+        "#!/usr/bin/env python3\nimport signal, sys, time\n"
+        "def end(*_):\n    time.sleep(0.5)\n    sys.exit(130)\n"
+        f"signal.signal(signal.SIGTERM, end)\nopen({str(up)!r}, 'w').write(' '.join(sys.argv[2:]))\ntime.sleep(60)\n"
+    )
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job").write_text(batch_script(["run", "--study", "it's"], code))
+    job = subprocess.Popen(["bash", str(tmp_path / "job")])
+    wait_until(up.exists, "the command")
+    wait_until(lambda: up.read_text() == "run --study it's", "its words")
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=60) == 130
+    assert code.read_text() == "130\n"
+
+
+def test_which_nodes_and_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"scontrol": "n1\nn2\n", "squeue": "1-02:03:04\n"}
+    monkeypatch.setattr(slurm, "asked", lambda *words: answers[words[0]])
+    allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    assert in_allocation(allocation)
+    assert not in_allocation({"SLURM_JOB_ID": "7"})
+    assert [(host.name, len(host.slots)) for host in allocated_hosts(3, allocation)] == [("n1", 3), ("n2", 3)]
+    assert len(allocated_hosts(None, {**allocation, "SLURM_GPUS_ON_NODE": "8"})[0].slots) == 8
+    with pytest.raises(UserError, match="--device cpu --gpus N"):
+        allocated_hosts(None, allocation)
+    check_time_left(93_000, allocation)
+    with pytest.raises(UserError, match=r"the allocation ends in .*, before a budget of .*: give a smaller --budget"):
+        check_time_left(94_000, allocation)
+    check_time_left(100, {**allocation, "SLURM_JOB_END_TIME": str(int(time.time()) + 200)})
+    with pytest.raises(UserError):
+        check_time_left(300, {**allocation, "SLURM_JOB_END_TIME": str(int(time.time()) + 200)})
+    answers["squeue"] = "UNLIMITED\n"
+    check_time_left(10**9, allocation)
+
+
+def test_a_machine_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(UserError, match="--executor slurm: no sbatch on this machine"):
+        slurm.asked("sbatch")
+
+
+def test_what_srun_says() -> None:
+    said = "srun: error: Unable to create step for job 5: Invalid node name specified"
+    text = Srun("5").complaint("n9", NotGreeted("n9: ended", "", said, 1))
+    assert (
+        text
+        == "node n9: Slurm starts no agent there (error: Unable to create step for job 5: Invalid node name specified)"
+    )
+
+
+# -- a real one --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def _slurm_of_this_worker(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+    if WHY_NOT:
+        pytest.skip(WHY_NOT)
+    with made_slurm(tmp_path_factory.mktemp("slurm")) as made:
+        yield made
+
+
+@pytest.fixture
+def real(_slurm_of_this_worker: Slurm, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    for name, value in _slurm_of_this_worker.environment.items():
+        monkeypatch.setenv(name, value)
+    return _slurm_of_this_worker
+
+
+@pytest.mark.slow
+def test_agents_of_an_allocation(real: Slurm, tmp_path: Path) -> None:
+    """A step that is killed is a lost node, which comes back; at the end nothing is left."""
+    with real.allocation() as job:
+        hosts = allocated_hosts(1, job)
+        assert [host.name for host in hosts] == ["n1", "n2"]
+        said: list[str] = []
+        cluster = Cluster(hosts, Srun(job["SLURM_JOB_ID"]), Wishes("cpu"), tmp_path, say=said.append)
+        with closing(cluster):
+            hardware = cluster.reach()
+            assert (hardware.count, hardware.nodes) == (2, 2)
+            cluster.open(Needs("cpu", 1))
+            group = Group(
+                cluster.launcher,
+                hardware,
+                Meter(),
+                Policy(HOUR, lambda phase: HOUR, settle_seconds=0.2, may_leave=False),
+            )
+            assert group.start("tests.group.fake_rank", 2, {}) is Stop.ARRIVED
+            agent = psutil.Process(int(cluster.nodes[1].wire.greeting["pid"]))
+            step = agent.parent()
+            assert step is not None
+            assert step.name() == "slurmstepd"
+            step.kill()
+            assert group.watch(lambda: False, time.monotonic() + 120) is Stop.FAILED
+            verdict = judge(group.evidence())
+            assert (verdict.kind, verdict.source) == (Kind.INFRASTRUCTURE, Source.NODE)
+            assert verdict.reason.startswith("node n2: ")
+            group.end()
+            cluster.mend()
+            assert not cluster.broken
+        wait_until(lambda: not real.processes(), "the end of all that was started")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--partition", "none"], "--executor slurm: error: .*partition"),
+        (["--nodes", "5"], r"--executor slurm: the job can never start \(PartitionConfig\): ask for fewer nodes"),
+        (["--time", "soon"], "--executor slurm: error: .*time"),
+    ],
+)
+def test_a_job_that_slurm_refuses(real: Slurm, tmp_path: Path, options: list[str], said: str) -> None:
+    words = ["run", "--model", "tiny-llama", "--device", "cpu", "--executor", "slurm", *options]
+    done = autotune(words, tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert re.search(said, done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+    assert not real.call("squeue", "-h").stdout
+
+
+@pytest.mark.slow
+def test_one_allocation_for_the_whole_call(real: Slurm, tmp_path: Path) -> None:
+    words = ["run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "1", "--executor", "slurm", "--nodes", "2"]
+    words += ["--seq-len", "32", "--budget", "200s", "--max-trials", "2", "--study", "slurmed", "--yes"]
+    done = autotune(words, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "on 2 nodes" in done.stdout
+    assert (tmp_path / "runs" / "slurmed" / "slurmed.json").exists()
+    wait_until(lambda: not real.processes(), "the end of all that was started")
+    short = autotune([*words, "--time", "1"], tmp_path)
+    assert short.returncode == 2, short.stdout + short.stderr
+    assert "before a budget of" in short.stdout + short.stderr
+
+
+def autotune(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "autotune", *words], cwd=cwd, capture_output=True, text=True, timeout=600, env=env
+    )
