@@ -230,7 +230,7 @@ _ZERO: dict[str, Knob] = {
         bool,
         _under("offload_optimizer", "cpu", stages=(3,)),
         off=False,
-        needs=(needs.cuda, needs.adam),
+        needs=(needs.cuda, needs.adam, needs.a_script),
         since=(0, 18, 0),
         short="superoffload",
     ),
@@ -320,7 +320,7 @@ KNOBS: dict[str, Knob] = {**_FIRST, **_placed(_ZERO, ZERO), **_placed(_ELSEWHERE
 SHORT_NAMED = frozenset(_FIRST)
 _BY_PATH = {knob.path: name for name, knob in KNOBS.items() if knob.path}
 _BY_LEAF = {leaf: ZERO + leaf for leaf in _ZERO}
-_BY_LEAF |= {name.rpartition(".")[2]: name for name in _ELSEWHERE if not name.startswith("compile.")}
+_BY_LEAF |= {name.rpartition(".")[2]: name for name in _ELSEWHERE}
 
 
 def short_name(key: str) -> str:

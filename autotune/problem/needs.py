@@ -93,6 +93,15 @@ def a_compiler(value: Value, c: Circumstances) -> str:
     return "" if any(map(which, ("g++", "clang++", "c++"))) else "needs a C++ compiler (g++), which is not installed"
 
 
+def a_script(value: Value, c: Circumstances) -> str:
+    """ZenFlow decides itself when a step ends (runtime/zenflow/engine.py); a trial of a model sets that by hand."""
+    return (
+        ""
+        if c.job.script is not None
+        else "needs a script's own loop: a trial of a model says itself where a step ends"
+    )
+
+
 def mics_init(value: Value, c: Circumstances) -> str:
     return "needs a model made under deepspeed.zero.MiCS_Init, which neither transformers nor the tuner does"
 
