@@ -182,12 +182,12 @@ _FIRST: dict[str, Knob] = {
 }
 # Under `zero_optimization`, by their leaves; studies name them by their paths.
 _ZERO: dict[str, Knob] = {
-    "stage3_prefetch_bucket_size": _stage3(),
-    "stage3_max_live_parameters": _stage3(),
-    "stage3_max_reuse_distance": _stage3(),
-    "stage3_param_persistence_threshold": _stage3(),
+    "stage3_prefetch_bucket_size": _stage3(off=50_000_000),
+    "stage3_max_live_parameters": _stage3(off=10**9),
+    "stage3_max_reuse_distance": _stage3(off=10**9),
+    "stage3_param_persistence_threshold": _stage3(off=100_000),
     "stage3_model_persistence_threshold": _stage3(),
-    "stage3_module_granularity_threshold": _stage3(),
+    "stage3_module_granularity_threshold": _stage3(off=0),
     "stage3_use_all_reduce_for_fetch_params": _stage3(bool, off=False, needs=(needs.several_ranks,)),
     "stage3_allgather_sequential": _stage3(bool, off=False, needs=(needs.several_ranks,), since=(0, 18, 5)),
     "memory_efficient_linear": _stage3(bool),

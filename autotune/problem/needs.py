@@ -64,15 +64,8 @@ def fp16(value: Value, c: Circumstances) -> str:
 
 def adam(value: Value, c: Circumstances) -> str:
     """DeepSpeed's CPU Adam, by its type (stage3.py, `Hybrid Optimizer Only Supports DeepSpeedCPUAdam`)."""
-    kind = optimizer_of(c.job)
+    kind = c.job.optimizer_kind
     return "" if kind in ADAMS else f"needs DeepSpeed's Adam, not {kind}"
-
-
-def optimizer_of(job: Job) -> str:
-    """The kind of optimizer that the config names, or the job."""
-    section = job.base_config.get("optimizer")
-    own = section.get("type") if isinstance(section, dict) else None
-    return str(own or job.optimizer).lower()
 
 
 def no_clipping(value: Value, c: Circumstances) -> str:
