@@ -368,13 +368,13 @@ def lossy_of(knobs: Knobs, precision: str) -> dict[str, str]:
 
 def facts(knob: Knob) -> dict[str, str]:
     """What is known of a knob, in words; what there is nothing to say of is left out."""
-    kind = (
-        ", ".join(knob.kind)
-        if isinstance(knob.kind, tuple)
-        else {int: "whole number", bool: "true or false"}.get(knob.kind, "")
-    )
-    if knob.kind is float:
-        kind = f"{knob.low:g} to {knob.high:g}"
+    words = {
+        int: "whole number",
+        bool: "true or false",
+        float: f"{knob.low:g} to {knob.high:g}",
+        Lora: "none or r=RANK",
+    }
+    kind = ", ".join(knob.kind) if isinstance(knob.kind, tuple) else words[knob.kind]
     told = {
         "values": kind,
         "read at": knob.read.where,
