@@ -197,6 +197,20 @@ def ablation() -> str:
     return table(header, rows)
 
 
+def spaces() -> str:
+    """Trials and minutes to 95 % of each space's best."""
+    rows = result("search-spaces")
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        at_all = "" if row["share95"] == 1 else f" ({percent(row['share95'])})"
+        faster = f"{row['faster']:.3f}"
+        told = [number(row["trials95"]) + at_all, number(row["ooms95"]), number(row["minutes95"])]
+        return [row["landscape"], row["space"], str(row["candidates"]), faster, *told]
+
+    header = ["table", "space", "candidates", "its best, times default's", "trials", "OOMs", "minutes"]
+    return table(header, [cells(row) for row in rows])
+
+
 def alone() -> dict[str, int | None]:
     """Landscape -> median rungs to 95 % of plain TPE."""
     rows = [row for row in [*result("search"), *result("search-own")] if row["strategy"] == "tpe"]
@@ -325,6 +339,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "search-ooms": search_ooms,
     "search-tpe": search_tpe,
     "search-own": search_own,
+    "search-spaces": spaces,
     "search-ablation": ablation,
     "search-wrong": wrong,
     "search-wrong-bound": wrong_bound,

@@ -41,6 +41,7 @@ FULL: dict[str, list[str]] = {
     ],
     "search-ablation": ["search.py", "--seeds", "3", "--strategies", ABLATIONS],
     "search-wrong": ["search.py", "--landscapes", SHARED, OWN, "--until-found", "--seeds", "3", "--strategies", WRONG],
+    "search-spaces": ["spaces.py"],
     "proposer": ["proposer.py"],
     "gallery-starts": ["gallery_starts.py"],
     "gallery-constants": ["gallery_constants.py"],

@@ -110,6 +110,10 @@ def test_models_and_spaces(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert "zero2" in call(monkeypatch, capsys, "spaces", "list")[1]
     assert "knobs:" in call(monkeypatch, capsys, "spaces", "show", "zero3")[1]
     assert "valid" in call(monkeypatch, capsys, "spaces", "validate", "default")[1]
+    assert "stage 3 with offload_optimizer cpu" in call(monkeypatch, capsys, "spaces", "knobs")[1]
+    known = json.loads(call(monkeypatch, capsys, "spaces", "knobs", "--json")[1])
+    assert known["bf16.bf16_optimizer_states"]["since deepspeed"] == "0.18.3"
+    assert "changes what is computed" in known["bf16.bf16_optimizer_states"]
     assert json.loads(call(monkeypatch, capsys, "spaces", "validate", "zero2", "--json")[1])["families"] > 10
     assert call(monkeypatch, capsys, "--version")[1].strip()
 

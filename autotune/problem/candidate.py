@@ -32,6 +32,7 @@ from autotune.problem.knobs import (
     TRACED_KNOBS,
     ZERO,
     Knobs,
+    is_off,
     is_read,
     short_name,
 )
@@ -244,9 +245,11 @@ _FIRST = ["zero_stage", MICRO_BATCH, ACCUMULATION, CHECKPOINTING, "offload_optim
 
 
 def describe(knobs: Knobs) -> str:
-    """`z3 mb8 ga4 ckpt opt=cpu rbs=5e+08`: one line for tables and logs."""
+    """`z3 mb8 ga4 ckpt opt=cpu rbs=5e+08`: one line for tables and logs. Of knobs with long names, only those that change
+    something."""
     words = []
-    for name in [*(k for k in _FIRST if k in knobs), *(k for k in knobs if k not in _FIRST)]:
+    told = [name for name in knobs if name in SHORT_NAMED or not is_off(name, knobs[name])]
+    for name in [*(k for k in _FIRST if k in told), *(k for k in told if k not in _FIRST)]:
         value, short = knobs[name], (KNOBS[name].short if name in KNOBS else "") or name.split(".")[-1]
         if isinstance(value, bool):
             if name == CHECKPOINTING:

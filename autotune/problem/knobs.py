@@ -182,12 +182,12 @@ _FIRST: dict[str, Knob] = {
 }
 # Under `zero_optimization`, by their leaves; studies name them by their paths.
 _ZERO: dict[str, Knob] = {
-    "stage3_prefetch_bucket_size": _stage3(),
-    "stage3_max_live_parameters": _stage3(),
-    "stage3_max_reuse_distance": _stage3(),
-    "stage3_param_persistence_threshold": _stage3(),
+    "stage3_prefetch_bucket_size": _stage3(off=50_000_000),
+    "stage3_max_live_parameters": _stage3(off=10**9),
+    "stage3_max_reuse_distance": _stage3(off=10**9),
+    "stage3_param_persistence_threshold": _stage3(off=100_000),
     "stage3_model_persistence_threshold": _stage3(),
-    "stage3_module_granularity_threshold": _stage3(),
+    "stage3_module_granularity_threshold": _stage3(off=0),
     "stage3_use_all_reduce_for_fetch_params": _stage3(bool, off=False, needs=(needs.several_ranks,)),
     "stage3_allgather_sequential": _stage3(bool, off=False, needs=(needs.several_ranks,), since=(0, 18, 5)),
     "memory_efficient_linear": _stage3(bool),
@@ -230,7 +230,7 @@ _ZERO: dict[str, Knob] = {
         bool,
         _under("offload_optimizer", "cpu", stages=(3,)),
         off=False,
-        needs=(needs.cuda, needs.adam),
+        needs=(needs.cuda, needs.adam, needs.a_script),
         since=(0, 18, 0),
         short="superoffload",
     ),
@@ -320,7 +320,7 @@ KNOBS: dict[str, Knob] = {**_FIRST, **_placed(_ZERO, ZERO), **_placed(_ELSEWHERE
 SHORT_NAMED = frozenset(_FIRST)
 _BY_PATH = {knob.path: name for name, knob in KNOBS.items() if knob.path}
 _BY_LEAF = {leaf: ZERO + leaf for leaf in _ZERO}
-_BY_LEAF |= {name.rpartition(".")[2]: name for name in _ELSEWHERE if not name.startswith("compile.")}
+_BY_LEAF |= {name.rpartition(".")[2]: name for name in _ELSEWHERE}
 
 
 def short_name(key: str) -> str:
@@ -368,13 +368,13 @@ def lossy_of(knobs: Knobs, precision: str) -> dict[str, str]:
 
 def facts(knob: Knob) -> dict[str, str]:
     """What is known of a knob, in words; what there is nothing to say of is left out."""
-    kind = (
-        ", ".join(knob.kind)
-        if isinstance(knob.kind, tuple)
-        else {int: "whole number", bool: "true or false"}.get(knob.kind, "")
-    )
-    if knob.kind is float:
-        kind = f"{knob.low:g} to {knob.high:g}"
+    words = {
+        int: "whole number",
+        bool: "true or false",
+        float: f"{knob.low:g} to {knob.high:g}",
+        Lora: "none or r=RANK",
+    }
+    kind = ", ".join(knob.kind) if isinstance(knob.kind, tuple) else words[knob.kind]
     told = {
         "values": kind,
         "read at": knob.read.where,

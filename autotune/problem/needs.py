@@ -64,15 +64,8 @@ def fp16(value: Value, c: Circumstances) -> str:
 
 def adam(value: Value, c: Circumstances) -> str:
     """DeepSpeed's CPU Adam, by its type (stage3.py, `Hybrid Optimizer Only Supports DeepSpeedCPUAdam`)."""
-    kind = optimizer_of(c.job)
+    kind = c.job.optimizer_kind
     return "" if kind in ADAMS else f"needs DeepSpeed's Adam, not {kind}"
-
-
-def optimizer_of(job: Job) -> str:
-    """The kind of optimizer that the config names, or the job."""
-    section = job.base_config.get("optimizer")
-    own = section.get("type") if isinstance(section, dict) else None
-    return str(own or job.optimizer).lower()
 
 
 def no_clipping(value: Value, c: Circumstances) -> str:
@@ -91,6 +84,15 @@ def a_compiler(value: Value, c: Circumstances) -> str:
     if c.hardware.device == "cuda":
         return "" if current().has("triton") else "needs the package triton, which is not installed"
     return "" if any(map(which, ("g++", "clang++", "c++"))) else "needs a C++ compiler (g++), which is not installed"
+
+
+def a_script(value: Value, c: Circumstances) -> str:
+    """ZenFlow decides itself when a step ends (runtime/zenflow/engine.py); a trial of a model sets that by hand."""
+    return (
+        ""
+        if c.job.script is not None
+        else "needs a script's own loop: a trial of a model says itself where a step ends"
+    )
 
 
 def mics_init(value: Value, c: Circumstances) -> str:

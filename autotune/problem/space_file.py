@@ -63,6 +63,13 @@ def parse_space(text: str, file: str = "<space>") -> SearchSpace:
     return _Parser(text, file).parse()
 
 
+def _name_of(key: str) -> str:
+    """The knob that a key means; one of `zero_optimization` may be written without that."""
+    name = short_name(key)
+    bare = name not in KNOBS and not name.startswith(ZERO) and name.split(".")[0] in DS_ZERO_KEYS - DS_TOP_LEVEL
+    return short_name(ZERO + name) if bare else name
+
+
 class _Parser:
     """One file; keeps the line of every key so that errors can name it."""
 
@@ -138,9 +145,10 @@ class _Parser:
 
     def _add(self, domains: dict[str, Domain], path: tuple[str, ...], raw: Any) -> str:
         """Adds the knob at this path of the file, and returns its name."""
-        name = short_name(path[1])
+        name = _name_of(path[1])
         if name not in KNOBS and "." not in name and name not in DS_TOP_LEVEL:
-            raise self.fail(path, f"unknown knob{near(name, [*KNOBS, *DS_TOP_LEVEL])}; other DeepSpeed keys are dotted")
+            known = {key.removeprefix(ZERO) for key in KNOBS} | DS_TOP_LEVEL
+            raise self.fail(path, f"unknown knob{near(name, sorted(known))}; other DeepSpeed keys are dotted")
         self._check_key(path, name)
         if name in domains:
             raise self.fail(path, "is given twice (its short name and its DeepSpeed key are one knob)")
@@ -186,8 +194,7 @@ class _Parser:
         if not isinstance(when, dict):
             raise self.fail((*path, "when"), "expected a mapping of a knob to the values at which this one exists")
         conditions = tuple(
-            (short_name(str(name)), tuple(value) if isinstance(value, list) else (value,))
-            for name, value in when.items()
+            (_name_of(str(name)), tuple(value) if isinstance(value, list) else (value,)) for name, value in when.items()
         )
         if "values" in raw:
             if not isinstance(raw["values"], list) or {"from", "to", "step", "scale", "points"} & set(raw):

@@ -268,7 +268,9 @@ def test_reading_a_candidates_config_gives_its_knobs_back() -> None:
         ({"offload_param": "nvme", "contiguous_gradients": True, "overlap_comm": True}, "par=nvme contig overlap"),
         ({"sub_group_size": 10**9, "allgather_bucket_size": 1000}, "sgs=1e+09 agbs=1e+03"),
         ({"zero_optimization.offload_optimizer.ratio": 0.25, "attention": "sdpa"}, "ratio=0.25 attention=sdpa"),
-        ({"zero_optimization.round_robin_gradients": False}, "no-round_robin_gradients"),
+        ({"zero_optimization.round_robin_gradients": True}, "round_robin_gradients"),
+        ({"zero_stage": 1, "zero_optimization.round_robin_gradients": False}, "z1"),  # DeepSpeed's own
+        ({"zero_optimization.use_multi_rank_bucket_allreduce": False}, "no-use_multi_rank_bucket_allreduce"),
     ],
 )
 def test_one_line(knobs: dict, text: str) -> None:
