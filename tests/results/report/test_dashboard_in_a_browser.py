@@ -67,8 +67,8 @@ def test_the_best_trial_is_one_that_fits_and_the_note_names_the_winner(browser: 
             ".map(d => [d.name, (d.y || []).map(Number)])"
         )
         series = {name: values for name, values in names if name}
-        assert max(series["Best Value"]) == 101
-        assert series["Infeasible Trial"] == [170]
+        assert max(series["Best Value of s"]) == 101
+        assert series["Infeasible Trial of s"] == [170]
         table = read(browser, f"{address}/trialTable", "over_gib")
         assert "Pruned" in table
 
