@@ -93,16 +93,18 @@ def check_entries(files: Sequence[Path]) -> dict[Path, int]:
 
 def begin_with_gallery(setup: Setup, store: StudyStore, proposer: Proposer, say: Callable[[str], None]) -> None:
     """Lets a new study begin with the nearest entry's winner, and says so in one line."""
-    if not setup.gallery or any(record.note != AS_IS for record in store.records()):
+    records = store.records()
+    if not setup.gallery or any(record.note != AS_IS for record in records):
         return
     start = start_from(shipped_entries(), setup.job, setup.hardware, setup.candidates)
     if start is None:
         return
-    if proposer.begin_with(Start(start.candidate, NOTE)):
+    whose = f"{start.candidate}, {start.why}"
+    if not proposer.begin_with(Start(start.candidate, NOTE)):
+        say(f"gallery: knows {whose}; it is not predicted to be among the best here, and waits its turn")
+    elif records:  # the script as it is: the search learns of it when it begins
         say(
-            f"gallery: begins with {start.candidate}, {start.why}; it is measured as all are (--no-gallery begins without)"
+            f"gallery: proposes {whose}; it is tried if it promises more than the script as it is (--no-gallery: without)"
         )
     else:
-        say(
-            f"gallery: {start.candidate} is {start.why}, and is not predicted to be among the best here: it has to wait its turn"
-        )
+        say(f"gallery: begins with {whose}; it is measured as all are (--no-gallery begins without)")

@@ -94,8 +94,8 @@ def knob_trouble(name: str, value: Value) -> str | None:
     elif knob.kind is bool:
         return None if isinstance(value, bool) else f"expected true or false, found {value!r}"
     elif knob.kind is int:
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < knob.low:
-            return f"expected a number of at least {knob.low:g}, found {value!r}"
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < knob.low or value % 1:
+            return f"expected a whole number of at least {knob.low:g}, found {value!r}"
     elif name == LORA and value != "none":
         return _lora_trouble(str(value))
     return None
@@ -141,7 +141,7 @@ Shape = Annotated[dict[str, bool | int | float], AfterValidator(_shape_keys)]
 class Part(BaseModel):
     """What has no field of its own is refused, and so is a number where a text stands."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True, allow_inf_nan=False)
 
 
 class Origin(Part):

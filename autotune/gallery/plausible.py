@@ -13,7 +13,7 @@ from autotune.problem.tasks import CAUSAL
 COUNTED_ALIKE = 0.05  # by how much figures of one trial may differ: a step is a median, speeds may be means
 OTHER_LENGTHS = 3.0  # times as long as others a script's batches of a few steps may be
 ABOVE_MEMORY = 1.02  # drivers' GiB are not all alike
-CPU_TFLOPS = 20.0  # more than any rank on a processor gives
+CPU_TFLOPS = 200.0  # more than any rank on a processor gives
 FORWARD_AND_BACKWARD = 4.0  # FLOPs of a parameter and token at least, where a model's shape is not known
 ALL_BUT_EMBEDDINGS = 0.3  # share of the parameters that compute at least, of a model whose shape is not known
 FITTING_SHARES = (0.2, 1.5)  # of a model's own count, what its shape multiplies by; tied ends count twice

@@ -45,12 +45,12 @@ def entry_of(store: StudyStore) -> Entry:
     if store.table or any("replay:" in command for command in store.commands):
         raise UserError(f"study {store.name} searches a recorded table: only what was measured can be shared")
     told = _told(store.records(), store.winner)
-    if not any(outcome.measurement for outcome, _ in told.values()):
+    if not any(outcome.measurement for outcome in told.values()):
         raise UserError(f"study {store.name} has measured nothing that could be shared: run it first")
     job, hardware = store.job, store.hardware
     knobs = {candidate: _public_knobs(candidate) for candidate in told}
     kept = [candidate for candidate in told if knobs[candidate] is not None]
-    tried = [_tried(knobs[candidate] or {}, told[candidate][0], job) for candidate in kept]
+    tried = [_tried(knobs[candidate] or {}, told[candidate]) for candidate in kept]
     winner = store.winner
     try:
         return Entry(
@@ -68,18 +68,18 @@ def entry_of(store: StudyStore) -> Entry:
         raise UserError(f"study {store.name} cannot be shared: its {fields} has no place in a gallery entry") from None
 
 
-def _told(records: list[Record], winner: Record | None) -> dict[Candidate, tuple[Outcome, str]]:
-    """(outcome, role) of each candidate; one that ran out of memory when it was verified or resumed ran out."""
-    told: dict[Candidate, tuple[Outcome, str]] = {}
+def _told(records: list[Record], winner: Record | None) -> dict[Candidate, Outcome]:
+    """How each candidate ended; one that ran out of memory when it was verified or resumed ran out."""
+    told: dict[Candidate, Outcome] = {}
     for record in records:
         outcome = record.outcome
         if outcome is None or not record.candidate.knobs or not outcome.kind.says_something_of_the_candidate:
             continue
         if record.role == RESUME and outcome.ok:
             continue
-        told[record.candidate] = outcome, record.role
+        told[record.candidate] = outcome
     if winner is not None and winner.outcome is not None and winner.candidate.knobs:
-        told[winner.candidate] = winner.outcome, winner.role
+        told[winner.candidate] = winner.outcome
     return told
 
 
@@ -104,7 +104,7 @@ def public_lora(text: str) -> str:
     return str(type(lora)(lora.rank, targets, lora.alpha, saved, lora.dropout, lora.fp32))
 
 
-def _tried(knobs: dict[str, Value], outcome: Outcome, job: Job) -> Tried:
+def _tried(knobs: dict[str, Value], outcome: Outcome) -> Tried:
     measured = outcome.measurement
     if measured is None:
         missing = outcome.missing_bytes

@@ -81,7 +81,7 @@ def test_a_start_that_is_not_believed_has_to_wait_and_costs_nothing(
     monkeypatch.setattr(gallery, "shipped_entries", lambda: dict[str, Entry](wrong=wrong))
     code, out, err = call(monkeypatch, capsys, *RUN, "--study", "wrong")
     assert code == 0, err
-    assert out.count("is not predicted to be among the best here") == 1
+    assert out.count("it is not predicted to be among the best here") == 1
     call(monkeypatch, capsys, *RUN, "--study", "without", "--no-gallery")
     tried = [[record.candidate for record in StudyStore.load(name).records()] for name in ("wrong", "without")]
     assert tried[0] == tried[1]

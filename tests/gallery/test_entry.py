@@ -52,7 +52,7 @@ BROKEN: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
     (
         "stage",
         lambda e: e["candidates"][0]["knobs"].update(zero_stage="three"),
-        "candidates[0].knobs: zero_stage: expected a number",
+        "candidates[0].knobs: zero_stage: expected a whole number",
     ),
     (
         "lora",
@@ -61,7 +61,13 @@ BROKEN: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
     ),
     ("unread", lambda e: e["candidates"][0]["knobs"].update(zero_stage=0), "is not read beside the others"),
     (
-        "nan",
+        "half a row",
+        lambda e: e["candidates"][0]["knobs"].update(train_micro_batch_size_per_gpu=1.5),
+        "expected a whole number",
+    ),
+    ("nan", lambda e: e["machine"].update(headroom=float("nan")), "machine.headroom: input should be a finite number"),
+    (
+        "below 0",
         lambda e: e["candidates"][0].update(step_seconds=-1.0),
         "candidates[0].step_seconds: input should be greater than 0",
     ),
