@@ -16,7 +16,7 @@ from tests.documents import ROOT, check_values, parsed
 
 EXAMPLES = ROOT / "examples"
 SPACE = "knobs:\n  zero_stage: [0, 1]\n  train_micro_batch_size_per_gpu: [1, 2, 4]\n  gradient_accumulation_steps: [1, 2, 4, 8]\n"
-SMALL = ("--device", "cpu", "--gpus", "2", "--budget", "5m", "--space", "space.yaml", "--max-trials", "2")
+SMALL = ("--device", "cpu", "--gpus", "2", "--budget", "5m", "--space", "space.yaml", "--max-trials", "1")
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_model_by_its_name(copied: Path) -> None:
     assert "winner:" in said
     runs = folder / "runs" / "named-model"
     assert json.loads((runs / "named-model.json").read_text())["train_batch_size"] == 8
-    assert list(runs.glob("*hf*")) or "hf" in said
+    assert (runs / "named-model.training_arguments.json").exists()
     assert "tiny-llama" not in (runs / "confidential.html").read_text()
 
 
@@ -86,7 +86,7 @@ def test_from_python(copied: Path) -> None:
     folder = copied / "python"
     said = run(folder, sys.executable, "tune.py", *SMALL, "--model", "tiny-llama")
     assert "study from-python is new" in said
-    assert "study from-python: going on" in said or "going on" in said
+    assert "study from-python goes on" in said
     assert len(re.findall(r"^ +\d+ z\d mb.*: ok$", said, re.MULTILINE)) >= 3
     assert said.count("\nwrote ") >= 3
 

@@ -25,12 +25,12 @@ RECORDED, PICTURE = HERE / "run.txt", HERE.parent / "images" / "run.svg"
 COMMAND = (  # as `make run` has it on a machine without a GPU
     "autotune run --model tiny-gemma-2 --device cpu --gpus 2 --memory-cap 640MiB --exhaustive --budget 150s --study demo --yes"
 )
-COLUMNS = 122
+COLUMNS = 125
 STYLES = [  # the last that matches a line counts
     (r"^\$ ", "bold"),
     (r"->  oom_", "yellow"),
     (r"->  (interrupted|timeout|foreign)", "dim"),
-    (r"^verify", "cyan"),
+    (r"^verify|^resume", "cyan"),
     (r"^winner|^  ", "bold green"),
     (r"^wrote", "dim"),
 ]

@@ -16,7 +16,7 @@ from typing import Any
 import typer
 
 from autotune.cli import app
-from autotune.problem.candidate import KNOBS, Candidate, Knob, describe, is_read, short_name
+from autotune.problem.candidate import KNOBS, Candidate, describe, is_read, short_name
 from autotune.problem.space import Domain, SearchSpace
 from autotune.problem.space_file import DS_TOP_LEVEL, DS_ZERO_KEYS, load_space, shipped_spaces
 
@@ -89,7 +89,7 @@ def stages_that_read(name: str) -> str:
     return text if found == offloaded else f"{text}; with the optimizer offloaded {', '.join(map(str, offloaded))}"
 
 
-def values_of(knob: Knob) -> str:
+def values_of(knob: Any) -> str:
     if isinstance(knob.kind, tuple):
         return ", ".join(knob.kind)
     return {bool: "false, true", int: f"whole number from {knob.low:g}"}.get(knob.kind, "text")
@@ -121,9 +121,7 @@ def knobs_page() -> str:
             "the model's or the environment's" if knob.path is None else "" if knob.path == name else f"`{knob.path}`"
         )
         rows.append([f"`{name}`<br>{where}", values_of(knob), stages_that_read(name), turned_in(name, spaces)])
-    rows += [
-        [f"`{name}`", "as named", "see DeepSpeed", stages_that_read(name), turned_in(name, spaces)] for name in dotted
-    ]
+    rows += [[f"`{name}`", "see DeepSpeed", stages_that_read(name), turned_in(name, spaces)] for name in dotted]
     return table(
         ["knob, and its key in DeepSpeed's config", "values", "read at stages", "in the shipped spaces"], rows
     ) + (

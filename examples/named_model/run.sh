@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Tunes a model by its name: no script, no weights, no download. Options given here go to `autotune run`, and the last one counts:
-#   bash run.sh                                                       on this machine's GPUs
-#   bash run.sh --model tiny-llama --device cpu --gpus 2 --budget 2m  without one, to see it work
+# Tunes a model by its name: no script, no weights, no download. Options given here go to `autotune run`; the last one counts:
+#   bash run.sh                  on this machine's GPUs
+#   bash run.sh --model tiny-llama --seq-len 64 --device cpu --gpus 2 --budget 2m     without one, to see it work
 set -euo pipefail
 cd "$(dirname "$0")"
 

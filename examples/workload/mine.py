@@ -10,7 +10,7 @@ import torch
 class Encoder(torch.nn.Module):
     """Marks that a transformer reads from a spectrogram. The forward returns the loss; DeepSpeed does the rest."""
 
-    def __init__(self, bands: int = 80, width: int = 256, layers: int = 4, marks: int = 64) -> None:
+    def __init__(self, bands: int = 80, width: int = 128, layers: int = 2, marks: int = 64) -> None:
         super().__init__()
         self.into = torch.nn.Linear(bands, width)
         layer = torch.nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, dropout=0.0)
@@ -27,6 +27,6 @@ def build():
 
     def batches(micro_batch: int) -> Iterator[dict[str, torch.Tensor]]:
         while True:
-            yield {"sound": torch.randn(micro_batch, 200, 80), "marks": torch.randint(64, (micro_batch, 200))}
+            yield {"sound": torch.randn(micro_batch, 100, 80), "marks": torch.randint(64, (micro_batch, 100))}
 
     return Encoder(), batches
