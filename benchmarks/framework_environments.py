@@ -28,7 +28,7 @@ _TORCH = "torch"
 
 
 def python_of(name: str, folder: Path) -> Path | None:
-    """The interpreter of an environment; None where it is not made, or was made from other pins."""
+    """The interpreter of an environment; None where it is not made, or was made from other pins or by another checkout."""
     python = folder / name / "bin" / "python"
     stamp = folder / name / ".pins"
     return python if python.exists() and stamp.exists() and stamp.read_text() == _digest(name) else None
@@ -79,7 +79,8 @@ def _lines(name: str) -> list[str]:
 
 
 def _digest(name: str) -> str:
-    return hashlib.sha256("\n".join(_lines(name)).encode()).hexdigest()
+    """Of the pins, and of this checkout: an environment that another one made would run that one's tuner."""
+    return hashlib.sha256("\n".join([str(ROOT), *_lines(name)]).encode()).hexdigest()
 
 
 def _pip(python: Path, words: Sequence[str]) -> None:

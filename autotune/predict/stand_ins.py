@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +14,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autotune.rank.versions import experts_module, masks_module
+from autotune.rank.versions import experts_module, looks_inside, masks_module
 
 
 @contextlib.contextmanager
@@ -27,6 +29,8 @@ def shapes_alone(fused: bool) -> Iterator[None]:
         stack.enter_context(_without_checks())
         stack.enter_context(_known_values())
         stack.enter_context(_grouped_products())
+        stack.enter_context(_even_experts())
+        stack.enter_context(_made_known())
         if fused:
             stack.enter_context(_fused_attention())
         yield
@@ -66,6 +70,7 @@ _OF_GRIDS = (  # transformers.vision_utils: what depends on the values of the im
     "get_vision_interpolation_indices_and_weights",
 )
 _POSITIONS = "get_rope_index"  # a method of Qwen2-VL and its heirs, token by token
+_WINDOWS = "get_window_index"  # a method of Qwen2.5-VL's tower before transformers 5, of the images' sizes
 
 
 @contextlib.contextmanager
@@ -80,6 +85,8 @@ def _known_values() -> Iterator[None]:
             for kind in [kind for kind in vars(module).values() if isinstance(kind, type)]:
                 if _POSITIONS in vars(kind):
                     stack.enter_context(_replaced(kind, _POSITIONS, _blank_positions))
+                if _WINDOWS in vars(kind):
+                    stack.enter_context(_replaced(kind, _WINDOWS, _computed_method(vars(kind)[_WINDOWS])))
         yield
 
 
@@ -106,6 +113,10 @@ def _computed(function: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(fakes.get(str(at), leaf) for at, leaf in enumerate(found[0]))
 
     return compute
+
+
+def _computed_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda tower, grid: _computed(functools.partial(method, tower))(grid)
 
 
 @contextlib.contextmanager
@@ -165,6 +176,61 @@ def _grouped_products() -> Iterator[None]:
         lambda before: lambda input, weight, offs: weight.dtype == torch.bfloat16 and before(input, weight, offs),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _even_experts() -> Iterator[None]:
+    """Older models run one expert after the other, each with the tokens that chose it, and learn these by `one_hot` of the
+    choices: here each is chosen as often as another."""
+    functional = torch.nn.functional
+    original = functional.one_hot
+
+    def one_hot(chosen: Any, num_classes: int = -1) -> Any:
+        if num_classes < 1 or not _is_unknown(chosen):
+            return original(chosen, num_classes)
+        made = chosen.new_zeros(*chosen.shape, num_classes)
+        with _disable_current_modes():
+            in_turn = torch.arange(chosen.numel()) % num_classes
+            made.constant = original(in_turn.view(chosen.shape), num_classes)
+        return made
+
+    with contextlib.nullcontext() if experts_module() else _replaced(functional, "one_hot", one_hot):
+        yield
+
+
+@contextlib.contextmanager
+def _made_known() -> Iterator[None]:
+    """What models look into of their own making. A single random number says whether a layer is left out: here none is.
+    Older ones look into more: ones are the mask of a batch without one (weights that begin as ones have one dimension), a range
+    where each token stands. And they look for padding in the batch, to warn of it."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(torch, "rand", _known(torch.rand, lambda made: made.dim() == 0, torch.ones)))
+        if looks_inside():
+            models = importlib.import_module("transformers.modeling_utils").PreTrainedModel
+            stack.enter_context(_replaced(models, "warn_if_padding_and_no_attention_mask", lambda *_: None))
+            stack.enter_context(_replaced(torch, "ones", _known(torch.ones, lambda made: made.dim() > 1)))
+            stack.enter_context(_replaced(torch, "arange", _known(torch.arange, lambda made: True)))
+        yield
+
+
+def _known(
+    make: Callable[..., Any], wanted: Callable[[Any], bool], values: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """`make`, of whose tensors the wanted ones have known values: its own, or those that `values` makes."""
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        tensor = make(*args, **kwargs)
+        real = not any(isinstance(one, torch.Tensor) for one in args)
+        if real and _is_unknown(tensor) and wanted(tensor) and tensor.numel() <= _MOST_KNOWN:
+            with _disable_current_modes():
+                tensor.constant = (values or make)(*args, **kwargs)
+        return tensor
+
+    return made
+
+
+def _is_unknown(tensor: Any) -> bool:
+    return isinstance(tensor, fake_tensor.FakeTensor) and tensor.constant is None
 
 
 @contextlib.contextmanager

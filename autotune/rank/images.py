@@ -13,7 +13,7 @@ import torch
 
 from autotune.problem.job import Job
 from autotune.problem.tasks import told_image_size
-from autotune.rank.versions import image_token
+from autotune.rank.versions import image_token, takes_image_types
 
 Batch = dict[str, torch.Tensor]
 Laid = tuple[Batch, int]  # what the vision tower takes, and the tokens of one image
@@ -46,8 +46,8 @@ def image_batch(job: Job, config: Any, ids: torch.Tensor) -> Batch:
     labels = ids.clone()
     labels[:, :tokens] = IGNORED
     batch = {"input_ids": ids, "labels": labels, **pixels}
-    if kind in _TYPED:
-        name, of_image, of_text = _TYPED[kind]
+    name, of_image, of_text = _TYPED.get(kind, ("", 0, 0))
+    if name and (name != _IMAGE_TYPES or takes_image_types()):
         types = torch.full_like(ids, of_text)
         types[:, :tokens] = of_image
         batch[name] = types
@@ -110,10 +110,11 @@ _LAYOUTS: dict[str, Callable[[Any, int, int], Laid]] = {
     "qwen3_vl": _merged,
     "qwen3_vl_moe": _merged,
 }
+_IMAGE_TYPES = "mm_token_type_ids"
 # What kind a token is, where training insists on being told: (argument, of the image, of text). PaliGemma's are of the prefix
 # and of what is learnt, the others' of images.
 _TYPED = {
     "paligemma": ("token_type_ids", 0, 1),
     "gemma3": ("token_type_ids", 1, 0),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), ("mm_token_type_ids", 1, 0)),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), (_IMAGE_TYPES, 1, 0)),
 }

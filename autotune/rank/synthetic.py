@@ -9,8 +9,9 @@ import torch
 
 from autotune.problem.job import Job
 from autotune.problem.tasks import ANSWERS, CLASSIFICATION, IMAGE_TEXT, MASKED, SEQ2SEQ, TOKENS
-from autotune.rank.building import transformers_config
+from autotune.rank.building import DTYPES, transformers_config
 from autotune.rank.images import IGNORED, Batch, image_batch
+from autotune.rank.versions import packed_mask
 
 Integers = Callable[[tuple[int, ...], int], torch.Tensor]  # (shape, below which number)
 
@@ -83,6 +84,8 @@ def synthetic_batches(job: Job, micro_batch: int, device: torch.device, seed: in
             batch["position_ids"] = torch.stack([packed_positions(job, generator) for _ in range(micro_batch)])
             # the first token of a sequence is not predicted from the sequence before it
             batch["labels"] = batch["labels"].masked_fill(batch["position_ids"] == 0, IGNORED)
+            mask = packed_mask(batch["position_ids"], job.attention, DTYPES[job.precision])
+            batch |= {} if mask is None else {"attention_mask": mask}
     if device.type == "cuda":
         pool = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in pool]
     yield from (to_device(batch, device) for batch in pool)

@@ -58,6 +58,39 @@ def experts_module() -> Any:
     return importlib.import_module("transformers.integrations.moe") if _release_of("transformers") >= (5, 0) else None
 
 
+def looks_inside() -> bool:
+    """Whether models look at values of masks and positions that they made themselves, as BERT, BART and PaliGemma did before
+    transformers 5.0."""
+    return _release_of("transformers") < (5, 0)
+
+
+def takes_image_types() -> bool:
+    """Whether Qwen2-VL and its heirs are told which tokens are of images (`mm_token_type_ids`): from transformers 5.3 on."""
+    return _release_of("transformers") >= (5, 3)
+
+
+def packed_mask(position_ids: Any, attention: str | None, dtype: Any) -> Any:
+    """The attention mask with which a packed batch's sequences do not see each other; None where position ids are enough.
+
+    Before transformers 4.53, which makes masks of them, FlashAttention's integration alone looks at position ids. Others
+    take scores' addends of each pair of tokens, flex_attention the number of each token's sequence.
+
+    Args:
+        position_ids: (rows, tokens), 0 where a sequence begins.
+        attention: transformers' name of the attention; None for its default.
+        dtype: of the model's weights.
+    """
+    if masks_module() is not None or (attention or "").startswith("flash_attention"):
+        return None
+    numbers = (position_ids == 0).cumsum(-1)
+    if attention == "flex_attention":
+        return numbers
+    import torch
+
+    seen = (numbers[:, None, :, None] == numbers[:, None, None, :]).tril()
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+
+
 def backward_prologue(engine: type[Any]) -> str | None:
     """The method of DeepSpeed's engine that runs first in a backward, also in one that a script begins by `loss.backward()`.
 

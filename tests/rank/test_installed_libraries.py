@@ -2,6 +2,7 @@
 
 import pytest
 
+from autotune.predict.versions import READ, installed_deepspeed
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model, shipped_models
 from autotune.problem.space_file import DS_TOP_LEVEL, DS_ZERO_KEYS
@@ -11,10 +12,14 @@ from autotune.problem.tasks import default_task
 @pytest.mark.parametrize("name", [name for name, spec in shipped_models().items() if spec.parameters])
 def test_parameter_counts_are_the_published_ones(name: str) -> None:
     import torch
+    from transformers import CONFIG_MAPPING
+    from transformers import __version__ as transformers_version
 
     from autotune.rank.building import task_model, transformers_config
 
     spec = resolve_model(name)
+    if spec.config["model_type"] not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers_version} knows no {spec.config['model_type']}")
     with torch.device("meta"):
         model = task_model(transformers_config(spec), Job(spec, 1, 32, "bf16", task=default_task(spec.config)))
     assert sum(parameter.numel() for parameter in model.parameters()) == spec.parameters
@@ -33,5 +38,6 @@ def test_deepspeed_keys_are_those_of_the_installed_deepspeed() -> None:
         "mics_hierarchical_params_gather",
         "zeropp_loco_param",
     }  # runtime/zero/mics.py …
-    assert DS_ZERO_KEYS - installed <= read_elsewhere
+    if installed_deepspeed() >= READ:  # an older one knows fewer
+        assert DS_ZERO_KEYS - installed <= read_elsewhere
     assert {"zero_optimization", "bf16", "gradient_clipping"} <= DS_TOP_LEVEL

@@ -195,6 +195,7 @@ def test_adapters_of_every_kind(bench: Bench, model: str, task: str) -> None:
         (DEBERTA, "masked-lm", None),
         (BART, "seq2seq", None),
         (BART, "classification", None),
+        ({**BART, "encoder_layerdrop": 0.1, "decoder_layerdrop": 0.1}, "seq2seq", None),
         ({**MODERN, "num_labels": 1}, "classification", None),
         ({**MODERN, "problem_type": "multi_label_classification"}, "classification", None),
     ],

@@ -53,6 +53,8 @@ def as_trainer_fills(config: dict[str, Any], job: Job, candidate: Candidate) -> 
         adam_epsilon=1e-6,
         weight_decay=0.0,
         save_on_each_node=False,
+        fp16_backend="auto",  # these two before transformers 5
+        fp16_opt_level="O1",
         get_warmup_steps=lambda steps: 5,
     )
     found = HfTrainerDeepSpeedConfig(config)
