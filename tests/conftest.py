@@ -7,8 +7,8 @@ the scopes below, and a test leaves it as it found it:
 - `finished_study` (tests/test_end_to_end.py): a study that was killed, resumed, interrupted and finished;
 - `traces_of_this_run`: a cache that all tests of a run fill and read.
 
-pytest-xdist makes a session's fixtures once a worker. Files whose tests share a dear one therefore run in one worker, and
-first: `DEAR`.
+pytest-xdist makes a session's fixtures once a worker. Files whose tests share a dear one therefore run in one worker:
+`DEAR`. What takes long begins first, so that both workers end at the same time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import importlib
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -36,6 +37,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["OMP_NUM_THREADS"] = "1"  # of every process that tests start: two workers share the cores
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # containers set it: every process would compile all modules anew
 # Trainings without autotune, too, build DeepSpeed's ops with this environment's ninja: another one's takes what is built for
 # stale, and from then on each builds it anew whenever the other has.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
@@ -57,18 +59,39 @@ from autotune.units import MIB
 from tests import fake_driver
 
 SCRIPTS = Path(__file__).parent / "scripts"
-DEAR = {  # file: what its tests share
+DEAR = {  # file: what its tests share, or None where each takes long by itself; the longest first
     "tests/executors/test_local.py": "bench",
     "tests/executors/test_knobs.py": "bench",
     "tests/executors/nodes/test_ssh.py": "hosts",
     "tests/executors/nodes/test_slurm.py": "slurm",
+    "tests/rank/test_tasks.py": "bench",
     "tests/rank/test_workload.py": "bench",
+    "tests/predict/test_zero_live.py": "bench",
     "tests/test_scripts.py": "scripts",
     "tests/test_ways.py": "scripts",
     "tests/test_launchers.py": "scripts",
-    "tests/test_end_to_end.py": "finished_study",
     "tests/test_wheel.py": "wheel",
+    "tests/test_end_to_end.py": "finished_study",
+    "tests/benchmarks/test_gpu_acceptance.py": "rehearsed",
+    "tests/rank/hooks/test_accelerate.py": "parent",
+    "tests/rank/hooks/test_deepspeed.py": "parent",
+    "tests/rank/hooks/test_process_group.py": "parent",
+    "tests/rank/hooks/test_transformers.py": "parent",
+    "tests/rank/test_hub.py": "parent",
+    "tests/rank/test_model.py": "parent",
+    "tests/rank/test_script.py": "parent",
+    "tests/rank/test_train.py": "parent",
     "tests/gpu/test_cuda.py": "gpu",  # one test at a time has the device
+    "tests/test_readme.py": None,
+    "tests/benchmarks/test_small_forms.py": None,
+    "tests/benchmarks/test_faults.py": None,
+    "tests/test_guarded.py": None,
+    "tests/commands/test_tasks.py": None,
+    "tests/commands/test_stopped_while_building.py": None,
+    "tests/group/test_building.py": None,
+    "tests/group/test_group.py": None,
+    "tests/predict/test_trace.py": None,
+    "tests/predict/test_depth_exact.py": None,
 }
 
 # Hypothesis fails a test by seconds on a clock; machines are shared and slow at times.
@@ -94,11 +117,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Scheduling(LoadScopeScheduling):
-    """Tests go to workers one by one, those of a group all to one worker, the largest groups first. (`--dist loadgroup` is
-    meant for this; that of pytest-xdist 3.8 does not see its own marks under pytest 9.2.)"""
+    """Tests go to workers one by one, those of a group all to one worker, and what is dear first, in its order: what is
+    short fills what is left. (`--dist loadgroup` is meant for groups; that of pytest-xdist 3.8 does not see its own marks
+    under pytest 9.2.)"""
+
+    _ordered = False
 
     def _split_scope(self, nodeid: str) -> str:
-        return DEAR.get(nodeid.partition("::")[0], nodeid)
+        return DEAR.get(nodeid.partition("::")[0]) or nodeid
+
+    def _assign_work_unit(self, node: Any) -> None:
+        if not self._ordered:  # the queue has just been filled
+            self._ordered = True
+            places = {shared or file: -at for at, (file, shared) in enumerate(reversed(DEAR.items()))}
+            for scope in sorted(self.workqueue, key=lambda scope: places.get(scope.partition("::")[0], 1)):
+                self.workqueue.move_to_end(scope)
+        super()._assign_work_unit(node)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -145,6 +179,12 @@ def pid_lives(pid: int) -> bool:
         return lives(psutil.Process(pid))
     except psutil.NoSuchProcess:
         return False
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def processes_in(folder: Path) -> list[str]:

@@ -5,17 +5,29 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from autotune.group.extensions import FOLDER, own_folder
+
 _AT_THEIR_END = Path(__file__).parent / "plainly"  # a `sitecustomize` of their ranks
 
 
-def train(words: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None) -> str:
-    """What a training on CPU ranks has printed by its end.
+def train(
+    words: Sequence[str],
+    folder: Path,
+    variables: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> str:
+    """What a training on CPU ranks has printed by its end. DeepSpeed's ops are those that trials have built: torch's own
+    folder is built anew for minutes whenever another environment has used it.
+
+    Args:
+        variables: what stands before the command, beside the `environment` of whoever types it.
 
     Raises:
         AssertionError: it failed; what it said last.
     """
-    path = os.pathsep.join(filter(None, [str(_AT_THEIR_END), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, **(variables or {})}
+    path = os.pathsep.join(filter(None, [str(_AT_THEIR_END), environment.get("PYTHONPATH")]))
+    ops = {FOLDER: str(own_folder("cpu"))}
+    env = {**ops, **environment, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, **(variables or {})}
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

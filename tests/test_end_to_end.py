@@ -23,7 +23,7 @@ AUTOTUNE = [sys.executable, "-m", "autotune.cli"]
 SPACE = """
 knobs:
   zero_stage: [0, 2]
-  train_micro_batch_size_per_gpu: [1, 2, 256]
+  train_micro_batch_size_per_gpu: [1, 256]
   offload_optimizer: [none, cpu]
   reduce_bucket_size: [500000]
 """

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from autotune import interpreter
 from autotune.errors import UserError
 from autotune.interpreter import Beside, Own, current, interpreter_at, launched, other_python, running_in, which
-from tests.conftest import pid_lives
+from tests.conftest import pid_lives, wait_until
 
 FACTS = {
     "executable": None,
@@ -208,7 +207,4 @@ def test_one_that_hangs_is_not_waited_for_and_leaves_nothing(tmp_path: Path, mon
     monkeypatch.setattr(interpreter, "ANSWER_SECONDS", 0.5)
     assert "no answer within 0 s" in refusal(program(tmp_path / "hangs", f"sleep 600 & echo $! > {tmp_path}/pid; wait"))
     child = int((tmp_path / "pid").read_text())
-    until = time.monotonic() + 10
-    while pid_lives(child) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not pid_lives(child)
+    wait_until(lambda: not pid_lives(child), "its child's end")

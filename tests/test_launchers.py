@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from autotune.problem.script import carried, training_command, typed, variables_
 from autotune.problem.script_job import job_of, own_candidate
 from autotune.problem.typed import read_command
 from tests.cli_call import call
-from tests.conftest import SCRIPTS, Scripts, make_candidate
+from tests.conftest import SCRIPTS, Scripts, free_port, make_candidate
 from tests.plain_training import train
 
 CONFIG = {
@@ -59,12 +58,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     return tmp_path
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def printed(found: Probe, scripts: Scripts, candidate: Candidate, folder: Path) -> list[str]:

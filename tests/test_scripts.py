@@ -24,7 +24,7 @@ from autotune.problem.space_file import load_space
 from autotune.recovery.ladder import Rung
 from autotune.recovery.supervisor import LaunchSummary, Supervisor
 from autotune.units import MIB
-from tests.conftest import SCRIPTS, Scripts, make_candidate, pid_lives, processes_in, read_json_lines
+from tests.conftest import SCRIPTS, Scripts, free_port, make_candidate, pid_lives, processes_in, read_json_lines
 from tests.scripts.long_batches import seen_samples
 
 CONFIG = {
@@ -213,7 +213,7 @@ def test_out_of_memory_of_a_script_is_a_measurement(scripts: Scripts, tmp_path: 
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     argv = [str(SCRIPTS / "plain.py"), "--deepspeed_config", "ds.json", "--longest", "1024"]
     found = scripts.probe(argv, tmp_path, (("train_micro_batch_size_per_gpu", "--batch_size"),))
-    outcome = scripts.measure(found, make_candidate(1, 256))
+    outcome = scripts.measure(found, make_candidate(1, 2048))
     assert outcome.kind is Kind.OOM_DEVICE, outcome
 
 
@@ -404,6 +404,8 @@ def launch(
     job = unknown_job(Script(script.argv, script.cwd, script.flags, profile=profile), hardware)
     job = type(job)(job.model, 2, 32, "fp32", script=job.script)
     lines = says if says is not None else []
+    if scripts is not None and (log := scripts.executor.launcher.log) is not None:
+        log.write_bytes(b"")  # what a rank of another test has written there says nothing of this one's
     supervisor = Supervisor(
         job,
         hardware,
@@ -424,12 +426,12 @@ PAUSES = """
 
     def pause(what, rank):
         if what == "evaluates" and rank == 0:
-            until = time.monotonic() + 9
+            until = time.monotonic() + 5
             while time.monotonic() < until:
                 torch.randn(64, 64) @ torch.randn(64, 64)
         if what == "saves" and rank == 0:
             with open(os.devnull, "wb", 0) as slow_disk:
-                for _ in range(90):
+                for _ in range(50):
                     slow_disk.write(bytes(2**20))
                     time.sleep(0.1)
         if what == "hangs":
@@ -454,7 +456,7 @@ PAUSES = """
 def test_a_long_pause_of_a_healthy_training_is_no_hang(scripts: Scripts, tmp_path: Path, what: str) -> None:
     name = write(tmp_path, "pauses.py", PAUSES)
     top, says = make_candidate(1, 2, 1), list[str]()
-    ended = launch(tmp_path, [name, what], [top], says=says, scripts=scripts, silent_seconds=5.0, max_restarts=1)
+    ended = launch(tmp_path, [name, what], [top], says=says, scripts=scripts, silent_seconds=2.5, max_restarts=1)
     if what == "hangs":
         assert ended.code == 1
         assert [one.ended.split(":")[0] for one in ended.attempts] == ["timeout", "timeout"], "it was started again"
@@ -491,7 +493,7 @@ def short_peak_bytes(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory)
     ("after", "convert", "steps"),
     [
         (make_candidate(2, 1, 4, offload_optimizer="cpu"), False, 10),  # Trainer takes another class of Adam for it
-        (make_candidate(3, 1, 4), True, 24),
+        (make_candidate(3, 1, 4), True, 12),
     ],
     ids=["offloaded", "converted"],
 )
@@ -499,7 +501,7 @@ def test_training_survives_its_longest_batches(
     scripts: Scripts, tmp_path: Path, short_peak_bytes: int, after: Candidate, convert: bool, steps: int
 ) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(AUTO))
-    argv = [*LONG_BATCHES, "--max_steps", str(steps), "--long_steps", "7,19"]
+    argv = [*LONG_BATCHES, "--max_steps", str(steps), "--long_steps", "7,10"]
     says: list[str] = []
     ladder = [make_candidate(1, 4, 1), after]
     cap = short_peak_bytes // MIB + 150
@@ -695,7 +697,7 @@ def test_a_free_batch_that_the_script_does_not_take_is_left(scripts: Scripts, tm
         ('input("which run? ")', "asks for input"),
         ("breakpoint()", "stops at a breakpoint"),
         (
-            'import socket, time; held = socket.create_server(("127.0.0.1", 18127)); time.sleep(600)',
+            'import socket, time; held = socket.create_server(("127.0.0.1", PORT)); time.sleep(600)',
             "opens a port that is taken",
         ),
         ('open("nowhere.json")', "reads what is not there"),
@@ -703,7 +705,7 @@ def test_a_free_batch_that_the_script_does_not_take_is_left(scripts: Scripts, tm
     ],
 )
 def test_what_a_script_may_not_do_is_said_in_one_line(scripts: Scripts, tmp_path: Path, line: str, said: str) -> None:
-    name = write(tmp_path, "mine.py", line)
+    name = write(tmp_path, "mine.py", line.replace("PORT", str(free_port())))
     with pytest.raises(UserError, match=said) as refused:
         scripts.probe([name], tmp_path)
     assert str(refused.value).startswith("mine.py ")
@@ -713,11 +715,12 @@ def test_what_a_script_may_not_do_is_said_in_one_line(scripts: Scripts, tmp_path
 def test_a_script_that_never_calls_deepspeed_in_its_time(scripts: Scripts, tmp_path: Path) -> None:
     name = write(tmp_path, "idle.py", "import time\nwhile True:\n    time.sleep(0.05)\n")
     with pytest.raises(UserError, match=r"^idle\.py had not called deepspeed\.initialize after"):
-        scripts.probe([name], tmp_path, seconds=8.0)
+        scripts.probe([name], tmp_path, seconds=3.0)
 
 
 def test_a_port_is_free_again_for_the_next_trial(scripts: Scripts, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    port = free_port()
     name = write(
         tmp_path,
         "server.py",
@@ -725,9 +728,9 @@ def test_a_port_is_free_again_for_the_next_trial(scripts: Scripts, tmp_path: Pat
         import os, socket, sys
         if os.environ["RANK"] == "0":
             server = socket.socket()
-            server.bind(("127.0.0.1", 18128))
+            server.bind(("127.0.0.1", {port}))
             server.listen()
-            client = socket.create_connection(("127.0.0.1", 18128))
+            client = socket.create_connection(("127.0.0.1", {port}))
             accepted, _ = server.accept()
         sys.path.insert(0, {str(SCRIPTS)!r})
         import plain

@@ -15,6 +15,7 @@ import pytest
 
 from tests.conftest import SCRIPTS
 from tests.environments import install_wheel, make_environment
+from tests.plain_training import train
 
 pytestmark = pytest.mark.slow
 
@@ -155,13 +156,5 @@ def test_beside_a_script_without_transformers(tuner: Path, tmp_path: Path) -> No
     (line,) = [line for line in said.splitlines() if "train with: " in line]
     command = line.partition("train with: ")[2]
     assert f"{python} -m torch.distributed.run" in command
-    done = subprocess.run(
-        ["sh", "-c", f"{command} --steps 3"],
-        cwd=autotune.folder,
-        env={**autotune.env, "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    train(["sh", "-c", f"{command} --steps 3"], autotune.folder, {"DS_ACCELERATOR": "cpu"}, autotune.env)
     assert seen() == alone

@@ -26,6 +26,9 @@ from autotune.group.ops import load_ops
 from autotune.group.protocol import Channel, Message
 from autotune.linux import adopt_orphans, die_with_parent
 
+# ZeRO imports it to know its optimizers, and it torch's compiler: a second and a half of each rank at stages 1 to 3. Whether
+# that lets CUDA sleep has not been seen yet, so ranks of GPUs import it themselves.
+_OF_CPU_RANKS = ("deepspeed.runtime.zero.muon.muon_optimizer",)
 _FORK_TEST_SECONDS = 120  # without persistence mode each of eight GPUs takes seconds to wake
 _CUDA_ERROR_NOT_INITIALIZED = 3  # CUresult: what a fork of a process that has used CUDA is told
 
@@ -42,7 +45,8 @@ def preload(model_type: str | None, modules: list[str]) -> dict[str, Any]:
             from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
             MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
-    for name in ("torch._dynamo", *modules):
+    on_cpus = os.environ.get("DS_ACCELERATOR") == "cpu"
+    for name in ("torch._dynamo", *(_OF_CPU_RANKS if on_cpus else ()), *modules):
         with suppress(Exception):
             importlib.import_module(name)
     return {"import_seconds": time.monotonic() - began}

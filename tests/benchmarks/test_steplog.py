@@ -26,7 +26,7 @@ ENGINE = """
             self.micro_steps += 1
 """
 TRAINING = """
-    import torch
+    import os, torch
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     torch.distributed.init_process_group("gloo", init_method="file://{meeting}", rank=0, world_size=1)
@@ -38,6 +38,7 @@ TRAINING = """
         with torch.no_grad():
             engine.forward(input_ids=ids)
         engine.step()
+    os._exit(0)  # the process group is open: its threads may abort an interpreter that ends
 """
 
 

@@ -46,7 +46,7 @@ def stopped(compiler: SlowCompiler, folder: Path, number: signal.Signals, *words
     return process.returncode, out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_run_ends_with_its_compilers(tmp_path: Path, compiler: SlowCompiler, number: signal.Signals) -> None:
     code, out = stopped(compiler, tmp_path, number, *MODEL)
     assert code == 130

@@ -58,7 +58,7 @@ def test_how_the_model_is_made_is_a_knob(bench: Bench) -> None:
 
 def test_one_engine_climbs_and_a_long_accumulation_is_extrapolated(bench: Bench) -> None:
     first = make_candidate(1, 1, 1)
-    effort = Effort(min_seconds=0.0, min_steps=2)
+    effort = Effort(min_seconds=0.0, min_steps=5)  # for medians that one slow step does not move
     with closing(bench.session(first)) as session:
         outcomes = [session.measure(make_candidate(1, *rung), effort, 60.0) for rung in ((1, 1), (2, 1), (2, 16))]
     assert all(outcome.ok for outcome in outcomes)
@@ -174,7 +174,7 @@ def test_out_of_memory_on_the_real_cap(bench: Bench) -> None:
 def test_one_rank_of_two_fails(bench: Bench, what: str, where: str) -> None:
     bench.fault = {"rank": 1, "where": where, "what": what}
     if what == "hang":
-        bench.executor.deadlines = Deadlines(start=60, init=12, step=4)
+        bench.executor.deadlines = Deadlines(start=60, init=5, step=3)
     expected = {"oom": Kind.OOM_DEVICE, "hang": Kind.TIMEOUT}.get(what, Kind.CRASH)
     session = bench.session(make_candidate(2))
     outcome = session.measure(make_candidate(2), Effort(), 120.0)
@@ -211,14 +211,6 @@ def test_a_stop_request_ends_a_running_trial(bench: Bench) -> None:
     assert bench.run(make_candidate()).kind is Kind.INTERRUPTED
 
 
-def test_a_killed_fork_server_is_started_again(bench: Bench) -> None:
-    server = bench.executor.launcher.server
-    assert server is not None
-    os.kill(server, signal.SIGKILL)
-    wait_until(lambda: not pid_lives(server), "the fork server's end")
-    assert bench.run(make_candidate()).ok
-
-
 def test_fork_and_spawn_agree(bench: Bench, tmp_path: Path) -> None:
     candidate, effort = make_candidate(1, 4), Effort(min_seconds=0.2, min_steps=3)
     forked = bench.run(candidate, effort=effort)
@@ -243,14 +235,16 @@ def test_a_disk_that_refuses_is_the_machines_trouble(bench: Bench, monkeypatch: 
     assert "No space" in outcome.reason
 
 
-def test_ranks_die_with_the_tuner(bench: Bench) -> None:
+def test_ranks_die_with_their_server_which_is_started_again(bench: Bench) -> None:
     with closing(bench.session(make_candidate())) as session:
         assert session.measure(make_candidate(), Effort(min_seconds=0.0, min_steps=2), 120.0).ok
         ranks = [process.pid for process in bench.left_over()]
         assert len(ranks) == 2
-        assert bench.executor.launcher.server is not None
-        os.kill(bench.executor.launcher.server, signal.SIGKILL)
-        wait_until(lambda: not any(pid_lives(pid) for pid in ranks), "the ranks' end")
+        server = bench.executor.launcher.server
+        assert server is not None
+        os.kill(server, signal.SIGKILL)
+        wait_until(lambda: not any(pid_lives(pid) for pid in (server, *ranks)), "their end")
+    assert bench.run(make_candidate()).ok
 
 
 def test_the_medians_interval() -> None:

@@ -76,6 +76,7 @@ def test_a_killed_build_is_gone_on_with_at_once(tmp_path: Path, compiler: SlowCo
     assert states(told(load(env, OP))) == ["loading", "done", "over"]
 
 
+@pytest.mark.slow
 def test_what_was_compiled_is_kept(tmp_path: Path, compiler: SlowCompiler) -> None:
     env = compiler.environment(tmp_path / "home")
     assert states(told(load(env, OP)))[-1] == "over"

@@ -121,10 +121,10 @@ def test_silence_is_measured_by_the_patience_of_its_phase(fakes: Fakes, phase: s
 @pytest.mark.parametrize("what", ["compute", "beat"])
 @pytest.mark.parametrize("may_leave", [False, True], ids=["trial", "training"])
 def test_a_rank_that_computes_or_gets_on_is_no_hang(fakes: Fakes, what: str, may_leave: bool) -> None:
-    patience = Policy(HOUR, lambda phase: 4.0, settle_seconds=0.2, may_leave=may_leave)
+    patience = Policy(HOUR, lambda phase: 2.0, settle_seconds=0.2, may_leave=may_leave)
     group = fakes.make(patience, {"rank": 1, "where": "step", "what": what})
     assert group.start(FAKE, 2, {}, logs=fakes.folder) is Stop.ARRIVED
-    assert group.watch(lambda: len(fakes.ready) == 2, time.monotonic() + 9.0) is Stop.DEADLINE
+    assert group.watch(lambda: len(fakes.ready) == 2, time.monotonic() + 4.5) is Stop.DEADLINE
 
 
 def test_a_stopped_rank_hangs_and_where_it_was_is_said(fakes: Fakes) -> None:

@@ -14,22 +14,25 @@ BUSY = {
     "computes": "while True: pass",
     "writes": "f = open('/dev/null', 'wb', 0)\nimport time\nwhile True: f.write(bytes(2**20)); time.sleep(0.05)",
     "has a child that computes": "import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', "
-    "'import os\\nparent = os.getppid()\\nwhile os.getppid() == parent: pass'])\ntime.sleep(60)",
+    "'import os\\nparent = os.getppid()\\nwhile os.getppid() == parent: pass'])\ntime.sleep(600)",
 }
 
 
 @contextmanager
 def running(code: str) -> Iterator[int]:
-    process = subprocess.Popen([sys.executable, "-c", code])
-    try:
-        yield process.pid
-    finally:
-        process.kill()
-        process.wait()
+    """A process whose interpreter has come up."""
+    up = ["-c", f"print(flush=True)\n{code}"]
+    with subprocess.Popen([sys.executable, *up], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            yield process.pid
+        finally:
+            process.kill()
 
 
 def seen_alive(vitals: Vitals, pid: int, waiting: tuple[int, ...] = (), looks: int = 10) -> bool:
-    return any(vitals.alive([pid], waiting) for _ in range(looks) if time.sleep(0.5) is None)
+    return any(vitals.alive([pid], waiting) for _ in range(looks) if time.sleep(0.3) is None)
 
 
 @pytest.mark.parametrize("code", BUSY.values(), ids=BUSY)
@@ -40,7 +43,6 @@ def test_what_gets_on_is_alive(code: str) -> None:
 
 def test_what_sleeps_is_not_and_neither_is_what_is_gone() -> None:
     with running("import time; time.sleep(600)") as pid:
-        time.sleep(2)  # its interpreter has come up
         vitals = Vitals()
         assert not vitals.alive([pid]), "the first look only begins to compare"
         assert not seen_alive(vitals, pid, looks=4)

@@ -65,17 +65,16 @@ def test_checkpointing_keeps_less_and_computes_more() -> None:
     assert sum(trace.of(True).flops) > 1.1 * sum(trace.plain.flops)
 
 
-def test_a_trace_is_cached_by_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracer_process: None) -> None:
+def test_a_trace_is_cached_by_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
     made = trace_job(make_job())
     files = list((tmp_path / "autotune" / "traces").iterdir())
     assert len(files) == 1
-    monkeypatch.setattr(tracing.subprocess, "run", lambda *a, **k: pytest.fail("traced again"))
-    again = trace_job(make_job(ranks=1))  # ranks do not matter to a trace
+    with monkeypatch.context() as patch:
+        patch.setattr(tracing.subprocess, "run", lambda *a, **k: pytest.fail("traced again"))
+        again = trace_job(make_job(ranks=1))  # ranks do not matter to a trace
     assert again == made
     assert Trace.from_json(json.loads(json.dumps(made.to_json()))) == made
-    monkeypatch.undo()
-    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
     files[0].write_text('{"plain": {}}')
     assert trace_job(make_job()) == made, "a damaged one is made anew"
 

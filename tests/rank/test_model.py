@@ -2,6 +2,8 @@
 
 import os
 import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,22 @@ def start(parent: Parent, folder: Path, world: int = 1, **more: Any) -> list[Ran
     job, candidate = make_job(world), make_candidate(1, 2)
     spec = make_spec(folder, job, config=trial_config(candidate, job), checkpointing=False, **more)
     return parent.start(MODEL, spec, world)
+
+
+def imported_by_an_engine() -> list[str]:
+    import deepspeed
+    import torch
+
+    before, net = set(sys.modules), torch.nn.Linear(4, 4)
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 2}}
+    deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(net.parameters()), config=config)
+    return sorted(set(sys.modules) - before)
+
+
+def test_what_zero_imports_is_there_before_the_fork(in_rank: Callable[..., Any]) -> None:
+    """It was torch's compiler, five hundred modules and more than a second of each rank."""
+    imported = in_rank(imported_by_an_engine)
+    assert len(imported) < 250, imported
 
 
 def test_a_life_from_hello_to_bye(parent: Parent, tmp_path: Path) -> None:

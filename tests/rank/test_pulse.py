@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 
@@ -11,15 +10,39 @@ import pytest
 from autotune.group.protocol import Channel, Message
 from autotune.rank import pulse
 from autotune.rank.pulse import Pulse, describe, waits
+from tests.conftest import wait_until
 
 
 class Held:
     """Stands for a tensor."""
 
 
-@pytest.fixture(autouse=True)
-def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+class Looks:
+    """Counts the looks at this thread."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.places = 0  # at which this thread was, one after another
+        self.many = threading.Event()
+        self._glance, self._last = pulse.glance, pulse.Glance((), "", False)
+
+    def glance(self, thread: int) -> pulse.Glance | None:
+        found = self._glance(thread)
+        assert found is not None
+        self.count += 1
+        self.places += found.place != self._last.place
+        self._last = found
+        if self.count == 10:
+            self.many.set()
+        return found
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
+    made = Looks()
     monkeypatch.setattr(pulse, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(pulse, "glance", made.glance)
+    return made
 
 
 def beats(work: Callable[[], None]) -> list[Message]:
@@ -33,33 +56,33 @@ def beats(work: Callable[[], None]) -> list[Message]:
     return ours.drain()
 
 
-def test_a_thread_that_gets_on_moves() -> None:
+def test_a_thread_that_gets_on_moves(looks: Looks) -> None:
     def compute() -> None:
-        until = time.monotonic() + 1.0
-        while time.monotonic() < until:
+        while looks.places < 4:
             sorted(range(100), key=lambda n: -n)
+            "".join(str(n) for n in range(100))
 
-    assert sum(message["moved"] for message in beats(compute)) >= 3
+    assert sum(message["moved"] for message in beats(compute)) >= 4
 
 
-def test_a_thread_that_hangs_is_told_of_once_and_where() -> None:
-    never = threading.Event()
-    found = beats(lambda: never.wait(1.0) and None)
+def test_a_thread_that_hangs_is_told_of_once_and_where(looks: Looks) -> None:
+    found = beats(lambda: looks.many.wait(120.0) and None)
     stuck = [message for message in found if not message["moved"]]
     assert len(stuck) == 1
     assert "threading.py" in stuck[0]["where"]
     assert not stuck[0]["waits"]
 
 
-def test_a_glance_keeps_no_variable_of_the_thread_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "BEAT_SECONDS", 0.2)
+def test_a_glance_keeps_no_variable_of_the_thread_alive(looks: Looks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "BEAT_SECONDS", 0.2)  # the next look is still to come when the variable has gone
     held: list[weakref.ref[Held]] = []
     alive: list[bool] = []
 
     def step() -> None:
         tensor = Held()
         held.append(weakref.ref(tensor))
-        time.sleep(0.3)  # a beat comes while it lives, the next is still to come when it does not
+        before = looks.count
+        wait_until(lambda: looks.count > before, "a look while it lives")
 
     def work() -> None:
         step()

@@ -40,7 +40,7 @@ def test_a_training_is_a_trial_of_its_study(tmp_path: Path) -> None:
     measured = record.outcome.measurement if record.outcome else None
     assert measured is not None
     assert measured.steps == 4
-    assert 0.009 < measured.step_seconds < 1
+    assert measured.step_seconds > 0.009
     assert measured.samples_per_second * measured.step_seconds == pytest.approx(16)
     assert measured.peak_bytes > 2**20
 
