@@ -389,9 +389,8 @@ class Tuner:
         return 2 * self.proposer.trial_seconds(candidate) + 20 * step + around
 
     def _as_record(self, candidate: Candidate, measured: tuple[int, Measurement], role: str) -> Record:
-        number, measurement = measured
-        found = next((record for record in self.store.records() if record.number == number), None)
-        return found or Record(number, candidate, Outcome(Kind.OK, measurement=measurement), role)
+        found = (record for record in self.store.records() if record.number == measured[0])
+        return next(found, None) or Record(measured[0], candidate, Outcome(Kind.OK, measurement=measured[1]), role)
 
 
 def too_short(budget_seconds: float) -> str | None:
