@@ -149,7 +149,9 @@ def load_landscape(path: Path) -> Landscape:
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{table} or its JSON cannot be read: {error}") from None
     if not any(row.kind is Kind.OK for row in rows.values()):
-        raise UserError(f"{table}: no row with outcome ok")
+        raise UserError(
+            f"{table}: no row with outcome ok, so nothing of it fits: record a study of which something ran"
+        )
     return Landscape(stem, facts, rows)
 
 

@@ -4,23 +4,25 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.interpreter import Own
-from autotune.problem.fitting import for_job, installed
+from autotune.problem.fitting import fitted, for_job
+from autotune.problem.hardware import detect
 from autotune.problem.space_file import parse_space
 from tests.conftest import make_job
 
 
 def test_kernels_that_are_not_installed_are_left_out_once() -> None:
     space = parse_space("knobs: {zero_stage: [1], attention: [sdpa, flash_attention_2], compile: [true, false]}")
-    left, lines = installed(space)
+    left, lines = fitted(space, make_job(), detect("cpu", 2))
     assert left.knobs["attention"].values == ("sdpa",)
     assert lines == ["attention flash_attention_2 needs the package flash_attn, which is not installed: left out"]
     with pytest.raises(UserError, match="flash_attn"):
-        installed(parse_space("knobs: {zero_stage: [1], attention: [flash_attention_2]}"))
+        fitted(parse_space("knobs: {zero_stage: [1], attention: [flash_attention_2]}"), make_job(), detect("cpu", 2))
 
 
 def test_adapters_without_peft_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Own, "has", lambda self, module: False)
-    left, lines = installed(parse_space("knobs: {zero_stage: [1], lora: [none, 8]}"))
+    space = parse_space("knobs: {zero_stage: [1], lora: [none, 8]}")
+    left, lines = fitted(space, make_job(), detect("cpu", 2))
     assert left.knobs["lora"].values == ("none",)
     assert lines[0] == "lora r=8 needs the package peft, which is not installed: left out"
 
