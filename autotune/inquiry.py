@@ -6,11 +6,13 @@ own. It needs nothing but the standard library, not even the package that it lie
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,17 @@ PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "
 
 def version(package: str) -> str | None:
     """Of an installed distribution, or as torch's own text says it: one built from source need not be installed."""
+    found = _installed(package, tuple(sys.path), metadata.version)
+    return _in_torchs_text("__version__") if found is None and package == "torch" else found
+
+
+@functools.cache
+def _installed(package: str, path: tuple[str, ...], look_up: Callable[[str], str]) -> str | None:
+    """Looked up once for a path: predictions ask hundreds of times, and each time a file would be parsed."""
     try:
-        return metadata.version(package)
+        return look_up(package)
     except metadata.PackageNotFoundError:
-        return _in_torchs_text("__version__") if package == "torch" else None
+        return None
 
 
 def cuda() -> str | None:

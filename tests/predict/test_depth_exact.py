@@ -28,7 +28,7 @@ def peak(run: Pass, phase: int, micro_batch: int, gradients: float) -> float:
     [
         ("tiny-bert", "masked-lm", {"num_hidden_layers": 7}),
         ("tiny-t5", "seq2seq", {"num_layers": 5, "num_decoder_layers": 7}),
-        ("tiny-t5", "seq2seq", {"num_layers": 6, "num_decoder_layers": 6}),
+        pytest.param("tiny-t5", "seq2seq", {"num_layers": 6, "num_decoder_layers": 6}, marks=pytest.mark.slow),
         ("tiny-llava", "image-text", {"text_config.num_hidden_layers": 6, "vision_config.num_hidden_layers": 7}),
     ],
 )
