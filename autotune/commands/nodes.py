@@ -100,7 +100,7 @@ def named_nodes(named: Named, say: Callable[[str], None]) -> Iterator[Nodes | No
     if named.hostfile is None and not slurm:
         options = {"--include": named.include, "--exclude": named.exclude, "--nodes": named.nodes}
         for option, given in {**options, "--interface": named.interface, "--export": named.exports}.items():
-            if given:
+            if given is not None and given != []:
                 raise UserError(
                     f"{option} is about several machines: give --hostfile FILE too (or --executor slurm), or leave {option} out"
                 )

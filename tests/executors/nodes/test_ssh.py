@@ -293,7 +293,7 @@ def test_whoever_is_killed_in_a_trial_the_next_one_measures(
 @pytest.mark.slow
 def test_a_named_model_is_tuned_and_exported(hosts: Hosts, tmp_path: Path) -> None:
     words = ["run", "--model", "tiny-llama", "--device", "cpu", "--hostfile", str(hosts.hostfile()), "--seq-len", "32"]
-    words += ["--budget", "150s", "--max-trials", "4", "--study", "spread", "--yes", "--isolation", "fork"]
+    words += ["--global-batch-size", "4", "--budget", "150s", "--max-trials", "2", "--study", "spread", "--yes"]
     done = call(words, tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "on 2 nodes" in done.stdout
