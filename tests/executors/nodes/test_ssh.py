@@ -168,7 +168,7 @@ def test_a_link_that_is_cut(hosts: Hosts, tmp_path: Path) -> None:
             assert group.watch(lambda: False, time.monotonic() + 5.0) is Stop.DEADLINE
         finally:
             hosts[1].mend()
-        assert group.watch(lambda: False, time.monotonic() + 15.0) is Stop.DEADLINE
+        assert group.watch(lambda: False, time.monotonic() + 8.0) is Stop.DEADLINE
         assert len(group.peaks().used) == 2
         hosts[1].cut()
         try:
