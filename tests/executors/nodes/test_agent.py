@@ -55,10 +55,12 @@ class Spread:
         self.heard: dict[int, list[dict]] = {}
         self.group: Group | None = None
 
-    def open(self, plan: dict[str, object] | None = None, slots: int = 1) -> Cluster:
+    def open(
+        self, plan: dict[str, object] | None = None, slots: int = 1, names: tuple[str, ...] = ("n1", "n2")
+    ) -> Cluster:
         self._patch.setenv("FAKE_RANK", json.dumps(plan or {}))
         wishes = Wishes("cpu", variables=("FAKE_RANK",))
-        hosts = [Host(name, tuple(range(slots))) for name in ("n1", "n2")]
+        hosts = [Host(name, tuple(range(slots))) for name in names]
         self.cluster = Cluster(hosts, Pipe(), wishes, self.folder / "nodes", say=self.said.append)
         self.hardware = self.cluster.reach()
         self.cluster.open(Needs("cpu", 1))
@@ -125,6 +127,15 @@ def test_ranks_of_two_nodes_are_one_group(spread: Spread) -> None:
     assert stop is Stop.ARRIVED
     spread.close()
     assert gone(spread.agents)
+
+
+def test_a_cluster_of_one_machine_meets_in_a_file(spread: Spread) -> None:
+    spread.open({"note": []}, slots=2, names=("n1",))
+    _, stop = spread.run()
+    assert stop is Stop.ARRIVED
+    spec = next(one for one in spread.heard[1] if one["type"] == "note")["spec"]
+    assert isinstance(spec["store"], str)
+    assert (spec["local_rank"], spec["nodes"]) == (1, 1)
 
 
 @pytest.mark.parametrize(
