@@ -67,7 +67,6 @@ class Named(Protocol):
 
     executor: str
     gpus: int | None
-    budget: str
     hostfile: Path | None
     include: str | None
     exclude: str | None
@@ -83,13 +82,15 @@ def _allocated(named: Named) -> tuple[list[Host], str]:
     for option, given in (("--include", named.include), ("--exclude", named.exclude)):
         if given:
             raise UserError(f"{option} filters a hostfile: leave it out with --executor slurm")
-    check_time_left(parse_duration(named.budget))
     return allocated_hosts(named.gpus), f"allocation {os.environ[JOB]}"
 
 
 @contextmanager
-def named_nodes(named: Named, say: Callable[[str], None]) -> Iterator[Nodes | None]:
+def named_nodes(named: Named, say: Callable[[str], None], budget: str | None = None) -> Iterator[Nodes | None]:
     """The nodes that are named, none of them reached yet; at the end each agent is ended. None: this machine is meant.
+
+    Args:
+        budget: as typed: so long an allocation must last.
 
     Raises:
         UserError: the hostfile or a filter is wrong, or an option needs a hostfile.
@@ -100,7 +101,7 @@ def named_nodes(named: Named, say: Callable[[str], None]) -> Iterator[Nodes | No
     if named.hostfile is None and not slurm:
         options = {"--include": named.include, "--exclude": named.exclude, "--nodes": named.nodes}
         for option, given in {**options, "--interface": named.interface, "--export": named.exports}.items():
-            if given:
+            if given is not None and given != []:
                 raise UserError(
                     f"{option} is about several machines: give --hostfile FILE too (or --executor slurm), or leave {option} out"
                 )
@@ -111,6 +112,8 @@ def named_nodes(named: Named, say: Callable[[str], None]) -> Iterator[Nodes | No
         hosts, said = read_hostfile(named.hostfile, named.include, named.exclude), str(named.hostfile)
     else:
         hosts, said, transport = *_allocated(named), Srun(os.environ[JOB])
+        if budget is not None:
+            check_time_left(parse_duration(budget))
     folder = Path(tempfile.mkdtemp(prefix="autotune-nodes-"))
     made = Nodes(hosts, said, transport, folder, say, named.nodes, named.interface, tuple(named.exports))
     try:

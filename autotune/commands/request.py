@@ -152,7 +152,9 @@ def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]
         raise UserError("--price is of one card: leave it out with --compare")
     setups = []
     for name in gpus:
-        hardware = planned_hardware(name, gpus_per_node, request.nodes or 1, headroom, host, cap)
+        hardware = planned_hardware(
+            name, gpus_per_node, 1 if request.nodes is None else request.nodes, headroom, host, cap
+        )
         job = _named_job(request, hardware)
         space = fitted(load_space(request.space or "default"), job, hardware).space
         known = price_table().get(hardware.facts or "")

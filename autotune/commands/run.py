@@ -96,7 +96,10 @@ def run_study(
             console.print(text, soft_wrap=True, markup=False, highlight=False)  # a path is not cut in two
 
     remembered = remembered_python(request) if local else None
-    with ranks_python(request.python, say, needed=needed, remembered=remembered), named_nodes(request, say) as nodes:
+    with (
+        ranks_python(request.python, say, needed=needed, remembered=remembered),
+        named_nodes(request, say, request.budget) as nodes,
+    ):
         return _run(run_setup(request, nodes), console, quiet, confirm)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from autotune.executors.nodes.hostfile import hostfile_of
 from autotune.group.environment import variables_of
 from autotune.predict.prediction import Prediction
 from autotune.predict.predictor import Predictor
@@ -189,7 +190,7 @@ def _verdict(
     exported = Code("DeepSpeed config", json.dumps(deepspeed_config(winner.candidate, job), indent=2))
     if job.script is not None:
         given = (store.threads, environment_of(store, winner.candidate))
-        nodes, hostfile = store.hardware.nodes, (store.folder or Path()) / "hostfile"
+        nodes, hostfile = store.hardware.nodes, hostfile_of(store.folder or Path())
         how = train_with(winner.candidate, job, store.name, config, *given, nodes=nodes, hostfile=hostfile)
         commands, hints = how.commands, how.hints
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import random
 import shutil
 import signal
 import socket
@@ -212,12 +213,18 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _free_net() -> int:
+    """The third number of 10.213.x.0/24 that nothing of this machine is in."""
+    taken = {one.address for found in psutil.net_if_addrs().values() for one in found}
+    return next(net for net in random.sample(range(1, 250), 249) if f"10.213.{net}.254" not in taken)
+
+
 class _Networks:
     """A bridge on this machine, with a namespace at the other end of each cable."""
 
     def __init__(self) -> None:
         self._id = f"{os.getpid() % 0xFFFF:04x}"
-        self._net = os.getpid() % 250 + 1
+        self._net = _free_net()
         self._bridge = f"atb{self._id}"
         self._count = 0
 

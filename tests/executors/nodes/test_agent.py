@@ -12,7 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from autotune.errors import Stopped, UserError
+from autotune.errors import MachineTrouble, Stopped, UserError
+from autotune.executors.nodes import cluster as clusters
+from autotune.executors.nodes import survey as surveys
 from autotune.executors.nodes import wire as wires
 from autotune.executors.nodes.cluster import Cluster, Wishes, sent_variables
 from autotune.executors.nodes.hostfile import Host
@@ -53,10 +55,12 @@ class Spread:
         self.heard: dict[int, list[dict]] = {}
         self.group: Group | None = None
 
-    def open(self, plan: dict[str, object] | None = None, slots: int = 1) -> Cluster:
+    def open(
+        self, plan: dict[str, object] | None = None, slots: int = 1, names: tuple[str, ...] = ("n1", "n2")
+    ) -> Cluster:
         self._patch.setenv("FAKE_RANK", json.dumps(plan or {}))
         wishes = Wishes("cpu", variables=("FAKE_RANK",))
-        hosts = [Host(name, tuple(range(slots))) for name in ("n1", "n2")]
+        hosts = [Host(name, tuple(range(slots))) for name in names]
         self.cluster = Cluster(hosts, Pipe(), wishes, self.folder / "nodes", say=self.said.append)
         self.hardware = self.cluster.reach()
         self.cluster.open(Needs("cpu", 1))
@@ -125,6 +129,15 @@ def test_ranks_of_two_nodes_are_one_group(spread: Spread) -> None:
     assert gone(spread.agents)
 
 
+def test_a_cluster_of_one_machine_meets_in_a_file(spread: Spread) -> None:
+    spread.open({"note": []}, slots=2, names=("n1",))
+    _, stop = spread.run()
+    assert stop is Stop.ARRIVED
+    spec = next(one for one in spread.heard[1] if one["type"] == "note")["spec"]
+    assert isinstance(spec["store"], str)
+    assert (spec["local_rank"], spec["nodes"]) == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("what", "kind"),
     [
@@ -178,6 +191,39 @@ def test_a_node_that_is_lost_is_the_machines_with_its_name(
     spread.ready.clear()
     group, stop = spread.run()
     assert stop is Stop.ARRIVED, "the next group has a whole cluster"
+
+
+def test_a_node_that_does_not_come_back_is_the_machines_trouble(
+    spread: Spread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clusters, "_BACK_SECONDS", 0.5)
+    monkeypatch.setattr(clusters, "_RETRY_SECONDS", 0.1)
+    cluster = spread.open()
+    spread.agents[1].kill()
+    wait_until(lambda: cluster.broken, "the node to be lost")
+    assert not cluster.all_see(Path("/"))
+    cluster.transport = Pipe("sh", "-c", "echo down for maintenance >&2; exit 1")
+    with pytest.raises(MachineTrouble, match=r"n2: .*down for maintenance; the study goes on with the same command"):
+        cluster.mend()
+    cluster.transport = Pipe()
+    cluster.cancelled = lambda: True
+    with pytest.raises(Stopped):
+        cluster.mend()
+    cluster.cancelled = lambda: False
+    cluster.mend()
+    assert not cluster.broken
+
+
+def test_a_node_without_a_place_to_write_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"device": "cpu", "count": 1, "headroom": 0.05, "memory_cap_bytes": None, "path": ""}
+    assert surveys.survey(**asked)["hardware"]["count"] == 1  # type: ignore[arg-type]
+    monkeypatch.setattr(surveys, "LEAST_FREE_BYTES", 2**62)
+    with pytest.raises(UserError, match="is full: its disk has less than"):
+        surveys.survey(**asked)  # type: ignore[arg-type]
+    monkeypatch.setenv("AUTOTUNE_CACHE", "/proc/no/such/place")
+    monkeypatch.setattr(surveys, "LEAST_FREE_BYTES", 0)
+    with pytest.raises(UserError, match="/proc/no/such/place/autotune cannot be written"):
+        surveys.survey(**asked)  # type: ignore[arg-type]
 
 
 def test_the_end_of_the_stream_ends_all_that_an_agent_has_started(spread: Spread) -> None:

@@ -6,7 +6,9 @@ from autotune.errors import UserError
 from autotune.executors.nodes.compare import check_alike, check_versions_and_clocks, combined
 from autotune.executors.nodes.network import meeting
 from autotune.problem.hardware import Hardware
+from autotune.search.fingerprint import fingerprint, identity
 from autotune.units import GIB
+from tests.conftest import make_job
 
 OURS = {"torch": "2.13.0", "deepspeed": "0.19.8"}
 
@@ -109,3 +111,12 @@ def test_a_node_without_a_network() -> None:
 
 def test_two_agents_of_one_machine_meet_on_its_loopback() -> None:
     assert meeting(["a", "b"], [at(hostname="one"), at(hostname="one")]).host == "127.0.0.1"
+
+
+def test_a_study_of_several_nodes_is_another_than_one_of_as_many_devices() -> None:
+    one = Hardware("cpu", "c", 4, 8 * GIB, None, 8 * GIB)
+    two = combined([Hardware("cpu", "c", 2, 8 * GIB, None, 8 * GIB)] * 2, 3)
+    assert "nodes" not in identity(make_job(4), one)["hardware"], "as studies of before have it"
+    assert identity(make_job(4), two)["hardware"]["nodes"] == 2
+    assert fingerprint(make_job(4), two)["threads_per_rank"] == 3, "of the nodes, not of this machine"
+    assert Hardware.from_json(two.to_json()) == two

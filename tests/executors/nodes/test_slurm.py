@@ -190,7 +190,19 @@ def test_a_job_that_slurm_refuses(real: Slurm, tmp_path: Path, options: list[str
 @pytest.mark.slow
 def test_one_allocation_for_the_whole_call(real: Slurm, tmp_path: Path) -> None:
     words = ["run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "1", "--executor", "slurm", "--nodes", "2"]
-    words += ["--seq-len", "32", "--budget", "200s", "--max-trials", "2", "--study", "slurmed", "--yes"]
+    words += [
+        "--seq-len",
+        "32",
+        "--global-batch-size",
+        "4",
+        "--budget",
+        "200s",
+        "--max-trials",
+        "1",
+        "--study",
+        "slurmed",
+    ]
+    words += ["--yes"]
     done = autotune(words, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "on 2 nodes" in done.stdout

@@ -1,5 +1,6 @@
 """Real hosts over real ssh: what is said of those that cannot be used, and what becomes of a group when one is lost."""
 
+import json
 import os
 import signal
 import subprocess
@@ -32,8 +33,13 @@ HOUR = 3600.0
 QUICK = Effort(min_seconds=0.0, min_steps=2)
 
 
-def nothing_runs(hosts: Hosts) -> bool:
-    return not any(host.processes() for host in hosts.hosts)
+def running_on(hosts: Hosts) -> set[int]:
+    return {process.pid for host in hosts.hosts for process in host.processes()}
+
+
+def nothing_runs(hosts: Hosts, before: set[int] = frozenset()) -> bool:  # type: ignore[assignment]
+    """Beside what ran before."""
+    return not running_on(hosts) - before
 
 
 @contextmanager
@@ -162,7 +168,7 @@ def test_a_link_that_is_cut(hosts: Hosts, tmp_path: Path) -> None:
             assert group.watch(lambda: False, time.monotonic() + 5.0) is Stop.DEADLINE
         finally:
             hosts[1].mend()
-        assert group.watch(lambda: False, time.monotonic() + 15.0) is Stop.DEADLINE
+        assert group.watch(lambda: False, time.monotonic() + 8.0) is Stop.DEADLINE
         assert len(group.peaks().used) == 2
         hosts[1].cut()
         try:
@@ -293,24 +299,30 @@ def test_whoever_is_killed_in_a_trial_the_next_one_measures(
 @pytest.mark.slow
 def test_a_named_model_is_tuned_and_exported(hosts: Hosts, tmp_path: Path) -> None:
     words = ["run", "--model", "tiny-llama", "--device", "cpu", "--hostfile", str(hosts.hostfile()), "--seq-len", "32"]
-    words += ["--budget", "150s", "--max-trials", "4", "--study", "spread", "--yes", "--isolation", "fork"]
+    words += ["--global-batch-size", "4", "--budget", "150s", "--max-trials", "2", "--study", "spread", "--yes"]
+    before = running_on(hosts)
     done = call(words, tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "on 2 nodes" in done.stdout
     assert (tmp_path / "runs" / "spread" / "spread.json").exists()
-    wait_until(lambda: nothing_runs(hosts), "the end of all that was started on the nodes")
+    wait_until(lambda: nothing_runs(hosts, before), "the end of all that was started on the nodes")
 
 
 @pytest.mark.slow
 def test_a_script_is_tuned_and_trained(hosts: Hosts, tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}')
-    script = [str(SCRIPTS / "trainer.py"), "--deepspeed", "ds.json"]
+    auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto")
+    (tmp_path / "ds.json").write_text(json.dumps({**auto, "zero_optimization": {"stage": 1}}))
+    script = [str(SCRIPTS / "trainer.py"), "--deepspeed", "ds.json", "--output_dir", "out", "--max_steps", "40"]
+    script += ["--per_device_train_batch_size", "2", "--use_cpu", "--report_to", "none", "--save_strategy", "no"]
+    before = running_on(hosts)
     words = ["--device", "cpu", "--hostfile", str(hosts.hostfile()), "--budget", "240s", "--max-trials", "2"]
     done = call(["run", *words, "--study", "mine", "--yes", "--", *script], tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     trained = call(["launch", "mine", "--hostfile", str(hosts.hostfile()), "--", *script], tmp_path)
     assert trained.returncode == 0, trained.stderr
-    wait_until(lambda: nothing_runs(hosts), "the end of all that was started on the nodes")
+    assert "training ended with exit code 0 after 40 steps" in trained.stderr
+    assert "'train_runtime'" in trained.stderr, "what ranks write is shown"
+    wait_until(lambda: nothing_runs(hosts, before), "the end of all that was started on the nodes")
     alone = call(["launch", "mine", "--", *script], tmp_path)
     assert alone.returncode == 2
     assert "it was tuned on 2 nodes with 1 devices each: give --hostfile FILE" in alone.stderr
