@@ -31,12 +31,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[dev]" -c constraints.txt
 	touch $@
 
-# The oldest supported versions, in an environment of their own: ranks, scripts, exports. DeepSpeed's ops are built first, since
+# The oldest supported versions, in an environment of their own: ranks, exports, versions. DeepSpeed's ops are built first, since
 # two workers that wait for compilers run into their tests' limits.
 OLD := .venv-oldest
 IN_OLD := TORCH_EXTENSIONS_DIR=$(CURDIR)/$(OLD)/extensions PATH=$(CURDIR)/$(OLD)/bin:$$PATH $(OLD)/bin/python
-OLD_TESTS := tests/test_versions.py tests/predict/test_versions.py tests/predict/test_unread.py tests/predict/test_zero_live.py \
-	tests/rank tests/executors/test_local.py tests/results/test_exports_load.py tests/test_scripts.py
+OLD_TESTS := tests/test_versions.py tests/predict/test_versions.py tests/predict/test_unread.py \
+	tests/rank tests/results/test_exports_load.py
 test-oldest: $(OLD)/.ops
 	$(IN_OLD) -m pytest -n 2 -m "not slow" $(OLD_TESTS)
 

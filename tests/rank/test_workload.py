@@ -10,6 +10,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job, Lora
 from autotune.problem.models import workload_spec
 from autotune.problem.outcome import Outcome
+from autotune.rank import versions
 from autotune.rank.building import fill_weights, task_model, transformers_config
 from autotune.rank.synthetic import synthetic_batches
 from autotune.rank.workload import loss_of, own_workload
@@ -50,12 +51,16 @@ def test_adapters_and_packing_are_knobs(bench: Bench) -> None:
     assert whole.peak_bytes > plain.peak_bytes + 5 * MIB, "all weights train: their gradients and states are 10 MiB"
 
 
-def test_packed_sequences_do_not_see_each_other() -> None:
+@pytest.mark.parametrize("older", [False, True], ids=["by position ids", "by a mask"])
+def test_packed_sequences_do_not_see_each_other(older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if older:  # transformers before 4.53; newer ones take such a mask, too
+        monkeypatch.setattr(versions, "masks_module", lambda: None)
     job = make_job(seq_len=64, lengths=((8, 1), (24, 1)), packed=True)
     batch = next(synthetic_batches(job, 3, torch.device("cpu"), 0))
     starts = batch["position_ids"] == 0
     assert starts[:, 0].all()
     assert (batch["labels"] == torch.where(starts, -100, batch["input_ids"])).all()
+    assert ("attention_mask" in batch) == (versions.masks_module() is None)
     steps = batch["position_ids"].diff()
     assert ((steps == 1) | starts[:, 1:]).all()
     lengths = starts[0].nonzero().flatten().diff().tolist()
@@ -68,6 +73,23 @@ def test_packed_sequences_do_not_see_each_other() -> None:
         first = lengths[0]
         alone = model(input_ids=batch["input_ids"][:1, first : first + lengths[1]]).logits[0]
     torch.testing.assert_close(together[first : first + lengths[1]], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_what_tells_packed_sequences_apart_before_4_53(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "masks_module", lambda: None)
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    assert versions.packed_mask(positions, "flash_attention_2", torch.bfloat16) is None
+    numbers = versions.packed_mask(positions, "flex_attention", torch.bfloat16)
+    assert numbers.tolist() == [[1, 1, 1, 2, 2]]
+    mask = versions.packed_mask(positions, "eager", torch.bfloat16)
+    assert (mask.shape, mask.dtype) == ((1, 1, 5, 5), torch.bfloat16)
+    assert (mask[0, 0] == 0).int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [0, 0, 0, 1, 0],
+        [0, 0, 0, 1, 1],
+    ]
 
 
 def test_attention_is_traced_as_it_is() -> None:
