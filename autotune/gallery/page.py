@@ -15,7 +15,7 @@ from autotune.problem.candidate import ATTENTION, COMPILED, LORA, PACKING, RUNG_
 ROOT = Path(__file__).parents[2]  # of the repository
 PAGE, SCHEMA = Path("docs/gallery.md"), Path("gallery/schema.json")
 SHOWN = (*DECIDING, *RUNG_KNOBS, ATTENTION, COMPILED, LORA, PACKING)  # the file has the others
-BEGIN, END = "<!-- gallery: written by `make gallery` -->", "<!-- end -->"
+BEGIN, END = "<!-- gallery: written by `make gallery` -->", "<!-- gallery ends -->"
 
 
 def rows() -> list[dict[str, Any]]:
