@@ -149,8 +149,8 @@ def measure_lora(most: int | None) -> list[dict[str, Any]]:
 ZERO = "zero_optimization."
 
 
-def knob_rows() -> list[tuple[int, Config]]:
-    """(ranks, knobs) of candidates in bf16: each knob that CPU ranks can turn, at a value that is not DeepSpeed's own."""
+def knob_rows() -> list[Config]:
+    """Knobs of candidates in bf16: each knob that CPU ranks can turn, at a value that is not DeepSpeed's own."""
     persistence, reuse = ZERO + "stage3_param_persistence_threshold", ZERO + "stage3_max_reuse_distance"
     live, prefetch = ZERO + "stage3_max_live_parameters", ZERO + "stage3_prefetch_bucket_size"
     split = {**OUT, "sub_group_size": 100_000}
@@ -163,7 +163,6 @@ def knob_rows() -> list[tuple[int, Config]]:
         (3, {**partitioned, live: 0, reuse: 0}),
         (3, {**partitioned, reuse: 0, prefetch: 500_000}),
         *((3, {ZERO + key: True}) for key in ("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential")),
-        (3, {ZERO + "stage3_module_granularity_threshold": 10_000}),
         (3, {ZERO + "memory_efficient_linear": False}),
         (3, {"overlap_comm": True}),
         *((stage, {"allgather_bucket_size": size}) for stage in (1, 2) for size in (100_000, 10**9)),
@@ -171,27 +170,21 @@ def knob_rows() -> list[tuple[int, Config]]:
         *((stage, {ZERO + "use_multi_rank_bucket_allreduce": False}) for stage in (1, 2)),
         *((stage, {ZERO + key: False}) for stage in (1, 2) for key in ("reduce_scatter", "allgather_partitions")),
         *((stage, {ZERO + "parameter_alignment": True}) for stage in (1, 2)),
-        *((stage, {ZERO + "compute_grad_norm": False}) for stage in (1, 2)),
         *((stage, {"communication_data_type": "fp32"}) for stage in (1, 3)),
         *((stage, {"data_types.grad_accum_dtype": "fp32"}) for stage in (1, 2, 3)),
         *((stage, {LOW + "master_weights_and_grads": True, LOW + "optimizer_states": True}) for stage in (1, 2, 3)),
         *((stage, {LOW + "master_weights_and_grads": True, **OUT}) for stage in (2, 3)),
     ]
-    of_two_ranks = [(2, {"zero_stage": stage, **knobs}) for stage, knobs in found]
-    return [*of_two_ranks, (4, {"zero_stage": 3, **partitioned, reuse: 0, ZERO + "zero_hpz_partition_size": 2})]
+    return [{"zero_stage": stage, **knobs} for stage, knobs in found]
 
 
 LOW = "bf16.bf16_"
 
 
 def measure_knobs(most: int | None) -> list[dict[str, Any]]:
-    rows = []
-    for ranks in (2, 4):
-        job = Job(resolve_model("tiny-llama"), ranks, 64, "bf16")
-        batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-        groups = [[Candidate.of({**SMALL, **batch, **knobs})] for of, knobs in knob_rows() if of == ranks]
-        rows += measured(job, groups[:most], {})
-    return rows
+    job = Job(resolve_model("tiny-llama"), 2, 64, "bf16")
+    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    return measured(job, [[Candidate.of({**SMALL, **batch, **knobs})] for knobs in knob_rows()[:most]], {})
 
 
 Rungs = list[tuple[int, int]]  # micro-batch and accumulation

@@ -14,15 +14,17 @@ from autotune.predict.passes import Trace
 def gathered_bytes(trace: Trace, c: Columns, width: float, ranks: float) -> Floats:
     """Bytes of parameters that stage 3 holds whole at the turn from forward to backward, frozen ones among them.
 
-    Those used again within `max_reuse_distance` elements are not released, no more than `max_live_parameters` are held,
-    and one prefetch runs ahead; the smallest are never released. With one rank the partition is the whole parameter, and
+    Those used again within `max_reuse_distance` elements are not released, whatever `max_live_parameters` says, which bounds
+    prefetching alone (0 and 1e9 take the same with tiny-llama on CPU ranks); one prefetch runs ahead; the smallest are never
+    released. With one rank the partition is the whole parameter, and
     nothing is copied.
     """
     if ranks == 1:
         return np.zeros(len(c))
     sizes = trace.every_size
     total = float(sum(sizes))
-    kept = np.minimum(np.minimum(c.max_reuse / 2, c.max_live) + c.prefetch, total)
+    kept = kept_at_turn(trace, c)
+    kept = np.minimum(kept + np.minimum(c.prefetch, np.maximum(c.max_live - kept, 0.0)), total)
     # the head, mostly the largest, is used again at once
     at_least = np.where(c.max_reuse > 0, np.maximum(kept, np.minimum(total, max(sizes) + c.prefetch)), kept)
     return width * np.minimum(total, at_least + persistent(trace, c))

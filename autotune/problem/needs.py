@@ -69,7 +69,9 @@ def adam(value: Value, c: Circumstances) -> str:
 
 
 def no_clipping(value: Value, c: Circumstances) -> str:
-    return "needs gradient_clipping 0" if c.job.base_config.get("gradient_clipping") else ""
+    """DeepSpeed clips at 1.0 where a config is silent (runtime/constants.py, GRADIENT_CLIPPING_DEFAULT)."""
+    own = c.job.base_config.get("gradient_clipping")
+    return "" if own == 0 and not isinstance(own, bool) else "needs gradient_clipping: 0 in your own config"
 
 
 def no_narrower_than_the_model(value: Value, c: Circumstances) -> str:

@@ -11,9 +11,10 @@ from rich.text import Text
 
 from autotune.predict.known_error import KnownError, KnownErrors
 from autotune.predict.prediction import Prediction
-from autotune.problem.candidate import CHECKPOINTING, MODEL_KNOBS, RUNG_KNOBS, Candidate, describe
+from autotune.problem.candidate import Candidate, describe
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
+from autotune.problem.knobs import FIRST_ORDER, OFFLOAD_RATIO
 from autotune.results.plan import CardPlan, HostNeed, Interval, Outlook, Plan
 from autotune.units import GIB, format_bytes, format_count, format_hours, format_usd
 
@@ -36,7 +37,7 @@ _SHORT = {  # in the legend
     "temporaries": "temporary",
     "context and communication": "context",
 }
-_DECIDING = (*RUNG_KNOBS, *MODEL_KNOBS, "zero_stage", CHECKPOINTING, "offload_optimizer", "offload_param")
+_DECIDING = {*FIRST_ORDER, OFFLOAD_RATIO}
 WIDTH = 100  # columns at most
 BAR = 36  # characters for a device's whole memory
 CARDS = 8  # of the table of cards, besides the one asked for

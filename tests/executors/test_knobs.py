@@ -37,11 +37,7 @@ def predicted_bytes(job: Job, candidate: Candidate) -> float:
         ),
         pytest.param(
             3,
-            {
-                "stage3_param_persistence_threshold": 10**7,
-                "stage3_module_granularity_threshold": 10_000,
-                "stage3_use_all_reduce_for_fetch_params": True,
-            },
+            {"stage3_param_persistence_threshold": 10**7, "stage3_use_all_reduce_for_fetch_params": True},
             marks=pytest.mark.slow,
         ),
         pytest.param(

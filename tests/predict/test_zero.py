@@ -457,7 +457,7 @@ def test_gradients_that_pass_the_bucket_by(bucket: int, grads: float, expected: 
     [
         (40, 10**9, 5, 65),  # the largest parameter is needed whole, and the next is prefetched
         (160, 10**9, 5, 85),  # half the distance (forward and backward) stays
-        (160, 70, 5, 75),  # but no more than may live
+        (160, 70, 5, 80),  # whatever may live, which bounds what is prefetched
         (10**9, 10**9, 5, 100),  # no more than there is
         (0, 10**9, 50, 50),  # nothing is kept for a later use
     ],

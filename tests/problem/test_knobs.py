@@ -185,7 +185,15 @@ def test_a_knob_is_decided_after_what_it_depends_on_however_it_is_written() -> N
         (RATIO, 1.0, ONE, {"optimizer": "lion"}, ""),
         (ZERO + "offload_optimizer.super_offload", True, CPU, {}, "CUDA"),
         (ZERO + "compute_grad_norm", False, ONE, {"base_config": {"gradient_clipping": 1.0}}, "gradient_clipping"),
-        (ZERO + "compute_grad_norm", False, ONE, {}, ""),
+        (ZERO + "compute_grad_norm", False, ONE, {}, "gradient_clipping: 0"),  # DeepSpeed's own is 1
+        (
+            ZERO + "compute_grad_norm",
+            False,
+            ONE,
+            {"base_config": {"gradient_clipping": "auto"}},
+            "gradient_clipping: 0",
+        ),
+        (ZERO + "compute_grad_norm", False, ONE, {"base_config": {"gradient_clipping": 0.0}}, ""),
         ("bf16.bf16_master_weights_and_grads", True, ONE, {"precision": "fp16"}, "bf16, not fp16"),
         ("communication_data_type", "bf16", ONE, {"precision": "fp32"}, "losses may differ"),
         ("communication_data_type", "fp32", ONE, {}, ""),

@@ -15,7 +15,7 @@ from autotune.problem.prices import Price
 from autotune.problem.space_file import load_space
 from autotune.results.plan import Outlook, Plan
 from autotune.results.plan_view import BAR, WIDTH, bar, describe_errors, short, show_comparison, show_plan
-from tests.conftest import make_job
+from tests.conftest import make_candidate, make_job
 
 
 def shown(plan: Plan) -> str:
@@ -152,6 +152,8 @@ def test_a_short_name_has_the_knobs_that_decide(whole: Plan) -> None:
     candidate = whole.best[0].candidate
     assert str(candidate).startswith(short(candidate))
     assert "rbs=" not in short(candidate)
+    split = make_candidate(3, offload_optimizer="cpu", **{"zero_optimization.offload_optimizer.ratio": 0.5})
+    assert short(split) == "z3 mb1 ga1 opt=cpu ratio=0.5"
 
 
 def test_a_price_in_words() -> None:
