@@ -1,5 +1,6 @@
 """A rank of a named model, heard as its parent hears it."""
 
+import importlib.util
 import os
 import signal
 import sys
@@ -35,6 +36,10 @@ def imported_by_an_engine() -> list[str]:
 
 def test_what_zero_imports_is_there_before_the_fork(in_rank: Callable[..., Any]) -> None:
     """It was torch's compiler, five hundred modules and more than a second of each rank."""
+    found = importlib.util.find_spec("deepspeed")
+    assert found is not None
+    if not (Path(str(found.origin)).parent / "runtime/zero/muon").exists():
+        pytest.skip("this DeepSpeed is older than its Muon")
     imported = in_rank(imported_by_an_engine)
     assert len(imported) < 250, imported
 
