@@ -74,9 +74,11 @@ def line(name: str, scored: Sequence[Scored]) -> dict[str, Any]:
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--rows", type=int, help="the first rows alone")
-    arguments = parse(parser, rows=40)
-    cases, _ = traced(cases_in(read_table(TABLE))[0][: arguments.rows])
+    parser.add_argument("--model", metavar="NAME", help="figures of this model alone")
+    parser.add_argument("--length", type=int, metavar="TOKENS", help="figures of sequences of this length alone")
+    arguments = parse(parser, model="qwen-1.8b", length=4096)
+    chosen = [case for case in cases_in(read_table(TABLE))[0] if arguments.model in (None, case.job.model.name)]
+    cases, _ = traced([case for case in chosen if arguments.length in (None, case.job.seq_len)])
     after = [scored for _, scored in taught(cases)]
     before = uncalibrated([scored.case for scored in after])
     lines = []

@@ -22,8 +22,10 @@ FITTING_SHARES = (0.2, 1.5)  # of a model's own count, what its shape multiplies
 def check(entry: Entry) -> None:
     """
     Raises:
-        UserError: a figure cannot be; the message names its field.
+        UserError: a figure cannot be, or there is no winner; the message names the field.
     """
+    if entry.winner is None:
+        raise UserError("winner: there is none; the gallery takes what fits and is fastest, beside what was tried")
     _check_memory(entry)
     _check_shape(entry)
     for at, one in enumerate(entry.candidates):

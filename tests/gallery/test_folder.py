@@ -15,8 +15,7 @@ FILES = sorted(entries_folder().iterdir())
 @pytest.mark.parametrize("file", FILES, ids=[file.name for file in FILES])
 def test_every_entry_is_of_the_form_and_can_be(file: Path) -> None:
     assert file.suffix == ".json"
-    entry = checked(file)
-    assert entry.winner is not None, "without a winner nobody can begin with it"
+    checked(file)
     assert "/home" not in file.read_text()
 
 

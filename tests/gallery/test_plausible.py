@@ -66,6 +66,7 @@ CASES: list[tuple[str, Change, str]] = [
         lambda e: e["candidates"][0].update(tokens_per_second=9.0),
         r"candidates\[0\].tokens_per_second: .* tokens a sample",
     ),
+    ("no winner", lambda e: (e.pop("winner"), e.pop("verified")), "winner: there is none"),
     ("another model", lambda e: e["job"].update(parameters=70_000_000_000), "job.shape: multiplies by"),
 ]
 
