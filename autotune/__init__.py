@@ -47,7 +47,9 @@ def tune(command: list[str] | None = None, *, quiet: bool = False, **options: An
     from autotune.commands.run import run_study
 
     paths = {"ds_config", "out", "lengths"}
-    given = {name: Path(value) if name in paths else value for name, value in options.items() if value is not None}
+    given: dict[str, Any] = {
+        name: Path(value) if name in paths else value for name, value in options.items() if value is not None
+    }
     return run_study(Request(script=command or [], **given), Console(quiet=quiet), quiet=quiet)
 
 
