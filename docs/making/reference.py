@@ -16,11 +16,11 @@ from typing import Any
 import typer
 
 from autotune.cli import app
-from autotune.problem.candidate import KNOBS, Candidate, describe, is_read, short_name
+from autotune.problem.candidate import Candidate, describe, short_name
+from autotune.problem.knobs import KNOBS, facts
 from autotune.problem.space import Domain, SearchSpace
 from autotune.problem.space_file import DS_TOP_LEVEL, DS_ZERO_KEYS, load_space, shipped_spaces
 
-STAGES = (0, 1, 2, 3)
 KINDS = {int: "number", float: "number", Path: "file", str: "text"}
 
 
@@ -75,26 +75,6 @@ def options_page() -> str:
 # -- knobs ---------------------------------------------------------------------------------------------------------------
 
 
-def stages_that_read(name: str) -> str:
-    """The ZeRO stages at which DeepSpeed reads a knob, by the same code that leaves it out of a candidate elsewhere."""
-
-    head = name.removeprefix("zero_optimization.").split(".")[0]
-    section = {head: "cpu"} if head in ("offload_optimizer", "offload_param") else {}
-    found = [stage for stage in STAGES if is_read(name, {"zero_stage": stage, **section})]
-    if len(found) == len(STAGES):
-        return "all"
-    moved = {**section, "offload_optimizer": "cpu"}
-    offloaded = [stage for stage in found if is_read(name, {"zero_stage": stage, **moved})]
-    text = ", ".join(map(str, found))
-    return text if found == offloaded else f"{text}; with the optimizer offloaded {', '.join(map(str, offloaded))}"
-
-
-def values_of(knob: Any) -> str:
-    if isinstance(knob.kind, tuple):
-        return ", ".join(knob.kind)
-    return {bool: "false, true", int: f"whole number from {knob.low:g}"}.get(knob.kind, "text")
-
-
 def domain_text(domain: Domain) -> str:
     shown = [
         f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
@@ -112,18 +92,22 @@ def turned_in(name: str, spaces: dict[str, SearchSpace]) -> str:
 
 
 def knobs_page() -> str:
-    """Every knob with a short name, and the dotted keys that shipped spaces turn."""
+    """Every knob with what is known of it, as `autotune spaces knobs` says it, and the other keys that shipped spaces turn."""
     spaces = {name: load_space(name) for name in shipped_spaces()}
     dotted = sorted({short_name(name) for space in spaces.values() for name in space.knobs} - set(KNOBS))
     rows = []
     for name, knob in KNOBS.items():
-        where = (
-            "the model's or the environment's" if knob.path is None else "" if knob.path == name else f"`{knob.path}`"
+        told = facts(knob)
+        where = "" if knob.path == name else f"`{knob.path}`" if knob.path else "the model's or the environment's"
+        releases = [f"{word} {told[f'{word} deepspeed']}" for word in ("since", "until") if f"{word} deepspeed" in told]
+        changes = f"**changes what is computed**: {knob.lossy}" if knob.lossy else ""
+        needs = "; ".join(filter(None, [told.get("needs", ""), *releases, changes]))
+        rows.append(
+            [f"`{name}`<br>{where}", told.get("values", "text"), knob.read.where, needs, turned_in(name, spaces)]
         )
-        rows.append([f"`{name}`<br>{where}", values_of(knob), stages_that_read(name), turned_in(name, spaces)])
-    rows += [[f"`{name}`", "see DeepSpeed", stages_that_read(name), turned_in(name, spaces)] for name in dotted]
+    rows += [[f"`{name}`", "see DeepSpeed", "", "", turned_in(name, spaces)] for name in dotted]
     return table(
-        ["knob, and its key in DeepSpeed's config", "values", "read at stages", "in the shipped spaces"], rows
+        ["knob, and its key in DeepSpeed's config", "values", "read at", "needs", "in the shipped spaces"], rows
     ) + (
         f"\nAny other key is a knob by its dotted path: the {len(DS_ZERO_KEYS)} keys under `zero_optimization.`, and those below "
         f"the {len(DS_TOP_LEVEL)} of the top level, are known by name, and a misspelt one is refused with its line.\n"

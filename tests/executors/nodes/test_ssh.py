@@ -37,9 +37,19 @@ def running_on(hosts: Hosts) -> set[int]:
     return {process.pid for host in hosts.hosts for process in host.processes()}
 
 
-def nothing_runs(hosts: Hosts, before: set[int] = frozenset()) -> bool:  # type: ignore[assignment]
-    """Beside what ran before."""
-    return not running_on(hosts) - before
+@contextmanager
+def left_as_found(hosts: Hosts) -> Iterator[None]:
+    """Whatever is started on the hosts meanwhile ends; what ran there before, as another test's agents, may go on."""
+    before = running_on(hosts)
+    yield
+    wait_until(lambda: not running_on(hosts) - before, "the end of all that was started on the hosts")
+
+
+@pytest.fixture
+def left_hosts(hosts: Hosts) -> Iterator[Hosts]:
+    """The hosts, for a test that leaves nothing running on them."""
+    with left_as_found(hosts):
+        yield hosts
 
 
 @contextmanager
@@ -50,10 +60,9 @@ def reached(hosts: Hosts, folder: Path, **wishes: object) -> Iterator[Cluster]:
         Wishes("cpu", **wishes),
         folder / "nodes",  # type: ignore[arg-type]
     )
-    with closing(cluster):
+    with left_as_found(hosts), closing(cluster):
         cluster.reach()
         yield cluster
-    wait_until(lambda: nothing_runs(hosts), "the end of all that was started on the nodes")
 
 
 def test_two_hosts_are_reached_and_left_as_they_were(hosts: Hosts, tmp_path: Path) -> None:
@@ -75,13 +84,14 @@ def test_two_hosts_are_reached_and_left_as_they_were(hosts: Hosts, tmp_path: Pat
         ("prints-banner", "node prints-banner prints 'Welcome to the cluster' into the stream"),
     ],
 )
-def test_a_host_that_cannot_be_used_is_said_in_one_line(hosts: Hosts, tmp_path: Path, name: str, said: str) -> None:
+def test_a_host_that_cannot_be_used_is_said_in_one_line(
+    left_hosts: Hosts, tmp_path: Path, name: str, said: str
+) -> None:
     cluster = Cluster([Host("node1", (0,)), Host(name, (0,))], Ssh(), Wishes("cpu"), tmp_path)
     with pytest.raises(UserError) as caught:
         cluster.reach()
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
-    wait_until(lambda: nothing_runs(hosts), "the other host to be left")
 
 
 def test_a_host_without_this_package_or_python(hosts: Hosts, tmp_path: Path) -> None:
@@ -93,7 +103,7 @@ def test_a_host_without_this_package_or_python(hosts: Hosts, tmp_path: Path) -> 
             Cluster([Host("node1", (0,))], transport, Wishes("cpu"), tmp_path).reach()
 
 
-def test_the_command_line_says_it_with_exit_code_2(hosts: Hosts, tmp_path: Path) -> None:
+def test_the_command_line_says_it_with_exit_code_2(left_hosts: Hosts, tmp_path: Path) -> None:
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("node1 slots=1\nunknown-key slots=1\n")
     words = ["run", "--model", "tiny-llama", "--device", "cpu", "--hostfile", str(hostfile), "--yes"]
@@ -103,7 +113,6 @@ def test_the_command_line_says_it_with_exit_code_2(hosts: Hosts, tmp_path: Path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith("autotune: node unknown-key: its host key is not known")
     assert not (tmp_path / "runs").exists()
-    wait_until(lambda: nothing_runs(hosts), "the other host to be left")
 
 
 # -- groups of ranks that train nothing ------------------------------------------------------------------------------------
@@ -181,7 +190,7 @@ def test_a_link_that_is_cut(hosts: Hosts, tmp_path: Path) -> None:
         assert not cluster.broken
 
 
-def test_a_killed_tuner_leaves_nothing_on_the_hosts(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_killed_tuner_leaves_nothing_on_the_hosts(left_hosts: Hosts, tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; from tests.executors.nodes.test_ssh import *\n"
         "cluster = Cluster(read_hostfile(Path(sys.argv[1])), Ssh(), Wishes('cpu'), Path(sys.argv[2]))\n"
@@ -190,14 +199,13 @@ def test_a_killed_tuner_leaves_nothing_on_the_hosts(hosts: Hosts, tmp_path: Path
         "Policy(HOUR, lambda p: HOUR, 0.2, may_leave=False))\n"
         "assert group.start('tests.group.fake_rank', 2, {}) is Stop.ARRIVED; print('up', flush=True); time.sleep(600)"
     )
-    words = [sys.executable, "-c", program, str(hosts.hostfile()), str(tmp_path)]
+    words = [sys.executable, "-c", program, str(left_hosts.hostfile()), str(tmp_path)]
     tuner = subprocess.Popen(words, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3])
     assert tuner.stdout is not None
     assert tuner.stdout.readline() == b"up\n"
-    assert all(len(host.processes()) >= 2 for host in hosts.hosts)
+    assert all(len(host.processes()) >= 2 for host in left_hosts.hosts)
     tuner.kill()
     tuner.wait()
-    wait_until(lambda: nothing_runs(hosts), "the end of all that was started on the nodes")
 
 
 # -- DeepSpeed ---------------------------------------------------------------------------------------------------------------
@@ -297,32 +305,38 @@ def test_whoever_is_killed_in_a_trial_the_next_one_measures(
 
 
 @pytest.mark.slow
-def test_a_named_model_is_tuned_and_exported(hosts: Hosts, tmp_path: Path) -> None:
-    words = ["run", "--model", "tiny-llama", "--device", "cpu", "--hostfile", str(hosts.hostfile()), "--seq-len", "32"]
+def test_a_named_model_is_tuned_and_exported(left_hosts: Hosts, tmp_path: Path) -> None:
+    words = [
+        "run",
+        "--model",
+        "tiny-llama",
+        "--device",
+        "cpu",
+        "--hostfile",
+        str(left_hosts.hostfile()),
+        "--seq-len",
+        "32",
+    ]
     words += ["--global-batch-size", "4", "--budget", "150s", "--max-trials", "2", "--study", "spread", "--yes"]
-    before = running_on(hosts)
     done = call(words, tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "on 2 nodes" in done.stdout
     assert (tmp_path / "runs" / "spread" / "spread.json").exists()
-    wait_until(lambda: nothing_runs(hosts, before), "the end of all that was started on the nodes")
 
 
 @pytest.mark.slow
-def test_a_script_is_tuned_and_trained(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_script_is_tuned_and_trained(left_hosts: Hosts, tmp_path: Path) -> None:
     auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto")
     (tmp_path / "ds.json").write_text(json.dumps({**auto, "zero_optimization": {"stage": 1}}))
     script = [str(SCRIPTS / "trainer.py"), "--deepspeed", "ds.json", "--output_dir", "out", "--max_steps", "40"]
     script += ["--per_device_train_batch_size", "2", "--use_cpu", "--report_to", "none", "--save_strategy", "no"]
-    before = running_on(hosts)
-    words = ["--device", "cpu", "--hostfile", str(hosts.hostfile()), "--budget", "240s", "--max-trials", "2"]
+    words = ["--device", "cpu", "--hostfile", str(left_hosts.hostfile()), "--budget", "240s", "--max-trials", "2"]
     done = call(["run", *words, "--study", "mine", "--yes", "--", *script], tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
-    trained = call(["launch", "mine", "--hostfile", str(hosts.hostfile()), "--", *script], tmp_path)
+    trained = call(["launch", "mine", "--hostfile", str(left_hosts.hostfile()), "--", *script], tmp_path)
     assert trained.returncode == 0, trained.stderr
     assert "training ended with exit code 0 after 40 steps" in trained.stderr
     assert "'train_runtime'" in trained.stderr, "what ranks write is shown"
-    wait_until(lambda: nothing_runs(hosts, before), "the end of all that was started on the nodes")
     alone = call(["launch", "mine", "--", *script], tmp_path)
     assert alone.returncode == 2
     assert "it was tuned on 2 nodes with 1 devices each: give --hostfile FILE" in alone.stderr
