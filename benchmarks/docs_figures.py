@@ -207,17 +207,8 @@ def spaces() -> str:
         told = [number(row[key]) + (at_all if key == "trials95" else "") for key in keys]
         return [row["landscape"], row["space"], str(row["candidates"]), faster, *told]
 
-    header = [
-        "table",
-        "space",
-        "candidates",
     header = ["table", "space", "candidates", "its best, times default's", "trials to default's", "minutes"]
     header += ["trials to its own", "minutes"]
-        "trials to default's",
-        "minutes",
-        "trials to its own",
-        "minutes",
-    ]
     return table(header, [cells(row) for row in rows])
 
 
