@@ -3,12 +3,13 @@
 The same tables searched as they are (the knobs of `default`), and with what `full` and `lossy` add. No table has those
 knobs: what one of their values does there in truth is what the predictor says of it, to a power between 0 and 1.5, times up to a
 few percent, both drawn once a table and value. So the predictor is right about most of them in sign and about few in size. What
-decides by what is installed (compile, Liger) is left out. Each space is judged by 95 % of its own best.
+decides by what is installed (compile, Liger) is left out. Each space is judged by 95 % of its own best, and of that of `default`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import multiprocessing
 import random
 import warnings
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import optuna
 from common import command_line, parse, print_table, write_json
-from search import DATA, autotune, summarise
+from search import DATA, autotune, middle, summarise
 
 from autotune.executors.replay import Landscape, Row, load_landscape
 from autotune.predict.predictor import Predictor
@@ -34,6 +35,14 @@ from autotune.units import parse_duration
 SPACES = ("default", "full", "lossy")
 INSTALLED = (COMPILED, LIGER, DEEPCOMPILE)
 MOST_POWER, SPEED_SIGMA, MEMORY_SIGMA = 1.5, 0.03, 0.01
+
+
+class Held(Landscape):
+    """A table that is held against the best of another."""
+
+    @property
+    def best_step_seconds(self) -> float:
+        return float(self.facts["reference"])
 
 
 def widened(landscape: Landscape, name: str) -> Landscape:
@@ -105,9 +114,14 @@ def one(task: tuple[Path, str, int, float]) -> dict[str, Any]:
     path, space, seed, budget = task
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore")
-    landscape = widened(load_landscape(path), space)
-    found = autotune(landscape, trace_job(landscape.job()), seed, budget, "autotune", until_found=True)
-    return {**found, "candidates": len(landscape.rows), "best": landscape.best_step_seconds}
+    table = load_landscape(path)
+    landscape, trace = widened(table, space), trace_job(table.job())
+    best = min(table.seconds_per_sample(c) for c, row in table.rows.items() if row.kind is Kind.OK)
+    held = Held(landscape.name, {**landscape.facts, "reference": best}, landscape.rows)
+    found = autotune(landscape, trace, seed, budget, "autotune", until_found=True)
+    soon = autotune(held, trace, seed, budget, "autotune", until_found=True)
+    of_defaults = {f"{key}_of_default": soon[key] for key in ("trials95", "minutes95") if key in soon}
+    return {**found, **of_defaults, "candidates": len(landscape.rows), "best": landscape.best_step_seconds}
 
 
 def main() -> None:
@@ -133,8 +147,20 @@ def main() -> None:
             mine = [run for task, run in zip(tasks, runs, strict=True) if task[:2] == (path, space)]
             best = best or mine[0]["best"]
             found = summarise(path.name.split(".csv")[0], space, mine)
+            for key in ("trials95", "minutes95"):
+                found[f"{key}_of_default"] = middle([run.get(f"{key}_of_default", math.inf) for run in mine])
             kept = {
-                key: found[key] for key in ("landscape", "share95", "trials95", "processes95", "ooms95", "minutes95")
+                key: found[key]
+                for key in (
+                    "landscape",
+                    "share95",
+                    "trials95",
+                    "processes95",
+                    "ooms95",
+                    "minutes95",
+                    "trials95_of_default",
+                    "minutes95_of_default",
+                )
             }
             added = {"candidates": mine[0]["candidates"], "faster": round(best / mine[0]["best"], 3)}
             rows.append({"landscape": kept.pop("landscape"), "space": space, **added, **kept})
