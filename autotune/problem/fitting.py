@@ -22,7 +22,7 @@ from autotune.problem.candidate import (
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.knobs import KNOBS, is_off
-from autotune.problem.needs import Circumstances, Release
+from autotune.problem.needs import FATAL, OF_PACKAGES, READ, Circumstances, Release
 from autotune.problem.space import Domain, SearchSpace
 from autotune.problem.tasks import CAUSAL
 
@@ -34,42 +34,55 @@ class Fitted(NamedTuple):
     notes: list[str]
 
 
-def fitted(space: SearchSpace, job: Job, hardware: Hardware) -> Fitted:
+def fitted(space: SearchSpace, job: Job, hardware: Hardware, *, here: bool = True) -> Fitted:
     """The space for this job on this machine, and what was left out.
+
+    Args:
+        here: whether ranks would run in the environment of this call; a study may be read where other packages are installed.
 
     Raises:
         UserError: a knob that is fixed by hand, in the space or in the user's own config, cannot be had here; or one of a space
             of the user's own that the installed DeepSpeed does not know.
     """
     own = for_job(space, job)
-    _check_own(job, hardware)
     compiles = COMPILED in own.knobs and True in own.knobs[COMPILED].values
     around = Circumstances.of(job, hardware, space.lossy, compiles)
+    if here:
+        _check_own(around)
+    else:
+        around = dataclasses.replace(around, deepspeed=READ, packages=False)
     knobs: dict[str, Domain] = {}
     lacking: dict[str, list[str]] = {}  # by what is missing
+    referred = {condition for domain in own.knobs.values() for condition, _ in domain.when}
     for name, domain in own.knobs.items():
         missing = {value: why for value in domain.values if (why := unmet(name, value, around))}
         for value, why in missing.items():
             lacking.setdefault(why, []).append(f"{name} {value}")
-        if (left := _left(name, domain, missing, around, space)) is not None:
+        left = _left(name, domain, missing, around, space)
+        if left is not None and (name in referred or not _nothing_but_off(name, left, around)):
             knobs[name] = left
     notes = [f"{', '.join(settings)} {why}: left out" for why, settings in lacking.items()]
     narrowed = dataclasses.replace(own, knobs=knobs)
     unread = narrowed.never_read() & KNOBS.keys() & space.knobs.keys()
     for name in sorted(unread):
         why = f"{name} is read by no candidate of space {space.name}: it needs {KNOBS[name].read.where}"
-        if knobs[name].fixed:
+        # what gains nothing without its conditions is said; buckets and offloading that a stage does not read are as usual
+        if knobs[name].fixed and KNOBS[name].needs:
             raise UserError(f"{why}; leave it out of `fixed`, or give it what it needs")
         notes.append(f"{why}: left out")
         del knobs[name]
     return Fitted(dataclasses.replace(own, knobs=knobs), notes)
 
 
-def _check_own(job: Job, hardware: Hardware) -> None:
-    """Raises UserError for a knob of the user's own config that cannot be had here."""
-    around = Circumstances.of(job, hardware, lossy=True, compiles=True)
-    for name, value in settings_of(job.base_config).items():
-        if why := unmet(name, value, around):
+def _check_own(around: Circumstances) -> None:
+    """Raises UserError for a knob of the user's own config with which DeepSpeed fails here; others it may ignore, and a script
+    with them has been seen to start."""
+    around = dataclasses.replace(around, lossy=True, compiles=True)
+    for name, value in settings_of(around.job.base_config).items():
+        if name not in KNOBS or is_off(name, value, around.job.precision):
+            continue
+        fatal = (why for need in KNOBS[name].needs if need in FATAL and (why := need(value, around)))
+        if why := _unknown(name, around.deepspeed) or next(fatal, ""):
             raise UserError(f"your own DeepSpeed config: {name} {value} {why}; leave it out")
 
 
@@ -86,7 +99,15 @@ def _left(
     left = tuple(one for one in domain.values if one not in missing)
     if not left and KNOBS[name].off is None:
         raise UserError(f"space {space.name}: {name} {value} {why}; add another value, or leave {name} out")
-    return None if all(is_off(name, one) for one in left) else dataclasses.replace(domain, values=left)
+    return dataclasses.replace(domain, values=left) if left else None
+
+
+def _nothing_but_off(name: str, domain: Domain, around: Circumstances) -> bool:
+    """Whether a knob has no other value left than its absence, where a config need not have it: it was narrowed to that, or
+    this DeepSpeed refuses its very name."""
+    knob = KNOBS.get(name)
+    off = knob is not None and all(is_off(name, one) for one in domain.values)
+    return off and (not domain.fixed or bool(_unknown(name, around.deepspeed)))
 
 
 def unmet(name: str, value: Value, around: Circumstances) -> str:
@@ -94,7 +115,8 @@ def unmet(name: str, value: Value, around: Circumstances) -> str:
     knob = KNOBS.get(name)
     if knob is None or is_off(name, value, around.job.precision):
         return ""
-    return _unknown(name, around.deepspeed) or next((why for need in knob.needs if (why := need(value, around))), "")
+    asked = (need for need in knob.needs if around.packages or need not in OF_PACKAGES)
+    return _unknown(name, around.deepspeed) or next((why for need in asked if (why := need(value, around))), "")
 
 
 def _unknown(name: str, deepspeed: Release) -> str:

@@ -223,6 +223,8 @@ _ZERO: dict[str, Knob] = {
         off=1.0,
         needs=(needs.adam,),
         refused=_ratio_refused,
+        # stage3.py, `backup_optimizer`: a torch AdamW made once, whose first group nothing writes again and no state dict holds
+        lossy="what stays on the device keeps the learning rate of the start, whatever the schedule, and forgets on resume",
     ),
     "offload_optimizer.pin_memory": Knob("", bool, _under("offload_optimizer")),
     "offload_optimizer.super_offload": Knob(
@@ -230,7 +232,7 @@ _ZERO: dict[str, Knob] = {
         bool,
         _under("offload_optimizer", "cpu", stages=(3,)),
         off=False,
-        needs=(needs.cuda, needs.adam, needs.a_script),
+        needs=(needs.cuda, needs.adam),
         since=(0, 18, 0),
         short="superoffload",
     ),
@@ -244,7 +246,7 @@ _ZERO: dict[str, Knob] = {
         float,
         _under("offload_optimizer", "cpu"),
         high=1.0,
-        needs=(needs.cuda, needs.adam),
+        needs=(needs.cuda, needs.adam, needs.a_script),
         lossy="most of a gradient is applied later than the step that made it",
         since=(0, 17, 5),
     ),

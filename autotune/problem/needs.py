@@ -27,6 +27,7 @@ class Circumstances:
     lossy: bool = False  # whether the space may change arithmetic
     compiles: bool = False  # whether the space has candidates that are compiled
     deepspeed: Release = READ
+    packages: bool = True  # whether those of the ranks' environment are those that count
 
     @classmethod
     def of(cls, job: Job, hardware: Hardware, lossy: bool = False, compiles: bool = False) -> Circumstances:
@@ -49,7 +50,7 @@ def several_nodes(value: Value, c: Circumstances) -> str:
     """hpZ's second partition lies within a node; on one node it would hold what ZeRO-3 spares and gain nothing."""
     if c.hardware.nodes < 2:
         return "needs more than one node"
-    if int(value) > c.hardware.per_node or c.hardware.per_node % int(value):
+    if not 1 <= int(value) <= c.hardware.per_node or c.hardware.per_node % int(value):
         return f"has to divide the {c.hardware.per_node} ranks of a node"
     return ""
 
@@ -124,3 +125,11 @@ def engine_compile(value: Value, c: Circumstances) -> str:
     if c.job.script is not None:
         return "needs a script that calls engine.compile(), which cannot be told from outside"
     return "" if c.compiles or c.job.compiled else "needs --compile, or the knob compile"
+
+
+FATAL: tuple[Need, ...] = (
+    cuda,
+    adam,
+    mics_init,
+)  # without which DeepSpeed itself fails; without others nothing is gained
+OF_PACKAGES: tuple[Need, ...] = (its_package, liger_kernel, a_compiler)

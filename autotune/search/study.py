@@ -210,7 +210,7 @@ class StudyStore:
             UserError: this version cannot read it any more.
         """
         space = dataclasses.replace(parse_space(self.space_text), shipped=True)  # whatever DeepSpeed is here by now
-        return fitted(space, self.job, self.hardware).space
+        return fitted(space, self.job, self.hardware, here=False).space
 
     def lock(self) -> None:
         """Holds the study for this process.

@@ -20,7 +20,7 @@ from autotune.problem.space_file import load_space, parse_space, shipped_spaces
 from tests.conftest import make_job
 
 ONE, TWO_NODES = named_hardware("a100-80", 8), named_hardware("a100-80", 16, nodes=2)
-CPU = detect("cpu", 2)
+CPU, ALONE = detect("cpu", 2), named_hardware("a100-80", 1)
 RATIO = ZERO + "offload_optimizer.ratio"
 HPZ = ZERO + "zero_hpz_partition_size"
 MICS = ZERO + "mics_shard_size"
@@ -218,7 +218,7 @@ def test_what_a_job_cannot_have_is_left_out_and_said() -> None:
 
 
 def test_a_ratio_without_an_offloaded_optimizer_is_read_by_nobody() -> None:
-    left, notes = written("{name: mine, knobs: {zero_stage: [2, 3], offload_optimizer.ratio: [0.5, 1.0]}}")
+    left, notes = written("{name: mine, lossy: true, knobs: {zero_stage: [2, 3], offload_optimizer.ratio: [0.5, 1.0]}}")
     assert RATIO not in left.knobs
     assert notes == [
         f"{RATIO} is read by no candidate of space mine: it needs stage 3 with offload_optimizer cpu: left out"
@@ -229,7 +229,11 @@ def test_a_ratio_without_an_offloaded_optimizer_is_read_by_nobody() -> None:
     ("text", "hardware", "why"),
     [
         ("{fixed: {zero_stage: 3, zero_hpz_partition_size: 8}}", ONE, "needs more than one node; leave it out"),
-        ("{fixed: {zero_stage: 3, offload_optimizer.ratio: 0.5}}", ONE, "needs stage 3 with offload_optimizer cpu"),
+        (
+            "{lossy: true, fixed: {zero_stage: 3, offload_optimizer.ratio: 0.5}}",
+            ONE,
+            "needs stage 3 with offload_optimizer cpu",
+        ),
         ("{fixed: {zero_stage: 3, compile: true, compile.deepcompile: true}}", CPU, "CUDA"),
         ("{knobs: {zero_stage: [3], mics_shard_size: [-1, 4]}}", ONE, "0.19.6 was the last that knew it"),
     ],
@@ -241,11 +245,49 @@ def test_what_is_fixed_by_hand_is_refused(text: str, hardware: Hardware, why: st
     assert "\n" not in str(caught.value)
 
 
-def test_the_users_own_config_is_held_to_the_same_conditions() -> None:
-    own = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}
-    with pytest.raises(UserError, match=r"your own DeepSpeed config.*needs more than one node"):
-        written("{knobs: {zero_stage: [3]}}", base_config=own)
-    assert written("{knobs: {zero_stage: [3]}}", TWO_NODES, base_config=own).notes == []
+def test_of_the_users_own_config_only_what_deepspeed_fails_with_is_refused() -> None:
+    superoffload = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}}
+    with pytest.raises(UserError, match=r"your own DeepSpeed config.*is for CUDA alone"):
+        written("{knobs: {zero_stage: [3]}}", CPU, base_config=superoffload)
+    ignored = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}, "compile": {"deepcompile": True}}
+    assert written("{knobs: {zero_stage: [3]}}", base_config=ignored).notes == []
+    alone = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}, "communication_data_type": "fp32"}
+    assert written("{knobs: {zero_stage: [2]}}", ALONE, base_config=alone).notes == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{fixed: {zero_stage: 2, offload_optimizer: cpu, contiguous_gradients: true}}",
+        "{fixed: {offload_param: none}, knobs: {zero_stage: [1, 2]}}",
+        "{fixed: {stage3_prefetch_bucket_size: 1000000}, knobs: {zero_stage: [1, 2]}}",
+    ],
+)
+def test_what_a_stage_ignores_may_stand_in_a_space(text: str) -> None:
+    left, (note,) = written(text)
+    assert "left out" in note
+    assert left.candidates(make_job())
+
+
+def test_a_value_that_another_knob_refers_to_stays() -> None:
+    text = "{knobs: {zero_stage: [2], round_robin_gradients: [false, true], "
+    text += "overlap_comm: {values: [true, false], when: {round_robin_gradients: [false]}}}}"
+    left, _ = written(text, ALONE)
+    assert left.knobs["zero_optimization.round_robin_gradients"].values == (False,)
+    assert left.knobs["overlap_comm"].values == (True, False)
+
+
+def test_a_second_partition_of_nothing_is_refused() -> None:
+    some, _ = written("{knobs: {zero_stage: [3], zero_hpz_partition_size: [0, 1, 4]}}", TWO_NODES)
+    assert some.knobs[HPZ].values == (1, 4)
+
+
+def test_a_study_is_read_where_other_packages_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Own, "has", lambda self, name: False)
+    space = parse_space("{fixed: {attention: flash_attention_2}, knobs: {zero_stage: [2]}}")
+    with pytest.raises(UserError, match="flash_attn"):
+        fitted(space, make_job(), ONE)
+    assert fitted(space, make_job(), ONE, here=False).space.knobs["attention"].values == ("flash_attention_2",)
 
 
 # -- versions ------------------------------------------------------------------------------------------------------------

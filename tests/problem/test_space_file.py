@@ -276,14 +276,14 @@ def test_what_values_mean(text: str, expected: tuple) -> None:
     assert [type(value) for value in found] == [type(value) for value in expected]
 
 
-RATIO = "zero_optimization.offload_optimizer.ratio"
+SHARE = "zero_optimization.offload_optimizer.cpuadam_cores_perc"
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (f"{RATIO}: {{from: 0.1, to: 0.3, step: 0.1}}", (0.1, 0.2, 0.3)),  # the last in spite of rounding
-        (f"{RATIO}: {{from: 0.01, to: 1.0, scale: log, points: 3}}", (0.01, 0.1, 1.0)),
+        (f"{SHARE}: {{from: 0.1, to: 0.3, step: 0.1}}", (0.1, 0.2, 0.3)),  # the last in spite of rounding
+        (f"{SHARE}: {{from: 0.01, to: 1.0, scale: log, points: 3}}", (0.01, 0.1, 1.0)),
         ("gradient_clipping: {from: 1, to: 4.0, scale: log, points: 3}", (1, 2, 4)),
     ],
 )
