@@ -108,7 +108,7 @@ while kill -0 $tuner 2>/dev/null; do  # a signal has ended the waiting, not the 
   wait $tuner
   code=$?
 done
-echo $code > {shlex.quote(str(code))}
+echo $code > {shlex.quote(f"{code}.new")} && mv {shlex.quote(f"{code}.new")} {shlex.quote(str(code))}
 exit $code
 """
 
@@ -118,11 +118,14 @@ def _cancelled_by_signals(job: str) -> Iterator[None]:
     """Ctrl-C and SIGTERM end the job as Slurm's own warning does; its last words are still shown."""
 
     def cancel(number: int, frame: object) -> None:
-        gently = ("--batch", "--signal=TERM") if number == signal.SIGINT else ()
+        waits = _state(job)[0] == "PENDING"  # and hears no signal yet (scancel(1))
+        gently = ("--batch", "--signal=TERM") if number == signal.SIGINT and not waits else ()
         with suppress(UserError):
             asked("scancel", *gently, job)
 
-    before = {number: signal.signal(number, cancel) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    held = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup's stays ignored
+    before = {number: signal.signal(number, cancel) for number in held}
     try:
         yield
     finally:

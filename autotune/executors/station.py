@@ -88,8 +88,8 @@ class Station:
 
     @property
     def broken(self) -> bool:
-        """Whether the fork server was killed."""
-        return isinstance(self.found, ForkLauncher) and not self.found.alive
+        """Whether the fork server was killed, or could not be started again."""
+        return self.found is None or (isinstance(self.found, ForkLauncher) and not self.found.alive)
 
     def mend(self) -> None:
         """`open` starts another."""

@@ -293,12 +293,12 @@ class Group:
 
     def evidence(self) -> Evidence:
         """Everything that is known of a group that failed or fell silent; call it before `end`."""
-        witnesses = self._each(lambda squad: squad.testify(self.greeted))
-        peaks = merged([witness.peaks for witness in witnesses])
+        peaks = self.peaks()  # before the ranks are gone
         statuses: dict[int, int] = {}
         if self.silence is None:
             self._settle()
             statuses = self._wait_for_statuses()
+        witnesses = self._each(lambda squad: squad.testify(self.greeted))  # after a rank's last words
         phase = self.phase
         if self.errors and self.errors[0].get("phase") in set(Phase):
             phase = Phase(self.errors[0]["phase"])

@@ -149,6 +149,8 @@ class Agent:
             answer = {"failure": "agent", "text": f"{type(error).__name__}: {error}"}
         if number is not None:
             self._tell("answer", to=number, **answer)
+        elif kind == "brief" and "failure" in answer:  # its ranks would wait for ever
+            self._tell("failed", text=answer["text"])
 
     def on_survey(self, *, env: dict[str, str], python: str | None, cwd: str, **asked: Any) -> dict[str, Any]:
         """See `survey.survey`; `env`, `python` and `cwd`, where this node has it, are what ranks will have."""
@@ -190,8 +192,8 @@ class Agent:
         return {"pids": squad.pids, "waited_seconds": squad.waited_seconds}
 
     def _wanted(self) -> bool:
-        """Whether the tuner has asked for something else meanwhile: it asks for nothing but an end while ranks come up."""
-        return not self._requests.empty()
+        """Whether the tuner wants an end of it, or passes a signal on; it may well ask how things are meanwhile."""
+        return any(request["type"] in ("end", "signal") for request in list(self._requests.queue))
 
     def on_brief(self, *, spec: Message, workers: list[int], logs: bool) -> None:
         """Ranks get their spec; what they need on this machine's disk is made before."""

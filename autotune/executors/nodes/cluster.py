@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autotune.errors import MachineTrouble, UserError
+from autotune.errors import MachineTrouble, Stopped, UserError
 from autotune.executors.nodes.compare import check_alike, check_versions_and_clocks, combined
 from autotune.executors.nodes.hostfile import Host
 from autotune.executors.nodes.network import INTERFACE_VARIABLES, Meeting, meeting
@@ -174,7 +174,6 @@ class Cluster:
         surveys = []
         for node, number in asked:
             survey = self._finish(node, number, _SURVEY_SECONDS)
-            survey["came"] = time.time()
             node.hardware = Hardware.from_json(survey["hardware"])
             surveys.append(survey)
         return surveys
@@ -254,8 +253,11 @@ class Cluster:
         return self._load(self.nodes, list(names))
 
     def _load(self, nodes: list[Node], names: list[str]) -> bool:
-        asked = [(node, node.wire.begin("ops", names=names)) for node in nodes] if names else []
-        answers = [self._finish(node, number, _OPS_SECONDS, self._hearer(node)) for node, number in asked]
+        answers = []
+        # the first builds alone: in a home that all share the others find it built, and locks may not reach across machines there
+        for some in (nodes[:1], nodes[1:]) if names else ():
+            asked = [(node, node.wire.begin("ops", names=names)) for node in some]
+            answers += [self._finish(node, number, _OPS_SECONDS, self._hearer(node)) for node, number in asked]
         for answer in answers:
             self.ops.failed.update(answer["failed"])
             self.ops.folder = answer["folder"]
@@ -285,6 +287,8 @@ class Cluster:
                     break
                 except UserError as error:
                     node.wire.close()
+                    if self.cancelled():
+                        raise Stopped("stopped while a node was reached again") from None
                     if time.monotonic() > until:
                         raise MachineTrouble(f"{error}; the study goes on with the same command") from None
                     time.sleep(_RETRY_SECONDS)

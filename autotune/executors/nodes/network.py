@@ -51,7 +51,8 @@ def meeting(names: Sequence[str], surveys: Sequence[Mapping[str, Any]], interfac
         others = [_in_network(addresses, address) for addresses in found[1:]]
         if all(others):
             return Meeting(str(address.ip), (device, *(other or "" for other in others)))
-    routed = next((known for known in first if not known[1].ip.is_loopback), None)
+    everywhere = {address.ip for addresses in found[1:] for _, address in addresses}
+    routed = next((known for known in first if not known[1].ip.is_loopback and known[1].ip not in everywhere), None)
     if routed is None:
         raise UserError(
             f"node {names[0]} has no address at which the other nodes could reach it: give --interface NAME"
@@ -65,5 +66,7 @@ def _addresses(survey: Mapping[str, Any]) -> list[tuple[str, ipaddress.IPv4Inter
 
 
 def _in_network(known: list[tuple[str, ipaddress.IPv4Interface]], other: ipaddress.IPv4Interface) -> str | None:
-    """The interface that is in the network of an address."""
-    return next((device for device, address in known if address.network == other.network), None)
+    """The interface that is in the network of an address. One that has the very same address is no way to it: bridges of
+    containers (docker0, cni0) and of virtual machines (virbr0) have one address on all machines."""
+    alike = ((device, address) for device, address in known if address.network == other.network)
+    return next((device for device, address in alike if address.ip != other.ip or address.ip.is_loopback), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -89,8 +90,12 @@ class RemoteSquad:
                 self.lost = f"node {self._wire.name}: {event['text']}"
             elif kind == "say":
                 self._say(f"{self._wire.name}: {event['text']}")
-        with suppress(NodeDown):
+            elif kind == "failed":
+                self._failed = f"{self._wire.name}: {event['text']}"
+        try:
             self._take_launched()
+        except NodeDown as error:
+            self._failed = str(error)
         return heard
 
     def brief(self, spec: Message, logs: Path | None) -> None:
@@ -109,6 +114,8 @@ class RemoteSquad:
         self._wire.tell("look_anew")
 
     def get_on(self, waiting: set[int]) -> bool:
+        if self._launching is not None:  # it waits for room, or forks: its beat says that it lives
+            return not self.cut_off
         answer = self._ask("get_on", waiting=sorted(waiting & set(self.numbers)))
         return bool(answer and answer["alive"])
 
@@ -139,10 +146,12 @@ class RemoteSquad:
         return None
 
     def signal(self, number: signal.Signals, pids: Sequence[int]) -> None:
-        self._wire.tell("signal", number=int(number), pids=list(pids))
+        said = {"number": int(number), "pids": list(pids)}
+        # by another thread: this is called from signals' handlers, which may have interrupted a `tell` that holds the stream
+        threading.Thread(target=self._wire.tell, args=("signal",), kwargs=said, daemon=True).start()
 
     def end(self, *, done: bool) -> None:
-        if self.cut_off:  # its agent ends them, or has ended
+        if self._wire.down:  # its agent ends them, or has ended
             return
         try:
             answer = self._wire.ask("end", _END_SECONDS, done=done)

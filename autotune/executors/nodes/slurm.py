@@ -19,9 +19,8 @@ from autotune.executors.nodes.wire import NotGreeted
 from autotune.units import format_duration
 
 _ANSWER_SECONDS = 60.0  # of a controller under load
-_KEPT = (
-    "PATH,HOME,USER,LANG,LC_ALL,TMPDIR"  # all that an agent has of this process's environment before it is told more
-)
+# All that an agent has of this process's environment before it is told more; a Python of `module load` may need the libraries.
+_KEPT = "PATH,HOME,USER,LANG,LC_ALL,TMPDIR,LD_LIBRARY_PATH"
 JOB, NODES, GPUS = "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_GPUS_ON_NODE"  # set for a job's processes: sbatch(1)
 
 

@@ -51,6 +51,8 @@ class Ssh:
             "ServerAliveCountMax": "3",
             "LogLevel": "ERROR",  # no server's banner in the log
             "ForwardX11": "no",
+            "ControlMaster": "no",  # uses the user's, becomes nobody's
+            "ClearAllForwardings": "yes",
             "EscapeChar": "none",
             "RequestTTY": "no",
         }

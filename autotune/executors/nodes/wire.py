@@ -75,6 +75,9 @@ class Wire:
         assert self._process.stdout is not None
         self._stream = Stream(self._process.stdout.fileno(), self._process.stdin.fileno(), SILENT_SECONDS)
         self._heard_at = time.monotonic()
+        # from now on: an agent that is heard before the others must not think that nobody is there
+        self._threads.append(threading.Thread(target=self._beat, daemon=True))
+        self._threads[0].start()
 
     def greet(self, seconds: float, cancelled: Callable[[], bool] = lambda: False) -> Message:
         """The agent's first line, with which the stream begins.
@@ -102,9 +105,8 @@ class Wire:
             raise self._not_greeted(said, None, seconds)
         os.set_blocking(self._stream.fileno(), True)
         self.greeting, self._heard_at = first, time.monotonic()
-        self._threads = [threading.Thread(target=what, daemon=True) for what in (self._read, self._beat)]
-        for thread in self._threads:
-            thread.start()
+        self._threads.append(threading.Thread(target=self._read, daemon=True))
+        self._threads[-1].start()
         return first
 
     def _not_greeted(self, said: bytes, code: int | None, seconds: float) -> NotGreeted:
@@ -142,6 +144,9 @@ class Wire:
                 continue
             with self._changed:
                 if message["type"] == "answer":
+                    message["came"] = (
+                        time.time()
+                    )  # for clocks that are compared: others may be waited for before this is taken
                     self._answers[message["to"]] = message
                 else:
                     self._events.append(message)

@@ -98,6 +98,15 @@ def test_a_first_node_that_ssh_reached_by_its_loopback() -> None:
     assert (found.host, found.interfaces) == ("192.168.7.1", ("eno1", "eth0"))
 
 
+@pytest.mark.parametrize("reached", ["10.0.1.5", ""])
+def test_a_bridge_that_every_machine_has_is_no_network(reached: str) -> None:
+    """docker0 has the same address everywhere; each node would find itself there."""
+    bridge = ("docker0", "172.17.0.1", "255.255.0.0")
+    nodes = [at(bridge, ("eth0", f"10.0.1.{number}", "255.255.255.255"), reached=reached) for number in (5, 6)]
+    found = meeting(["a", "b"], nodes)
+    assert (found.host, found.interfaces) == ("10.0.1.5", ("", ""))
+
+
 def test_networks_with_a_router_in_between() -> None:
     nodes = [at(("eth0", "10.0.1.5", ADMIN)), at(("eth0", "10.0.2.5", ADMIN))]
     found = meeting(["a", "b"], nodes)
