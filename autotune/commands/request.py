@@ -131,7 +131,7 @@ def run_setup(request: Request, nodes: Nodes | None = None) -> Setup:
         isolation=request.isolation,
         seed=request.seed,
         force=request.force,
-        gallery=not request.no_gallery,
+        gallery=not request.no_gallery and tuned.landscape is None,  # an entry may be of the very table
     )
 
 

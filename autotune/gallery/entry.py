@@ -1,63 +1,29 @@
 """A gallery's entry: one job on one machine, its candidates and how each ended, as JSON. It has no place for free text.
 
-Whatever a string may be is listed here or matches a pattern that no path, host name or secret does. What is written is
-checked by the same models that read it; `gallery/schema.json` is made of them.
+Whatever a string may be is listed here or in `values.py`, or matches a pattern that no path, host name or secret does. What
+is written is checked by the same models that read it; `gallery/schema.json` is made of them.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from autotune.errors import UserError
-from autotune.problem.candidate import KNOBS, LORA, Candidate, Value, is_read
+from autotune.gallery.values import known_domains, known_knobs, known_lora, known_sizes
+from autotune.problem.candidate import Candidate, is_read
 from autotune.problem.hardware import GpuFacts, Hardware, gpu_table
 from autotune.problem.job import ATTENTIONS, OPTIMIZERS, PRECISIONS, Job, parse_lora
 from autotune.problem.models import ModelSpec
 from autotune.problem.outcome import Kind, Phase
-from autotune.problem.space_file import DS_TOP_LEVEL, DS_ZERO_KEYS
 from autotune.problem.tasks import CAUSAL, TASKS
 from autotune.units import GIB
 
 FORMAT: Literal[1] = 1
 MOST_BYTES = 400_000  # of a file; a study of 2000 trials is smaller
-
-# Names of layers in public architectures; a LoRA on others is told as one on all of them.
-PUBLIC_TARGETS = frozenset(
-    (
-        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens"),
-        *(
-            "c_attn",
-            "c_proj",
-            "c_fc",
-            "wte",
-            "query_key_value",
-            "dense",
-            "dense_h_to_4h",
-            "dense_4h_to_h",
-            "fc1",
-            "fc2",
-        ),
-        *("query", "key", "value", "q", "k", "v", "o", "wi", "wo", "wi_0", "wi_1", "out_proj", "all-linear", "score"),
-    )
-)
-# What a configuration says of a model's size; numbers, but for a few switches.
-SHAPE_KEYS = frozenset(
-    (
-        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-        *("head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "sliding_window"),
-        *("n_embd", "n_layer", "n_head", "n_inner", "n_positions", "n_layers", "n_heads", "n_ctx"),
-        *("d_model", "d_ff", "d_kv", "dim", "hidden_dim", "num_layers", "num_heads", "num_decoder_layers"),
-        *("encoder_layers", "decoder_layers", "encoder_ffn_dim", "decoder_ffn_dim", "encoder_attention_heads"),
-        *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
-        *("shared_expert_intermediate_size", "n_shared_experts", "decoder_sparse_step", "first_k_dense_replace"),
-        *("depth", "embed_dim", "patch_size", "image_size", "type_vocab_size"),
-    )
-)
 
 
 def _listed(*allowed: str) -> Any:
@@ -69,73 +35,11 @@ def _listed(*allowed: str) -> Any:
     return AfterValidator(check)
 
 
-def _shape_keys(shape: dict[str, int | float | bool]) -> dict[str, int | float | bool]:
-    for key in shape:
-        if key not in SHAPE_KEYS:
-            raise ValueError(f"{key!r} is no size of a model; expected hidden_size, num_hidden_layers, …")
-    return shape
-
-
-def knob_trouble(name: str, value: Value) -> str | None:
-    """Why a knob's name or value has no place in an entry, or None. A text has one only where it is one of a list."""
-    knob = KNOBS.get(name)
-    if knob is None:
-        head, _, leaf = name.partition(".")
-        known = name in DS_TOP_LEVEL or (head in DS_TOP_LEVEL and re.fullmatch(r"[a-z0-9_.]{1,80}", leaf))
-        if head == "zero_optimization" and leaf.split(".")[0] not in DS_ZERO_KEYS:
-            known = False
-        if not known:
-            return "is no knob, and DeepSpeed knows no such key"
-        if isinstance(value, str):
-            return "is a text, which has no place here"
-    elif isinstance(knob.kind, tuple):
-        if value not in knob.kind:
-            return f"expected one of {', '.join(knob.kind)}, found {value!r}"
-    elif knob.kind is bool:
-        return None if isinstance(value, bool) else f"expected true or false, found {value!r}"
-    elif knob.kind is int:
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < knob.low or value % 1:
-            return f"expected a whole number of at least {knob.low:g}, found {value!r}"
-    elif name == LORA and value != "none":
-        return _lora_trouble(str(value))
-    return None
-
-
-def _lora_trouble(text: str) -> str | None:
-    try:
-        lora = parse_lora(text)
-    except UserError as error:
-        return str(error)
-    private = sorted({*lora.targets, *lora.saved} - PUBLIC_TARGETS)
-    return f"names layers of no public architecture: {', '.join(private)}" if private else None
-
-
-def _lora(text: str | None) -> str | None:
-    if text is not None and (why := _lora_trouble(text)):
-        raise ValueError(why)
-    return text
-
-
-def _knobs(knobs: dict[str, Any]) -> dict[str, Any]:
-    for name, value in knobs.items():
-        if why := knob_trouble(name, value):
-            raise ValueError(f"{name}: {why}")
-    return knobs
-
-
-def _domains(space: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    for name, values in space.items():
-        for value in values:
-            if why := knob_trouble(name, value):
-                raise ValueError(f"{name}: {why}")
-    return space
-
-
 NAME = r"^[a-z0-9][a-z0-9._-]{0,47}$"
 VERSION = r"^\d[0-9a-z.]{0,24}(\+(cpu|cu\d+|rocm[\d.]+|xpu))?$"
 Finite = Annotated[float, Field(gt=0, lt=1e15, allow_inf_nan=False)]
-Knobs = Annotated[dict[str, bool | int | float | str], AfterValidator(_knobs)]
-Shape = Annotated[dict[str, bool | int | float], AfterValidator(_shape_keys)]
+Knobs = Annotated[dict[str, bool | int | float | str], AfterValidator(known_knobs)]
+Shape = Annotated[dict[str, bool | int | float], AfterValidator(known_sizes)]
 
 
 class Part(BaseModel):
@@ -215,7 +119,7 @@ class Trained(Part):
     precision: Annotated[str, _listed(*PRECISIONS)]
     optimizer: Annotated[str, _listed(*OPTIMIZERS)]
     global_batch_size: Annotated[int, Field(ge=1, le=10**9)] | None = None
-    lora: Annotated[str | None, AfterValidator(_lora)] = None
+    lora: Annotated[str | None, AfterValidator(known_lora)] = None
     attention: Annotated[str, _listed(*ATTENTIONS)] | None = None
     compiled: bool = False
     packed: bool = False
@@ -287,7 +191,9 @@ class Entry(Part):
     machine: Machine
     job: Trained
     versions: Versions = Versions()
-    space: Annotated[dict[str, list[bool | int | float | str]], AfterValidator(_domains)] = {}  # knobs and values tried
+    space: Annotated[
+        dict[str, list[bool | int | float | str]], AfterValidator(known_domains)
+    ] = {}  # knobs and values tried
     candidates: Annotated[list[Tried], Field(min_length=1, max_length=5000)]
     winner: Annotated[int, Field(ge=0)] | None = None  # its place among the candidates
     verified: bool = False  # in a fresh process

@@ -12,19 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from autotune.errors import UserError
-from autotune.gallery.entry import (
-    NAME,
-    PUBLIC_TARGETS,
-    SHAPE_KEYS,
-    VERSION,
-    Entry,
-    Machine,
-    Origin,
-    Trained,
-    Tried,
-    Versions,
-    knob_trouble,
-)
+from autotune.gallery.entry import NAME, VERSION, Entry, Machine, Origin, Trained, Tried, Versions
+from autotune.gallery.values import PUBLIC_TARGETS, SHAPE_KEYS, knob_trouble, size_trouble
 from autotune.problem.candidate import LORA, Candidate, Value, is_read
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, parse_lora
@@ -175,7 +164,7 @@ def shape_of(config: dict[str, Any]) -> dict[str, bool | int | float]:
     """What of a configuration says how large a model is."""
     text = config.get("text_config")
     text = {**config, **text} if isinstance(text, dict) else config
-    return {key: text[key] for key in sorted(SHAPE_KEYS & text.keys()) if isinstance(text[key], bool | int | float)}
+    return {key: text[key] for key in sorted(SHAPE_KEYS & text.keys()) if size_trouble(key, text[key]) is None}
 
 
 def _alike(known: dict[str, Any], config: dict[str, Any]) -> bool:

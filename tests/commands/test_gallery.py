@@ -1,11 +1,15 @@
 """`autotune share`, `autotune gallery`, and a run that begins with what the gallery knows."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
-from autotune.commands import gallery
+from autotune.commands import gallery, run
+from autotune.commands.nodes import Nodes
+from autotune.commands.request import Request, run_setup
+from autotune.commands.setup import Setup
 from autotune.gallery.entry import Entry
 from autotune.gallery.folder import checked, entries_folder
 from autotune.search.study import StudyStore
@@ -51,6 +55,31 @@ def test_the_gallery_is_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert {row["model"] for row in json.loads(out)} >= {"tiny-llama", "qwen2.5-7b"}
 
 
+@pytest.fixture
+def as_if_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search of a table begins with the gallery, as one of a machine does: such a run costs no test any time."""
+
+    def setup_of(request: Request, nodes: Nodes | None = None) -> Setup:
+        return dataclasses.replace(run_setup(request, nodes), gallery=not request.no_gallery)
+
+    monkeypatch.setattr(run, "run_setup", setup_of)
+
+
+def test_a_search_of_a_table_begins_without_the_gallery_which_has_an_entry_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(monkeypatch, capsys, *RUN, "--study", "table")
+    assert code == 0, err
+    assert "gallery" not in out
+    assert gallery.NOTE not in {record.note for record in StudyStore.load("table").records()}
+    assert not run_setup(Request(executor=f"replay:{TABLE}")).gallery
+    asked = Request(model="tiny-llama", device="cpu", gpus=1)
+    assert run_setup(asked).gallery
+    assert not run_setup(dataclasses.replace(asked, no_gallery=True)).gallery
+
+
+@pytest.mark.usefixtures("as_if_measured")
 def test_a_run_begins_with_the_nearest_entry_and_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,6 +98,7 @@ def test_a_run_begins_with_the_nearest_entry_and_says_so_once(
     assert (code, "searches a recorded table" in err) == (2, True)
 
 
+@pytest.mark.usefixtures("as_if_measured")
 def test_a_start_that_is_not_believed_has_to_wait_and_costs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,6 +50,49 @@ BROKEN: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
         "candidates[0].knobs: zero_optimization.offload_optimizer.nvme_path: is a text",
     ),
     (
+        "share's text",
+        lambda e: e["candidates"][0]["knobs"].update(
+            {"zero_optimization.offload_optimizer.ratio": "/home/alice/secret"}
+        ),
+        "candidates[0].knobs: zero_optimization.offload_optimizer.ratio: expected a number from 0 to 1, found",
+    ),
+    (
+        "share",
+        lambda e: e["candidates"][0]["knobs"].update({"zero_optimization.offload_optimizer.ratio": 1.5}),
+        "ratio: expected a number from 0 to 1, found 1.5",
+    ),
+    (
+        "no stage",
+        lambda e: e["candidates"][0]["knobs"].update(zero_stage=4),
+        "zero_stage: expected a whole number from 0 to 3, found 4",
+    ),
+    (
+        "huge",
+        lambda e: e["candidates"][0]["knobs"].update(train_micro_batch_size_per_gpu=10**400),
+        "train_micro_batch_size_per_gpu: expected a whole number of at least 1, found",
+    ),
+    (
+        "share in the space",
+        lambda e: e.update(space={"zero_optimization.offload_optimizer.ratio": ["/home/alice"]}),
+        "space: zero_optimization.offload_optimizer.ratio: expected a number",
+    ),
+    (
+        "lora twice",
+        lambda e: e["job"].update(lora="r=8,targets=acme_proj,targets=q_proj"),
+        "job.lora: says a part of itself twice",
+    ),
+    ("lora's number", lambda e: e["candidates"][0]["knobs"].update(lora=8), "lora: expected none, or r=16"),
+    (
+        "no heads",
+        lambda e: e["job"]["shape"].update(num_attention_heads=0),
+        "job.shape: num_attention_heads: expected a whole number from 1 to 1000000000, found 0",
+    ),
+    ("less than no layers", lambda e: e["job"]["shape"].update(num_hidden_layers=-2), "num_hidden_layers: expected"),
+    ("layers without end", lambda e: e["job"]["shape"].update(first_k_dense_replace=10**9), "from 0 to 10000"),
+    ("half a size", lambda e: e["job"]["shape"].update(hidden_size=895.5), "hidden_size: expected a whole number"),
+    ("a size that is a switch", lambda e: e["job"]["shape"].update(hidden_size=True), "hidden_size: expected a whole"),
+    ("tower", lambda e: e["job"].update(vision={"patch_size": 0}), "job.vision: patch_size: expected a whole number"),
+    (
         "stage",
         lambda e: e["candidates"][0]["knobs"].update(zero_stage="three"),
         "candidates[0].knobs: zero_stage: expected a whole number",

@@ -1,0 +1,160 @@
+"""What a knob, a LoRA and a model's size may be in an entry of the gallery."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from autotune.errors import UserError
+from autotune.problem.candidate import KNOBS, LORA, Value
+from autotune.problem.job import parse_lora
+from autotune.problem.knobs import Knob
+from autotune.problem.space_file import DS_TOP_LEVEL, DS_ZERO_KEYS
+
+# Names of layers in public architectures; a LoRA on others is told as one on all of them.
+PUBLIC_TARGETS = frozenset(
+    (
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens"),
+        *(
+            "c_attn",
+            "c_proj",
+            "c_fc",
+            "wte",
+            "query_key_value",
+            "dense",
+            "dense_h_to_4h",
+            "dense_4h_to_h",
+            "fc1",
+            "fc2",
+        ),
+        *("query", "key", "value", "q", "k", "v", "o", "wi", "wo", "wi_0", "wi_1", "out_proj", "all-linear", "score"),
+    )
+)
+# What a configuration says of a model's size; numbers, but for a few switches.
+SHAPE_KEYS = frozenset(
+    (
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+        *("head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "sliding_window"),
+        *("n_embd", "n_layer", "n_head", "n_inner", "n_positions", "n_layers", "n_heads", "n_ctx"),
+        *("d_model", "d_ff", "d_kv", "dim", "hidden_dim", "num_layers", "num_heads", "num_decoder_layers"),
+        *("encoder_layers", "decoder_layers", "encoder_ffn_dim", "decoder_ffn_dim", "encoder_attention_heads"),
+        *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        *("shared_expert_intermediate_size", "n_shared_experts", "decoder_sparse_step", "first_k_dense_replace"),
+        *("depth", "embed_dim", "patch_size", "image_size", "type_vocab_size"),
+    )
+)
+SWITCHES = frozenset(("tie_word_embeddings",))
+# Of these a model may have none.
+_OR_NONE = frozenset(
+    (
+        *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        *("shared_expert_intermediate_size", "n_shared_experts", "first_k_dense_replace", "type_vocab_size"),
+    )
+)
+# These count layers, one by one.
+_LAYERS = frozenset(
+    (
+        *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"),
+        *("encoder_layers", "decoder_layers", "depth", "first_k_dense_replace"),
+    )
+)
+MOST_LAYERS, MOST_SIZE = 10_000, 10**9
+MOST_NUMBER = 2**63  # DeepSpeed's "no limit" is one less
+
+
+def size_trouble(key: str, value: object) -> str | None:
+    """Why a size of a model has no place in an entry, or None."""
+    if key not in SHAPE_KEYS:
+        return "is no size of a model; expected hidden_size, num_hidden_layers, …"
+    if key in SWITCHES:
+        return None if isinstance(value, bool) else f"expected true or false, found {value!r}"
+    low, high = int(key not in _OR_NONE), MOST_LAYERS if key in _LAYERS else MOST_SIZE
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        return f"expected a whole number from {low} to {high}, found {value!r}"
+    return None
+
+
+def knob_trouble(name: str, value: Value) -> str | None:
+    """Why a knob's name or value has no place in an entry, or None. A text has one only where it is one of a list."""
+    knob = KNOBS.get(name)
+    if knob is None:
+        return _key_trouble(name, value)
+    if isinstance(knob.kind, tuple):
+        return None if value in knob.kind else f"expected one of {', '.join(knob.kind)}, found {value!r}"
+    if knob.kind is bool:
+        return None if isinstance(value, bool) else f"expected true or false, found {value!r}"
+    if knob.kind in (int, float):
+        return _number_trouble(knob, value)
+    if name == LORA:
+        return lora_trouble(value) if value != "none" else None
+    return f"has no place here, found {value!r}"
+
+
+def _key_trouble(name: str, value: Value) -> str | None:
+    """Of what is no knob: a key of DeepSpeed's with a number or a switch has a place."""
+    head, _, leaf = name.partition(".")
+    known = name in DS_TOP_LEVEL or (head in DS_TOP_LEVEL and re.fullmatch(r"[a-z0-9_.]{1,80}", leaf))
+    if head == "zero_optimization" and leaf.split(".")[0] not in DS_ZERO_KEYS:
+        known = False
+    if not known:
+        return "is no knob, and DeepSpeed knows no such key"
+    if isinstance(value, str):
+        return "is a text, which has no place here"
+    return None if _is_number(value) else f"expected a number below {MOST_NUMBER}"
+
+
+def _number_trouble(knob: Knob, value: Value) -> str | None:
+    whole = knob.kind is int
+    if isinstance(value, bool) or not _is_number(value) or not knob.low <= value <= knob.high or (whole and value % 1):  # type: ignore[operator]
+        to = f"of at least {knob.low:g}" if math.isinf(knob.high) else f"from {knob.low:g} to {knob.high:g}"
+        return f"expected a {'whole ' * whole}number {to}, found {value!r}"
+    return None
+
+
+def _is_number(value: Value) -> bool:
+    return isinstance(value, int | float) and abs(value) <= MOST_NUMBER  # not NaN
+
+
+def lora_trouble(value: Value) -> str | None:
+    """Why a LoRA has no place in an entry, or None: its layers are those of public architectures, and it says nothing else."""
+    if not isinstance(value, str):
+        return f"expected none, or r=16,targets=all-linear, found {value!r}"
+    try:
+        lora = parse_lora(value)
+    except UserError as error:
+        return str(error)
+    if private := sorted({*lora.targets, *lora.saved} - PUBLIC_TARGETS):
+        return f"names layers of no public architecture: {', '.join(private)}"
+    keys = [part.partition("=")[0].strip() for part in value.split(",")]
+    return "says a part of itself twice" if len(set(keys)) < len(keys) else None
+
+
+# -- for pydantic: the value itself, or ValueError ---------------------------------------------------------------------------
+
+
+def known_lora(text: str | None) -> str | None:
+    if text is not None and (why := lora_trouble(text)):
+        raise ValueError(why)
+    return text
+
+
+def known_sizes(shape: dict[str, Any]) -> dict[str, Any]:
+    for key, value in shape.items():
+        if why := size_trouble(key, value):
+            raise ValueError(f"{key!r} {why}" if key not in SHAPE_KEYS else f"{key}: {why}")
+    return shape
+
+
+def known_knobs(knobs: dict[str, Any]) -> dict[str, Any]:
+    for name, value in knobs.items():
+        if why := knob_trouble(name, value):
+            raise ValueError(f"{name}: {why}")
+    return knobs
+
+
+def known_domains(space: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    for name, values in space.items():
+        for value in values:
+            known_knobs({name: value})
+    return space
