@@ -6,7 +6,6 @@ imports neither torch nor deepspeed; docs/architecture.md shows the rooms behind
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,8 @@ def tune(command: list[str] | None = None, *, quiet: bool = False, **options: An
         quiet: print nothing.
         options: what the command takes, by its names with underscores: `model`, `gpus`, `budget`, `study`, `space`,
             `global_batch_size`, `max_trials` and the others; `attention` for `--attn`, `compiled` for `--compile`, `packed` for
-            `--packing`, `maps` for `--map`.
+            `--packing`, `maps` for `--map`. Texts as the command takes them, or Python's own: `budget=600` is seconds,
+            `memory_cap=2**34` bytes, `headroom=0.1` a share, a path a `Path`.
 
     Returns:
         The winner with its measurement, the files written, and the lines for people.
@@ -44,14 +44,10 @@ def tune(command: list[str] | None = None, *, quiet: bool = False, **options: An
     """
     from rich.console import Console
 
-    from autotune.commands.request import Request
+    from autotune.commands.python_options import request_of
     from autotune.commands.run import run_study
 
-    paths = {field.name for field in dataclasses.fields(Request) if "Path" in str(field.type)}
-    given: dict[str, Any] = {
-        name: Path(value) if name in paths else value for name, value in options.items() if value is not None
-    }
-    return run_study(Request(script=command or [], **given), Console(quiet=quiet), quiet=quiet)
+    return run_study(request_of(command, options, ["quiet"]), Console(quiet=quiet), quiet=quiet)
 
 
 def open_study(study: str, storage: str | None = None) -> StudyStore:
@@ -107,11 +103,10 @@ def launch(study: str, command: list[str], **options: Any) -> LaunchSummary:
         autotune.errors.UserError: bad input, or a study that is not of this script.
     """
     from autotune.commands.launch import launch_training
-    from autotune.commands.request import Request
+    from autotune.commands.python_options import request_of
 
     say = options.pop("say", print)
-    given = {name: value for name, value in options.items() if value is not None}
-    return launch_training(Request(study=study, script=command, **given), say)
+    return launch_training(request_of(command, options, ["say"], study=study), say)
 
 
 def __getattr__(name: str) -> Any:

@@ -5,12 +5,19 @@ import importlib.util
 import re
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import autotune
+from autotune.commands import run
+from autotune.commands.request import Request
+from autotune.errors import UserError
 from autotune.moved import MOVED, MovedFinder, moved_line
+from autotune.units import parse_bytes, parse_count, parse_duration, parse_share
 
 ROOT = Path(__file__).parent.parent
 TOP = sorted(name for name in MOVED if name.count(".") == 1)
@@ -89,8 +96,6 @@ def test_the_version_stands_in_one_place() -> None:
 
 
 def test_launch_takes_the_commands_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from autotune.errors import UserError
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("print()")
     with pytest.raises(UserError, match="no study 'mine'"):
@@ -103,5 +108,84 @@ def test_launch_takes_the_commands_options(tmp_path: Path, monkeypatch: pytest.M
         autotune.launch("mine", ["train.py"], hang_timeout="soon")
     with pytest.raises(UserError, match="no script nowhere"):
         autotune.launch("mine", ["nowhere.py"])
-    with pytest.raises(TypeError, match="max_restart"):
+    with pytest.raises(UserError, match=r"^no option 'max_restart'; did you mean max_restarts"):
         autotune.launch("mine", ["train.py"], max_restart=1)
+    with pytest.raises(UserError, match=r"^command: expected a list of words"):
+        autotune.launch("mine", "train.py")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="'0' is not possible"):
+        autotune.launch("mine", ("train.py",), hang_timeout=0)  # type: ignore[arg-type]
+
+
+def tuned(monkeypatch: pytest.MonkeyPatch, *command: Any, **options: Any) -> Request:
+    """The Request that `tune` makes of its arguments; nothing runs."""
+    asked: list[Request] = []
+    monkeypatch.setattr(run, "run_study", lambda request, console, quiet: asked.append(request))
+    autotune.tune(*command, **options)
+    return asked[0]
+
+
+def test_tune_takes_pythons_own_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number is what the same number means on the command line."""
+    found = tuned(monkeypatch, budget=600, headroom=0.1, tolerance=np.float64(0.01), memory_cap=2**34, tokens=1e9)
+    assert parse_duration(found.budget) == 600
+    assert parse_share(found.headroom or "") == 0.1
+    assert parse_share(found.tolerance) == 0.01
+    assert parse_bytes(found.memory_cap or "") == 2**34
+    assert parse_count(found.tokens or "", "--tokens") == 1e9
+    assert parse_duration(tuned(monkeypatch, budget=90.5).budget) == 90.5
+    assert parse_bytes(tuned(monkeypatch, memory_cap=1e17).memory_cap or "") == 10**17
+    assert parse_share(tuned(monkeypatch, headroom=0).headroom or "") == 0
+    paths = tuned(
+        monkeypatch, space=Path("s.yaml"), out="w.json", runs="here", ds_config=Path("ds.json"), model=Path("m")
+    )
+    assert (paths.space, paths.out, paths.runs) == ("s.yaml", Path("w.json"), Path("here"))
+    assert (paths.ds_config, paths.model) == (Path("ds.json"), "m")
+    numbers = tuned(monkeypatch, gpus="2", max_trials=3.0, seed=np.int64(7), seq_len="max", global_batch_size=64)
+    assert (numbers.gpus, numbers.max_trials, numbers.seed) == (2, 3, 7)
+    assert all(type(one) is int for one in (numbers.gpus, numbers.max_trials, numbers.seed))
+    assert (numbers.seq_len, numbers.global_batch_size) == ("max", 64)
+    words = tuned(monkeypatch, (Path("train.py"), "--lr", 0.1, "--text", "a\nb"), maps=("a=--b",), exhaustive=True)
+    assert (words.script, words.maps) == (["train.py", "--lr", "0.1", "--text", "a\nb"], ["a=--b"])
+    assert words.exhaustive
+    assert tuned(monkeypatch, None, gpus=None, budget=None) == Request()
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "said"),
+    [
+        (None, {"gpus": "two"}, "gpus: expected a whole number, found 'two'"),
+        (None, {"gpus": 1.5}, "gpus: expected a whole number, found 1.5"),
+        (None, {"gpus": True}, "gpus: expected a whole number, found True"),
+        (None, {"gpus": float("nan")}, "gpus: the number is not possible"),
+        (None, {"seq_len": 10**5000}, "seq_len: the number is not possible"),
+        (None, {"seq_len": [1]}, "seq_len: expected a whole number, found a value of type list"),
+        (None, {"budget": 10**5000}, "budget: the number is not possible"),
+        (None, {"budget": timedelta(hours=1)}, "budget: expected a text, a path or a number, found a value of type"),
+        (None, {"study": "a\nb"}, r"study: expected one line of text, found 'a\nb'"),
+        (None, {"out": 3}, "out: expected a path, found 3"),
+        (None, {"out": "a\0b"}, "out: expected one line of text"),
+        (None, {"exhaustive": "no"}, "exhaustive: expected True or False, found 'no'"),
+        (None, {"price": "cheap"}, "price: expected a number, found 'cheap'"),
+        (None, {"maps": "a=--b"}, "maps: expected a list of texts, found 'a=--b'"),
+        (None, {"budgett": "5m"}, "no option 'budgett'; did you mean budget"),
+        (None, {"attn": "sdpa"}, "no option 'attn'; did you mean attention"),
+        (None, {"script": ["a.py"]}, "no option 'script'"),
+        ("train.py --x 1", {}, 'command: expected a list of words, like ["train.py", "--epochs", "1"], found '),
+        (b"train.py", {}, "command: expected a list of words"),
+        (Path("train.py"), {}, "command: expected a list of words"),
+        (["train.py", None], {}, "command[1]: expected a text, a path or a number"),
+        (["train.py", "\0"], {}, "command[1]: expected one line of text"),
+        (None, {"model": "tiny-llama", "device": "cpu", "budget": "soon"}, "'soon' is no duration"),
+        (None, {"model": "tiny-llama", "device": "cpu", "headroom": 5}, "a share of '5' is not possible"),
+        (None, {"model": "tiny-llama", "device": "cpu", "memory_cap": 0}, "a size of '0' is not possible"),
+        (None, {"model": "tiny-llama", "device": "cpu", "gpus": "0"}, "--gpus 0: expected at least 1"),
+    ],
+)
+def test_tune_refuses_what_an_option_cannot_be_in_one_line(
+    command: Any, options: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        autotune.tune(command, quiet=True, **options)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
