@@ -86,6 +86,7 @@ EXEMPT = {
     "run_all.py": "this file",
     "published_error.py": "writes autotune/data/predictor_error.json from published.json; measures nothing",
     "docs_figures.py": "writes documents from results; measures nothing",
+    "docs_stages.py": "imported by docs_figures.py: tables of the ZeRO stages",
     "nodes.py": "needs root and an sshd: by hand, on a machine where `make cluster-tests` runs",
     "gpu_acceptance.py": "`make gpu-acceptance`: names its results for the GPU; tests of its own rehearse it",
 }
