@@ -76,7 +76,7 @@ def test_a_study_in_another_storage(folder: Path, monkeypatch: pytest.MonkeyPatc
 def test_what_cannot_be_exported(folder: Path) -> None:
     failed = next(one for one in StudyStore.load("s").records() if one.outcome and not one.outcome.ok)
     for style, trial, message in (
-        ("yaml", None, "--format yaml: expected one of deepspeed, accelerate, hf"),
+        ("yaml", None, "--format yaml: expected one of deepspeed, accelerate, hf, sbatch"),
         ("hf", 99, "--trial 99: no measured trial of that number in s (`autotune show s`)"),
         ("hf", failed.number, f"--trial {failed.number}: no measured trial of that number in s (`autotune show s`)"),
     ):
