@@ -208,7 +208,8 @@ def test_one_allocation_for_the_whole_call(real: Slurm, tmp_path: Path) -> None:
     assert "on 2 nodes" in done.stdout
     assert (tmp_path / "runs" / "slurmed" / "slurmed.json").exists()
     wait_until(lambda: not real.processes(), "the end of all that was started")
-    short = autotune([*words, "--time", "1"], tmp_path)
+    # longer than Slurm's warning before the limit, which else comes with the start
+    short = autotune([*words, "--time", "3"], tmp_path)
     assert short.returncode == 2, short.stdout + short.stderr
     assert "before a budget of" in short.stdout + short.stderr
 
