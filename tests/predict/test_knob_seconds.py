@@ -10,26 +10,15 @@ import pytest
 
 from autotune.predict.constants import TIME
 from autotune.predict.knobs import columns_of
-from autotune.predict.passes import BACKWARD, FORWARD, Pass, Trace
+from autotune.predict.passes import Trace
 from autotune.predict.roofline import Spent, Work, spend, work
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.knobs import short_name
 from tests.conftest import make_job
+from tests.predict.passes import PASS
 
 ONE_NODE, TWO_NODES = named_hardware("a100-80", 8), named_hardware("a100-80", 16, nodes=2)
-PASS = Pass(
-    [FORWARD, BACKWARD],
-    [0, 0],
-    [0, 0],
-    [0, 0],
-    [0, 0],
-    (0, 0),
-    flops=(1e12, 2e12),
-    attention=(0, 0),
-    moved=((0, 1e9), (0, 2e9)),
-    operators=(300, 600),
-)
 TRACE = Trace([10**8] * 40 + [10**4] * 1000, 0, PASS, dataclasses.replace(PASS, flops=(1e12, 3e12)), largest=10**8)
 LARGE, SMALL = 40 * 10**8, 10**7  # elements of both kinds
 BATCH = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}

@@ -10,7 +10,7 @@ import pytest
 from autotune.predict import roofline
 from autotune.predict.constants import TIME
 from autotune.predict.knobs import columns_of
-from autotune.predict.passes import BACKWARD, FORWARD, Pass, Trace
+from autotune.predict.passes import Trace
 from autotune.predict.predictor import Predictor
 from autotune.predict.roofline import Rates, Spent, Work, spend, work
 from autotune.problem.candidate import Candidate
@@ -18,21 +18,10 @@ from autotune.problem.hardware import Hardware, gpu_table, named_hardware
 from autotune.problem.job import Job, Lora
 from autotune.units import GIB
 from tests.conftest import make_job
+from tests.predict.passes import PASS
 
 TOKENS = 64
 REUSE = "zero_optimization.stage3_max_reuse_distance"
-PASS = Pass(
-    [FORWARD, BACKWARD],
-    [0, 0],
-    [0, 0],
-    [0, 0],
-    [0, 0],
-    (0, 0),
-    flops=(1e12, 2e12),
-    attention=(0, 0),
-    moved=((0, 1e9), (0, 2e9)),
-    operators=(300, 600),
-)
 AGAIN = dataclasses.replace(PASS, flops=(1e12, 3e12), operators=(300, 900))
 TRACE = Trace([10**9] * 100, 0, PASS, AGAIN, largest=10**9)
 
