@@ -6,7 +6,7 @@ Standard library alone: the parent reads so what was typed, and a rank what a fr
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -137,17 +137,31 @@ def with_option(line: CommandLine, name: str, value: str) -> list[str]:
     Args:
         name: as it is written, like `--nproc-per-node`.
     """
-    words, at = list(line.launcher), line.head
+    words = list(line.launcher)
     wanted = _canonical(line.kind, name)
-    while at < len(words):
-        given, equals, _ = words[at].partition("=")
-        key = _canonical(line.kind, given)
-        valued = not equals and key not in _SWITCHES[line.kind]
+    for key, at, end in _given(line):
         if key == wanted:
-            words[at : at + 1 + valued] = [f"{given}={value}"] if equals else [given, value]
+            given, equals, _ = words[at].partition("=")
+            words[at:end] = [f"{given}={value}"] if equals else [given, value]
             return words
-        at += 1 + valued
     return [*words, name, value]
+
+
+def options_without(line: CommandLine, *names: str) -> list[str]:
+    """The words of the launcher's options without those of these names, which are written like `--nproc-per-node`."""
+    left_out = {_canonical(line.kind, name) for name in names}
+    return [word for key, at, end in _given(line) if key not in left_out for word in line.launcher[at:end]]
+
+
+def _given(line: CommandLine) -> Iterator[tuple[str, int, int]]:
+    """Each of the launcher's options: its name, and where its words begin and end."""
+    at = line.head
+    while at < len(line.launcher):
+        given, equals, _ = line.launcher[at].partition("=")
+        key = _canonical(line.kind, given)
+        end = at + 1 + (not equals and key not in _SWITCHES[line.kind])
+        yield key, at, end
+        at = end
 
 
 def started(line: CommandLine, launcher: Sequence[str], target: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from autotune.group.environment import assignments
+from autotune.problem.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, options_without, started, take_apart
 
 PORT = 29500  # torchrun's own default (torch/distributed/run.py)
 
@@ -24,37 +25,23 @@ def over_nodes(words: Sequence[str], nodes: int, per_node: int, hostfile: Path |
         words: see `problem.script.training_command`.
         hostfile: DeepSpeed's launcher reads it, and starts the other machines itself.
     """
-    launcher, rest = words[0], list(words[1:])
-    if launcher == "torchrun":
-        endpoint = f"{first_host(hostfile)}:{PORT}"
-        meet = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-id", "autotune", "--rdzv-endpoint", endpoint]
-        return [launcher, *meet, *(word for word in rest if word != "--standalone")], True
-    if launcher == "deepspeed":
-        rest = _without(rest, "--num_gpus", "--include")
-        return [launcher, "--hostfile", str(hostfile or "HOSTFILE"), "--num_gpus", str(per_node), *rest], False
-    if launcher == "accelerate" and rest[:1] == ["launch"]:
-        rest = _without(rest[1:], "--num_processes", "--num_machines")
-        all_ranks = ["--num_processes", str(nodes * per_node), "--num_machines", str(nodes)]
-        meet = ["--machine_rank", "RANK_OF_THIS_NODE", "--main_process_ip", first_host(hostfile)]
-        how = ["--main_process_port", str(PORT), "--deepspeed_multinode_launcher", "standard"]
-        return [launcher, "launch", *all_ranks, *meet, *how, *rest], True
-    return list(words), True
-
-
-def _without(words: list[str], *options: str) -> list[str]:
-    """The words without these options of a launcher and their values; what comes after the first that is none stays."""
-    found, at = [], 0
-    while at < len(words) and words[at].startswith("-"):
-        if words[at] in options:
-            at += 2
-            continue
-        if words[at].partition("=")[0] not in options:
-            found.append(words[at])
-        at += 1
-        if at < len(words) and not words[at].startswith("-") and found and "=" not in found[-1]:
-            found.append(words[at])
-            at += 1
-    return [*found, *words[at:]]
+    line = take_apart(words)
+    head, port = list(line.launcher[: line.head]), str(PORT)
+    if line.kind == TORCHRUN:
+        meet = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-id", "autotune"]
+        meet += ["--rdzv-endpoint", f"{first_host(hostfile)}:{port}"]
+        launcher = [*head, *meet, *options_without(line, "--standalone")]
+    elif line.kind == DEEPSPEED:
+        meet = ["--hostfile", str(hostfile or "HOSTFILE"), "--num_gpus", str(per_node)]
+        launcher = [*head, *meet, *options_without(line, "--num_gpus", "--include")]
+    elif line.kind == ACCELERATE:
+        meet = ["--num_processes", str(nodes * per_node), "--num_machines", str(nodes)]
+        meet += ["--machine_rank", "RANK_OF_THIS_NODE", "--main_process_ip", first_host(hostfile)]
+        meet += ["--main_process_port", port, "--deepspeed_multinode_launcher", "standard"]
+        launcher = [*head, *meet, *options_without(line, "--num_processes", "--num_machines")]
+    else:
+        return list(words), True
+    return started(line, launcher, line.target), line.kind != DEEPSPEED
 
 
 def sbatch_script(

@@ -47,6 +47,18 @@ def hostfile(tmp_path: Path) -> Path:
             "--main_process_port 29500 --deepspeed_multinode_launcher standard --use_deepspeed train.py --num_processes 3",
             True,
         ),
+        (
+            "accelerate launch --num_processes=4 --use_deepspeed train.py --num_machines 3",
+            "accelerate launch --num_processes 8 --num_machines 2 --machine_rank RANK_OF_THIS_NODE --main_process_ip node1 "
+            "--main_process_port 29500 --deepspeed_multinode_launcher standard --use_deepspeed train.py --num_machines 3",
+            True,
+        ),
+        (
+            "torchrun --nproc-per-node 4 --standalone -m my.train --standalone",
+            "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-id autotune --rdzv-endpoint node1:29500 "
+            "--nproc-per-node 4 -m my.train --standalone",
+            True,
+        ),
         ("llamafactory-cli train a.yaml", "llamafactory-cli train a.yaml", True),
     ],
 )
