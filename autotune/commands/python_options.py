@@ -60,24 +60,24 @@ def _text(name: str, value: object) -> str:
 
 
 def _whole(name: str, value: object) -> int:
-    if isinstance(value, str):
-        try:
-            value = int(value)
-        except ValueError:
-            raise _refused(name, "a whole number", value) from None
-    number = _number(name, value, "a whole number")
+    number = _number(name, _read(name, value, int, "a whole number"), "a whole number")
     if number != int(number):
         raise _refused(name, "a whole number", value)
     return int(number)
 
 
 def _real(name: str, value: object) -> float:
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            raise _refused(name, "a number", value) from None
-    return float(_number(name, value, "a number"))
+    return float(_number(name, _read(name, value, float, "a number"), "a number"))
+
+
+def _read(name: str, value: object, kind: type[int] | type[float], expected: str) -> object:
+    """What a text says; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return kind(value)
+    except ValueError:
+        raise _refused(name, expected, value) from None
 
 
 def _switch(name: str, value: object) -> bool:
