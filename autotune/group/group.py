@@ -298,7 +298,7 @@ class Group:
         if self.silence is None:
             self._settle()
             statuses = self._wait_for_statuses()
-        witnesses = self._each(lambda squad: squad.testify(self.greeted))  # after a rank's last words
+        logs = self._each(lambda squad: squad.last_words(self.greeted))
         phase = self.phase
         if self.errors and self.errors[0].get("phase") in set(Phase):
             phase = Phase(self.errors[0]["phase"])
@@ -312,7 +312,7 @@ class Group:
             phase,
             peaks,
             self._hardware.host_memory_bytes,
-            {rank: log for witness in witnesses for rank, log in witness.logs.items()},
+            {rank: log for machine in logs for rank, log in machine.items()},
             cut_off=next((squad.cut_off for squad in self._squads if squad.cut_off), ""),
         )
 

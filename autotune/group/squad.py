@@ -13,7 +13,7 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,14 +28,6 @@ from autotune.group.verdict import log_tail
 from autotune.group.vitals import Vitals
 from autotune.problem.hardware import Hardware
 from autotune.problem.host import host_available_bytes, kernel_oom_kills
-
-
-@dataclass(frozen=True)
-class Testimony:
-    """What a machine knows of its ranks after a failure; by the ranks' numbers, peaks in their order."""
-
-    peaks: Peaks
-    logs: dict[int, str] = field(default_factory=dict)  # the end of each
 
 
 class Squad(Protocol):
@@ -107,8 +99,8 @@ class Squad(Protocol):
 
     def reset_peaks(self) -> None: ...
 
-    def testify(self, greeted: bool) -> Testimony:
-        """What is known after a failure; whether the group was `greeted` says where its ranks have written."""
+    def last_words(self, greeted: bool) -> dict[int, str]:
+        """The end of each rank's log, by its number; whether the group was `greeted` says where its ranks have written."""
 
     def signal(self, number: signal.Signals, pids: Sequence[int]) -> None:
         """Passes a signal on to the process groups of these ranks."""
@@ -289,9 +281,8 @@ class LocalSquad:
         if self._gauge is not None:
             self._gauge.reset()
 
-    def testify(self, greeted: bool) -> Testimony:
-        logs = {rank: log_tail(path) for rank in self.numbers if (path := self.log_of(rank, greeted)) is not None}
-        return Testimony(self.peaks(), logs)
+    def last_words(self, greeted: bool) -> dict[int, str]:
+        return {rank: log_tail(path) for rank in self.numbers if (path := self.log_of(rank, greeted)) is not None}
 
     def log_of(self, rank: int, greeted: bool) -> Path | None:
         """Where the rank has written last."""

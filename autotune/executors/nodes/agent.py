@@ -23,7 +23,7 @@ from typing import Any
 
 from autotune.errors import Stopped, UserError
 from autotune.executors.nodes.survey import survey
-from autotune.executors.nodes.talk import BEAT_SECONDS, GREETING, PROTOCOL, SILENT_SECONDS, testimony_to_json
+from autotune.executors.nodes.talk import BEAT_SECONDS, GREETING, PROTOCOL, SILENT_SECONDS
 from autotune.executors.ops import Ops
 from autotune.executors.scratch import scratch_folder
 from autotune.executors.station import Needs, Station
@@ -236,10 +236,10 @@ class Agent:
     def on_reset_peaks(self) -> None:
         self._running().reset_peaks()
 
-    def on_testify(self, *, greeted: bool) -> dict[str, Any]:
+    def on_last_words(self, *, greeted: bool) -> dict[str, Any]:
         squad = self._running()
         self._pass_on()
-        return testimony_to_json(squad.testify(greeted))
+        return {"logs": squad.last_words(greeted)}
 
     def on_signal(self, *, number: int, pids: list[int]) -> None:
         if self.squad is not None:

@@ -11,11 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from autotune.executors.nodes.talk import SILENT_SECONDS, by_rank, peaks_of, testimony_of
+from autotune.executors.nodes.talk import SILENT_SECONDS, by_rank, peaks_of
 from autotune.executors.nodes.wire import NodeDown, Wire
 from autotune.group.gauge import Peaks
 from autotune.group.protocol import Message
-from autotune.group.squad import Testimony
 
 _ANSWER_SECONDS = SILENT_SECONDS + 5.0  # a driver may be slow; an agent that is gone is noticed before
 _END_SECONDS = 60.0  # graces, what the kernel takes to free a hundred GiB, and for a device's memory to be back
@@ -129,9 +128,9 @@ class RemoteSquad:
     def reset_peaks(self) -> None:
         self._wire.tell("reset_peaks")
 
-    def testify(self, greeted: bool) -> Testimony:
-        answer = self._ask("testify", greeted=greeted)
-        return testimony_of(answer) if answer else Testimony(Peaks(used=[0] * len(self.numbers)))
+    def last_words(self, greeted: bool) -> dict[int, str]:
+        answer = self._ask("last_words", greeted=greeted)
+        return by_rank(answer["logs"]) if answer else {}
 
     def _ask(self, kind: str, **fields: Any) -> Message | None:
         """The answer; None where the node is cut off, which is known from then on."""

@@ -8,24 +8,14 @@ input.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from autotune.group.gauge import Peaks
-from autotune.group.squad import Testimony
 
 PROTOCOL = 1
 BEAT_SECONDS = 2.0
 SILENT_SECONDS = 15.0  # a link may be cut for five, and TCP then takes as long again to notice that it is back
 GREETING = "agent"  # the type of an agent's first line
-
-
-def testimony_to_json(testimony: Testimony) -> dict[str, Any]:
-    return {"peaks": dataclasses.asdict(testimony.peaks), "logs": testimony.logs}
-
-
-def testimony_of(data: dict[str, Any]) -> Testimony:
-    return Testimony(peaks_of(data["peaks"]), by_rank(data["logs"]))
 
 
 def peaks_of(data: dict[str, Any]) -> Peaks:
