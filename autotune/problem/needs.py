@@ -91,11 +91,9 @@ def a_compiler(value: Value, c: Circumstances) -> str:
 
 def a_script(value: Value, c: Circumstances) -> str:
     """ZenFlow decides itself when a step ends (runtime/zenflow/engine.py); a trial of a model sets that by hand."""
-    return (
-        ""
-        if c.job.script is not None
-        else "needs a script's own loop: a trial of a model says itself where a step ends"
-    )
+    if c.job.script is not None:
+        return ""
+    return "needs a script's own loop: a trial of a model says itself where a step ends"
 
 
 def mics_init(value: Value, c: Circumstances) -> str:
