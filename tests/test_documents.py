@@ -221,6 +221,7 @@ def test_code_on_the_python_page_compiles() -> None:
             compile(code, str(path), "exec")
 
 
+@pytest.mark.slow
 def test_the_site_is_whole(tmp_path: Path) -> None:
     """mkdocs' strict build: pages, links, anchors, what is in no navigation; and no request to other servers."""
     pytest.importorskip("mkdocs")
@@ -238,6 +239,7 @@ def test_the_site_is_whole(tmp_path: Path) -> None:
         assert not [one for pair in loaded for one in pair if one.startswith(("http:", "https:", "//"))], name
 
 
+@pytest.mark.slow
 def test_a_broken_link_ends_the_build(tmp_path: Path) -> None:
     """That the test above can fail."""
     pytest.importorskip("mkdocs")

@@ -208,6 +208,7 @@ def test_the_exported_config_trains_under_plain_deepspeed(finished_study: Finish
     assert train(tmp_path, *TORCHRUN, "train.py", str(config)).count("trained") == 2
 
 
+@pytest.mark.slow
 def test_the_training_arguments_train_under_trainer(
     finished_study: FinishedStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,6 +230,7 @@ def test_the_training_arguments_train_under_trainer(
     assert train(tmp_path, *TORCHRUN, "trainer.py", "hf.json").count("trained") == 2
 
 
+@pytest.mark.slow
 def test_the_accelerate_config_trains_under_accelerate_launch(
     finished_study: FinishedStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

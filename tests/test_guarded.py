@@ -31,6 +31,7 @@ def test_the_guard_refuses(log: Path) -> None:
     assert "-c" in log.read_text()
 
 
+@pytest.mark.slow
 def test_a_trace(log: Path, tracer_process: None) -> None:
     assert trace_job(make_job(1)).exact
     assert "autotune.predict.tracer" in log.read_text()

@@ -452,7 +452,9 @@ PAUSES = """
 """
 
 
-@pytest.mark.parametrize("what", ["evaluates", "saves", "hangs"])
+@pytest.mark.parametrize(
+    "what", ["evaluates", pytest.param("saves", marks=pytest.mark.slow), pytest.param("hangs", marks=pytest.mark.slow)]
+)
 def test_a_long_pause_of_a_healthy_training_is_no_hang(scripts: Scripts, tmp_path: Path, what: str) -> None:
     name = write(tmp_path, "pauses.py", PAUSES)
     top, says = make_candidate(1, 2, 1), list[str]()
@@ -489,6 +491,7 @@ def short_peak_bytes(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory)
     return baseline.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("after", "convert", "steps"),
     [
@@ -547,7 +550,7 @@ def test_a_killed_rank_is_started_again(scripts: Scripts, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("before", "after", "convert"),
     [
-        (make_candidate(1, 2, 2), make_candidate(3, 1, 4), True),
+        pytest.param(make_candidate(1, 2, 2), make_candidate(3, 1, 4), True, marks=pytest.mark.slow),
         (make_candidate(2, 2, 2), make_candidate(1, 2, 2, offload_optimizer="cpu"), False),
     ],
 )
@@ -596,6 +599,7 @@ def test_a_script_of_its_own_failure_keeps_its_exit_code(scripts: Scripts, tmp_p
     assert len(summary.attempts) == 1
 
 
+@pytest.mark.slow
 def test_a_crash_on_the_way_out_is_no_failure_of_the_training(tmp_path: Path) -> None:
     name = write(tmp_path, "aborts.py", "import atexit, os; os.environ['RANK'] == '1' and atexit.register(os.abort)")
     says: list[str] = []
@@ -605,6 +609,7 @@ def test_a_crash_on_the_way_out_is_no_failure_of_the_training(tmp_path: Path) ->
     assert any("rank 1 died by SIGABRT" in line for line in says)
 
 
+@pytest.mark.slow
 def test_a_training_has_the_users_environment_and_its_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS", "TOKENIZERS_PARALLELISM")
     for name in (*quiet, *ALLOCATOR_VARIABLES):
@@ -632,6 +637,7 @@ def test_a_training_has_the_users_environment_and_its_configs(tmp_path: Path, mo
         assert not {*quiet} & told.keys()
 
 
+@pytest.mark.slow
 def test_the_command_line_end_to_end(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(AUTO))
     (tmp_path / "space.yaml").write_text(

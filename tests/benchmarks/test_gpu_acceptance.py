@@ -31,8 +31,20 @@ from tests.fake_driver import Card, Driver
 from tests.group import failures
 
 Results = dict[str, Any]
-# whole calls of `autotune run`, groups of ranks of the kind that `predictions` has, and an op that only `doctor` builds
-DEAR = ("product", "gain", "costs", "launch", "resume", "variants", "doctor")
+# whole calls of `autotune run`, many groups of ranks, and an op that only `doctor` builds
+DEAR = (
+    "product",
+    "gain",
+    "costs",
+    "launch",
+    "resume",
+    "variants",
+    "doctor",
+    "ooms",
+    "predictions",
+    "overhead",
+    "tests",
+)
 GPU = {"name": "NVIDIA H200", "device": "cuda"}
 
 
@@ -112,6 +124,7 @@ def test_where_there_is_no_gpu_it_says_so_in_one_line() -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_later_call_adds_its_steps_and_a_step_out_of_time_keeps_its_rows(
     rehearsed: Callable[[str], tuple[Path, str]], tmp_path: Path
 ) -> None:
@@ -257,6 +270,7 @@ def test_memory_is_hoarded_up_to_the_cap() -> None:
     assert GIB < torch.taken <= 2 * GIB
 
 
+@pytest.mark.slow
 def test_provoked_failures_can_be_added_to_the_recorded_ones(rehearsed: Callable[[str], tuple[Path, str]]) -> None:
     folder, _ = rehearsed("ooms")
     found = yaml.safe_load((folder / "gpu-failures.yaml").read_text())

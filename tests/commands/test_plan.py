@@ -91,6 +91,7 @@ def test_a_variant_that_cannot_be_made_is_left_out_and_said() -> None:
     assert plan.note.endswith(": left out")
 
 
+@pytest.mark.slow
 def test_gpus_are_counted_in_each_node() -> None:
     one, two = (plans(Request("llama-3.2-1b", 4, nodes=nodes, seq_len=1024), ["a100"])[0] for nodes in (1, 2))
     assert (one.hardware.count, two.hardware.count, two.hardware.nodes, two.job.ranks) == (4, 8, 2, 8)
@@ -98,6 +99,7 @@ def test_gpus_are_counted_in_each_node() -> None:
     assert two.best[0].samples_per_second > one.best[0].samples_per_second
 
 
+@pytest.mark.slow
 def test_the_fewest_gpus_are_exactly_those() -> None:
     (plan,) = plans(Request("llama-3.1-8b", 8, seq_len=1024), ["a100"])
     assert plan.own is not None
@@ -118,7 +120,7 @@ def test_the_fewest_gpus_are_exactly_those() -> None:
 
 
 def test_beyond_a_machine_gpus_come_in_whole_nodes() -> None:
-    (plan,) = plans(Request("llama-3.1-8b", 4, seq_len=2048), ["rtx4090"])
+    (plan,) = plans(Request("llama-3.1-8b", 4, seq_len=1024), ["rtx4090"])
     assert plan.own is not None
     fewest = plan.own.fewest
     assert fewest is not None
@@ -147,6 +149,7 @@ def test_cards_come_cheapest_first() -> None:
             assert card.fewest_offloading.hardware.count < card.fewest.hardware.count
 
 
+@pytest.mark.slow
 def test_a_card_without_bf16_is_taken_with_fp16_unless_bf16_was_typed() -> None:
     free, typed = (
         plans(Request("llama-3.2-1b", 1, seq_len=1024, precision=precision), ["a100"])[0]
@@ -182,7 +185,7 @@ def test_several_gpus_side_by_side_are_not_told_of_others() -> None:
 
 
 def test_what_helps_is_ranked_and_worth_it() -> None:
-    (plan,) = plans(Request("llama-3.1-8b", 4, seq_len=2048, nodes=2, global_batch_size=64), ["rtx4090"])
+    (plan,) = plans(Request("llama-3.1-8b", 4, seq_len=1024, nodes=2, global_batch_size=64), ["rtx4090"])
     shares = [gain.share for gain in plan.gains]
     assert shares == sorted(shares, reverse=True)
     assert all(share >= 0.02 for share in shares)
@@ -191,6 +194,7 @@ def test_what_helps_is_ranked_and_worth_it() -> None:
     assert "in place of rtx4090" in said
 
 
+@pytest.mark.slow
 def test_packing_helps_where_sequences_are_short(tmp_path: Path) -> None:
     lengths = tmp_path / "lengths.csv"
     lengths.write_text("100,900\n2000,10\n")

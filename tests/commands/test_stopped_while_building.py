@@ -46,7 +46,8 @@ def stopped(compiler: SlowCompiler, folder: Path, number: signal.Signals, *words
     return process.returncode, out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_ends_with_its_compilers(tmp_path: Path, compiler: SlowCompiler, number: signal.Signals) -> None:
     code, out = stopped(compiler, tmp_path, number, *MODEL)
     assert code == 130
@@ -54,12 +55,14 @@ def test_a_run_ends_with_its_compilers(tmp_path: Path, compiler: SlowCompiler, n
     assert out.strip().splitlines()[-1] == "autotune: stopped before anything was measured"
 
 
+@pytest.mark.slow
 def test_cold_ranks_find_their_ops_built_before(tmp_path: Path, compiler: SlowCompiler) -> None:
     code, out = stopped(compiler, tmp_path, signal.SIGTERM, *MODEL, "--isolation", "spawn")
     assert code == 130
     assert "building DeepSpeed's ShareMemComm" in out
 
 
+@pytest.mark.slow
 def test_a_script_is_stopped_before_its_first_run(tmp_path: Path, compiler: SlowCompiler) -> None:
     (tmp_path / "ds.json").write_text('{"train_batch_size": 1}')
     script = [str(SCRIPTS / "plain.py"), "--deepspeed_config", "ds.json"]
@@ -68,6 +71,7 @@ def test_a_script_is_stopped_before_its_first_run(tmp_path: Path, compiler: Slow
     assert "Traceback" not in out
 
 
+@pytest.mark.slow
 def test_a_launch_builds_first_and_is_stopped(tmp_path: Path, compiler: SlowCompiler) -> None:
     given = ["launch", "--model", "tiny-llama", *ON_CPU, "--seq-len", "32", "--global-batch-size", "2"]
     code, out = stopped(compiler, tmp_path, signal.SIGTERM, *given, "--", str(SCRIPTS / "plain.py"))

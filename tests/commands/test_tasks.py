@@ -52,6 +52,7 @@ def test_the_configuration_says_the_task(model: str, task: str) -> None:
     assert setup.job.task == task
 
 
+@pytest.mark.slow
 def test_a_study_of_an_encoder(tmp_path: Path) -> None:
     space = tmp_path / "space.yaml"
     space.write_text(

@@ -125,6 +125,7 @@ def test_a_machine_on_which_ranks_do_not_meet_is_said_in_one_line(
     assert bench.left_over() == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_finds_cuda_woken_has_the_rest_start_cold(tmp_path: Path) -> None:
     said: list[str] = []
     woken = {"rank": 0, "where": "start", "what": "raise", "text": f"autotune: {WOKEN}"}
@@ -211,6 +212,7 @@ def test_a_stop_request_ends_a_running_trial(bench: Bench) -> None:
     assert bench.run(make_candidate()).kind is Kind.INTERRUPTED
 
 
+@pytest.mark.slow
 def test_fork_and_spawn_agree(bench: Bench, tmp_path: Path) -> None:
     candidate, effort = make_candidate(1, 4), Effort(min_seconds=0.2, min_steps=3)
     forked = bench.run(candidate, effort=effort)
@@ -235,6 +237,7 @@ def test_a_disk_that_refuses_is_the_machines_trouble(bench: Bench, monkeypatch: 
     assert "No space" in outcome.reason
 
 
+@pytest.mark.slow
 def test_ranks_die_with_their_server_which_is_started_again(bench: Bench) -> None:
     with closing(bench.session(make_candidate())) as session:
         assert session.measure(make_candidate(), Effort(min_seconds=0.0, min_steps=2), 120.0).ok

@@ -41,6 +41,7 @@ def states(lines: list[dict[str, Any]]) -> list[str]:
     return [line["state"] for line in lines]
 
 
+@pytest.mark.slow
 def test_two_at_once_build_once(tmp_path: Path, compiler: SlowCompiler) -> None:
     compiler.slow.touch()
     env = compiler.environment(tmp_path / "home")
@@ -103,6 +104,7 @@ def test_how_long_it_took_is_known_the_next_time_and_in_another_environment(
     assert lines[0]["last_seconds"] > 0
 
 
+@pytest.mark.slow
 def test_the_users_own_folder_is_honoured(tmp_path: Path, compiler: SlowCompiler) -> None:
     env = {**compiler.environment(tmp_path / "home"), "TORCH_EXTENSIONS_DIR": str(tmp_path / "mine")}
     assert states(told(load(env, OP)))[-1] == "over"
@@ -133,6 +135,7 @@ def in_torchs_own_folder(env: dict[str, str]) -> None:
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=300, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.slow
 def test_what_torch_has_built_for_this_environment_is_taken_over(tmp_path: Path, compiler: SlowCompiler) -> None:
     env = compiler.environment(tmp_path / "home")
     in_torchs_own_folder(env)
@@ -159,6 +162,7 @@ def test_what_may_not_be_of_this_environment_is_built(tmp_path: Path, compiler: 
     assert len(compiler.started) > built
 
 
+@pytest.mark.slow
 def test_a_server_whose_tuner_is_killed_takes_its_compilers_along(tmp_path: Path, compiler: SlowCompiler) -> None:
     compiler.slow.touch()
     code = f"""

@@ -82,6 +82,7 @@ print(os.read(read, 1000).decode())
 """
 
 
+@pytest.mark.slow
 def test_torch_reads_the_setting_late_enough_for_a_forked_rank_and_ours_before_others() -> None:
     setting = "expandable_segments:True"
     done = subprocess.run(

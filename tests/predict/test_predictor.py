@@ -193,6 +193,7 @@ def test_neighbours_share_a_residual_and_strangers_do_not() -> None:
     assert sigma[2] == pytest.approx(0.3)
 
 
+@pytest.mark.slow
 def test_adapters_are_predicted_by_their_own_trace_and_packing_by_its_full_rows() -> None:
     job, hardware = make_job(seq_len=256, lengths=((32, 7), (256, 1))), named_hardware("rtx4090", 2)
     candidates = [
@@ -216,6 +217,7 @@ def test_batches_are_as_wide_as_their_longest_sequence() -> None:
     assert padded_tokens(lengths, np.array([4.0, 1.0, 4.0])) == pytest.approx([expected[1], *expected], rel=0.02)
 
 
+@pytest.mark.slow
 def test_each_attention_is_predicted_by_its_own_trace() -> None:
     job, hardware = make_job(seq_len=512), named_hardware("rtx4090", 2)
     kinds = ["eager", "sdpa", "eager", "sdpa", "sdpa"]

@@ -38,7 +38,7 @@ def test_reference_traces_are_met_within_one_per_cent() -> None:
     assert sum(trace.of(True).flops) == pytest.approx(row["flops1_1"], rel=1e-9)
 
 
-@pytest.mark.parametrize("model", ["tiny-llama", "tiny-gemma-2"])
+@pytest.mark.parametrize("model", [pytest.param("tiny-llama", marks=pytest.mark.slow), "tiny-gemma-2"])
 def test_two_shallow_traces_tell_a_deep_one_exactly(model: str) -> None:
     job = replace(make_job(1, seq_len=16), model=deep(9 if model == "tiny-llama" else 12, model))
     quick, whole = trace_model(job), trace_model(job, whole_depth=True)
@@ -79,6 +79,7 @@ def test_a_trace_is_cached_by_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert trace_job(make_job()) == made, "a damaged one is made anew"
 
 
+@pytest.mark.slow
 def test_many_jobs_are_traced_by_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracer_process: None
 ) -> None:
@@ -101,6 +102,7 @@ def test_many_jobs_are_traced_by_one_process(
     assert found.frozen
 
 
+@pytest.mark.slow
 def test_a_loss_keeps_what_its_code_keeps() -> None:
     job = make_job(precision="bf16")
     kept = {loss: trace_job(job, loss=loss).plain.after_forward[1] for loss in LOSSES}
@@ -185,7 +187,7 @@ def flash_attn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
 
 
-GPU_ONLY = ["flash_attention_2", "flash_attention_3", "flex_attention"]
+GPU_ONLY = ["flash_attention_2", pytest.param("flash_attention_3", marks=pytest.mark.slow), "flex_attention"]
 
 
 @pytest.mark.parametrize("attention", GPU_ONLY)
@@ -197,6 +199,7 @@ def test_attention_that_needs_a_gpu_is_traced_as_what_keeps_the_same(attention: 
     assert made != trace_job(replace(job, attention="eager"))
 
 
+@pytest.mark.slow
 def test_an_installed_kernel_that_is_not_for_cpus_ends_no_trace(
     flash_attn: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracer_process: None
 ) -> None:
@@ -258,6 +261,7 @@ def test_code_that_needs_what_is_not_here_is_estimated(error: Exception, monkeyp
     assert made.note == untraced_note(f"{type(error).__name__}: {error}")
 
 
+@pytest.mark.slow
 def test_a_model_that_is_built_but_cannot_run_here_is_estimated_by_its_own_parameters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -285,6 +289,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 def test_a_workload_that_insists_on_a_gpu_is_asked_again_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracer_process: None
 ) -> None:

@@ -41,7 +41,7 @@ def test_engines_made_now_are_met_too(
     [
         ("tiny-bert", "classification", "fp32", (0,)),
         ("tiny-bert", "masked-lm", "bf16", (2,)),
-        ("tiny-t5", "seq2seq", "fp32", (1, 3)),
+        pytest.param("tiny-t5", "seq2seq", "fp32", (1, 3), marks=pytest.mark.slow),
         ("tiny-mixtral", "causal-lm", "fp32", (2,)),
         ("tiny-llava", "image-text", "fp32", (2,)),
     ],

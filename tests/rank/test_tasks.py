@@ -151,8 +151,8 @@ def measure(bench: Bench, job: Job, *stages: int) -> list[Outcome]:
     [
         ("tiny-bert", "classification", (1, 3), 32),
         ("tiny-bert", "masked-lm", (2,), 32),
-        ("tiny-t5", "seq2seq", (0, 3), 64),
-        ("tiny-mixtral", "causal-lm", (2, 3), 32),
+        pytest.param("tiny-t5", "seq2seq", (0, 3), 64, marks=pytest.mark.slow),
+        pytest.param("tiny-mixtral", "causal-lm", (2, 3), 32, marks=pytest.mark.slow),
         ("tiny-llava", "image-text", (2, 3), 32),
     ],
 )
@@ -168,9 +168,9 @@ def test_engines_of_every_kind(bench: Bench, model: str, task: str, stages: tupl
     [
         ("tiny-bert", "classification"),
         ("tiny-bert", "masked-lm"),
-        ("tiny-t5", "seq2seq"),
-        ("tiny-mixtral", "causal-lm"),
-        ("tiny-llava", "image-text"),
+        pytest.param("tiny-t5", "seq2seq", marks=pytest.mark.slow),
+        pytest.param("tiny-mixtral", "causal-lm", marks=pytest.mark.slow),
+        pytest.param("tiny-llava", "image-text", marks=pytest.mark.slow),
     ],
 )
 def test_adapters_of_every_kind(bench: Bench, model: str, task: str) -> None:

@@ -54,7 +54,8 @@ ENDING = """
 
 
 @pytest.mark.parametrize(
-    ("cold", "code", "status"), [(True, "7", 7), (False, "7", 7), (False, "None", 0), (False, "'no luck'", 1)]
+    ("cold", "code", "status"),
+    [pytest.param(True, "7", 7, marks=pytest.mark.slow), (False, "7", 7), (False, "None", 0), (False, "'no luck'", 1)],
 )
 def test_a_script_has_its_own_end(parent: Parent, tmp_path: Path, cold: bool, code: str, status: int) -> None:
     rank = start(parent, tmp_path, ENDING.format(folder=str(tmp_path), code=code), cold=cold)

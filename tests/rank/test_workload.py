@@ -26,6 +26,7 @@ def measure(bench: Bench, job: Job, *candidates: Candidate) -> list[Outcome]:
     return [bench.run(one, effort=EFFORT) for one in candidates]
 
 
+@pytest.mark.slow
 def test_adapters_train_and_the_rest_is_frozen(bench: Bench) -> None:
     job = make_job(lora=Lora(4))
     for outcome in measure(bench, job, make_candidate(2, 2, 2), make_candidate(3, 2, 1)):

@@ -108,7 +108,7 @@ def test_mfu_counts_what_the_model_computes(whole: Plan) -> None:
 
 
 def test_what_does_not_fit_says_what_would() -> None:
-    (plan,) = plans(Request("llama-3.1-8b", 1, seq_len=2048), ["rtx3060"])
+    (plan,) = plans(Request("llama-3.1-8b", 1, seq_len=1024), ["rtx3060"])
     assert plan.outlook is None
     assert plan.gains == ()
     text = shown(plan)

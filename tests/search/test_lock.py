@@ -36,7 +36,7 @@ def holder(folder: Path, told: Connection) -> None:
 @pytest.fixture(params=[None, *WITHOUT_LOCKS])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """On a file system with locks, and on some that answer with an error."""
-    monkeypatch.setattr(lock, "_LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(lock, "_LEASE_SECONDS", 0.4)
     if request.param is not None:
         refuse(monkeypatch, request.param)
     return tmp_path
@@ -68,7 +68,7 @@ def test_a_holder_of_another_machine_that_says_nothing_any_more_is_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse(monkeypatch, errno.ENOSYS)
-    monkeypatch.setattr(lock, "_LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(lock, "_LEASE_SECONDS", 0.4)
     held = hold(tmp_path, "s")
     lease = tmp_path / "lock.lease"
     text = lease.read_text()

@@ -155,6 +155,7 @@ def session_of(host: object) -> psutil.Process:
     return max(sessions, key=psutil.Process.create_time)
 
 
+@pytest.mark.slow
 def test_sshd_that_is_killed_is_a_lost_node_and_the_next_group_has_it_again(hosts: Hosts, tmp_path: Path) -> None:
     said: list[str] = []
     with running(hosts, tmp_path, said) as (cluster, group):
