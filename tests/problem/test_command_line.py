@@ -1,11 +1,21 @@
 """Commands taken apart: each launcher's syntax, as people type it."""
 
 import argparse
+from pathlib import Path
 
 import pytest
 
 from autotune.errors import UserError
-from autotune.problem.command_line import _SWITCHES, ACCELERATE, DEEPSPEED, TORCHRUN, started, take_apart, with_option
+from autotune.problem.command_line import (
+    _SWITCHES,
+    ACCELERATE,
+    DEEPSPEED,
+    TORCHRUN,
+    options_without,
+    started,
+    take_apart,
+    with_option,
+)
 
 TRAIN = ("train.py", "--lr", "1")
 
@@ -171,3 +181,37 @@ def test_the_installed_launchers_have_these_options(kind: str, monkeypatch: pyte
     without, valued = _switches(make())
     assert without - _SWITCHES[kind] == set(), "takes no value, and would be thought to"
     assert valued & _SWITCHES[kind] == set(), "takes a value, and would be thought not to"
+
+
+@pytest.mark.parametrize(
+    ("typed", "names", "left"),
+    [
+        ("torchrun --nproc-per-node 2 --standalone --tee 3 train.py", ("--nproc-per-node",), "--standalone --tee 3"),
+        ("torchrun --nproc_per_node=2 --standalone train.py", ("--nproc-per-node", "--standalone"), ""),
+        ("deepspeed --num_gpus 2 --master_port 1 t.py --num_gpus 3", ("--num-gpus",), "--master_port 1"),
+        ("accelerate launch --multi_gpu --num_processes 2 t.py", ("--num-processes",), "--multi_gpu"),
+        ("torchrun --tee 3 train.py", (), "--tee 3"),
+    ],
+)
+def test_a_launchers_options_without_some(typed: str, names: tuple[str, ...], left: str) -> None:
+    assert options_without(take_apart(typed.split()), *names) == left.split()
+
+
+def test_a_hostfile_of_one_host_is_this_machine(tmp_path: Path) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text("# two, of which one is away\n\nlocalhost slots=2\n  # worker-2 slots=2\n")
+    assert take_apart(f"deepspeed --hostfile {path} train.py".split()).kind == DEEPSPEED
+    path.write_text("a slots=2\nb slots=2\n")
+    with pytest.raises(UserError, match=r"deepspeed --hostfile .*hostfile \(2 hosts\): trainings over several nodes"):
+        take_apart(f"deepspeed --hostfile {path} train.py".split())
+    assert take_apart(f"deepspeed --hostfile {path}.gone train.py".split()).kind == DEEPSPEED
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "localhost:1"])
+def test_gpus_of_this_machine_may_be_named(host: str) -> None:
+    assert take_apart(f"deepspeed --include {host} train.py".split()).kind == DEEPSPEED
+
+
+def test_gpus_to_leave_out_are_refused() -> None:
+    with pytest.raises(UserError, match="deepspeed --exclude localhost:0: name the GPUs that are meant"):
+        take_apart(["deepspeed", "--exclude", "localhost:0", "train.py"])

@@ -15,6 +15,7 @@ from autotune.problem import gpus
 from autotune.problem.gpus import (
     all_cards,
     bytes_of,
+    compute_capabilities,
     driver_trouble,
     free_by_uuid,
     selected,
@@ -250,3 +251,16 @@ def test_a_rank_whose_environment_has_no_bindings_reads_the_tuners_one_file() ->
     del env[NVML_FILE]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert "ImportError: nvidia-ml-py is not installed" in done.stderr
+
+
+def test_what_cards_can_compute_is_of_those_that_cuda_shows(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Slice("MIG 1g.10gb", 10)
+    sliced = Card("A100", 80, capability=(8, 0), mig=True, slices=[one])
+    cards(driver, Card("H100", 80, capability=(9, 0)), Card("T4", 16, capability=(7, 5)), sliced, Card("A10", 24))
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert compute_capabilities() == ["7.5", "9.0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", one.uuid)
+    assert compute_capabilities() == ["8.0"], "of the slice's card"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert compute_capabilities() == []

@@ -9,7 +9,16 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec
-from autotune.problem.script_job import job_of, own_candidate, unknown_job
+from autotune.problem.script_job import (
+    Counted,
+    batch_seen,
+    first_candidates,
+    job_of,
+    other_batch,
+    own_candidate,
+    unknown_job,
+)
+from tests.conftest import make_candidate
 
 HARDWARE = named_hardware("rtx3090", 4)
 PROFILE = {
@@ -113,3 +122,81 @@ def test_its_own_config_as_a_candidate(changes: dict, checkpointing: dict) -> No
     seen = {"config": {"train_micro_batch_size_per_gpu": 9, "zero_optimization": {"stage": 2}}, **changes}
     batch = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
     assert own_candidate(script(**seen)) == Candidate.of({"zero_stage": 2, **batch, **checkpointing})
+
+
+# -- how its batches are counted -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("facts", "batch", "counted", "per_sample", "micros"),
+    [
+        # as its config says: 2 samples, 3 forwards
+        ({"micros": 3, "rows": 6, "sequences": 6}, (2, 3), "rows", 1, 1.0),
+        ({"rows": 6}, (2, 3), "rows", 1, 1.0),
+        ({"micros": 0, "rows": 6}, (2, 3), "rows", 1, 1.0),
+        # pairs; two forwards a sample
+        ({"micros": 3, "rows": 12, "sequences": 12}, (2, 3), "rows", 2, 1.0),
+        ({"micros": 6, "rows": 12, "sequences": 12}, (2, 3), "rows", 2, 2.0),
+        # packed: fewer rows than samples, whose sequences are as many
+        ({"micros": 3, "rows": 3, "sequences": 6}, (2, 3), "sequences", 1, 1.0),
+        ({"micros": 3, "rows": 3, "sequences": 12}, (2, 3), "sequences", 2, 1.0),
+        ({"micros": 3, "rows": 7, "sequences": 18}, (2, 3), "sequences", 3, 1.0),
+        # rows come first where both could be
+        ({"micros": 3, "rows": 12, "sequences": 24}, (2, 3), "rows", 2, 1.0),
+        # a batch from elsewhere: 5 a forward
+        ({"micros": 3, "rows": 15, "sequences": 15}, (5, 3), "rows", 1, 1.0),
+        ({"micros": 3, "rows": 3, "sequences": 3}, (1, 3), "rows", 1, 1.0),
+        # and its accumulation too
+        ({"micros": 4, "rows": 20, "sequences": 20}, (5, 4), "rows", 1, 1.0),
+        ({"micros": 8, "rows": 4, "sequences": 4}, (1, 8), "rows", 1, 1.0),
+        # nothing to count
+        ({"micros": 3}, (2, 3), "", 1, 1.0),
+        ({"micros": 6, "rows": None, "sequences": 6}, (2, 3), "", 1, 2.0),
+    ],
+)
+def test_the_batch_is_what_was_seen(
+    facts: dict[str, int], batch: tuple[int, int], counted: str, per_sample: int, micros: float
+) -> None:
+    seen = batch_seen({"micro_batch": 2, "accumulation": 3, **facts})
+    assert (seen["micro_batch"], seen["accumulation"]) == batch
+    assert Counted.of(seen) == Counted(counted, per_sample, micros)
+
+
+def test_a_profile_of_an_earlier_version_counted_rows() -> None:
+    assert Counted.of({}) == Counted("rows", 1.0, 1.0)
+    assert Counted.of({"rows_per_sample": 2}) == Counted("rows", 2, 1.0)
+
+
+def test_steps_of_another_size_are_said() -> None:
+    job = job_of(script(), HARDWARE, None)
+    assert other_batch(make_candidate(0, 2, 3), job) == ""
+    assert other_batch(make_candidate(0, 6, 1), job) == ""
+    assert "its steps are of 16 samples, the script's own of 24: " in other_batch(make_candidate(0, 4, 1), job)
+    assert other_batch(make_candidate(0, 4, 1), unknown_job(script(), HARDWARE)) != ""
+    without = Script(("train.py",), "/home/me", profile={})
+    assert other_batch(make_candidate(0, 4, 1), unknown_job(without, HARDWARE)) == ""
+
+
+# -- what its first run may be -------------------------------------------------------------------------------------------
+
+
+def test_a_first_run_is_its_config(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
+    )
+    (one,) = first_candidates(Script(("train.py", "--deepspeed", "ds.json"), str(tmp_path)))
+    assert one.stage == 3
+    assert one.as_dict["offload_param"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("text", "offloads"),
+    [("config = {}", False), ("{'offload_optimizer': {}}", True), ("DeepSpeedCPUAdam(p)", True), (None, False)],
+)
+def test_a_first_run_without_a_config_is_what_the_text_speaks_of(
+    tmp_path: Path, text: str | None, offloads: bool
+) -> None:
+    if text is not None:
+        (tmp_path / "train.py").write_text(text)
+    found = first_candidates(Script(("train.py",), str(tmp_path)))
+    assert found == [Candidate(()), *([Candidate.of({"offload_optimizer": "cpu"})] if offloads else [])]

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from autotune.errors import UserError
+from autotune.problem.argument_files import with_copies
 from autotune.problem.argument_texts import winners_files, write_trial_files
 from autotune.problem.candidate import Candidate
 from autotune.problem.frameworks import framework_of
@@ -370,6 +371,30 @@ def test_accelerates_flags(folder: Path) -> None:
     assert config_path(named) == folder / "ds.json"
 
 
+def test_what_accelerates_command_says_is_not_said_again(folder: Path) -> None:
+    words = "accelerate launch --config_file acc.yaml --mixed_precision fp16 --num_processes 2 train.py"
+    _, command, _ = trained(words)
+    assert command[:4] == ["accelerate", "launch", "--config_file", str(folder / "best.launcher.acc.yaml")]
+    assert command[4:] == [
+        *("--mixed_precision", "fp16", "--num_processes", "2"),
+        *("--gradient_accumulation_steps", "1", "train.py"),
+    ]
+    (folder / "acc.yaml").write_text(ACCELERATE.replace("bf16", "'no'"))
+    assert "--mixed_precision" not in trained("accelerate launch --config_file acc.yaml train.py")[1]
+    (folder / "acc.yaml").write_text(ACCELERATE.replace("mixed_precision: bf16\n", ""))
+    assert "--mixed_precision" not in trained("accelerate launch --config_file acc.yaml train.py")[1]
+
+
+def test_a_launcher_that_says_no_ranks_or_others_is_told_them(folder: Path) -> None:
+    use = ["--deepspeed_config_file", "best.json", "--use_deepspeed"]
+    _, command, _ = trained("accelerate launch train.py")
+    assert sorted(command) == sorted(["accelerate", "launch", "--num_processes", "2", *use, "train.py"])
+    assert trained("torchrun train.py")[1][:3] == ["torchrun", "--nproc-per-node", "2"]
+    assert trained("torchrun --nproc_per_node=4 train.py")[1][:2] == ["torchrun", "--nproc_per_node=2"]
+    named = "deepspeed --include localhost:2,3 train.py --deepspeed ds.json"
+    assert trained(named)[1][:3] == ["deepspeed", "--include", "localhost:2,3"]
+
+
 # -- a trial's copies ----------------------------------------------------------------------------------------------------
 
 
@@ -393,6 +418,21 @@ def test_a_trial_reads_a_copy(folder: Path, candidate: Candidate) -> None:
         assert Path(data["deepspeed"]).is_relative_to(scratch)
     else:
         assert data["deepspeed"] == "ds.json"
+
+
+def test_a_trial_of_json_arguments_that_starts_again_reads_its_new_copy(folder: Path) -> None:
+    (folder / "x.json").write_text(json.dumps({"per_device_train_batch_size": 2, "deepspeed": "ds.json"}))
+    script = make_script(["train.py", "--config", "x.json"], [])
+    for candidate, size in ((WINNER, 8), (Candidate(()), 2)):
+        write_trial_files(make_job(script=script), candidate, folder / "home", quiet=True)
+        words = with_copies(script, folder / "home")
+        assert words[:2] == ["train.py", "--config"]
+        assert Path(words[2]).is_relative_to(folder / "home")
+        assert json.loads(Path(words[2]).read_text())["per_device_train_batch_size"] == size
+    assert with_copies(script, folder / "nothing there") == ["train.py", "--config", "x.json"]
+    joined = make_script(["train.py", "--config=x.json"], [])
+    write_trial_files(make_job(script=joined), WINNER, folder / "joined", quiet=True)
+    assert with_copies(joined, folder / "joined")[1].startswith(f"--config={folder / 'joined'}/")
 
 
 def test_a_training_writes_where_it_was_told(folder: Path) -> None:
