@@ -188,6 +188,7 @@ def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
             "checkpointing",
             "checkpointed",
             "through_arguments",
+            "lightning",
             "loader_prepared",
             "relaunched",
             "client_optimizer",

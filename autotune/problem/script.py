@@ -114,10 +114,9 @@ def carried(script: Script) -> bool:
         launched = line_of(script).kind == ACCELERATE
         if not carries_config(script) and not launched:
             return False
-    # a loop of DeepSpeed's has its batch from the config, Trainer from its own arguments
-    return not through or all(
-        _flag_of(script, knob)[0] in flags or carries(script, knob) for knob in (MICRO_BATCH, ACCUMULATION)
-    )
+    # a loop of DeepSpeed's has its batch from the config, Trainer from its own arguments, Lightning's a half of it
+    theirs = (MICRO_BATCH, ACCUMULATION) if through else (ACCUMULATION,) if script.profile.get("lightning") else ()
+    return all(_flag_of(script, knob)[0] in flags or carries(script, knob) for knob in theirs)
 
 
 def _flags(script: Script) -> set[str]:

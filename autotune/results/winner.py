@@ -145,6 +145,10 @@ def train_with(
     else:
         commands = [("train with", watched)]
         hints += [f"or put {config} where the script has its own config"]
+        if job.script.profile.get("lightning"):
+            hints += [
+                f"  with accumulate_grad_batches={winner.accumulation} in its Trainer, which takes it from no config"
+            ]
     started = job.script.profile.get(RELAUNCHED, 0)
     if started not in (0, per_node) and not job.script.launcher and framework_of(job.script) is None:
         hints += [f"  it starts its own ranks: have it start {per_node}"]
@@ -166,7 +170,9 @@ def closest_lines(records: list[Record], hardware: Hardware, untried: list[Candi
             missing = (outcome.missing_bytes or 0) + int(hardware.capacity_bytes * hardware.headroom)
             over.append((missing, record, f"ran out in {outcome.phase.value}"))
     if not over:
-        reasons = Counter(f"{r.outcome.kind.value}: {r.outcome.reason[:120]}" for r in records if r.outcome)
+        reasons = Counter(
+            f"{r.outcome.kind.value}: {r.outcome.reason[:120]}" for r in records if r.outcome and not r.outcome.ok
+        )
         return [f"no candidate ran: {reason} ({count}x)" for reason, count in reasons.most_common(3)]
     # furthest in its life first, then by the bytes missing
     order = [phase.value for phase in Phase]

@@ -1,8 +1,9 @@
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from autotune.problem.candidate import ALLOCATOR_VARIABLES
+from autotune.problem.candidate import ACCUMULATION, ALLOCATOR_VARIABLES
 from autotune.problem.hardware import detect
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Measurement, Outcome
@@ -66,6 +67,19 @@ def test_the_printed_command_has_the_environment_that_was_measured(
     first, _ = train_with(grown, job, "s", config, 5).lines()
     assert "OMP_NUM_THREADS=5 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True torchrun" in first
     assert train_with(grown, make_job(), "s", config, 5).lines() == []
+
+
+def test_lightnings_accumulation_is_in_no_config(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    profile = {"loader_prepared": False, "through_arguments": False, "flags": ["--accumulate"], "lightning": True}
+    script = Script(("train.py", "ds.json"), str(tmp_path), profile=profile)
+    lines = train_with(make_candidate(2, 4, 8), make_job(script=script), "s", tmp_path / "s.json", 5).lines()
+    assert lines[0] == "  train with: autotune launch s -- train.py ds.json"
+    assert lines[-1] == "    with accumulate_grad_batches=8 in its Trainer, which takes it from no config"
+    told = dataclasses.replace(script, flags=((ACCUMULATION, "--accumulate"),))
+    first, _ = train_with(make_candidate(2, 4, 8), make_job(script=told), "s", tmp_path / "s.json", 5).lines()
+    assert "train.py" in first
+    assert first.endswith("--accumulate 8")
 
 
 def test_the_printed_command_gets_the_gpus_that_the_study_had(tmp_path: Path) -> None:

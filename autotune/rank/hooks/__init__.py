@@ -13,10 +13,11 @@ carry them, and a `Watcher` sees what the trained engine does. One module a libr
 | `optimizers` | torch's optimizers: a script that trains without DeepSpeed is noticed |
 | `accelerate` | its DeepSpeed config and plugin, the loader that `prepare` is given |
 | `transformers` | TrainingArguments |
+| `lightning` | how many batches its Trainer makes a step of, once the engine is made |
 | `relaunch` | subprocess, `os.exec…`, torch's launcher: where a program would start its ranks itself |
 | `tokenizers` | how long a tokenizer lets a sequence be |
 
-Each has `install(context)`. No library is imported before its hook is installed.
+Each but `lightning` has `install(context)`. No library is imported before its hook is installed.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import Any
 
 from autotune.errors import Unusable
 from autotune.problem.outcome import Phase
+from autotune.rank.hooks import lightning
 from autotune.rank.hooks.batches import batch_of, padded, sizes_of
 from autotune.rank.hooks.config import merged
 from autotune.rank.hooks.context import Context
@@ -62,6 +63,7 @@ def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, *
     context.watcher.entered(Phase.INIT)
     optimizer = given.get("optimizer")
     given["config"] = merged(context, config)
+    lightning.accumulate(context, given.get("model"), given["config"])
     if plan := batch_of(given["config"], int(os.environ["WORLD_SIZE"])):
         context.watcher.planned(*plan)
     given.pop("config_params", None)
@@ -215,6 +217,7 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
         "checkpointing": hasattr(plain, "gradient_checkpointing_enable"),
         "checkpointed": bool(getattr(plain, "is_gradient_checkpointing", False)),
         "through_arguments": context.through_arguments,
+        "lightning": lightning.trainer_of(plain) is not None,
         "loader_prepared": context.loader_prepared,
         "relaunched": context.relaunched,
         "client_optimizer": optimizer is not None,
