@@ -223,7 +223,8 @@ def plan(
 
     if html is not None:
         check_out(html)
-    made = plans(request, [*compare.split(",")] if compare else [gpu], say)
+    named = [*dict.fromkeys([*([gpu] if gpu else []), *compare.split(",")])] if compare else [gpu]
+    made = plans(request, named, say)
     if html is not None:
         from autotune.commands.report import write_plan
 

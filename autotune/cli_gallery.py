@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from autotune.cli_options import Storage, StudyArgument
-from autotune.cli_parts import Json, emit, option
+from autotune.cli_parts import Json, console, emit, option
 
 gallery_app = typer.Typer(no_args_is_help=True, help="What others have measured: listed and checked.")
 
@@ -39,8 +39,15 @@ def gallery_list(as_json: Json = False) -> None:
     if as_json:
         emit(found)
         return
+    from rich.table import Table
+
+    table = Table("model", "on", "tokens", "trains", "fastest config", box=None)
+    table.add_column("tokens/s", justify="right")
     for row in found:
-        print(f"{row['model']:22} {row['machine']:16} {row['config']:40} {row['tokens_per_second']:>10} tokens/s")
+        table.add_row(
+            *(str(row[key]) for key in ("model", "machine", "seq_len", "trained", "config", "tokens_per_second"))
+        )
+    console().print(table)
 
 
 @gallery_app.command("check")

@@ -22,11 +22,16 @@ def cache_root() -> Path:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file of which a reader never sees half, after a power cut neither.
+    """Writes a file of which a reader never sees half, after a power cut neither. A link goes on pointing to its file; a pipe,
+    a terminal or a device is written to as it is.
 
     Raises:
         OSError: it cannot be written; what was there before is still there.
     """
+    if path.exists() and not path.is_file():
+        path.write_text(text)
+        return
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -55,6 +55,24 @@ def test_a_file_system_that_cannot_sync_a_folder(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "a.json").read_text() == "x"
 
 
+def test_a_link_goes_on_pointing_to_its_file(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link.html").symlink_to("there/page.html")
+    write_atomically(tmp_path / "link.html", "new")
+    write_atomically(tmp_path / "link.html", "newer")
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "there/page.html").read_text() == "newer"
+
+
+def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_atomically(tmp_path / "pipe", "a page")
+    assert os.read(reader, 100) == b"a page"
+    os.close(reader)
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
 @pytest.mark.parametrize("characters", [3, 60, 80, 150])
 def test_a_socket_can_be_bound_however_long_the_temporary_folder(
     characters: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -103,10 +103,15 @@ class HowToTrain:
     """Commands that train a study's script with its winner, by name, and what they leave to do."""
 
     commands: tuple[tuple[str, str], ...] = ()
-    hints: tuple[str, ...] = ()
+    instead: str = ""  # what can be done in place of them
+    hints: tuple[str, ...] = ()  # what the training must do besides
 
     def lines(self) -> list[str]:
-        return [*(f"  {name}: {text}" for name, text in self.commands), *(f"  {hint}" for hint in self.hints)]
+        besides = [self.instead] if self.instead else []
+        return [
+            *(f"  {name}: {text}" for name, text in self.commands),
+            *(f"  {line}" for line in (*besides, *self.hints)),
+        ]
 
 
 def train_with(
@@ -139,12 +144,12 @@ def train_with(
     plain = f"{assignments(variables)} {shlex.join(words)}"
     where = f" --hostfile {shlex.quote(str(hostfile or 'HOSTFILE'))}" if nodes > 1 else ""
     watched = f"autotune launch {study}{where} -- {shlex.join(typed(job.script))}"
-    hints = []
+    instead, hints = "", []
     if carried(job.script):
         commands = [("train with, on every node" if each else "train with", plain), ("or watched", watched)]
     else:
         commands = [("train with", watched)]
-        hints += [f"or put {config} where the script has its own config"]
+        instead = f"or put {config} where the script has its own config"
         if job.script.profile.get("lightning"):
             hints += [
                 f"  with accumulate_grad_batches={winner.accumulation} in its Trainer, which takes it from no config"
@@ -154,7 +159,7 @@ def train_with(
         hints += [f"  it starts its own ranks: have it start {per_node}"]
     if job.script.profile["loader_prepared"] and not dict(job.script.flags).get(MICRO_BATCH):
         hints += [f"  with batch_size={winner.micro_batch} in its data loader, which no config reaches"]
-    return HowToTrain(tuple(commands), tuple(hints))
+    return HowToTrain(tuple(commands), instead, tuple(hints))
 
 
 def closest_lines(records: list[Record], hardware: Hardware, untried: list[Candidate]) -> list[str]:

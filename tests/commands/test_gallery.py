@@ -51,6 +51,9 @@ def test_the_gallery_is_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     code, out, _ = call(monkeypatch, capsys, "gallery", "list")
     assert code == 0
     assert "tiny-llama" in out
+    lines = out.splitlines()
+    assert lines[0].split()[:4] == ["model", "on", "tokens", "trains"]
+    assert len(set(lines)) == len(lines), "what tells two entries of one model apart is shown"
     code, out, _ = call(monkeypatch, capsys, "gallery", "list", "--json")
     assert {row["model"] for row in json.loads(out)} >= {"tiny-llama", "qwen2.5-7b"}
 

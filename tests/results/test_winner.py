@@ -10,6 +10,7 @@ from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.script import CONFIG_FLAG, KNOWN_FLAGS
 from autotune.results.export import needs
 from autotune.results.lossy import lossy_settings
+from autotune.results.report.gather import _gains
 from autotune.results.winner import closest_lines, train_with, winner_lines
 from autotune.search.records import AS_IS, SEARCH, VERIFY, Record
 from autotune.units import MIB
@@ -30,6 +31,11 @@ def test_the_margin_compares_what_was_measured_alike() -> None:
     displaced = record(4, VERIFY, 2, 290.0)
     last = winner_lines(slowed, [*searched, slowed, displaced], make_job(), hardware)[-1]
     assert last == "  +3.4 % against the next best, 4.0x the slowest of 3 that fit"
+    beside = _gains(slowed, [*searched, slowed, displaced], make_job(), hardware)
+    assert [(gain.over, round(gain.times, 3)) for gain in beside] == [
+        ("the next best", 1.034),
+        ("the slowest of 3 that fit", 4.0),
+    ], "the page says the same"
     own = record(5, SEARCH, 8, 200.0, AS_IS)
     last = winner_lines(slowed, [*searched, slowed, own], make_job(), hardware)[-1]
     other = "(in tokens/s: its steps are of 16 samples, the winner's of 2)"

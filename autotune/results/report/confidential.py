@@ -198,6 +198,7 @@ def confidential(report: StudyReport, job: Job, folder: Path | None) -> StudyRep
         run_now=tuple(
             Code(code.name, shown if code.text.startswith("{") else LEFT_OUT) for code in report.verdict.run_now
         ),
+        instead="",
     )
     fingerprint = {**report.fingerprint, "job": _without_names(report.fingerprint.get("job", {}))}
     return masked(

@@ -90,6 +90,7 @@ class Verdict:
     gains: tuple[Gain, ...] = ()
     lines: tuple[str, ...] = ()  # what came closest where nothing fits, or how to begin
     run_now: tuple[Code, ...] = ()
+    instead: str = ""  # what can be done in place of the commands
     needs: tuple[str, ...] = ()  # what the training must do besides
     mfu: float | None = None
 

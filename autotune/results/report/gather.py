@@ -192,13 +192,13 @@ def _verdict(
         given = (store.threads, environment_of(store, winner.candidate))
         nodes, hostfile = store.hardware.nodes, hostfile_of(store.folder or Path())
         how = train_with(winner.candidate, job, store.name, config, *given, nodes=nodes, hostfile=hostfile)
-        commands, hints = how.commands, how.hints
+        commands, instead, hints = how.commands, how.instead, how.hints
     else:
         commands = (
             ("your training script, watched", f"autotune launch {store.name} -- train.py --deepspeed {config}"),
-            ("the config again, or in another form", f"autotune export {store.name} --format deepspeed|accelerate|hf"),
+            ("the config for Trainer (or accelerate, sbatch)", f"autotune export {store.name} --format hf"),
         )
-        hints = ()
+        instead, hints = "", ()
     variables = {**environment_of(store, winner.candidate), **variables_of(winner.candidate, store.threads)}
     return Verdict(
         winner=trial,
@@ -207,13 +207,14 @@ def _verdict(
         checks=_checks(winner, records, store.hardware, store.job),
         gains=_gains(winner, records, job, store.hardware),
         run_now=(*(Code(name, text) for name, text in commands), exported),
+        instead=instead,
         needs=(*(hint.strip() for hint in hints), *needs(winner.candidate, job, variables)),
         mfu=measured.mfu,
     )
 
 
 def _no_winner(store: StudyStore, records: list[Record], candidates: Sequence[Candidate]) -> Verdict:
-    again = (Code("go on", f"autotune run --study {store.name} … (the same options as before)"),)
+    again = tuple(Code("go on", command) for command in store.commands[-1:])
     if not any(record.outcome for record in records):
         return Verdict(None, "Nothing was tried yet.", lines=("This study has no finished trial.",), run_now=again)
     tried = {record.candidate for record in records}
@@ -265,7 +266,8 @@ def _gains(winner: Record, records: list[Record], job: Job, hardware: Hardware) 
     if own is not None and own in alike:
         found.append(_gain(AS_IS, own, alike[own], unlike_steps(own, winner.candidate, job)))
     fitting = {c: pair for c, pair in alike.items() if pair[1].peak_bytes <= hardware.ceiling_bytes}
-    ranked = sorted(fitting, key=lambda candidate: -fitting[candidate][1].tokens_per_second)
+    # by what the winner has of each, as verified or as searched, not by figures of unlike rounds
+    ranked = sorted(fitting, key=lambda one: fitting[one][0].tokens_per_second / fitting[one][1].tokens_per_second)
     if ranked:
         found.append(_gain("the next best", ranked[0], alike[ranked[0]]))
     if len(ranked) > 1:
