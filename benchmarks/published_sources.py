@@ -265,6 +265,18 @@ def vectorlm(row: Row, s: Settings) -> None:
     s.masters = False
 
 
+def belle(row: Row, s: Settings) -> None:
+    """LianjiaTech/BELLE of May 2023: train/main.py is DeepSpeed-Chat's, with FusedAdam of its own making and the config of
+    utils/ds_utils.py (get_train_ds_config): DeepSpeed's own buckets, small windows of stage 3, torch's own linear.
+    """
+    s.config["optimizer"] = {"type": "AdamW"}
+    s.zero = {"reduce_bucket_size": int(5e8), "allgather_bucket_size": int(5e8), "overlap_comm": s.stage == 3}
+    if s.stage == 3:
+        stage3 = "zero_optimization.stage3_"
+        s.zero |= {stage3 + "max_live_parameters": int(3e7), stage3 + "prefetch_bucket_size": int(3e7)}
+        s.zero |= {stage3 + "param_persistence_threshold": 10_000, "zero_optimization.memory_efficient_linear": False}
+
+
 READERS: dict[str, Callable[[Row, Settings], None]] = {
     "QwenLM/Qwen": qwen,
     "chenyaofo gist": gist,
@@ -275,5 +287,6 @@ READERS: dict[str, Callable[[Row, Settings], None]] = {
     "modelscope/ms-swift": ms_swift,
     "pytorch/torchtune": torchtune,
     "InternLM/InternEvo": internevo,
+    "LianjiaTech/BELLE": belle,
     "VectorInstitute/vectorlm": vectorlm,
 }
