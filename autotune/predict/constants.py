@@ -17,8 +17,8 @@ UNTRACED = 3.0  # times as wide are intervals for a model that could not be trac
 # Of gradients, states, buffers and what is gathered, where ZeRO or FSDP shares them among ranks: how often they are copied, and
 # when the copies go, differs between versions and frameworks. Frozen weights and activations are as certain as on one GPU.
 # Residuals of the fitted sources.
-SHARDED = 0.2
-UNREAD_STATES = 0.15  # of parameters, gradients and states, where a key is set that no formula reads
+SHARDED = 0.17
+UNREAD_STATES = 0.2  # of parameters, gradients and states, where a key is set that no formula reads
 
 # Factors on the lines of ZeRO's bill, and `cached`: blocks that the caching allocator keeps beside what is in use, as a share of
 # all that comes and goes within a step.
