@@ -31,7 +31,7 @@ MEMORY = {
     "temporaries": Prior(1.0, 0.25),
     "activations": Prior(1.0, 0.05),
     "recomputed": Prior(1.0, 0.15),
-    "cached": Prior(0.15, 0.06),
+    "cached": Prior(0.15, 0.08),
     # of what `uneven.py` says that batches of many lengths leave behind: less where a loop sorts its rows or empties the cache
     "uneven": Prior(1.0, 0.35),
 }
