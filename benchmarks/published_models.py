@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from functools import cache
@@ -186,7 +187,8 @@ def as_fsdp(model: ModelSpec) -> dict[str, Any]:
 
     The root's own parameters (embedding and head) stay whole from forward to backward, and beside the block that runs the
     next one is gathered (torch/distributed/fsdp: the root is not resharded; BackwardPrefetch.BACKWARD_PRE). A block's
-    gradients are reduced together.
+    gradients are reduced together, out of a copy that is made when they are complete; those of the root wait for the
+    embedding's, so that the head's gradient is there through all of backward. Nothing is kept for gradients beforehand.
     """
     text = model.config.get("text_config") or model.config
     layers = int(next(text[k] for k in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if k in text))
@@ -195,11 +197,21 @@ def as_fsdp(model: ModelSpec) -> dict[str, Any]:
     block = max(1, int((parameters_of(model) - ends) / layers))
     zero = "zero_optimization.stage3_"
     return {
-        "reduce_bucket_size": block,
+        "reduce_bucket_size": max(block, ends),
+        "contiguous_gradients": False,
         zero + "prefetch_bucket_size": block,
         zero + "max_live_parameters": ends + 2 * block,
         zero + "max_reuse_distance": ends + 2 * block,
     }
+
+
+def untied(model: ModelSpec) -> ModelSpec:
+    """The model with a head of its own, as code bases have it that do not share the embedding's matrix."""
+    if not model.config.get("tie_word_embeddings"):
+        return model
+    head = int(model.config["vocab_size"]) * hidden_size(model)
+    config = {**model.config, "tie_word_embeddings": False}
+    return dataclasses.replace(model, config=config, parameters=int(parameters_of(model)) + head)
 
 
 def hidden_size(model: ModelSpec) -> int:

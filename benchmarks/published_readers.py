@@ -40,7 +40,7 @@ from published_rows import (
     whole,
 )
 
-from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, LIGER, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware, gpu_table
 from autotune.problem.job import Job, Lora
 from autotune.problem.models import ModelSpec
@@ -144,6 +144,8 @@ def settings_of(row: Row) -> Settings:
     plainly = row.says("no liger")
     if row.says("liger", "fused linear", "no full logits") and not plainly:
         s.loss = "chunked"
+        if s.quantity == "step" and row.says("liger"):  # its kernels for norms, rotation and gates, too
+            s.zero[LIGER] = True
     elif row.says("chunked c", "fused cross", "chunked lm_head") and not plainly:
         s.loss = "fused"
     else:

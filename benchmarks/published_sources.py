@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from published_models import DATA
+from published_models import DATA, untied
 from published_readers import Case, Settings, adapters_in_32_bits, cases_of, settings_of
 from published_rows import LeftOut, Length, Row
 
@@ -71,7 +71,11 @@ def qwen(row: Row, s: Settings) -> None:
     The page's figures of 7B are of October 2023, before peft 0.6, which left adapters in 32 bits outside DeepSpeed.
     `162.0G` on two cards of 80 GiB is more than they have: a G of this page is less than a GiB. It is 1e9: in any larger unit
     single-GPU LoRA of 1.8B, 7B and 14B has a part beside states and context that grows with the frozen weights, and nothing does.
+    LoRA on several machines is finetune_lora_ds.sh, which has micro-batches of 2. The page says that it is as the single-GPU runs
+    are, of 1, but its memory grows with the length and its steps take as long as two sequences do.
     """
+    if s.stage == 2 and s.lora and "finetune_lora_ds" in row["parallel"]:
+        s.micro_batch = 2
     with_dropout(s, 0.05)
     adapters_in_32_bits(s)
     s.gigabyte = 1e9
@@ -92,6 +96,9 @@ def gist(row: Row, s: Settings) -> None:
         raise LeftOut("suspicious by GPU_PUBLISHED.md")
     if s.micro_batch == 8 and s.accumulation and s.accumulation > 1:
         raise LeftOut("suspicious by GPU_PUBLISHED.md")
+    # 7.9 GiB for 4 rows with parameters offloaded, 9.4 for 2 rows with their 1.57 on the device: the same but for these
+    if s.micro_batch == 4 and s.offload_param == "cpu" and s.quantity == "allocated":
+        raise LeftOut("the source's rows contradict each other")
 
 
 def llmq(row: Row, s: Settings) -> None:
@@ -100,7 +107,7 @@ def llmq(row: Row, s: Settings) -> None:
     The JSONs set bf16_master_weights_and_grads and offload with pinning; buckets are `auto` at ZeRO-3 and 5e8 at ZeRO-2.
     """
     if s.stage == 2:
-        s.zero = {"reduce_bucket_size": int(5e8), "allgather_bucket_size": int(5e8)}
+        s.zero |= {"reduce_bucket_size": int(5e8), "allgather_bucket_size": int(5e8)}
         s.zero["zero_optimization.round_robin_gradients"] = True
     if row.says("computed by the authors from the second step"):
         raise LeftOut("repeats another row in another unit")
@@ -127,9 +134,18 @@ def with_dropout(s: Settings, share: float) -> None:
 
 
 def litgpt(row: Row, s: Settings) -> None:
-    """Lightning-AI/litgpt: finetune/lora.py (lora_dropout 0.05); its loss is computed in chunks of the head's output."""
+    """Lightning-AI/litgpt: finetune/lora.py (lora_dropout 0.05); its loss is computed in chunks of the head's output.
+
+    Its GPT (litgpt/model.py) has a head of its own beside the embedding, also for Gemma and Llama 3.2, whose checkpoints are
+    converted with a copy of the embedding (scripts/convert_hf_checkpoint.py). Phi's GELU is torch's kernel there, and
+    seven operators in transformers (`gelu_new`).
+    """
     with_dropout(s, 0.05)
     s.loss = "fused"
+    if s.model:
+        s.model = untied(s.model)
+        if s.model.config["model_type"] == "phi":
+            s.model = dataclasses.replace(s.model, config={**s.model.config, "hidden_act": "gelu_pytorch_tanh"})
     if row.says("init/flattening peak") and s.quantity != "step":
         raise LeftOut("peak of loading the model, not of training")
 
@@ -199,7 +215,11 @@ def torchtune(row: Row, s: Settings) -> None:
     Weights, gradients and states are all bf16 (`dtype: bf16` in every recipe named). Tokens a second of a README table are
     of all GPUs: 3497 on each of 8 for a 70B model would be six times an A100's peak. AdamW is torch's, with `fused: True` in the
     recipes of that commit (November 2024; llama3_1/8B_lora_single_device.yaml). The table of techniques adds them up.
+    Memory is what its own log has, which knows nothing of the context: active bytes, as the table of techniques of that README
+    says, and reserved ones in the README before.
     """
+    if s.quantity == "nvml":
+        s.quantity = "allocated" if "482734bd5" in row["source_path_or_section"] else "reserved"
     if "482734bd5" in row["source_path_or_section"] and "params" in s.config.get("optimizer", {}):
         s.config["optimizer"]["params"]["fused"] = True
     if row.says("8-bit adamw"):
@@ -245,6 +265,18 @@ def vectorlm(row: Row, s: Settings) -> None:
     s.masters = False
 
 
+def belle(row: Row, s: Settings) -> None:
+    """LianjiaTech/BELLE of May 2023: train/main.py is DeepSpeed-Chat's, with FusedAdam of its own making and the config of
+    utils/ds_utils.py (get_train_ds_config): DeepSpeed's own buckets, small windows of stage 3, torch's own linear.
+    """
+    s.config["optimizer"] = {"type": "AdamW"}
+    s.zero = {"reduce_bucket_size": int(5e8), "allgather_bucket_size": int(5e8), "overlap_comm": s.stage == 3}
+    if s.stage == 3:
+        stage3 = "zero_optimization.stage3_"
+        s.zero |= {stage3 + "max_live_parameters": int(3e7), stage3 + "prefetch_bucket_size": int(3e7)}
+        s.zero |= {stage3 + "param_persistence_threshold": 10_000, "zero_optimization.memory_efficient_linear": False}
+
+
 READERS: dict[str, Callable[[Row, Settings], None]] = {
     "QwenLM/Qwen": qwen,
     "chenyaofo gist": gist,
@@ -255,5 +287,6 @@ READERS: dict[str, Callable[[Row, Settings], None]] = {
     "modelscope/ms-swift": ms_swift,
     "pytorch/torchtune": torchtune,
     "InternLM/InternEvo": internevo,
+    "LianjiaTech/BELLE": belle,
     "VectorInstitute/vectorlm": vectorlm,
 }

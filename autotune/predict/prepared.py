@@ -91,12 +91,13 @@ def _diagonal(tables: list[Floats]) -> Floats:
 
 
 def doubt_of(b: Bill, c: Columns, candidates: Sequence[Candidate], ranks: int, guessed: bool, uneven: Floats) -> Floats:
-    """(n,) bytes by which peaks are uncertain: of candidates that set keys which no formula reads, of states that are shared
-    among ranks, of guessed traces, and of batches of many lengths, whose order decides what they leave behind (`uneven` is its
+    """(n,) bytes by which peaks are uncertain: of candidates that set keys which no formula reads, of what is shared among
+    ranks, of guessed traces, and of batches of many lengths, whose order decides what they leave behind (`uneven` is its
     deviation as a share of activations)."""
     unread = np.array([bool(unread_knobs(candidate)) for candidate in candidates])
     of_states = np.where(unread, UNREAD_STATES * (b.parameters + b.gradients + b.optimizer), 0.0)
-    of_shares = SHARDED * b.peaks().max(axis=0) * ((c.stage > 0) & (ranks > 1))
+    shared = b.gradients + b.optimizer + (b.buckets + b.gathered + b.temporaries).max(axis=0)
+    of_shares = SHARDED * shared * ((c.stage > 0) & (ranks > 1))
     of_activations = np.hypot(UNTRACED * MEMORY["activations"].sigma * guessed, uneven) * b.activations.max(axis=0)
     return np.asarray(np.sqrt(of_states**2 + of_shares**2 + of_activations**2))
 

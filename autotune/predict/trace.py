@@ -69,10 +69,13 @@ _SIXTEEN_BITS = ("flash_attention_2", "flash_attention_3")  # "FlashAttention on
 
 
 _NO_GPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+# The tracer forks after it has made a batch of images; a child that finds OpenMP's threads gone waits for them for ever.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def _tracer_environment(sees_gpus: bool = False) -> dict[str, str]:
-    return {**current().environment(), **({} if sees_gpus else _NO_GPU), "TRANSFORMERS_VERBOSITY": "error"}
+    seen = {} if sees_gpus else _NO_GPU
+    return {**current().environment(), **seen, **_ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"}
 
 
 def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seconds: float = 300.0) -> Trace:

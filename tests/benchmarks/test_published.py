@@ -13,6 +13,8 @@ from published_sources import lognormal, read, source_of
 
 from autotune.errors import UserError
 from autotune.predict.closed_form import closed_form_trace
+from autotune.predict.optimizers import stepper
+from autotune.problem.models import ModelSpec
 from autotune.units import GIB
 
 PLAIN = {
@@ -503,4 +505,77 @@ def test_settings_of_a_row_lead_to_its_case() -> None:
     (case,) = cases_of(one, settings_of(one))
     assert case.hardware.nodes == 2
     assert case.candidate.stage == 3
-    assert case.candidate.get("reduce_bucket_size") == pytest.approx((6.738e9 - 2 * 32000 * 4096) / 32, rel=0.01)
+    block, ends = (6.738e9 - 2 * 32000 * 4096) / 32, 2 * 32000 * 4096
+    zero = "zero_optimization.stage3_"
+    assert case.candidate.get(zero + "prefetch_bucket_size") == pytest.approx(block, rel=0.01)
+    assert case.candidate.get(zero + "max_live_parameters") == pytest.approx(ends + 2 * block, rel=0.01)
+    # the head's gradient waits for the embedding's; nothing is kept for either before there are gradients
+    assert case.candidate.get("reduce_bucket_size") == ends
+    assert case.candidate.get("contiguous_gradients") is False
+
+
+# -- what sources' own code says --------------------------------------------------------------------------------------
+
+
+def test_litgpt_has_a_head_of_its_own_and_one_kernel_for_gelu() -> None:
+    def of(model: str, source: str) -> tuple[ModelSpec, float]:
+        spec = only(model=model, source_repo_or_url=source, notes="2023-10").job.model
+        return spec, parameters_of(spec)
+
+    own, others = of("gemma-2b", "github:Lightning-AI/litgpt"), of("gemma-2b", "github:someone/else")
+    assert (own[0].config["tie_word_embeddings"], others[0].config["tie_word_embeddings"]) == (False, True)
+    assert own[1] - others[1] == 256000 * 2048
+    assert of("phi-2", "github:Lightning-AI/litgpt")[0].config["hidden_act"] == "gelu_pytorch_tanh"
+    assert of("phi-2", "github:someone/else")[0].config["hidden_act"] == "gelu_new"
+    assert of("llama-2-7b", "github:Lightning-AI/litgpt") == of("llama-2-7b", "github:someone/else")
+
+
+def test_qwen_s_script_for_machines_has_micro_batches_of_two() -> None:
+    cells = {
+        "model": "Qwen-7B",
+        "source_repo_or_url": "github:QwenLM/Qwen",
+        "n_gpus": "4",
+        "lora": "r=64 targets=c_attn",
+    }
+    several = only(parallel="zero2 (per finetune_lora_ds.sh default; 2 nodes x 2 GPUs)", **cells)
+    assert (several.candidate.micro_batch, several.job.ranks) == (2, 4)
+    assert only(parallel="zero3", **cells).candidate.micro_batch == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "quantity"),
+    [("README.md (commit 482734bd5), table", "allocated"), ("README.md (commit f12373ed6), table", "reserved")],
+)
+def test_torchtune_s_memory_is_its_own_log_s(section: str, quantity: str) -> None:
+    found = only(
+        source_repo_or_url="github:pytorch/torchtune", source_path_or_section=section, figure_kind="peak_unspecified"
+    )
+    assert found.quantity == quantity
+
+
+def test_liger_s_other_kernels_count_for_steps() -> None:
+    step = only(figure_kind="step_s", unit="s", notes="liger kernel")
+    assert (step.candidate.get("liger_kernel"), step.loss) == (True, "chunked")
+    assert only(notes="liger kernel").candidate.get("liger_kernel") is None, "the loss says all that memory needs"
+    assert only(figure_kind="step_s", unit="s", notes="no liger").candidate.get("liger_kernel") is None
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_belle_s_config_is_deepspeed_chat_s(stage: int) -> None:
+    cells = {"model": "bloom-560m", "source_repo_or_url": "github:LianjiaTech/BELLE/issues/402", "n_gpus": "2"}
+    found = only(parallel=f"zero{stage}", **cells)
+    assert found.candidate.get("reduce_bucket_size") == 500_000_000
+    assert found.candidate.get("zero_optimization.stage3_max_live_parameters") == (30_000_000 if stage == 3 else None)
+    assert stepper(found.job).flattens, "FusedAdam"
+
+
+def test_rows_of_the_gist_that_contradict_each_other_are_left_out() -> None:
+    cells = {
+        "source_repo_or_url": "gist.github.com/chenyaofo/x",
+        "parallel": "zero3",
+        "n_gpus": "8",
+        "micro_batch": "4",
+    }
+    with pytest.raises(LeftOut, match="contradict"):
+        read(row(offload_param="cpu", **cells))
+    assert read(row(offload_param="none", **cells))

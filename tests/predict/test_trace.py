@@ -103,6 +103,18 @@ def test_many_jobs_are_traced_by_one_process(
 
 
 @pytest.mark.slow
+def test_a_batch_of_large_images_does_not_keep_the_tracer_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracer_process: None
+) -> None:
+    """It is made by OpenMP's threads before the tracer forks."""
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
+    monkeypatch.delenv("OMP_NUM_THREADS")  # as people have it
+    small = make_job(model="tiny-llava", seq_len=512, task="image-text")
+    config = {**small.model.config, "vision_config": {**small.model.config["vision_config"], "image_size": 224}}
+    assert trace_job(replace(small, model=replace(small.model, config=config)), timeout_seconds=60).exact
+
+
+@pytest.mark.slow
 def test_a_loss_keeps_what_its_code_keeps() -> None:
     job = make_job(precision="bf16")
     kept = {loss: trace_job(job, loss=loss).plain.after_forward[1] for loss in LOSSES}
