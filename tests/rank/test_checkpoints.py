@@ -32,18 +32,21 @@ def test_layouts(one: dict[str, Any], other: dict[str, Any], same: bool) -> None
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "can"),
+    ("before", "after", "oldest"),
     [
-        (zero(1), zero(3), True),
-        (zero(2), zero(3, offload_param={"device": "cpu"}), True),
-        (zero(3), zero(3, sub_group_size=5), True),
-        (zero(0), zero(3), False),
-        (zero(3), zero(2), False),
-        (zero(2), zero(3, offload_param=NVME), False),
+        (zero(1), zero(3), (0, 16)),
+        (zero(2), zero(3, offload_param={"device": "cpu"}), (0, 16)),
+        (zero(3), zero(3, sub_group_size=5), (0, 18)),
+        (zero(0), zero(3), None),
+        (zero(3), zero(2), None),
+        (zero(2), zero(3, offload_param=NVME), None),
     ],
 )
-def test_only_what_deepspeed_converts_is_converted(before: dict[str, Any], after: dict[str, Any], can: bool) -> None:
-    assert convertible(before, after) is can
+def test_only_what_deepspeed_converts_is_converted(
+    before: dict[str, Any], after: dict[str, Any], oldest: tuple[int, int] | None
+) -> None:
+    for deepspeed in ((0, 16, 0), (0, 17, 6), (0, 18, 0), (0, 19, 8)):
+        assert convertible(before, after, deepspeed) is (oldest is not None and deepspeed >= oldest)
 
 
 def test_every_group_keeps_its_own_settings_and_share_of_the_learning_rate() -> None:
