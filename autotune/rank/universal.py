@@ -42,7 +42,9 @@ def _load(optimizer: Any, names: dict[Any, str], folder: Path) -> None:
         state = inner.state[masters]
         state["step"] = settings["state"][0]["step"]
         for key in _STATES:
-            parts = [_own_part(folder / names[parameter] / f"{key}.pt", optimizer.dp_process_group) for parameter in group]
+            parts = [
+                _own_part(folder / names[parameter] / f"{key}.pt", optimizer.dp_process_group) for parameter in group
+            ]
             filled = torch.zeros_like(masters)
             filled[: sum(part.numel() for part in parts)] = torch.cat(parts)
             if key == _MASTERS:
