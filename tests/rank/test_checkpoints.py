@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from autotune.rank.checkpoints import _keep_groups, convert, convertible, layout, written_under
+from autotune.rank.checkpoints import _bare_states, _keep_groups, convert, convertible, layout, written_under
 
 NVME = {"device": "nvme", "nvme_path": "/tmp"}
 
@@ -66,3 +67,17 @@ def test_what_is_no_checkpoint_is_said_in_one_line(tmp_path: Path) -> None:
     assert written_under(tmp_path) is None
     with pytest.raises(RuntimeError, match="cannot be converted: FileNotFoundError"):
         convert(tmp_path, tmp_path / "universal", 2)
+
+
+def test_states_lose_their_dicts_and_steps_stay(tmp_path: Path) -> None:
+    """What converting stages 1 and 2 writes, for a stage 3 that takes bare tensors."""
+    folder = tmp_path / "zero" / "layers.0.weight"
+    folder.mkdir(parents=True)
+    whole = torch.arange(6.0).view(2, 3)
+    torch.save({"param": whole, "cat_dim": 0}, folder / "fp32.pt")
+    torch.save(7, folder / "step.pt")
+    torch.save({"param_groups": []}, tmp_path / "zero" / "optimizer_state.pt")
+    _bare_states(tmp_path)
+    assert torch.equal(torch.load(folder / "fp32.pt"), whole)
+    assert torch.load(folder / "step.pt") == 7
+    assert torch.load(tmp_path / "zero" / "optimizer_state.pt") == {"param_groups": []}
