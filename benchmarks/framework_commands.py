@@ -150,6 +150,12 @@ COMMANDS = (
     Command("TRL", "trl", "trl sft --config sft.yaml --use_deepspeed --num_processes 2", f"use_cpu: true; {_RANKS}"),
     Command("TRL", "trl", _TRL_DPO, f"--use_cpu; {_RANKS}"),
     Command("TRL", "trl", "torchrun --nproc-per-node 2 -m trl.scripts.sft --config sft.yaml", "use_cpu: true"),
+    Command(
+        "TRL",
+        "trl",
+        "accelerate launch --use_deepspeed --num_processes 2 -m trl.scripts.sft --config sft.yaml",
+        f"use_cpu: true; {_RANKS}",
+    ),
     Command("TRL", "trl", "deepspeed --num_gpus 2 --module trl.scripts.sft --config sft.yaml", "use_cpu: true"),
 )
 

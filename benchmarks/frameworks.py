@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import socket
 import statistics
 import subprocess
 import tempfile
@@ -30,6 +31,7 @@ from autotune.problem.cpus import threads_per_rank
 RANKS = 2
 TUNING_SECONDS = 1200.0  # building DeepSpeed's ops is not in a budget
 EXPORTED = ("deepspeed", "accelerate", "hf")
+DEEPSPEED = re.compile(r"(?<![^ ])deepspeed(?= )")
 PRINTED = re.compile(r"^  train with: (.*)$", re.MULTILINE)
 
 
@@ -66,11 +68,21 @@ def _autotune(python: Path, folder: Path, words: list[str]) -> str:
 
 
 def training(name: str, words: str, python: Path, folder: Path) -> Side:
-    """A training by the words of a command line, in the environment of whoever would type them."""
+    """A training by the words of a command line, in the environment of whoever would type them.
+
+    DeepSpeed's launcher takes one port, always the same: since two trainings live at once here, each is told its own.
+    """
+    words = DEEPSPEED.sub(f"deepspeed --master_port {free_port()}", words, count=1)
     log = folder / f"{name}.log"
     env = environment(python) | {"PYTHONPATH": str(HERE / "steplog"), "STEP_LOG": str(log)}
     env |= {"OMP_NUM_THREADS": str(threads_per_rank(RANKS))}
     return Side(name, ["bash", "-c", words], log, folder, env)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 def a_step(side: Side, what: str) -> float:

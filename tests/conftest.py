@@ -254,6 +254,9 @@ def _trace_here(command: list[str], *, input: str, **_: object) -> subprocess.Co
     out, err = io.StringIO(), ""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         trace_model = tracer.trace_model
+        # As in a process of its own. What traces of other versions' models have left there has ended this one (SIGSEGV, with
+        # transformers 4.51 and torch 2.13).
+        importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode.cache_clear()
 
         def one_worker(job: Job, **options: Any) -> Any:  # a fork of this process would not survive torch's threads
             return trace_model(job, **{**options, "workers": 1})

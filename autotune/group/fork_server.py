@@ -38,7 +38,7 @@ def preload(model_type: str | None, modules: list[str]) -> dict[str, Any]:
     began = time.monotonic()
     import deepspeed  # noqa: F401
 
-    with suppress(ImportError):  # a script may do without it
+    with suppress(Exception):  # a script may do without it, and one that does not sees the error itself
         from transformers import AutoModelForCausalLM  # noqa: F401
     if model_type:
         with suppress(Exception):

@@ -8,10 +8,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from autotune.problem.candidate import ZERO_DEFAULTS
+from autotune.rank.universal import every_sub_group
+from autotune.rank.versions import deepspeed_release, knows_every_sub_group, takes_states_in_dicts
 
 SUFFIX = "_universal"
 _MODEL_STATES = "mp_rank_00_model_states.pt"
@@ -35,14 +38,18 @@ def layout(config: dict[str, Any]) -> tuple[object, ...]:
     return ("flat" if stage else 0), nvme
 
 
-def convertible(before: dict[str, Any], after: dict[str, Any]) -> bool:
+def convertible(before: dict[str, Any], after: dict[str, Any], deepspeed: tuple[int, ...]) -> bool:
     """Whether checkpoints of config `before` can be converted to load under `after`: from stage 1, 2 or 3, to stage 3.
 
-    DeepSpeed's converter reads no checkpoints of stage 0. From stage 3 to a lower stage is never needed: that would take
-    more memory.
+    DeepSpeed's converter reads no checkpoints of stage 0, and before 0.18.0 of stage 3 the first sub-group alone. From stage 3
+    to a lower stage is never needed: that would take more memory.
+
+    Args:
+        deepspeed: the release that ranks have.
     """
     source, target = layout(before), layout(after)
-    return source[0] != 0 and target[0] == 3 and not any((*_nvme(source), *_nvme(target)))
+    read = source[0] == "flat" or (source[0] == 3 and knows_every_sub_group(deepspeed))
+    return read and target[0] == 3 and not any((*_nvme(source), *_nvme(target)))
 
 
 def _nvme(found: tuple[object, ...]) -> tuple[bool, ...]:
@@ -103,7 +110,9 @@ def _to_convert(engine: Any, load_dir: str, tag: str | None) -> tuple[Path, int]
     name = tag if tag is not None else latest.read_text().strip() if latest.exists() else None
     folder = Path(load_dir) / str(name)
     before = written_under(folder) if name is not None else None
-    if before is None or layout(before) == layout(engine.config) or not convertible(before, engine.config):
+    if before is None or layout(before) == layout(engine.config):
+        return None
+    if not convertible(before, engine.config, deepspeed_release()):
         return None
     return folder, int(before["zero_optimization"]["stage"])
 
@@ -128,8 +137,10 @@ def _load_converted(
     torch.distributed.barrier()
     settings = engine._config
     settings.load_universal_checkpoint = True
+    whole = nullcontext() if knows_every_sub_group(deepspeed_release()) else every_sub_group(engine)
     try:
-        found = load(engine, str(folder.parent), universal.name, *args, **kwargs)
+        with whole:
+            found = load(engine, str(folder.parent), universal.name, *args, **kwargs)
     finally:
         settings.load_universal_checkpoint = False
     _keep_groups(_inner(engine).param_groups, own)
@@ -198,11 +209,13 @@ def convert(folder: Path, universal: Path, ranks: int) -> None:
         raise RuntimeError(f"checkpoint {folder} cannot be converted: {why}")
     if flat:
         _name_for_stage3(universal, ranks)
+        if not takes_states_in_dicts(deepspeed_release()):
+            _bare_states(universal)
 
 
 def _name_for_stage3(universal: Path, ranks: int) -> None:
-    """Adds the file names and the optimizer state that stage 3 looks for: deepspeed 0.19.8 converts checkpoints of stages
-    1 and 2 only for those stages."""
+    """Adds the file names and the optimizer state that stage 3 looks for: DeepSpeed (0.16.0 to 0.19.8) converts checkpoints
+    of stages 1 and 2 only for those stages."""
     import torch
 
     for rank in range(ranks):
@@ -213,6 +226,16 @@ def _name_for_stage3(universal: Path, ranks: int) -> None:
     step = torch.load(steps, map_location="cpu", weights_only=False) if steps else 0
     state["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": state["param_groups"]}
     torch.save(state, path)
+
+
+def _bare_states(universal: Path) -> None:
+    """The tensors without the dicts in which the converter writes them, each file in place."""
+    import torch
+
+    for path in (universal / "zero").rglob("*.pt"):
+        found = torch.load(path, map_location="cpu", weights_only=False) if path.parent.name != "zero" else None
+        if isinstance(found, dict):
+            torch.save(found["param"], path)
 
 
 def _keep_groups(groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:

@@ -27,6 +27,7 @@ from autotune.rank.execution import run_script
 from autotune.rank.hooks import Hooks
 from autotune.rank.hooks.batches import Sizes
 from autotune.rank.hooks.context import Context
+from autotune.rank.versions import imported
 
 _PROGRESS_SECONDS = 0.2
 _FIRST_STEPS = 3  # each is told of at once
@@ -73,9 +74,8 @@ class TrainRank(BaseRank):
             earlier: by output folder, the checkpoints that were there when this launch first trained into it, see
                 `checkpoints`. The parent is told of a folder that is not among them.
         """
-        try:
-            from transformers import Trainer
-        except ImportError:  # nor has the script one
+        trainer_class = imported("transformers", "Trainer")
+        if trainer_class is None:  # nor has the script one
             return
 
         def train(
@@ -89,7 +89,7 @@ class TrainRank(BaseRank):
                 self.channel.send("resumed", path=resume_from_checkpoint)
             return original(trainer, resume_from_checkpoint, *args, **kwargs)
 
-        self.hooks.context.patches.wrap(Trainer, "train", train)
+        self.hooks.context.patches.wrap(trainer_class, "train", train)
 
     def _newest(self, folder: Path, earlier: dict[str, int]) -> Path | None:
         """The newest whole checkpoint. On several machines, which need not see the same files, one of which every rank finds

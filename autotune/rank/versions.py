@@ -17,6 +17,18 @@ def _release_of(package: str) -> tuple[int, ...]:
     return release(metadata.version(package))
 
 
+def imported(module: str, name: str) -> Any:
+    """What a library of the environment calls `name`; None where the library is not there or does not import.
+
+    A script that imports it gets to see the error itself; one that does not must not end by it. What transformers imports
+    late raises RuntimeError, whatever was wrong, before 5.0 (with datasets beside a numpy that it does not take).
+    """
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception:
+        return None
+
+
 def no_init_weights() -> contextlib.AbstractContextManager[Any]:
     """Weights of the models that transformers builds inside are not initialized.
 
@@ -106,3 +118,22 @@ def image_token(config: Any) -> Any:
     """The id of the token that stands for a piece of an image. Before transformers 4.52 some models (LLaVA) called it
     `image_token_index`; a configuration that has neither raises AttributeError."""
     return config.image_token_id if hasattr(config, "image_token_id") else config.image_token_index
+
+
+def deepspeed_release() -> tuple[int, ...]:
+    """Of the DeepSpeed in this environment."""
+    return _release_of("deepspeed")
+
+
+def takes_states_in_dicts(deepspeed: tuple[int, ...]) -> bool:
+    """Whether stage 3 loads a universal checkpoint of stages 1 and 2 as the converter writes it, each tensor in a dict.
+
+    Before DeepSpeed 0.19.5 it takes bare tensors alone, as converting stage 3 writes them.
+    """
+    return deepspeed >= (0, 19, 5)
+
+
+def knows_every_sub_group(deepspeed: tuple[int, ...]) -> bool:
+    """Whether DeepSpeed converts, and loads from a universal checkpoint, all sub-groups of stage 3: before 0.18.0 the first
+    alone."""
+    return deepspeed >= (0, 18)

@@ -10,6 +10,7 @@ from typing import Any
 
 from autotune.files import write_atomically
 from autotune.predict.predictor import Predictor
+from autotune.predict.versions import installed_deepspeed
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, EXPANDABLE, MICRO_BATCH, Candidate, Value
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement
@@ -98,14 +99,14 @@ def _compatible(top: Candidate, space: SearchSpace, job: Job, convert: bool) -> 
     sizes = [size for size in range(1, total + 1) if total % size == 0]
     if job.script is not None and job.script.profile.get("batch_note"):
         sizes = [top.micro_batch]  # the script does not obey another
-    own, others = top.ds_config(job), _others(dict(top.family))
+    own, others, deepspeed = top.ds_config(job), _others(dict(top.family)), installed_deepspeed()
     mine = layout(own)
     found = []
     for family in [dict(top.family), *space.families()]:
         if _others(family) != others:
             continue
         config = Candidate.of(family).ds_config(job)
-        if layout(config) != mine and not (convert and convertible(own, config)):
+        if layout(config) != mine and not (convert and convertible(own, config, deepspeed)):
             continue
         found += [
             Candidate.of({**family, MICRO_BATCH: micro_batch, ACCUMULATION: total // micro_batch})

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from autotune.rank.checkpoints import _keep_groups, convert, convertible, layout, written_under
+from autotune.rank.checkpoints import _bare_states, _keep_groups, convert, convertible, layout, written_under
 
 NVME = {"device": "nvme", "nvme_path": "/tmp"}
 
@@ -32,18 +33,21 @@ def test_layouts(one: dict[str, Any], other: dict[str, Any], same: bool) -> None
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "can"),
+    ("before", "after", "oldest"),
     [
-        (zero(1), zero(3), True),
-        (zero(2), zero(3, offload_param={"device": "cpu"}), True),
-        (zero(3), zero(3, sub_group_size=5), True),
-        (zero(0), zero(3), False),
-        (zero(3), zero(2), False),
-        (zero(2), zero(3, offload_param=NVME), False),
+        (zero(1), zero(3), (0, 16)),
+        (zero(2), zero(3, offload_param={"device": "cpu"}), (0, 16)),
+        (zero(3), zero(3, sub_group_size=5), (0, 18)),
+        (zero(0), zero(3), None),
+        (zero(3), zero(2), None),
+        (zero(2), zero(3, offload_param=NVME), None),
     ],
 )
-def test_only_what_deepspeed_converts_is_converted(before: dict[str, Any], after: dict[str, Any], can: bool) -> None:
-    assert convertible(before, after) is can
+def test_only_what_deepspeed_converts_is_converted(
+    before: dict[str, Any], after: dict[str, Any], oldest: tuple[int, int] | None
+) -> None:
+    for deepspeed in ((0, 16, 0), (0, 17, 6), (0, 18, 0), (0, 19, 8)):
+        assert convertible(before, after, deepspeed) is (oldest is not None and deepspeed >= oldest)
 
 
 def test_every_group_keeps_its_own_settings_and_share_of_the_learning_rate() -> None:
@@ -63,3 +67,17 @@ def test_what_is_no_checkpoint_is_said_in_one_line(tmp_path: Path) -> None:
     assert written_under(tmp_path) is None
     with pytest.raises(RuntimeError, match="cannot be converted: FileNotFoundError"):
         convert(tmp_path, tmp_path / "universal", 2)
+
+
+def test_states_lose_their_dicts_and_steps_stay(tmp_path: Path) -> None:
+    """What converting stages 1 and 2 writes, for a stage 3 that takes bare tensors."""
+    folder = tmp_path / "zero" / "layers.0.weight"
+    folder.mkdir(parents=True)
+    whole = torch.arange(6.0).view(2, 3)
+    torch.save({"param": whole, "cat_dim": 0}, folder / "fp32.pt")
+    torch.save(7, folder / "step.pt")
+    torch.save({"param_groups": []}, tmp_path / "zero" / "optimizer_state.pt")
+    _bare_states(tmp_path)
+    assert torch.equal(torch.load(folder / "fp32.pt"), whole)
+    assert torch.load(folder / "step.pt") == 7
+    assert torch.load(tmp_path / "zero" / "optimizer_state.pt") == {"param_groups": []}

@@ -8,6 +8,7 @@ from typing import Any
 from autotune.rank.hooks.config import merged
 from autotune.rank.hooks.context import Context
 from autotune.rank.hooks.process_group import wait_for
+from autotune.rank.versions import imported
 
 # What a loader of another batch size is made with again; its sampler too, where it has one.
 _KEPT = (
@@ -25,12 +26,11 @@ _KEPT = (
 
 
 def install(context: Context) -> None:
-    """Does nothing where accelerate is not installed. The process group must exist."""
-    try:
-        import accelerate
-        from accelerate.utils.deepspeed import HfDeepSpeedConfig
-    except ImportError:
+    """Does nothing where accelerate cannot be imported. The process group must exist."""
+    config_class = imported("accelerate.utils.deepspeed", "HfDeepSpeedConfig")
+    if config_class is None:
         return
+    import accelerate
 
     def share_state(original: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> None:
         original(state, *args, **kwargs)
@@ -52,18 +52,17 @@ def install(context: Context) -> None:
     def prepare(original: Callable[..., Any], accelerator: Any, /, *objects: Any, **kwargs: Any) -> Any:
         return original(accelerator, *_resized(context, objects), **kwargs)
 
-    context.patches.wrap(HfDeepSpeedConfig, "__init__", load_config)
+    context.patches.wrap(config_class, "__init__", load_config)
     context.patches.wrap(accelerate.DeepSpeedPlugin, "__post_init__", make_plugin)
     context.patches.wrap(accelerate.Accelerator, "prepare", prepare)
 
 
 def begin_anew(context: Context) -> None:
     """Forgets what accelerate knows of this process, as a new one would know nothing: the environment is another now."""
-    try:
-        from accelerate.state import AcceleratorState
-    except ImportError:
+    state = imported("accelerate.state", "AcceleratorState")
+    if state is None:
         return
-    AcceleratorState._reset_state(reset_partial_state=True)
+    state._reset_state(reset_partial_state=True)
     _state_of_cpu_ranks(context)
 
 

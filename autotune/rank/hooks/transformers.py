@@ -8,21 +8,29 @@ from typing import Any
 from autotune.problem.argument_files import OUTPUT_FOLDER
 from autotune.problem.candidate import CHECKPOINTING
 from autotune.rank.hooks.context import Context
+from autotune.rank.versions import imported
 
 
 def install(context: Context) -> None:
     """Arguments are changed before `__post_init__` reads them: there they are checked and the config is loaded. Does nothing
-    where transformers is not installed."""
-    try:
-        from transformers import TrainingArguments
-    except ImportError:
+    where transformers cannot be imported."""
+    arguments_class = imported("transformers", "TrainingArguments")
+    if arguments_class is None:
         return
 
     def post_init(original: Callable[..., Any], arguments: Any) -> None:
         _fill(context, arguments)
         original(arguments)
 
-    context.patches.wrap(TrainingArguments, "__post_init__", post_init)
+    def load_state(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        state = original(*args, **kwargs)
+        if context.candidate is not None and getattr(state, "train_batch_size", None):
+            # Before transformers 5.2 Trainer goes on with the micro-batch of the checkpoint, whatever its arguments say.
+            state.train_batch_size = context.candidate.micro_batch
+        return state
+
+    context.patches.wrap(arguments_class, "__post_init__", post_init)
+    context.patches.wrap(imported("transformers", "TrainerState"), "load_from_json", load_state)
 
 
 def _fill(context: Context, arguments: Any) -> None:

@@ -89,3 +89,21 @@ def test_a_real_training_keeps_what_it_saves(in_rank: Callable[..., Any], tmp_pa
     assert found["per_device_train_batch_size"] == 8
     assert (found["output_dir"], found["save_strategy"], found["eval_strategy"]) == ("mine", "steps", "steps")
     assert found["load_best_model_at_end"]
+
+
+def resume(folder: str, candidate: dict[str, Any] | None) -> list[int]:
+    """The micro-batch of a saved state as Trainer gets it, with the hook and after it is undone."""
+    from transformers import TrainerState
+
+    context, _ = make_context(folder, Candidate.of(candidate) if candidate else None)
+    transformers.install(context)
+    TrainerState(train_batch_size=4).save_to_json(f"{folder}/state.json")
+    found = [TrainerState.load_from_json(f"{folder}/state.json").train_batch_size]
+    context.patches.undo()
+    return [*found, TrainerState.load_from_json(f"{folder}/state.json").train_batch_size]
+
+
+def test_a_checkpoint_does_not_bring_its_micro_batch_along(in_rank: Callable[..., Any], tmp_path: Path) -> None:
+    """Trainer before transformers 5.2 trained on with it, at another global batch."""
+    assert in_rank(resume, str(tmp_path), make_candidate(1, 2, 4).as_dict) == [2, 4]
+    assert in_rank(resume, str(tmp_path), None) == [4, 4]

@@ -1,0 +1,38 @@
+"""What a rank does differently by the versions around it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from autotune.rank.hooks import accelerate, tokenizers, transformers
+from autotune.rank.versions import imported
+from tests.rank.hooks.conftest import make_context
+
+
+def test_what_a_library_has_is_found() -> None:
+    assert imported("pathlib", "Path") is Path
+
+
+@pytest.mark.parametrize("text", ["raise ImportError('no numpy')", "raise RuntimeError('Failed to import')", "1 / 0"])
+def test_a_library_that_breaks_while_it_is_imported_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    (tmp_path / "broken_library.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert imported("broken_library", "Trainer") is None
+    assert imported("broken_library.inner", "Trainer") is None
+
+
+def test_what_a_library_does_not_have_is_none() -> None:
+    assert imported("pathlib", "Trainer") is None
+    assert imported("no_such_library", "Trainer") is None
+
+
+def test_hooks_of_libraries_that_do_not_import_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("transformers", "accelerate", "accelerate.utils.deepspeed", "accelerate.state"):
+        monkeypatch.setitem(sys.modules, name, None)
+    context, _ = make_context(str(tmp_path))
+    for hook in (accelerate, tokenizers, transformers):
+        hook.install(context)
+    accelerate.begin_anew(context)
