@@ -73,7 +73,7 @@ from autotune.cli_options import (
     WorstCase,
     Yes,
 )
-from autotune.cli_parts import Json, console, emit, fail, option, say, typed_command
+from autotune.cli_parts import Json, console, emit, fail, of_a_database, option, say, typed_command
 from autotune.cli_spaces import spaces_app
 from autotune.errors import MachineTrouble, NothingFits, Stopped, UserError
 from autotune.version import __version__
@@ -385,7 +385,7 @@ def main() -> None:
     except Exception as error:
         if hasattr(error, "format_message"):  # click's usage errors
             fail(f"{error.format_message()} (`autotune --help`)", 2)
-        raise
+        fail(*of_a_database(error))
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def run_setup(request: Request, nodes: Nodes | None = None) -> Setup:
     Raises:
         UserError: something in the request is wrong, or not possible here.
     """
-    from autotune.search.tuner import too_short  # imports optuna, which a plan need not wait for
+    from autotune.search.clock import too_short  # imports optuna, which a plan need not wait for
 
     budget_seconds = parse_duration(request.budget)
     if why := too_short(budget_seconds):

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,13 @@ from autotune.results.console import PlainObserver, make_observer, record_json
 from autotune.results.export import environment_of, export_record
 from autotune.results.report.gather import Searched
 from autotune.results.winner import closest_lines, train_with, winner_lines
+from autotune.search.lock import hold_a_place
 from autotune.search.proposer import Proposer
 from autotune.search.records import AS_IS, SEARCH, Record
 from autotune.search.storage import default_storage, failures_in_one_line, make_study_folder
 from autotune.search.study import StudyStore
 from autotune.search.tuner import SearchSummary, Tuner
+from autotune.search.tuners import host_of
 from autotune.units import format_bytes, format_duration
 
 
@@ -113,23 +115,25 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
     gpus = (
         held_gpus(setup.hardware, who, observer.say) if setup.nodes is None else nullcontext()
     )  # their agents hold theirs
-    with failures_in_one_line(), gpus, stop_on_signals() as stopped:
+    with failures_in_one_line(), gpus, stop_on_signals() as stopped, ExitStack() as kept:
         make_study_folder(setup.folder)
+        work = kept.enter_context(_place(setup))
         if setup.nodes is not None:
             write_atomically(hostfile_of(setup.folder), hostfile_text(setup.nodes.hosts))
             setup.nodes.who, setup.nodes.say, setup.nodes.cancelled = who, observer.say, stopped.is_set
         opening = time.monotonic()
-        with closing(_executor(setup, stopped.is_set)) as executor:
+        with closing(_executor(setup, work, stopped.is_set)) as executor:
             local = executor if isinstance(executor, LocalExecutor) else None
             probed = None
             if local is not None:
                 local.show = observer.doing
             if local is not None and setup.job.script is not None:
                 _open(local, observer.say)
-                probed = probe(local, setup.job.script, setup.folder, setup.budget_seconds / 2, observer.say)
+                probed = probe(local, setup.job.script, work, setup.budget_seconds / 2, observer.say)
                 setup = after_probe(setup, probed)
                 local.job = setup.job
             store = _open_study(setup, probed, observer)
+            kept.callback(store.leave)
             predictor = Predictor(setup.job, setup.hardware)
             candidates, left_out = predictor.buildable(setup.candidates)
             wider = [f"{note}; predictions are wider for it" for note in predictor.notes()]
@@ -172,13 +176,26 @@ def stop_on_signals() -> Iterator[threading.Event]:
             signal.signal(number, old)
 
 
-def _executor(setup: Setup, cancelled: Callable[[], bool]) -> LocalExecutor | ReplayExecutor:
+@contextmanager
+def _place(setup: Setup) -> Iterator[Path]:
+    """Where this call keeps logs: in the study's folder, or where several share a study in a folder of this one's there."""
+    if setup.storage is None:
+        yield setup.folder
+        return
+    place, held = hold_a_place(setup.folder, setup.name)
+    try:
+        yield place
+    finally:
+        held.release()
+
+
+def _executor(setup: Setup, work: Path, cancelled: Callable[[], bool]) -> LocalExecutor | ReplayExecutor:
     if setup.landscape is not None:
         return ReplayExecutor(setup.landscape, setup.seed, setup.hardware.headroom)
     return LocalExecutor(
         setup.job,
         setup.hardware,
-        setup.folder,
+        work,
         list(setup.candidates),
         isolation=setup.isolation,
         seed=setup.seed,
@@ -210,7 +227,10 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver) -> 
     store, resumed = StudyStore.create_or_resume(
         setup.name, storage, setup.folder, setup.job, setup.hardware, setup.space, force=setup.force
     )
-    store.lock()
+    if setup.storage is None:
+        store.lock()
+    else:
+        store.share(observer.say)
     if setup.command:
         store.note_command(setup.command)
     if setup.landscape is not None:
@@ -220,8 +240,11 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver) -> 
     closed = store.close_interrupted()
     if probed is not None and probed.baseline is not None:
         own = own_candidate(probed.script)
-        if all(record.candidate != own for record in store.records()):
-            store.finish(store.start(own, setup.space, SEARCH, AS_IS), probed.baseline)
+        known = store.records()
+        if all(record.candidate != own for record in known):
+            number = store.claim(own, setup.space, SEARCH, AS_IS, [record.number for record in known])
+            if number is not None:
+                store.finish(number, probed.baseline)
     _announce(setup, store, observer, resumed, closed)
     if not resumed:  # what is known before the search: a script's own config
         for record in store.records():
@@ -242,6 +265,8 @@ def _announce(setup: Setup, store: StudyStore, observer: PlainObserver, resumed:
         done = [record for record in store.records() if record.outcome and record.outcome.kind is not Kind.INTERRUPTED]
         interrupted = f", {closed} closed as interrupted" if closed else ""
         observer.say(f"study {store.name} goes on: {len(done)} trials in {format_duration(used)} so far{interrupted}")
+        if others := store.tuners.others():
+            observer.say(f"{len(others)} more at it: {', '.join(sorted(map(host_of, others)))}")
     else:
         observer.say(f"study {store.name} is new")
 
