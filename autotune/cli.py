@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -73,7 +74,7 @@ from autotune.cli_options import (
     WorstCase,
     Yes,
 )
-from autotune.cli_parts import Json, console, emit, fail, of_a_database, option, say, typed_command
+from autotune.cli_parts import STORAGE_VARIABLE, Json, console, emit, fail, of_a_database, option, say, typed_command
 from autotune.cli_spaces import spaces_app
 from autotune.errors import MachineTrouble, NothingFits, Stopped, UserError
 from autotune.version import __version__
@@ -97,6 +98,7 @@ def typed(parameters: dict[str, Any]) -> Request:
     """The Request of a command's `locals()`: parameters are named as its fields; None keeps the field's own default."""
     from autotune.commands.request import Request
 
+    os.environ.pop(STORAGE_VARIABLE, None)  # it was read, and ranks need no password
     fields = {field.name for field in dataclasses.fields(Request)}
     return Request(**{name: value for name, value in parameters.items() if name in fields and value is not None})
 
@@ -164,11 +166,14 @@ def run(
 
 def _in_one_job(request: Request, **where: Any) -> None:
     """Outside of an allocation of Slurm's: has it run this very command in one, and exits with its code."""
-    from autotune.commands.slurm import options_of, outside, submit
+    from autotune.commands.slurm import options_of, outside, submit, words_without_password
 
     if outside():
+        words, storage = words_without_password(sys.argv[1:])
+        if storage is not None:
+            os.environ[STORAGE_VARIABLE] = storage  # which sbatch hands on; the words lie in a file
         options = options_of(nodes=request.nodes, gpus=request.gpus, device=request.device, **where)
-        raise typer.Exit(submit(sys.argv[1:], options, request.runs / "slurm", say))
+        raise typer.Exit(submit(words, options, request.runs / "slurm", say))
 
 
 def _tune(request: Request, yes: bool, as_json: bool) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Text = str | None
+STORAGE_VARIABLE = "AUTOTUNE_STORAGE"
 
 
 def option(help: str, *names: str) -> Any:

@@ -80,7 +80,8 @@ class Postgres:
         import psycopg
 
         with closing(psycopg.connect(self.url, autocommit=True, connect_timeout=5)) as connection:
-            return connection.execute(query.encode()).fetchall()
+            answer = connection.execute(query.encode())
+            return answer.fetchall() if answer.description else []
 
     def cut(self) -> int:
         """Cuts the connections of all clients; returns how many."""

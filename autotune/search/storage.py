@@ -91,7 +91,7 @@ def _database(url: str) -> optuna.storages.RDBStorage:
             return optuna.storages.RDBStorage(url, engine_kwargs=connecting)
         except (IntegrityError, ProgrammingError, OperationalError) as error:
             # tables of a new database that another makes in this moment (the first is PostgreSQL's word for it)
-            if not left or not re.search("already exists|duplicate key", str(error)):
+            if not left or not re.search("(?i)already exists|duplicate|UNIQUE constraint", str(error)):
                 raise
             time.sleep(0.5)
     raise AssertionError("the last try returns or raises")
