@@ -51,6 +51,8 @@ from autotune.cli_options import (
     NoGallery,
     Optimizer,
     Packed,
+    Parallel,
+    ParallelOffload,
     Partition,
     PlannedModel,
     Precision,
@@ -111,6 +113,8 @@ def run(
     script: ScriptWords = None,
     model: Model = None,
     gpus: Gpus = None,
+    parallel: Parallel = 1,
+    parallel_offload: ParallelOffload = False,
     budget: Budget = "30m",
     device: Device = "auto",
     seq_len: SeqLen = None,
@@ -184,8 +188,7 @@ def _tune(request: Request, yes: bool, as_json: bool) -> None:
     if as_json:
         emit(summary.to_json())
     else:
-        for line in [*summary.lines, *(f"wrote {path}" for path in summary.files)]:
-            print(line)
+        print(*summary.lines, *(f"wrote {path}" for path in summary.files), sep="\n")
     if summary.interrupted:
         raise typer.Exit(130)
 

@@ -46,6 +46,10 @@ WorstCase = Annotated[bool, option("Pad the script's batches to the longest that
 Gpus = Annotated[
     int | None, option("GPUs (or CPU ranks) to use, of each machine where there are several; default: all.")
 ]
+Parallel = Annotated[int, option("Candidates to measure at once, each on devices of its own (--gpus says how many).")]
+ParallelOffload = Annotated[
+    bool, option("With --parallel: also those that offload, which share the host's speed.", "--parallel-offload")
+]
 Device = Annotated[str, option("auto, cuda or cpu.")]
 MemoryCap = Annotated[Text, option("What one rank may use, like 24GiB.")]
 Headroom = Annotated[Text, option("Share of the capacity to leave free; default 5%.")]

@@ -6,7 +6,7 @@ import dataclasses
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from autotune.commands.gallery import begin_with_gallery
+from autotune.commands.grounds import executors_beside, first_executor, place
 from autotune.commands.nodes import named_nodes
 from autotune.commands.probe import Probe, after_probe, probe
 from autotune.commands.python import NAMED_MODEL, TRAINING, ranks_python
@@ -26,7 +27,6 @@ from autotune.errors import NothingFits, UserError, one_line
 from autotune.executors.base import Executor
 from autotune.executors.local import LocalExecutor
 from autotune.executors.nodes.hostfile import hostfile_of, hostfile_text
-from autotune.executors.replay import ReplayExecutor
 from autotune.files import write_atomically
 from autotune.group.locks import held_gpus
 from autotune.predict.predictor import Predictor
@@ -38,7 +38,7 @@ from autotune.results.console import PlainObserver, make_observer, record_json
 from autotune.results.export import environment_of, export_record
 from autotune.results.report.gather import Searched
 from autotune.results.winner import closest_lines, train_with, winner_lines
-from autotune.search.lock import hold_a_place
+from autotune.search.crew import Crew, host_bound
 from autotune.search.proposer import Proposer
 from autotune.search.records import AS_IS, SEARCH, Record
 from autotune.search.storage import default_storage, failures_in_one_line, make_study_folder
@@ -112,17 +112,17 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             raise UserError("not started; on a GPU machine, `autotune doctor` says why no GPU is seen")
     observer = make_observer(setup.hardware, setup.budget_seconds, console, quiet)
     who = f"study {setup.name}"
-    gpus = (
-        held_gpus(setup.hardware, who, observer.say) if setup.nodes is None else nullcontext()
-    )  # their agents hold theirs
+    all_gpus = tuple(uuid for slot in setup.slots for uuid in slot.hardware.gpus) or setup.hardware.gpus
+    ours = dataclasses.replace(setup.hardware, gpus=all_gpus)
+    gpus = held_gpus(ours, who, observer.say) if setup.nodes is None else nullcontext()  # their agents hold theirs
     with failures_in_one_line(), gpus, stop_on_signals() as stopped, ExitStack() as kept:
         make_study_folder(setup.folder)
-        work = kept.enter_context(_place(setup))
+        work = kept.enter_context(place(setup))
         if setup.nodes is not None:
             write_atomically(hostfile_of(setup.folder), hostfile_text(setup.nodes.hosts))
             setup.nodes.who, setup.nodes.say, setup.nodes.cancelled = who, observer.say, stopped.is_set
         opening = time.monotonic()
-        with closing(_executor(setup, work, stopped.is_set)) as executor:
+        with closing(first_executor(setup, work, stopped.is_set)) as executor:
             local = executor if isinstance(executor, LocalExecutor) else None
             probed = None
             if local is not None:
@@ -150,7 +150,9 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             setup = dataclasses.replace(setup, candidates=tuple(candidates))
             proposer = _proposer(setup, predictor)
             begin_with_gallery(setup, store, proposer, observer.say)
-            found = _search(setup, store, executor, proposer, observer, spent_seconds, stopped.is_set)
+            crew = Crew((lambda candidate: False) if setup.parallel_offload else host_bound)
+            beside = [kept.enter_context(closing(one)) for one in executors_beside(setup, work, local, crew)]
+            found = _search(setup, store, executor, proposer, observer, spent_seconds, stopped.is_set, beside, crew)
         return _summary(setup, store, found, proposer.open, predictor, observer.say)
 
 
@@ -174,34 +176,6 @@ def stop_on_signals() -> Iterator[threading.Event]:
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-
-
-@contextmanager
-def _place(setup: Setup) -> Iterator[Path]:
-    """Where this call keeps logs: in the study's folder, or where several share a study in a folder of this one's there."""
-    if setup.storage is None:
-        yield setup.folder
-        return
-    place, held = hold_a_place(setup.folder, setup.name)
-    try:
-        yield place
-    finally:
-        held.release()
-
-
-def _executor(setup: Setup, work: Path, cancelled: Callable[[], bool]) -> LocalExecutor | ReplayExecutor:
-    if setup.landscape is not None:
-        return ReplayExecutor(setup.landscape, setup.seed, setup.hardware.headroom)
-    return LocalExecutor(
-        setup.job,
-        setup.hardware,
-        work,
-        list(setup.candidates),
-        isolation=setup.isolation,
-        seed=setup.seed,
-        cancelled=cancelled,
-        ground=setup.nodes,
-    )
 
 
 def _open(executor: LocalExecutor, say: Callable[[str], None]) -> None:
@@ -292,6 +266,8 @@ def _search(
     observer: PlainObserver,
     spent_seconds: float,
     cancelled: Callable[[], bool],
+    beside: Sequence[Executor],
+    crew: Crew,
 ) -> SearchSummary:
     tuner = Tuner(
         store,
@@ -304,6 +280,8 @@ def _search(
         spent_seconds=spent_seconds,
         observer=observer,
         cancelled=cancelled,
+        beside=beside,
+        crew=crew,
     )
     try:
         observer.start()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from autotune.errors import MachineTrouble, Unusable, UserError
@@ -19,6 +20,8 @@ from autotune.problem.outcome import Kind, Measurement, Outcome, Source
 from autotune.problem.space import SearchSpace
 from autotune.search.blame import Blame
 from autotune.search.clock import Clock
+from autotune.search.company import Company
+from autotune.search.crew import Crew
 from autotune.search.observer import NullObserver, Observer
 from autotune.search.proposer import Proposer
 from autotune.search.records import RESUME, SEARCH, VERIFY, Record
@@ -62,6 +65,8 @@ class Tuner:
         cancelled: Callable[[], bool] = lambda: False,
         search_effort: Effort = SEARCH_EFFORT,
         verify_effort: Effort = VERIFY_EFFORT,
+        beside: Sequence[Executor] = (),
+        crew: Crew | None = None,
     ) -> None:
         self.store, self.executor, self.proposer, self.space, self.hardware = store, executor, proposer, space, hardware
         self.max_trials, self.cancelled = max_trials, cancelled
@@ -70,11 +75,10 @@ class Tuner:
         self.standings = Standings(hardware)
         self.clock = Clock(executor, proposer, verify_effort, budget_seconds, spent_seconds, self._best)
         self.blame = Blame(proposer, self.standings, space)
+        self.crew, self._beside = crew or Crew(), beside
         self._counts: Counter[str] = Counter()
         self._tried = 0
-        self._known: set[int] = set()  # numbers of trials that were learnt from
-        self._elsewhere: list[Record] = []  # what other tuners of the study have under way
-        self._theirs: dict[tuple[Candidate, str], Outcome] = {}  # what they have found since this call began
+        self.company = Company(store)
 
     def _best(self) -> Measurement | None:
         best = self.standings.best
@@ -93,7 +97,7 @@ class Tuner:
         known = [(one, one.outcome) for one in self.store.records() if one.outcome is not None]
         for left, (record, outcome) in zip(range(len(known), 0, -1), known, strict=True):
             self.proposer.expect(left)
-            self._known.add(record.number)
+            self.company.known.add(record.number)
             self._learn(record.number, record.candidate, outcome, record.role)
         self.standings.begin_call()
         self.store.begin_call(self.clock.budget_seconds)
@@ -112,59 +116,71 @@ class Tuner:
             self.store.set_winner(winner.number, "verified" if verified else "measured, not verified")
         self.store.note_skips(self.proposer.skips())
         self._save_call(ended)
-        return SearchSummary(
-            winner,
-            verified,
-            ended,
-            self.cancelled(),
-            self.clock.used_seconds,
-            self._counts[Kind.OK.value],
-            self._counts,
-        )
+        used, measured = self.clock.used_seconds, self._counts[Kind.OK.value]
+        return SearchSummary(winner, verified, ended, self.cancelled(), used, measured, self._counts)
 
     def _save_call(self, ended: str = "") -> None:
         self.store.update_call(self.clock.used_seconds, ended)
         self.observer.clock(self.clock.used_seconds, self.clock.budget_seconds)
 
     def _search(self) -> str:
+        """Searches with all executors; verification has the first to itself afterwards. Returns why it ended."""
+        if not self._beside:
+            with self.crew.thinking():
+                return self._work(self.executor)
+        with ThreadPoolExecutor(len(self._beside)) as pool:
+            for executor in self._beside:
+                pool.submit(self._work_beside, executor)
+            with self.crew.failing(), self.crew.thinking():
+                ended = self._work(self.executor)
+        self.crew.raise_failure()
+        return ended
+
+    def _work_beside(self, executor: Executor) -> None:
+        with self.crew.failing():
+            executor.open(self.observer.say)
+            executor.check(self.observer.say)
+            with self.crew.thinking():
+                self._work(executor)
+
+    def _work(self, executor: Executor) -> str:
         while True:
             self._hear()
             if (why := self._why_stop()) is not None:
                 return why
             proposal = self.proposer.next()
             if proposal is None:
-                if self._elsewhere:  # what comes of it may be worth going on for, or it is left undone
+                if (
+                    self.company.elsewhere or self.crew.at_work
+                ):  # what comes of it may be worth going on for, or be left undone
                     self._await_news()
                     continue
                 return self.proposer.stopped_early or "every candidate is tried or ruled out"
             patience = self.proposer.patience(proposal.candidate)
-            session = self.executor.session(proposal.candidate, self._session_name(), patience)
+            session = executor.session(proposal.candidate, self._session_name(), patience)
             try:
                 self._climb(session, proposal)
             finally:
-                session.close()
+                with self.crew.aside():
+                    session.close()
 
     def _hear(self) -> None:
-        """Learns what other tuners of the study have found, and what they are at."""
-        if not self.store.tuners.shared:
-            return
-        ended, self._elsewhere = self.store.news(self._known)
-        for record in ended:
-            assert record.outcome is not None
-            self._known.add(record.number)
-            if record.tuner != self.store.tuners.me:
-                self._theirs[record.candidate, record.role] = record.outcome
-            self.observer.trial_finished(record.number, record.candidate, record.role, record.outcome)
-            self._learn(record.number, record.candidate, record.outcome, record.role)
-        self.proposer.keep_back(record.candidate for record in self._elsewhere if record.role == SEARCH)
+        """Learns what other tuners of the study have found; and has what they and other workers are at kept back."""
+        for record, outcome in self.company.hear():
+            self.observer.trial_finished(record.number, record.candidate, record.role, outcome)
+            self._learn(record.number, record.candidate, outcome, record.role)
+        if self.store.tuners.shared or self._beside:
+            self.proposer.keep_back([*self.company.searching(), *self.crew.at_work])
 
     def _await_news(self) -> None:
-        """Waits until another tuner has found something, is at something else or is gone, or this one must stop."""
-        before = len(self._known), [record.number for record in self._elsewhere]
-        while before == (len(self._known), [record.number for record in self._elsewhere]):
-            if self._why_stop() is not None:
-                return
-            time.sleep(_LOOK_SECONDS)
+        """Waits until others have found something, are at something else or are gone, or this one must stop."""
+
+        def state() -> tuple[int, list[Record], int]:
+            return len(self.company.known), self.company.elsewhere, len(self.crew.at_work)
+
+        before = state()
+        while before == state() and self._why_stop() is None:
+            self.crew.wait()
             self._hear()
 
     def _climb(self, session: Session, proposal: Proposal | None) -> None:
@@ -179,7 +195,9 @@ class Tuner:
     def _why_stop(self) -> str | None:
         if self.cancelled():
             return "interrupted"
-        if self.max_trials is not None and self._tried >= self.max_trials:
+        if self.crew.failed:
+            return "stopped: a trial beside it failed"
+        if self.max_trials is not None and self._tried + len(self.crew.at_work) >= self.max_trials:
             return f"--max-trials {self.max_trials} reached"
         if self.blame.machine_fails:
             return f"the machine failed {self.blame.machine_failures} times in a row"
@@ -194,16 +212,21 @@ class Tuner:
     def _trial(self, session: Session, proposal: Proposal) -> Outcome | None:
         """None where another tuner is at it."""
         candidate = proposal.candidate
-        number = self.store.claim(candidate, self.space, SEARCH, proposal.note, self._known)
+        number = self.store.claim(candidate, self.space, SEARCH, proposal.note, self.company.known)
         if number is None:
             return None
         self.observer.trial_started(number, candidate, SEARCH, proposal.note)
-        left = max(1.0, self.clock.left_seconds - (self.clock.reserve_seconds if self.standings.measured else 0.0))
-        limit = self.proposer.trial_seconds(candidate)
-        outcome = session.measure(candidate, self.search_effort, min(left, limit))
-        outcome = self._excused(candidate, outcome, limit if limit < left else None)
-        self._tried += 1
-        self._record(number, candidate, outcome, SEARCH)
+        with self.crew.having(candidate):
+            with self.crew.measuring(candidate):
+                left = max(
+                    1.0, self.clock.left_seconds - (self.clock.reserve_seconds if self.standings.measured else 0.0)
+                )
+                limit = self.proposer.trial_seconds(candidate)
+                with self.crew.aside():
+                    outcome = session.measure(candidate, self.search_effort, min(left, limit))
+            outcome = self._excused(candidate, outcome, limit if limit < left else None)
+            self._tried += 1
+            self._record(number, candidate, outcome, SEARCH)
         return outcome
 
     def _excused(self, candidate: Candidate, outcome: Outcome, limit: float | None) -> Outcome:
@@ -225,7 +248,7 @@ class Tuner:
 
     def _record(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
         self.store.finish(number, outcome)
-        self._known.add(number)
+        self.company.known.add(number)
         self.observer.trial_finished(number, candidate, role, outcome)
         self._save_call()
         self._counts[outcome.kind.value] += 1
@@ -329,7 +352,7 @@ class Tuner:
     def _verification(self, candidate: Candidate, role: str) -> Outcome:
         """One trial in a fresh process, in the role of VERIFY or RESUME; of several tuners one makes it."""
         note = "verification in a fresh process" if role == VERIFY else "goes on from a checkpoint"
-        while (number := self.store.claim(candidate, self.space, role, note, self._known)) is None:
+        while (number := self.store.claim(candidate, self.space, role, note, self.company.known)) is None:
             if (theirs := self._awaited(candidate, role)) is not None:
                 return theirs
         self.observer.trial_started(number, candidate, role, note)
@@ -348,16 +371,15 @@ class Tuner:
 
     def _awaited(self, candidate: Candidate, role: str) -> Outcome | None:
         """What another tuner finds, once it has; None where it has ended before it did."""
-        self._theirs.pop((candidate, role), None)
+        self.company.forget(candidate, role)
         while True:
             self._hear()
-            if (found := self._theirs.get((candidate, role))) is not None:
+            if (found := self.company.found(candidate, role)) is not None:
                 return found if found.kind.says_something_of_the_candidate else None
             if self.cancelled() or self.clock.left_seconds < 1.0:
-                return Outcome(
-                    Kind.INTERRUPTED, reason="the call ended while another tuner was at it", source=Source.STOP
-                )
-            if not any((record.candidate, record.role) == (candidate, role) for record in self._elsewhere):
+                why = "the call ended while another tuner was at it"
+                return Outcome(Kind.INTERRUPTED, reason=why, source=Source.STOP)
+            if not self.company.are_at(candidate, role):
                 return None
             time.sleep(_LOOK_SECONDS)
 
