@@ -7,9 +7,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from autotune.errors import MachineTrouble, Unusable, UserError
+from autotune.errors import MachineTrouble, Stopped, Unusable, UserError
 from autotune.executors.base import RESUME as RESUME_EFFORT
 from autotune.executors.base import SEARCH as SEARCH_EFFORT
 from autotune.executors.base import VERIFY as VERIFY_EFFORT
@@ -137,7 +138,7 @@ class Tuner:
         return ended
 
     def _work_beside(self, executor: Executor) -> None:
-        with self.crew.failing():
+        with self.crew.failing(), suppress(Stopped):  # by a person, or since another worker failed
             executor.open(self.observer.say)
             executor.check(self.observer.say)
             with self.crew.thinking():
