@@ -72,7 +72,7 @@ def compare(folder: Path, arguments: Any) -> list[dict[str, Any]]:
             print(f"round {turn + 1}, {way} at once: {len(studies[way][-1])} trials", file=sys.stderr)
     alone = {one: statistics.median(speeds) for one, speeds in by_candidate(studies[1]).items()}
     best = max(alone.values())
-    rows = []
+    winner, rows = max(alone, key=alone.__getitem__), []
     for way in ways:
         speeds = by_candidate(studies[way])
         shares = {one: statistics.median(speeds[one]) / alone[one] for one in alone if one in speeds}
@@ -88,8 +88,7 @@ def compare(folder: Path, arguments: Any) -> list[dict[str, Any]]:
                 "most": max(beside),
                 f"s until {NEAR:.0%} of the best": statistics.median(first),
                 "s until all": statistics.median(max(t["seconds"] for t in trials) for trials in studies[way]),
-                "winner of alone": max(speeds, key=lambda one: statistics.median(speeds[one]))
-                == max(alone, key=alone.__getitem__),
+                "fastest of alone": max(speeds, key=lambda one: statistics.median(speeds[one])) == winner,
             }
         )
     return rows
