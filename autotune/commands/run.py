@@ -41,7 +41,8 @@ from autotune.results.winner import closest_lines, train_with, winner_lines
 from autotune.search.crew import Crew, host_bound
 from autotune.search.proposer import Proposer
 from autotune.search.records import AS_IS, SEARCH, Record
-from autotune.search.storage import default_storage, failures_in_one_line, make_study_folder
+from autotune.search.servers import is_server
+from autotune.search.storage import default_storage, failures_in_one_line, make_study_folder, open_storage
 from autotune.search.study import StudyStore
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.search.tuners import host_of
@@ -116,6 +117,8 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
     ours = dataclasses.replace(setup.hardware, gpus=all_gpus)
     gpus = held_gpus(ours, who, observer.say) if setup.nodes is None else nullcontext()  # their agents hold theirs
     with failures_in_one_line(), gpus, stop_on_signals() as stopped, ExitStack() as kept:
+        if setup.storage is not None and is_server(setup.storage):
+            open_storage(setup.storage)  # one that refuses does so before anything is made or started
         make_study_folder(setup.folder)
         work = kept.enter_context(place(setup))
         if setup.nodes is not None:

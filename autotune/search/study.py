@@ -325,6 +325,8 @@ class StudyStore:
                 ended.append(record)
             elif record.tuner != self.tuners.me:
                 running.append(record)
+            else:  # a claim that was stored, though its connection was cut before that was known; it was made again
+                withdraw(self.study, trial)
         return ended, running
 
     # -- calls -------------------------------------------------------------------------------------------------------

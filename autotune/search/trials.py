@@ -48,7 +48,7 @@ def confirm(trial: optuna.Trial, candidate: Candidate) -> None:
     trial.set_user_attr(CANDIDATE, dict(candidate.knobs))
 
 
-def withdraw(study: optuna.Study, trial: optuna.Trial) -> None:
+def withdraw(study: optuna.Study, trial: optuna.Trial | FrozenTrial) -> None:
     """A claim that came too late leaves no Record."""
     with suppress(UpdateFinishedTrialError):
         study._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)

@@ -122,6 +122,7 @@ def test_a_server_that_refuses_is_one_line(
     assert err.splitlines()[-1].startswith("autotune: --storage postgresql://joe:***@127.0.0.1:1/db cannot be opened: ")
     assert "Traceback" not in err
     assert "s3cret" not in out + err
+    assert not (tmp_path / "runs").exists(), "nothing is left behind"
 
 
 def test_a_job_of_slurms_has_no_password_in_its_file() -> None:
