@@ -145,7 +145,7 @@ class StudyStore:
             UserError: there is none of that name.
         """
         folder = Path(name) if stored_in(Path(name)) else runs / name
-        if storage is None:
+        if not storage:
             storage = stored_in(folder)
             if storage is None:
                 known = sorted({path.parent.name for file in DATABASES for path in runs.glob(f"*/{file}")})
