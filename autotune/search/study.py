@@ -7,7 +7,7 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,15 +106,14 @@ class StudyStore:
         """
         database, here = open_storage(storage), optuna.samplers.RandomSampler()
         mark = fingerprint(job, hardware)
-        try:  # of several that begin at once one makes it
-            made = optuna.create_study(study_name=name, storage=database, direction="maximize", sampler=here)
-        except optuna.exceptions.DuplicatedStudyError:
-            store = cls(optuna.load_study(study_name=name, storage=database, sampler=here), folder)
-            store._await_founding()
-        else:
-            store = cls(made, folder)
-            store._found(mark, hardware, space)
-            return store, False
+        if name not in optuna.get_all_study_names(database):
+            with suppress(optuna.exceptions.DuplicatedStudyError):  # of several that begin at once one makes it
+                made = optuna.create_study(study_name=name, storage=database, direction="maximize", sampler=here)
+                store = cls(made, folder)
+                store._found(mark, hardware, space)
+                return store, False
+        store = cls(optuna.load_study(study_name=name, storage=database, sampler=here), folder)
+        store._await_founding()
         before = store.attributes.get("fingerprint")
         if before is None:
             raise UserError(
