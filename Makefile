@@ -61,12 +61,13 @@ $(OLD)/.installed: pyproject.toml environments/oldest.txt
 	$(OLD)/bin/python -m pip install -q --no-build-isolation --no-deps -e .
 	touch $@
 
-# Several machines: real sshd's in network namespaces, and a Slurm of two nodes.
-CLUSTER_PACKAGES := openssh-client openssh-server iproute2 slurm-wlm munge
+# Several machines: real sshd's in network namespaces, a Slurm of two nodes, and a PostgreSQL for several tuners.
+CLUSTER_PACKAGES := openssh-client openssh-server iproute2 slurm-wlm munge postgresql
 cluster-tests: setup
-	for tool in sshd ssh ip slurmctld slurmd munged; do PATH=$$PATH:/usr/sbin command -v $$tool >/dev/null || missing=1; done; \
+	for tool in sshd ssh ip slurmctld slurmd munged initdb; do PATH=$$PATH:/usr/sbin:$$(echo /usr/lib/postgresql/*/bin) command -v $$tool >/dev/null || missing=1; done; \
 	if [ -n "$$missing" ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $(CLUSTER_PACKAGES); fi
-	$(BIN)/python -m pytest -n 0 -rs tests/executors/nodes
+	$(BIN)/python -m pytest -n 0 -rs tests/executors/nodes tests/search/test_servers.py tests/search/test_tuners.py \
+		tests/commands/test_several_tuners.py
 
 lint: setup
 	$(BIN)/ruff check .

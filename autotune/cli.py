@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -50,6 +51,8 @@ from autotune.cli_options import (
     NoGallery,
     Optimizer,
     Packed,
+    Parallel,
+    ParallelOffload,
     Partition,
     PlannedModel,
     Precision,
@@ -73,7 +76,7 @@ from autotune.cli_options import (
     WorstCase,
     Yes,
 )
-from autotune.cli_parts import Json, console, emit, fail, option, say, typed_command
+from autotune.cli_parts import STORAGE_VARIABLE, Json, console, emit, fail, of_a_database, option, say, typed_command
 from autotune.cli_spaces import spaces_app
 from autotune.errors import MachineTrouble, NothingFits, Stopped, UserError
 from autotune.version import __version__
@@ -97,6 +100,7 @@ def typed(parameters: dict[str, Any]) -> Request:
     """The Request of a command's `locals()`: parameters are named as its fields; None keeps the field's own default."""
     from autotune.commands.request import Request
 
+    os.environ.pop(STORAGE_VARIABLE, None)  # it was read, and ranks need no password
     fields = {field.name for field in dataclasses.fields(Request)}
     return Request(**{name: value for name, value in parameters.items() if name in fields and value is not None})
 
@@ -109,6 +113,8 @@ def run(
     script: ScriptWords = None,
     model: Model = None,
     gpus: Gpus = None,
+    parallel: Parallel = 1,
+    parallel_offload: ParallelOffload = False,
     budget: Budget = "30m",
     device: Device = "auto",
     seq_len: SeqLen = None,
@@ -164,11 +170,14 @@ def run(
 
 def _in_one_job(request: Request, **where: Any) -> None:
     """Outside of an allocation of Slurm's: has it run this very command in one, and exits with its code."""
-    from autotune.commands.slurm import options_of, outside, submit
+    from autotune.commands.slurm import options_of, outside, submit, words_without_password
 
     if outside():
+        words, storage = words_without_password(sys.argv[1:])
+        if storage is not None:
+            os.environ[STORAGE_VARIABLE] = storage  # which sbatch hands on; the words lie in a file
         options = options_of(nodes=request.nodes, gpus=request.gpus, device=request.device, **where)
-        raise typer.Exit(submit(sys.argv[1:], options, request.runs / "slurm", say))
+        raise typer.Exit(submit(words, options, request.runs / "slurm", say))
 
 
 def _tune(request: Request, yes: bool, as_json: bool) -> None:
@@ -179,8 +188,7 @@ def _tune(request: Request, yes: bool, as_json: bool) -> None:
     if as_json:
         emit(summary.to_json())
     else:
-        for line in [*summary.lines, *(f"wrote {path}" for path in summary.files)]:
-            print(line)
+        print(*summary.lines, *(f"wrote {path}" for path in summary.files), sep="\n")
     if summary.interrupted:
         raise typer.Exit(130)
 
@@ -386,7 +394,7 @@ def main() -> None:
     except Exception as error:
         if hasattr(error, "format_message"):  # click's usage errors
             fail(f"{error.format_message()} (`autotune --help`)", 2)
-        raise
+        fail(*of_a_database(error))
 
 
 if __name__ == "__main__":

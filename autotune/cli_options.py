@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from autotune.cli_parts import Text, option
+from autotune.cli_parts import STORAGE_VARIABLE, Text, option
 
 # what is trained
 Model = Annotated[Text, option("Shipped name (`autotune models`), folder or config.json, or Hub id.")]
@@ -45,6 +45,10 @@ WorstCase = Annotated[bool, option("Pad the script's batches to the longest that
 # on what
 Gpus = Annotated[
     int | None, option("GPUs (or CPU ranks) to use, of each machine where there are several; default: all.")
+]
+Parallel = Annotated[int, option("Candidates to measure at once, each on devices of its own (--gpus says how many).")]
+ParallelOffload = Annotated[
+    bool, option("With --parallel: also those that offload, which share the host's speed.", "--parallel-offload")
 ]
 Device = Annotated[str, option("auto, cuda or cpu.")]
 MemoryCap = Annotated[Text, option("What one rank may use, like 24GiB.")]
@@ -82,7 +86,15 @@ Exhaustive = Annotated[bool, option("Use the whole budget.", "--exhaustive")]
 Seed = Annotated[int, option("Of the sampler and of the data.")]
 StudyName = Annotated[Text, option("Name of the study; the same name resumes it.")]
 StudyArgument = Annotated[str, typer.Argument(help="Name of the study, or its folder.")]
-Storage = Annotated[Text, option("Database URL, or journal:FILE; default: runs/NAME/study.db.")]
+Storage = Annotated[
+    Text,
+    typer.Option(
+        help="postgresql://USER:PASSWORD@HOST/DB, mysql://, sqlite:/// or journal:FILE; default: $AUTOTUNE_STORAGE, or a file in "
+        "runs/NAME. Calls that name the same tune one study together.",
+        envvar=STORAGE_VARIABLE,
+        show_envvar=False,
+    ),
+]
 WinnerFile = Annotated[Path | None, option("Where the winner goes; default: runs/NAME/NAME.json.")]
 NoGallery = Annotated[bool, option("Do not begin with what the gallery knows of such a job.", "--no-gallery")]
 Force = Annotated[bool, option("Go on with a study of another job or machine.", "--force")]

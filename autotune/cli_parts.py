@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autotune.errors import MachineTrouble, UserError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
 Text = str | None
+STORAGE_VARIABLE = "AUTOTUNE_STORAGE"
 
 
 def option(help: str, *names: str) -> Any:
@@ -35,7 +38,7 @@ def emit(data: Any) -> None:
 
 def typed_command() -> str:
     """The command line as a shell would take it again, without the password of a database."""
-    from autotune.search.storage import hide_password
+    from autotune.search.servers import hide_password
 
     return shlex.join(["autotune", *(hide_password(word) for word in sys.argv[1:])])
 
@@ -47,3 +50,16 @@ def say(text: str) -> None:
 def fail(text: str, code: int) -> None:
     say(text)
     sys.exit(code)
+
+
+def of_a_database(error: Exception) -> tuple[str, int]:
+    """The line and exit code of what a study's database failed with; raises anything else."""
+    if "optuna" not in sys.modules:
+        raise error
+    from autotune.search.storage import failures_in_one_line
+
+    try:
+        with failures_in_one_line():
+            raise error
+    except (UserError, MachineTrouble) as told:
+        return str(told), 2 if isinstance(told, UserError) else 4

@@ -53,6 +53,7 @@ FULL: dict[str, list[str]] = {
     "frameworks-cpu": ["frameworks.py"],
     "recovery-cpu": ["recovery.py"],
     "vs-deepspeed-cpu": ["vs_deepspeed.py"],
+    "parallel-cpu": ["parallel.py"],
 }
 # The small form of each command, by the full result that it has the shape of.
 SMALL: dict[str, list[str]] = {

@@ -12,15 +12,17 @@ from autotune.commands.global_batch import FREE, parse_global_batch
 from autotune.commands.nodes import Nodes
 from autotune.commands.plan_hardware import planned_hardware, roomy
 from autotune.commands.precision import precision_of
+from autotune.commands.seq_len import seq_len_of
 from autotune.commands.setup import LaunchSetup, PlanSetup, Setup
 from autotune.commands.study_names import study_folder, study_name
 from autotune.commands.typed_command import ranks_asked_for, typed_command
 from autotune.errors import UserError
 from autotune.executors.replay import Landscape, load_landscape
+from autotune.executors.slots import Slot, slots
 from autotune.problem.candidate import Candidate
 from autotune.problem.fitting import fitted
 from autotune.problem.hardware import Hardware, detect
-from autotune.problem.job import Job, Script, load_ds_config, load_lengths, longest_sequence, parse_lora
+from autotune.problem.job import Job, Script, load_ds_config, load_lengths, parse_lora
 from autotune.problem.models import ModelSpec, resolve_model, workload_spec
 from autotune.problem.needs import missing_package
 from autotune.problem.prices import Price, price_table
@@ -31,7 +33,6 @@ from autotune.problem.tasks import image_size_of, task_of
 from autotune.units import parse_bytes, parse_count, parse_duration, parse_share
 
 DEFAULT_HEADROOM = "5%"
-DEFAULT_SEQ_LEN = {"cuda": 2048, "cpu": 64}
 
 
 @dataclass
@@ -52,6 +53,8 @@ class Request:
     headroom: str | None = None
     study: str | None = None
     storage: str | None = None
+    parallel: int = 1  # jobs that are measured beside each other
+    parallel_offload: bool = False  # also those that the host's speed decides
     seed: int = 0
     max_trials: int | None = None
     out: Path | None = None
@@ -96,7 +99,7 @@ def run_setup(request: Request, nodes: Nodes | None = None) -> Setup:
     Raises:
         UserError: something in the request is wrong, or not possible here.
     """
-    from autotune.search.tuner import too_short  # imports optuna, which a plan need not wait for
+    from autotune.search.clock import too_short  # imports optuna, which a plan need not wait for
 
     budget_seconds = parse_duration(request.budget)
     if why := too_short(budget_seconds):
@@ -118,7 +121,9 @@ def run_setup(request: Request, nodes: Nodes | None = None) -> Setup:
         nodes=nodes.cluster if nodes is not None else None,
         name=name,
         folder=study_folder(request.runs, name),
-        storage=request.storage,
+        storage=request.storage or None,
+        slots=tuple(tuned.slots),
+        parallel_offload=request.parallel_offload,
         out=request.out,
         command=request.command,
         found_no_gpu=tuned.hardware.device == "cpu" and request.device == "auto" and tuned.landscape is None,
@@ -204,7 +209,7 @@ def launch_setup(request: Request, nodes: Nodes | None = None) -> LaunchSetup:
         ranks=typed.ranks,
         ranks_said=typed.said,
         study=request.study,
-        storage=request.storage,
+        storage=request.storage or None,
         plan=plan,
         folder=folder,
         memory_cap_bytes=parse_bytes(request.memory_cap) if request.memory_cap else None,
@@ -226,10 +231,13 @@ class _Tuned(NamedTuple):
     candidates: Sequence[Candidate]
     notes: Sequence[str] = ()
     landscape: Landscape | None = None
+    slots: Sequence[Slot] = ()
 
 
 def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
     kind, _, table = request.executor.partition(":")
+    if kind == "replay" and request.parallel != 1:
+        raise UserError("--executor replay reads a table: leave --parallel out")
     if nodes is not None and kind == "replay":
         raise UserError("--executor replay reads a table: leave the nodes out")
     if kind == "replay" and table:
@@ -247,17 +255,32 @@ def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
         request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed))
         if nodes is not None:
             nodes.also_send(typed.variables)
-    hardware = _machine(request, nodes)
+    places = _slots(request, nodes)
+    hardware = places[0].hardware if places else _machine(request, nodes)
     space = _space(request, hardware)
     if request.script:
         job = _script_job(request, typed.script, hardware)
-        return _Tuned(job, hardware, space, first_candidates(typed.script))
+        return _Tuned(job, hardware, space, first_candidates(typed.script), slots=places)
     for option, used in (("--map", bool(request.maps)), ("--worst-case", request.worst_case)):
         if used:
             raise UserError(f"{option} is about a script: give it after `--`, like `-- train.py …`")
     job = _named_job(request, hardware)
     space, notes = fitted(space, job, hardware)
-    return _Tuned(job, hardware, space, space.candidates(job), notes)
+    return _Tuned(job, hardware, space, space.candidates(job), notes, slots=places)
+
+
+def _slots(request: Request, nodes: Nodes | None) -> tuple[Slot, ...]:
+    """The places of `--parallel`; none where one candidate is measured at a time."""
+    if request.parallel == 1:
+        return ()
+    if nodes is not None:
+        raise UserError(
+            f"--parallel {request.parallel} is of one machine: leave it out, or call autotune on each machine with one --storage"
+        )
+    cap = parse_bytes(request.memory_cap) if request.memory_cap else None
+    headroom = parse_share(request.headroom or DEFAULT_HEADROOM)
+    found = slots(request.parallel, request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom)
+    return tuple(dataclasses.replace(one, hardware=roomy(one.hardware)) for one in found)
 
 
 def _machine(request: Request, nodes: Nodes | None = None) -> Hardware:
@@ -319,7 +342,7 @@ def _named_job(request: Request, hardware: Hardware) -> Job:
     job = Job(
         model=model,
         ranks=hardware.count,
-        seq_len=_seq_len(request, model, lengths, hardware),
+        seq_len=seq_len_of(request.seq_len, request.packed, model, lengths, hardware),
         precision=precision,
         optimizer=request.optimizer,
         global_batch_size=batch,
@@ -360,36 +383,3 @@ def _model(request: Request) -> ModelSpec:
         "--model is missing: give a shipped name (`autotune models`), a folder, or a Hub id; or "
         "--workload, or your script after `--`"
     )
-
-
-def _seq_len(request: Request, model: ModelSpec, lengths: tuple[tuple[int, int], ...], hardware: Hardware) -> int:
-    """Tokens a sequence: as asked for, else the longest of `--lengths`, else the device's default."""
-    longest = longest_sequence(model.config)
-    seq_len = _typed_seq_len(request.seq_len, longest, model.name)
-    if lengths:
-        most = max(tokens for tokens, _ in lengths)
-        if seq_len is not None and not request.packed:
-            raise UserError("--lengths says how long sequences are: leave --seq-len out")
-        seq_len = seq_len or most
-        if seq_len < most:
-            raise UserError(
-                f"--seq-len {seq_len}: the longest sequence of --lengths, {most} tokens, fits in no such row"
-            )
-    if seq_len is None:
-        seq_len = min(DEFAULT_SEQ_LEN[hardware.device], longest or 10**9)
-    if longest and seq_len > longest:
-        raise UserError(f"--seq-len {seq_len}: {model.name} takes at most {longest} tokens")
-    return seq_len
-
-
-def _typed_seq_len(asked: int | str | None, longest: int | None, model: str) -> int | None:
-    if asked is None or isinstance(asked, int):
-        return asked
-    if asked == "max":
-        if longest is None:
-            raise UserError(f"--seq-len max: the configuration of {model} names no longest sequence; give a number")
-        return longest
-    try:
-        return int(asked)
-    except ValueError:
-        raise UserError(f"--seq-len {asked}: expected a number of tokens, or max") from None

@@ -6,8 +6,8 @@ import dataclasses
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from autotune.commands.gallery import begin_with_gallery
+from autotune.commands.grounds import executors_beside, first_executor, place
 from autotune.commands.nodes import named_nodes
 from autotune.commands.probe import Probe, after_probe, probe
 from autotune.commands.python import NAMED_MODEL, TRAINING, ranks_python
@@ -26,7 +27,6 @@ from autotune.errors import NothingFits, UserError, one_line
 from autotune.executors.base import Executor
 from autotune.executors.local import LocalExecutor
 from autotune.executors.nodes.hostfile import hostfile_of, hostfile_text
-from autotune.executors.replay import ReplayExecutor
 from autotune.files import write_atomically
 from autotune.group.locks import held_gpus
 from autotune.predict.predictor import Predictor
@@ -38,11 +38,14 @@ from autotune.results.console import PlainObserver, make_observer, record_json
 from autotune.results.export import environment_of, export_record
 from autotune.results.report.gather import Searched
 from autotune.results.winner import closest_lines, train_with, winner_lines
+from autotune.search.crew import Crew, host_bound
 from autotune.search.proposer import Proposer
 from autotune.search.records import AS_IS, SEARCH, Record
-from autotune.search.storage import default_storage, failures_in_one_line, make_study_folder
+from autotune.search.servers import is_server
+from autotune.search.storage import default_storage, failures_in_one_line, make_study_folder, open_storage
 from autotune.search.study import StudyStore
 from autotune.search.tuner import SearchSummary, Tuner
+from autotune.search.tuners import host_of
 from autotune.units import format_bytes, format_duration
 
 
@@ -110,26 +113,30 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             raise UserError("not started; on a GPU machine, `autotune doctor` says why no GPU is seen")
     observer = make_observer(setup.hardware, setup.budget_seconds, console, quiet)
     who = f"study {setup.name}"
-    gpus = (
-        held_gpus(setup.hardware, who, observer.say) if setup.nodes is None else nullcontext()
-    )  # their agents hold theirs
-    with failures_in_one_line(), gpus, stop_on_signals() as stopped:
+    all_gpus = tuple(uuid for slot in setup.slots for uuid in slot.hardware.gpus) or setup.hardware.gpus
+    ours = dataclasses.replace(setup.hardware, gpus=all_gpus)
+    gpus = held_gpus(ours, who, observer.say) if setup.nodes is None else nullcontext()  # their agents hold theirs
+    with failures_in_one_line(), gpus, stop_on_signals() as stopped, ExitStack() as kept:
+        if setup.storage is not None and is_server(setup.storage):
+            open_storage(setup.storage)  # one that refuses does so before anything is made or started
         make_study_folder(setup.folder)
+        work = kept.enter_context(place(setup))
         if setup.nodes is not None:
             write_atomically(hostfile_of(setup.folder), hostfile_text(setup.nodes.hosts))
             setup.nodes.who, setup.nodes.say, setup.nodes.cancelled = who, observer.say, stopped.is_set
         opening = time.monotonic()
-        with closing(_executor(setup, stopped.is_set)) as executor:
+        with closing(first_executor(setup, work, stopped.is_set)) as executor:
             local = executor if isinstance(executor, LocalExecutor) else None
             probed = None
             if local is not None:
                 local.show = observer.doing
             if local is not None and setup.job.script is not None:
                 _open(local, observer.say)
-                probed = probe(local, setup.job.script, setup.folder, setup.budget_seconds / 2, observer.say)
+                probed = probe(local, setup.job.script, work, setup.budget_seconds / 2, observer.say)
                 setup = after_probe(setup, probed)
                 local.job = setup.job
             store = _open_study(setup, probed, observer)
+            kept.callback(store.leave)
             predictor = Predictor(setup.job, setup.hardware)
             candidates, left_out = predictor.buildable(setup.candidates)
             wider = [f"{note}; predictions are wider for it" for note in predictor.notes()]
@@ -146,7 +153,9 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             setup = dataclasses.replace(setup, candidates=tuple(candidates))
             proposer = _proposer(setup, predictor)
             begin_with_gallery(setup, store, proposer, observer.say)
-            found = _search(setup, store, executor, proposer, observer, spent_seconds, stopped.is_set)
+            crew = Crew((lambda candidate: False) if setup.parallel_offload else host_bound)
+            beside = [kept.enter_context(closing(one)) for one in executors_beside(setup, work, local, crew)]
+            found = _search(setup, store, executor, proposer, observer, spent_seconds, stopped.is_set, beside, crew)
         return _summary(setup, store, found, proposer.open, predictor, observer.say)
 
 
@@ -172,21 +181,6 @@ def stop_on_signals() -> Iterator[threading.Event]:
             signal.signal(number, old)
 
 
-def _executor(setup: Setup, cancelled: Callable[[], bool]) -> LocalExecutor | ReplayExecutor:
-    if setup.landscape is not None:
-        return ReplayExecutor(setup.landscape, setup.seed, setup.hardware.headroom)
-    return LocalExecutor(
-        setup.job,
-        setup.hardware,
-        setup.folder,
-        list(setup.candidates),
-        isolation=setup.isolation,
-        seed=setup.seed,
-        cancelled=cancelled,
-        ground=setup.nodes,
-    )
-
-
 def _open(executor: LocalExecutor, say: Callable[[str], None]) -> None:
     executor.open(say)
     executor.check(say)
@@ -210,7 +204,10 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver) -> 
     store, resumed = StudyStore.create_or_resume(
         setup.name, storage, setup.folder, setup.job, setup.hardware, setup.space, force=setup.force
     )
-    store.lock()
+    if setup.storage is None:
+        store.lock()
+    else:
+        store.share(observer.say)
     if setup.command:
         store.note_command(setup.command)
     if setup.landscape is not None:
@@ -220,8 +217,11 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver) -> 
     closed = store.close_interrupted()
     if probed is not None and probed.baseline is not None:
         own = own_candidate(probed.script)
-        if all(record.candidate != own for record in store.records()):
-            store.finish(store.start(own, setup.space, SEARCH, AS_IS), probed.baseline)
+        known = store.records()
+        if all(record.candidate != own for record in known):
+            number = store.claim(own, setup.space, SEARCH, AS_IS, [record.number for record in known])
+            if number is not None:
+                store.finish(number, probed.baseline)
     _announce(setup, store, observer, resumed, closed)
     if not resumed:  # what is known before the search: a script's own config
         for record in store.records():
@@ -242,6 +242,8 @@ def _announce(setup: Setup, store: StudyStore, observer: PlainObserver, resumed:
         done = [record for record in store.records() if record.outcome and record.outcome.kind is not Kind.INTERRUPTED]
         interrupted = f", {closed} closed as interrupted" if closed else ""
         observer.say(f"study {store.name} goes on: {len(done)} trials in {format_duration(used)} so far{interrupted}")
+        if others := store.tuners.others():
+            observer.say(f"{len(others)} more at it: {', '.join(sorted(map(host_of, others)))}")
     else:
         observer.say(f"study {store.name} is new")
 
@@ -267,6 +269,8 @@ def _search(
     observer: PlainObserver,
     spent_seconds: float,
     cancelled: Callable[[], bool],
+    beside: Sequence[Executor],
+    crew: Crew,
 ) -> SearchSummary:
     tuner = Tuner(
         store,
@@ -279,6 +283,8 @@ def _search(
         spent_seconds=spent_seconds,
         observer=observer,
         cancelled=cancelled,
+        beside=beside,
+        crew=crew,
     )
     try:
         observer.start()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from autotune.executors.nodes.cluster import Cluster
 from autotune.executors.replay import Landscape
+from autotune.executors.slots import Slot
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, Script
@@ -42,6 +43,8 @@ class Setup:
     notes: tuple[str, ...]  # for people, before it begins
     landscape: Landscape | None  # the recorded table that is searched; None: machines are
     nodes: Cluster | None = None  # the machines, reached; None: this one
+    slots: tuple[Slot, ...] = ()  # for candidates beside each other, the first on `hardware`; none: one at a time
+    parallel_offload: bool = False  # also of what the host's speed decides
     name: str  # of the study
     folder: Path  # `runs/NAME`, not made yet
     storage: str | None  # the database's URL; None: a file in the folder

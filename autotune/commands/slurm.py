@@ -21,6 +21,7 @@ from autotune.errors import UserError
 from autotune.executors.nodes.slurm import asked, in_allocation
 from autotune.executors.nodes.transports import PACKAGE
 from autotune.files import write_atomically
+from autotune.search.servers import hide_password
 
 GRACE_SECONDS = 90  # between Slurm's warning and the end: a trial is ended and recorded within a few
 _LOOK_SECONDS = 1.0
@@ -69,6 +70,24 @@ def options_of(
             raise UserError(f"--slurm {text}: autotune sets it; leave it out")
         found.append(word)
     return found
+
+
+def words_without_password(words: Sequence[str]) -> tuple[list[str], str | None]:
+    """What was typed without a `--storage` that has a password, and that; None where there is none."""
+    kept, storage, ours = list[str](), None, True
+    following = iter(words)
+    for word in following:
+        ours = ours and word != "--"  # then comes the script
+        name, is_one, value = word.partition("=")
+        if not ours or name != "--storage":
+            kept.append(word)
+            continue
+        value = value if is_one else next(following, "")
+        if hide_password(value) == value:
+            kept += ["--storage", value]
+        else:
+            storage = value
+    return kept, storage
 
 
 def submit(words: Sequence[str], options: Sequence[str], folder: Path, say: Callable[[str], None]) -> int:

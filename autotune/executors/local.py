@@ -6,7 +6,7 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class LocalExecutor:
         fault: a fault that tests plant into the trial of that name.
         count_live_tensors: slows every operator; for checking predictions.
         ground: where ranks run; None: on this machine.
+        variables: of ranks on this machine: which devices are theirs, where others are another job's.
     """
 
     def __init__(
@@ -68,12 +69,13 @@ class LocalExecutor:
         fault: Callable[[str], dict[str, Any] | None] = lambda name: None,
         count_live_tensors: bool = False,
         ground: Ground | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.job, self.hardware, self.folder, self.seed = job, hardware, folder, seed
         self.deadlines = deadlines or (SCRIPT_DEADLINES if job.script else Deadlines())
         self.cancelled, self.on_phase, self.fault = cancelled, on_phase, fault
         self.count_live_tensors = count_live_tensors
-        self.isolation = isolation
+        self.isolation, self._variables = isolation, variables or {}
         self._first = list(candidates)
         self.say: Callable[[str], None] = lambda text: None
         self.show: Callable[[str], None] = lambda text: None  # what takes long, while it does
@@ -111,7 +113,7 @@ class LocalExecutor:
     def _needs(self) -> Needs:
         modules = [self.entry, *(heavy_imports(self.job.script) if self.job.script else [])]
         model = self.job.model.config.get("model_type")
-        return Needs(self.hardware.device, self.threads, self.isolation, modules, model)
+        return Needs(self.hardware.device, self.threads, self.isolation, modules, model, variables=self._variables)
 
     def load_ops(self, candidates: list[Candidate]) -> None:
         """Has DeepSpeed's ops built, where they are not, that trials of these candidates need."""
@@ -372,8 +374,7 @@ class LocalSession:
             if cause is not Cause.BATCH:
                 raise Unusable(text, cause)
             return Outcome(Kind.INVALID, group.phase, reason=text, evidence="its steps", source=Source.BATCH)
-        verdict = judge(evidence)
-        kind, reason, said = verdict.kind, verdict.reason, verdict.evidence
+        kind, reason, said = (verdict := judge(evidence)).kind, verdict.reason, verdict.evidence
         if kind is Kind.FOREIGN and evidence.peaks.neighbours:
             said = f"{said} ({evidence.peaks.neighbours})"
         if not group.greeted:  # nothing of the candidate had reached the ranks

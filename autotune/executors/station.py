@@ -5,8 +5,8 @@ The local executor has one, and so has the agent of every node (`nodes/agent.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from autotune.executors.ops import Ops
@@ -26,6 +26,7 @@ class Needs:
         model_type: of a model of transformers', which it imports too.
         training: whether ranks train instead of being measured: in the user's own environment, and to their own end.
         cwd: the folder in which ranks start; None: this process's.
+        variables: of ranks, beside the usual ones.
     """
 
     device: str
@@ -35,11 +36,12 @@ class Needs:
     model_type: str | None = None
     training: bool = False
     cwd: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
         """A rank's before its first instruction."""
         make = training_environment if self.training else trial_environment
-        return make(self.device, self.threads)
+        return {**make(self.device, self.threads), **self.variables}
 
 
 class Station:

@@ -79,6 +79,8 @@ class BaseRank(ABC):
 
     def begin(self) -> None:
         """The job, the environment, the device with its cap, the process group."""
+        if cpus := os.environ.get("AUTOTUNE_CPUS"):  # others are other jobs'; before anything starts threads
+            os.sched_setaffinity(0, map(int, cpus.split(",")))
         self.meeting = Meeting.of(self.spec["store"], self.number, self.world)
         if (port := self.meeting.open()) is not None:
             self.channel.send("store", port=port, scripts_port=self.spec["port"])

@@ -90,7 +90,7 @@ class LiveObserver(PlainObserver):
         self._began = time.monotonic()
         self._counts: Counter[Kind] = Counter()
         self._best: tuple[float, Candidate, Outcome] | None = None
-        self._running = "starting"
+        self._running: dict[int, str] = {}  # by the trial's number
         self._phase = ""
         self._doing: tuple[str, float] | None = None  # since when
         self._searching = False
@@ -115,10 +115,11 @@ class LiveObserver(PlainObserver):
 
     def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None:
         what = {VERIFY: "verifying", RESUME: "resuming"}.get(role, "trial")
-        self._running = f"{what} {number}: {candidate}"
+        self._running[number] = f"{what} {number}: {candidate}"
 
     def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None:
         super().trial_finished(number, candidate, role, outcome)
+        self._running.pop(number, None)
         self._counts[outcome.kind] += 1
         if outcome.measurement is None:
             self._failures = [*self._failures[-2:], f"{candidate}: {outcome_line(outcome)}"]
@@ -139,7 +140,9 @@ class LiveObserver(PlainObserver):
         ]
         if self._best:
             lines.append(Text(f"best  {self._best[1]}  {outcome_line(self._best[2])}", style="bold green"))
-        lines.append(Text(f"now   {self._running}  ({self._phase})"))
+        running = list(self._running.copy().values()) or ["thinking" if self._counts else "starting"]
+        phase = f"  ({self._phase})" if len(running) == 1 else ""
+        lines += [Text(f"now   {text}{phase}") for text in running]
         lines += [Text(f"failed {line}", style="yellow") for line in self._failures]
         return Panel(Group(*lines), title="autotune", border_style="dim")
 

@@ -31,14 +31,15 @@ class Kinds:
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
         kinds: dict[tuple[object, ...], int] = {}
-        self._of = np.array([kinds.setdefault(kind_of(candidate), len(kinds)) for candidate in candidates])
+        # (n,) each candidate's
+        self.of = np.array([kinds.setdefault(kind_of(candidate), len(kinds)) for candidate in candidates])
         self._first = np.full(len(kinds), np.nan)  # logarithms of samples a second
         self._best = np.full(len(kinds), -np.inf)
         self._again = np.zeros(len(kinds), dtype=bool)  # measured with other second-order settings, too
 
     def note(self, at: int, speed: float) -> None:
         """The candidate at this place was measured; its speed is the logarithm of samples a second."""
-        kind = self._of[at]
+        kind = self.of[at]
         if math.isnan(self._first[kind]):
             self._first[kind] = speed
         else:
@@ -48,7 +49,7 @@ class Kinds:
     @property
     def measured(self) -> Flags:
         """(n,) whether one of each candidate's kind was measured."""
-        return np.asarray(np.isfinite(self._first[self._of]))
+        return np.asarray(np.isfinite(self._first[self.of]))
 
     @property
     def reach(self) -> float:
@@ -59,7 +60,7 @@ class Kinds:
     @property
     def ceiling(self) -> Floats:
         """(n,) the most that each candidate's speed may come to by second-order knobs; of unmeasured kinds minus infinity."""
-        return np.asarray(self._best[self._of] + self.reach)
+        return np.asarray(self._best[self.of] + self.reach)
 
 
 class Screen:

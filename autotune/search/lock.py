@@ -12,6 +12,8 @@ from autotune.errors import UserError
 # something every third of that. A dead holder on this machine is noticed at once.
 _LEASE_SECONDS = 20.0
 
+_MOST_PLACES = 64
+
 
 def hold(folder: Path, study: str) -> BaseFileLock:
     """Holds the study in a folder until this process ends or the lock is released.
@@ -38,5 +40,26 @@ def hold(folder: Path, study: str) -> BaseFileLock:
     return lease
 
 
+def hold_a_place(folder: Path, study: str) -> tuple[Path, BaseFileLock]:
+    """For one of several tuners of a study that write below the same folder: the study's folder, or where another works there,
+    a folder in it that nobody else has; and what holds it.
+
+    Raises:
+        UserError: very many do.
+        OSError: the folder cannot be written.
+    """
+    for number in range(1, _MOST_PLACES + 1):
+        place = folder if number == 1 else folder / f"tuner-{number}"
+        place.mkdir(parents=True, exist_ok=True)
+        try:
+            return place, hold(place, study)
+        except UserError:
+            continue
+    raise _held(study)
+
+
 def _held(study: str) -> UserError:
-    return UserError(f"another autotune run holds study {study!r}: wait for it, or choose another --study")
+    return UserError(
+        f"another autotune run holds study {study!r}: wait for it, choose another --study, or give all of them one --storage to "
+        "share it"
+    )

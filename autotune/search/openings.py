@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autotune.predict.knobs import Flags
 from autotune.problem.candidate import Candidate, Value
@@ -20,12 +22,37 @@ class Openings:
         self.index = {candidate: i for i, candidate in enumerate(candidates)}
         self.open = np.ones(len(candidates), dtype=bool)
         self.too_large = np.zeros(len(candidates), dtype=bool)  # need no less than one that ran out
+        self.running = np.zeros(len(candidates), dtype=bool)  # others measure them just now
+        self._kept_back = self.running  # these, and what is like them
         self.skipped: Counter[str] = Counter()
         self._dominance = Dominance(candidates, rules)
         families: dict[tuple[tuple[str, Value], ...], int] = {}
         self.family = np.array([families.setdefault(c.family, len(families)) for c in candidates])
         self._refused: dict[str, list[Candidate]] = {}
         self._worked: list[Candidate] = []
+
+    @property
+    def free(self) -> Flags:
+        """(n,) whether each may be tried now."""
+        return self.open & ~self._kept_back
+
+    def keep_back(self, running: Iterable[Candidate], kinds: NDArray[np.intp]) -> None:
+        """What runs elsewhere is not handed out, nor is, until `let_alike`, what is like it: the same engine, which measures one
+        micro-batch after the other there, and the same kind.
+
+        Args:
+            kinds: (n,) each candidate's.
+        """
+        self.running = np.zeros_like(self.open)
+        at = [self.index[candidate] for candidate in running if candidate in self.index]
+        self.running[at] = True
+        self._kept_back = self.running | np.isin(self.family, self.family[at]) | np.isin(kinds, kinds[at])
+
+    def let_alike(self) -> bool:
+        """Hands out what is like something that runs; whether that is more than before."""
+        more = bool((self.open & self._kept_back & ~self.running).any())
+        self._kept_back = self.running
+        return more
 
     def observe(self, candidate: Candidate, outcome: Outcome) -> None:
         """Closes the candidate, and what its Outcome speaks against."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -88,11 +89,15 @@ class Proposer:
     @property
     def open(self) -> list[Candidate]:
         """Candidates that may still be tried."""
-        return [self.candidates[i] for i in np.flatnonzero(self._open)]
+        return [self.candidates[i] for i in np.flatnonzero(self._openings.open)]
 
     @property
     def _open(self) -> Flags:
-        return self._openings.open
+        return self._openings.free
+
+    def keep_back(self, running: Iterable[Candidate]) -> None:
+        """What is measured elsewhere just now is not proposed, and what is like it only where nothing else is worth a trial."""
+        self._openings.keep_back(running, self._kinds.of)
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
@@ -119,12 +124,11 @@ class Proposer:
             if speed > max(self.speed.values(), default=0.0) * (1 + self.tolerance):
                 self._improved_at, self._audited = self._proposed, 0
             self.speed[candidate] = speed
-        if at is None:
-            return
-        self._screen.see(at)
-        self._answers[at] = speed, max(0.0, over / GIB)
-        if outcome.measurement:
-            self._kinds.note(at, math.log(speed))
+        if at is not None:
+            self._screen.see(at)
+            self._answers[at] = speed, max(0.0, over / GIB)
+            if outcome.measurement:
+                self._kinds.note(at, math.log(speed))
 
     def expect(self, left: int) -> None:
         """Has the predictor say what it expects before the next Outcome, so that it can be charged for it. A search has it say
@@ -154,7 +158,8 @@ class Proposer:
         """How many candidates were not tried, by reason: what followed from measurements, and what the predictor says."""
         reasons = Counter(self._openings.skipped)
         if self._open.any():
-            hopeless, host = self._hopeless()
+            forecast = self._beliefs.forecast()
+            hopeless, host = forecast.hopeless, forecast.host
             capacity = format_bytes(self.hardware.capacity_bytes)
             table = self._predictions()
             for mask, what in (
@@ -185,7 +190,12 @@ class Proposer:
         return bool(worthwhile and self._start.believed(at, self._beliefs.forecast(), worth))
 
     def next(self) -> Proposal | None:
-        """A candidate for a new engine, or None where none is left or none is worth its time (`stopped_early`)."""
+        """A candidate for a new engine, or None where none is left or none is worth its time (`stopped_early`): now, while
+        others are measured elsewhere."""
+        proposal = self._next()
+        return self._next() if proposal is None and self._openings.let_alike() else proposal
+
+    def _next(self) -> Proposal | None:
         self.stopped_early = ""
         if not self._open.any():
             return None
@@ -339,11 +349,6 @@ class Proposer:
     def _predictions(self) -> Table:
         return self._beliefs.table()
 
-    def _hopeless(self) -> tuple[Flags, Flags]:
-        """(n,) each: whether the device's memory, and whether the host's, is believed to be too small beyond doubt."""
-        forecast = self._beliefs.forecast()
-        return forecast.hopeless, forecast.host
-
     def _worth(self, forecast: Forecast | None = None, alive: Flags | None = None) -> tuple[Floats, Floats]:
         """(gain a second, gain) of measuring each candidate; the first is minus infinity where it is ruled out.
 
@@ -384,7 +389,7 @@ class Proposer:
             allowed = fitting if fitting.any() else allowed
         self._sampled += 1
         self._in_a_row += 1
-        at = self._sampler.next(allowed, self._openings.too_large)
+        at = self._sampler.next(allowed, self._openings.too_large, self._openings.running)
         candidate = self.candidates[at]
         if self.exhaustive:  # every rung of that engine in one start
             candidate = self._lowest(allowed & (self._family == self._family[at]))

@@ -7,12 +7,17 @@ from dataclasses import dataclass
 import optuna
 
 from autotune.problem.candidate import Candidate
-from autotune.problem.outcome import Kind, Outcome
+from autotune.problem.outcome import Kind, Outcome, Source
 
 AS_IS = "the script as it is"  # the note of the trial of its own config
 SEARCH, VERIFY, RESUME = "search", "verify", "resume"  # a trial's roles; the last: it goes on from a checkpoint
 TRAINING = "training"  # recorded by `autotune.recovery.callback`
 FOUND_RUNNING = "found running"  # the evidence of a trial whose tuner was gone
+
+# a trial's attributes
+CANDIDATE, ROLE, OUTCOME, TUNER = "candidate", "role", "outcome", "tuner"
+CLAIM = "claim"  # the candidate of a tuner that has asked for it, and does not have it yet
+LEFT = "left"  # the outcome of one that another tuner has closed
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class Record:
     outcome: Outcome | None  # None while it runs
     role: str  # SEARCH, VERIFY, RESUME or TRAINING
     note: str = ""  # why it was tried
+    tuner: str | None = None  # whose it is; before there were several at once nobody said
 
 
 def resumed_peak_bytes(records: list[Record], candidate: Candidate) -> int | None:
@@ -45,15 +51,41 @@ def found_running(records: list[Record]) -> set[tuple[Candidate, str]]:
     return found
 
 
-def record_of(trial: optuna.trial.FrozenTrial) -> Record | None:
-    knobs = trial.user_attrs.get("candidate")
+def left_outcome(deadly: bool) -> Outcome:
+    """Of a trial whose tuner was gone. What was running when a tuner died may have killed it: a container or a Slurm step ends
+    as a whole when its memory is full. The second time it is taken for the cause, so that the study can go on.
+
+    Args:
+        deadly: whether it is the second time.
+    """
+    why = "the tuner's process ended twice while it ran: it may have taken all of main memory"
+    return Outcome(
+        Kind.OOM_HOST if deadly else Kind.INTERRUPTED,
+        reason=why if deadly else "the tuner's process ended meanwhile",
+        evidence=FOUND_RUNNING,
+        source=Source.STOP,
+    )
+
+
+def record_of(trial: optuna.trial.FrozenTrial, *, claims: bool = False) -> Record | None:
+    """A trial's Record; None where it is none of ours, or but a claim.
+
+    Args:
+        claims: what somebody has claimed counts while it runs.
+    """
+    knobs = trial.user_attrs.get(CANDIDATE)
+    if knobs is None and claims and not trial.state.is_finished():
+        knobs = trial.user_attrs.get(CLAIM)
     if knobs is None:
         return None
-    stored = trial.user_attrs.get("outcome")
+    stored = trial.user_attrs.get(OUTCOME)
+    if stored is None and trial.state.is_finished():
+        stored = trial.user_attrs.get(LEFT)
     return Record(
         trial.number,
         Candidate(tuple(sorted(knobs.items()))),
         Outcome.from_json(stored) if stored else None,
-        trial.user_attrs.get("role", SEARCH),
+        trial.user_attrs.get(ROLE, SEARCH),
         trial.user_attrs.get("note", ""),
+        trial.user_attrs.get(TUNER),
     )

@@ -35,9 +35,13 @@ class Sampler:
             sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True)
         self._study = optuna.create_study(direction="maximize", sampler=sampler)
 
-    def next(self, allowed: Flags, too_large: Flags) -> int:
-        """The place of the candidate that it would like to see, among those allowed; of these there must be one."""
-        self._tell()
+    def next(self, allowed: Flags, too_large: Flags, running: Flags | None = None) -> int:
+        """The place of the candidate that it would like to see, among those allowed; of these there must be one.
+
+        Args:
+            running: those that are measured elsewhere just now: what it asked for of them is yet to come.
+        """
+        self._tell(running)
         for _ in range(MOST_ASKED):
             trial = self._study.ask()
             distances = self._distances.to(Candidate.of({name: self._suggest(trial, name) for name in self._names}))
@@ -57,14 +61,16 @@ class Sampler:
         self._waiting.append((trial, at))
         return at
 
-    def _tell(self) -> None:
+    def _tell(self, running: Flags | None) -> None:
         """What was asked for before and was measured since."""
-        for trial, at in self._waiting:
+        asked, self._waiting = self._waiting, []
+        for trial, at in asked:
             if at in self._answers:
                 self._answered(trial, self._answers[at])
+            elif running is not None and running[at]:
+                self._waiting.append((trial, at))
             else:
                 self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
-        self._waiting.clear()
 
     def _answered(self, trial: optuna.Trial, answer: Answer) -> None:
         speed, over = answer

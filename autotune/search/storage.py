@@ -10,16 +10,18 @@ import errno
 import os
 import re
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import optuna
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, ProgrammingError
 
 from autotune.errors import UserError
 from autotune.file_systems import file_system_of
 from autotune.search.journal import JournalFile
+from autotune.search.servers import ServerStorage, away, hide_password, is_server, what_it_says, without_secrets
 
 _SQLITE, _JOURNAL = "sqlite:///", "journal:"  # beginnings of a URL
 DATABASES = {
@@ -27,12 +29,7 @@ DATABASES = {
     "study.journal": _JOURNAL,
 }  # files in a study's folder; the first that is there counts
 BUSY_SECONDS = 60.0  # that SQLite waits for another process's write; then the call ends
-_CREDENTIALS = re.compile(r"//([^:/@]*):([^@]*)@")
-
-
-def hide_password(url: str) -> str:
-    """The URL without its password."""
-    return _CREDENTIALS.sub(r"//\1:***@", url)
+_FOUNDERS = 4  # that may make the tables of a new database at once
 
 
 def stored_in(folder: Path) -> str | None:
@@ -74,19 +71,30 @@ def open_storage(url: str) -> optuna.storages.BaseStorage:
             return _open_journal(Path(url.removeprefix(_JOURNAL)))
         if url.startswith(_SQLITE):
             _check_sqlite(Path(url.removeprefix(_SQLITE)))
-        return optuna.storages.RDBStorage(
-            url, engine_kwargs={"connect_args": {"timeout": BUSY_SECONDS}} if "sqlite" in url else None
-        )
+        return _database(url)
     except UserError:
         raise
     except Exception as error:  # whatever SQLAlchemy or a driver raises
-        text = hide_password(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
-        if found := _CREDENTIALS.search(url):
-            text = text.replace(found[2], "***") if found[2] else text
         raise UserError(
-            f"--storage {hide_password(url)} cannot be opened: {text[:200]}; expected something like "
-            "sqlite:///runs/NAME/study.db, journal:runs/NAME/study.journal or postgresql://USER:PASSWORD@HOST/DB"
+            f"--storage {hide_password(url)} cannot be opened: {without_secrets(what_it_says(error), url)}; expected "
+            "something like sqlite:///runs/NAME/study.db, journal:runs/NAME/study.journal or "
+            "postgresql://USER:PASSWORD@HOST/DB"
         ) from None
+
+
+def _database(url: str) -> optuna.storages.RDBStorage:
+    for left in reversed(range(_FOUNDERS)):
+        try:
+            if is_server(url):
+                return ServerStorage(url)
+            connecting = {"connect_args": {"timeout": BUSY_SECONDS}} if "sqlite" in url else None
+            return optuna.storages.RDBStorage(url, engine_kwargs=connecting)
+        except (IntegrityError, ProgrammingError, OperationalError) as error:
+            # tables of a new database that another makes in this moment (the first is PostgreSQL's word for it)
+            if not left or not re.search("(?i)already exists|duplicate|UNIQUE constraint", str(error)):
+                raise
+            time.sleep(0.5)
+    raise AssertionError("the last try returns or raises")
 
 
 def _open_journal(path: Path) -> optuna.storages.JournalStorage:
@@ -127,7 +135,8 @@ def _check_sqlite(path: Path) -> None:
 
 @contextmanager
 def failures_in_one_line() -> Iterator[None]:
-    """Turns a full disk, or a database that fails under a running study, into a UserError: what is stored stays stored."""
+    """Turns a full disk, or a database that fails under a running study, into a UserError, and a server that is away or refuses
+    into MachineTrouble: what is stored stays stored."""
     try:
         yield
     except OSError as error:
@@ -137,13 +146,10 @@ def failures_in_one_line() -> Iterator[None]:
             f"the disk refuses to be written ({os.strerror(error.errno)}): make room and run again; "
             "what was measured is kept"
         ) from None
-    except OperationalError as error:
-        raise _database_failure(str(error.orig)) from None
-    except optuna.exceptions.StorageInternalError as error:
-        raise _database_failure(str(error.__cause__ or error).splitlines()[0][:160]) from None
-
-
-def _database_failure(why: str) -> UserError:
-    return UserError(
-        f"the study's database fails ({why}): make room or repair it and run again; what was measured is kept"
-    )
+    except (DBAPIError, optuna.exceptions.StorageInternalError) as error:
+        cause = error.__cause__ if isinstance(error, optuna.exceptions.StorageInternalError) else error
+        if isinstance(cause, DBAPIError) and not isinstance(cause.orig, sqlite3.Error):
+            raise away(cause) from None
+        raise UserError(
+            f"the study's database fails ({what_it_says(error)}): make room or repair it and run again; what was measured is kept"
+        ) from None

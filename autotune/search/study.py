@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import gc
+import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +21,25 @@ from autotune.problem.cpus import threads_of_0_1
 from autotune.problem.fitting import fitted
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
-from autotune.problem.outcome import Kind, Measurement, Outcome, Source
+from autotune.problem.outcome import Measurement, Outcome
 from autotune.problem.space import SearchSpace
 from autotune.problem.space_file import parse_space
 from autotune.search.attributes import attributes, set_attribute
-from autotune.search.dashboard import best_shown, flat, save_note, tell, winners_note
-from autotune.search.distributions import distributions
+from autotune.search.calls import Call, calls_in, name_of_call
+from autotune.search.dashboard import best_shown, save_note, winners_note
 from autotune.search.fingerprint import THREADS, changes, fingerprint, knowing_more
 from autotune.search.lock import hold
-from autotune.search.records import FOUND_RUNNING, RESUME, SEARCH, Record, found_running, record_of
-from autotune.search.storage import DATABASES, hide_password, open_storage, stored_in
+from autotune.search.records import RESUME, SEARCH, TUNER, Record, found_running, record_of
+from autotune.search.servers import ServerStorage, hide_password
+from autotune.search.storage import DATABASES, open_storage, stored_in
+from autotune.search.trials import begin, came_first, close, confirm, end, now, withdraw
+from autotune.search.tuners import Tuners
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 warnings.filterwarnings("ignore", module=r"optuna\.|autotune\.search", category=optuna.exceptions.ExperimentalWarning)
 
-_CALL = "call "  # begins the name of an attribute
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of `autotune run` on the study."""
-
-    started: str
-    budget_seconds: float
-    used_seconds: float
-    ended: str = ""  # why it ended; empty while it runs, or after a SIGKILL
+_LAST_FOUNDED = "objective"  # of the attributes with which a study begins
+_FOUNDING_SECONDS = 3.0  # within which a study that was just made says what it is of
 
 
 @contextmanager
@@ -69,6 +62,7 @@ class StudyStore:
         self.study, self.folder = study, folder
         self._lock: Any = None
         self._open: dict[int, optuna.Trial] = {}
+        self.tuners = Tuners(study)
         self._call: tuple[str, dict[str, Any]] | None = None  # this process's: its attribute and what is in it
 
     @classmethod
@@ -78,12 +72,20 @@ class StudyStore:
         store._found(fingerprint(job, hardware), hardware, space)
         return store
 
+    def _await_founding(self) -> None:
+        """Waits until whoever has just made the study has said what it is of."""
+        until = time.monotonic() + _FOUNDING_SECONDS
+        while _LAST_FOUNDED not in self.study.user_attrs and not self.study.get_trials(deepcopy=False):
+            if time.monotonic() > until:
+                return
+            time.sleep(0.1)
+
     def _found(self, mark: dict[str, Any], hardware: Hardware, space: SearchSpace) -> None:
         self._set("fingerprint", mark)
         self._set("hardware", hardware.to_json())
         self._set("space", space.text)
         self._set("python", other_python())
-        self._set("objective", "samples per second, all ranks")
+        self._set(_LAST_FOUNDED, "samples per second, all ranks")
 
     @classmethod
     def create_or_resume(
@@ -102,33 +104,30 @@ class StudyStore:
         Raises:
             UserError: it belongs to another job, machine or package set and `force` is not given.
         """
-        database = open_storage(storage)
-        names = optuna.get_all_study_names(database)
-        study = optuna.create_study(
-            study_name=name,
-            storage=database,
-            direction="maximize",
-            load_if_exists=True,
-            sampler=optuna.samplers.RandomSampler(),
-        )
-        store, now = cls(study, folder), fingerprint(job, hardware)
-        if name not in names:
-            store._found(now, hardware, space)
-            return store, False
+        database, here = open_storage(storage), optuna.samplers.RandomSampler()
+        mark = fingerprint(job, hardware)
+        if name not in optuna.get_all_study_names(database):
+            with suppress(optuna.exceptions.DuplicatedStudyError):  # of several that begin at once one makes it
+                made = optuna.create_study(study_name=name, storage=database, direction="maximize", sampler=here)
+                store = cls(made, folder)
+                store._found(mark, hardware, space)
+                return store, False
+        store = cls(optuna.load_study(study_name=name, storage=database, sampler=here), folder)
+        store._await_founding()
         before = store.attributes.get("fingerprint")
         if before is None:
             raise UserError(
                 f"study {name!r} in {hide_password(storage)} was not made by autotune: choose another --study"
             )
-        changed = changes(before, now)
+        changed = changes(before, mark)
         if changed:
             if not force:
                 raise UserError(
                     f"study {name!r} is of another job or machine ({'; '.join(changed[:6])}): "
                     "choose another --study, or --force to go on with it"
                 )
-            store._append("forced", {"at": _now(), "differences": changed})
-        if before != (known := knowing_more(before, now)):
+            store._append("forced", {"at": now(), "differences": changed})
+        if before != (known := knowing_more(before, mark)):
             store._set("fingerprint", known)
         if store.attributes.get("space") != space.text:
             store._set("space", space.text)
@@ -145,7 +144,7 @@ class StudyStore:
             UserError: there is none of that name.
         """
         folder = Path(name) if stored_in(Path(name)) else runs / name
-        if storage is None:
+        if not storage:
             storage = stored_in(folder)
             if storage is None:
                 known = sorted({path.parent.name for file in DATABASES for path in runs.glob(f"*/{file}")})
@@ -221,6 +220,21 @@ class StudyStore:
         if self.folder is not None:
             self._lock = hold(self.folder, self.name)
 
+    def share(self, say: Callable[[str], None]) -> None:
+        """Tunes it beside others from now on, instead of holding it, until `leave`.
+
+        Args:
+            say: takes a line for people.
+        """
+        self.tuners.join()
+        backend = getattr(self.study._storage, "_backend", None)  # of Optuna's cache
+        if isinstance(backend, ServerStorage):
+            backend.say = say
+
+    def leave(self) -> None:
+        """This tuner is at an end."""
+        self.tuners.leave()
+
     def _set(self, key: str, value: Any) -> None:
         set_attribute(self.study, key, value)
 
@@ -250,71 +264,77 @@ class StudyStore:
 
     def start(self, candidate: Candidate, space: SearchSpace, role: str = SEARCH, note: str = "") -> int:
         """Stores that the candidate is being tried; returns the trial's number."""
-        params = dict(candidate.knobs)
-        self.study.enqueue_trial(
-            params, user_attrs={"candidate": params, "role": role, "note": note, "started": _now()}
-        )
-        trial = self.study.ask(distributions(candidate, space))
+        return self._opened(begin(self.study, candidate, space, role=role, note=note, tuner=self.tuners.me))
+
+    def claim(
+        self, candidate: Candidate, space: SearchSpace, role: str, note: str = "", known: Container[int] = ()
+    ) -> int | None:
+        """`start`, where several tuners share the study: None where another is trying the same, or has just done it.
+
+        Args:
+            known: numbers of trials that the caller has heard of.
+        """
+        if not self.tuners.shared:
+            return self.start(candidate, space, role, note)
+        trial = begin(self.study, candidate, space, role=role, note=note, tuner=self.tuners.me, claim=True)
+        if came_first(self.study.get_trials(deepcopy=False), trial, candidate, role, known, self.tuners):
+            withdraw(self.study, trial)
+            return None
+        confirm(trial, candidate)
+        return self._opened(trial)
+
+    def _opened(self, trial: optuna.Trial) -> int:
         self._open[trial.number] = trial
         return trial.number
 
     def finish(self, number: int, outcome: Outcome) -> None:
         """Stores how it ended. Memory is a graded constraint, never Optuna's FAIL, which samplers ignore and repeat."""
         trial = self._open.pop(number)
-        trial.set_user_attr("outcome", outcome.to_json())
-        for name, value in flat(outcome, self.hardware).items():
-            trial.set_user_attr(name, value)
-        self._tell(trial, outcome)
-
-    def _tell(self, trial: optuna.Trial, outcome: Outcome) -> None:
-        """Ends a trial whose outcome is stored, as samplers are to see it."""
-        if not outcome.kind.says_something_of_the_candidate:
-            self.study.tell(trial, state=TrialState.FAIL)
+        if end(self.study, trial, outcome, self.hardware):
             return
-        tell(self.study, trial, outcome, self.hardware)
+        # It was closed by a tuner that took this one for dead: what was measured is kept as a trial of its own.
+        was = next(record for record in self.records() if record.number == number)
+        space = parse_space(self.space_text)
+        again = begin(self.study, was.candidate, space, role=was.role, note=was.note, tuner=self.tuners.me)
+        end(self.study, again, outcome, self.hardware)
 
     def close_interrupted(self) -> int:
-        """Closes what an earlier process left running or waiting, as interrupted; returns how many. One that was finished
-        but for Optuna's state, when that process was killed, keeps its outcome.
-
-        What was running when the tuner died may have killed it: a container or a Slurm step ends as a whole when its memory
-        is full. The second time it is taken for the cause, so that the study can go on.
-        """
-        closed = 0
-        before = found_running(self.records())
+        """Closes what tuners that are gone left running or waiting, as interrupted; returns how many."""
         left = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING, TrialState.WAITING))
-        for frozen in left:
-            trial, stored = optuna.Trial(self.study, frozen._trial_id), frozen.user_attrs.get("outcome")
-            if stored is not None:
-                self._tell(trial, Outcome.from_json(stored))
-                continue
-            record = record_of(frozen)
-            deadly = (
-                frozen.state is TrialState.RUNNING and record is not None and (record.candidate, record.role) in before
-            )
-            outcome = Outcome(
-                Kind.OOM_HOST if deadly else Kind.INTERRUPTED,
-                reason="the tuner's process ended twice while it ran: it may have taken all of main memory"
-                if deadly
-                else "the tuner's process ended meanwhile",
-                evidence=FOUND_RUNNING,
-                source=Source.STOP,
-            )
-            self.study._storage.set_trial_user_attr(frozen._trial_id, "outcome", outcome.to_json())
-            if frozen.state is TrialState.WAITING:
-                self.study._storage.set_trial_state_values(frozen._trial_id, TrialState.FAIL)
-            else:
-                self.study.tell(frozen.number, state=TrialState.FAIL)
-            closed += 1
+        left = [trial for trial in left if trial.number not in self._open]
+        gone = [trial for trial in left if self.tuners.is_gone(trial.user_attrs.get(TUNER))]
+        before = found_running(self.records()) if gone else set()
+        closed = 0
+        for trial in gone:
+            record = record_of(trial)
+            was_running = trial.state is TrialState.RUNNING and record is not None
+            deadly = was_running and record is not None and (record.candidate, record.role) in before
+            closed += close(self.study, trial, self.hardware, deadly) and record is not None
         return closed
+
+    def news(self, known: Container[int]) -> tuple[list[Record], list[Record]]:
+        """Of a study that is shared: trials that have ended and are not among `known`, and those that others have under way.
+        What the dead have left is closed first."""
+        self.close_interrupted()
+        ended, running = [], []
+        for trial in self.study.get_trials(deepcopy=False):
+            if trial.number in known or trial.number in self._open or (record := record_of(trial, claims=True)) is None:
+                continue
+            if record.outcome is not None:
+                ended.append(record)
+            elif record.tuner != self.tuners.me:
+                running.append(record)
+            else:  # a claim that was stored, though its connection was cut before that was known; it was made again
+                withdraw(self.study, trial)
+        return ended, running
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def begin_call(self, budget_seconds: float) -> None:
         """Stores that a call begins: in an attribute of its own, since all of them in one would be written anew with every
         trial, longer and longer."""
-        key = f"{_CALL}{len(self.calls()):06d}"
-        self._call = key, {"started": _now(), "budget_seconds": budget_seconds, "used_seconds": 0.0, "ended": ""}
+        key = name_of_call(len(self.calls()), self.tuners.me)
+        self._call = key, {"started": now(), "budget_seconds": budget_seconds, "used_seconds": 0.0, "ended": ""}
         self._set(*self._call)
 
     def update_call(self, used_seconds: float, ended: str = "") -> None:
@@ -325,9 +345,7 @@ class StudyStore:
 
     def calls(self) -> list[Call]:
         """Every call so far, in order."""
-        stored = self.attributes
-        of_0_1 = stored.get("calls", [])  # version 0.1 kept them all in one attribute
-        return [Call(**call) for call in (*of_0_1, *(stored[key] for key in sorted(stored) if key.startswith(_CALL)))]
+        return calls_in(self.attributes)
 
     def note_command(self, command: str) -> None:
         """Stores what was typed, where it was not typed before."""
@@ -375,7 +393,3 @@ class StudyStore:
     @property
     def skips(self) -> dict[str, int]:
         return dict(self.attributes.get("skips", {}))
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

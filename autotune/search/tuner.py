@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from autotune.errors import MachineTrouble, Unusable, UserError
+from autotune.errors import MachineTrouble, Stopped, Unusable, UserError
 from autotune.executors.base import RESUME as RESUME_EFFORT
 from autotune.executors.base import SEARCH as SEARCH_EFFORT
 from autotune.executors.base import VERIFY as VERIFY_EFFORT
 from autotune.executors.base import Effort, Executor, Session
-from autotune.problem.candidate import MODEL_KNOBS, Candidate
-from autotune.problem.checkpoint import checkpoint_seconds
+from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Kind, Measurement, Outcome, Source
 from autotune.problem.space import SearchSpace
+from autotune.search.blame import Blame
+from autotune.search.clock import Clock
+from autotune.search.company import Company
+from autotune.search.crew import Crew
 from autotune.search.observer import NullObserver, Observer
 from autotune.search.proposer import Proposer
 from autotune.search.records import RESUME, SEARCH, VERIFY, Record
@@ -25,10 +31,8 @@ from autotune.search.start import Proposal
 from autotune.search.study import StudyStore
 from autotune.units import format_duration
 
-FIRST_TRIAL_SECONDS = 5.0  # a budget below this cannot hold one trial
 MAX_VERIFIED = 4
-CHECKPOINT_SHARE = 0.2  # of the budget, at most, for writing a checkpoint and reading it
-MACHINE_FAILURES = 3  # in a row, of whatever candidates: then it is the machine
+_LOOK_SECONDS = 0.5  # between two looks at what others have under way
 
 
 @dataclass
@@ -62,69 +66,24 @@ class Tuner:
         cancelled: Callable[[], bool] = lambda: False,
         search_effort: Effort = SEARCH_EFFORT,
         verify_effort: Effort = VERIFY_EFFORT,
+        beside: Sequence[Executor] = (),
+        crew: Crew | None = None,
     ) -> None:
         self.store, self.executor, self.proposer, self.space, self.hardware = store, executor, proposer, space, hardware
-        self.budget_seconds, self.max_trials, self.cancelled = budget_seconds, max_trials, cancelled
-        self._spent_seconds = spent_seconds  # of the budget, before the loop: imports, the fork server
+        self.max_trials, self.cancelled = max_trials, cancelled
         self.observer: Observer = observer or NullObserver()
         self.search_effort, self.verify_effort = search_effort, verify_effort
         self.standings = Standings(hardware)
-        self._retried: set[Candidate] = set()
-        self._machine_failures = 0  # in a row
-        self._crashes: dict[str, set[Candidate]] = {}
+        self.clock = Clock(executor, proposer, verify_effort, budget_seconds, spent_seconds, self._best)
+        self.blame = Blame(proposer, self.standings, space)
+        self.crew, self._beside = crew or Crew(), beside
         self._counts: Counter[str] = Counter()
         self._tried = 0
-        self._outside: list[float] = []  # seconds outside measured steps of trials that started an engine
+        self.company = Company(store)
 
-    # -- the clock ---------------------------------------------------------------------------------------------------
-
-    @property
-    def used_seconds(self) -> float:
-        return self.executor.now() - self._began
-
-    @property
-    def left_seconds(self) -> float:
-        return self.budget_seconds - self.used_seconds
-
-    @property
-    def _verification_seconds(self) -> float:
-        """Seconds that verifying the best so far should take."""
+    def _best(self) -> Measurement | None:
         best = self.standings.best
-        steps = 9 * self.standings.measured[best][1].step_seconds if best else 3.0
-        return 1.2 * (self._startup_seconds + max(steps, self.verify_effort.min_seconds)) + 1.0
-
-    @property
-    def _resume_seconds(self) -> float:
-        """Seconds that a checkpoint and going on from it should take: two starts, each with two steps to warm up and one, and
-        its bytes written and read."""
-        best = self.standings.best
-        if not self._tries_resuming or best is None:
-            return 0.0
-        starts = 1.2 * 2 * (self._startup_seconds + 3 * self.standings.measured[best][1].step_seconds) + 1.0
-        return starts + self._checkpoint_seconds
-
-    @property
-    def _checkpoint_seconds(self) -> float:
-        trace = self.proposer.predictor.trace
-        return checkpoint_seconds(sum(trace.parameters), trace.frozen)
-
-    @property
-    def _tries_resuming(self) -> bool:
-        return self.executor.resumes and self._checkpoint_seconds <= CHECKPOINT_SHARE * self.budget_seconds
-
-    @property
-    def _startup_seconds(self) -> float:
-        return max(self._outside[-8:], default=FIRST_TRIAL_SECONDS)
-
-    @property
-    def _reserve_seconds(self) -> float:
-        """Seconds that searching leaves for verification.
-
-        Enough for two if they are cheap, since the best may turn out slower than it was measured.
-        """
-        one = self._verification_seconds
-        verifying = max(one, min(2 * one, 0.2 * self.budget_seconds))
-        return min(0.4 * self.budget_seconds, verifying + self._resume_seconds)
+        return self.standings.measured[best][1] if best else None
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -135,13 +94,14 @@ class Tuner:
             UserError: the model or the script fails by itself, whatever the candidate.
             MachineTrouble: nothing was measured, and the machine fails again and again.
         """
-        self._began = self.executor.now() - self._spent_seconds
+        self.clock.begin()
         known = [(one, one.outcome) for one in self.store.records() if one.outcome is not None]
         for left, (record, outcome) in zip(range(len(known), 0, -1), known, strict=True):
             self.proposer.expect(left)
+            self.company.known.add(record.number)
             self._learn(record.number, record.candidate, outcome, record.role)
         self.standings.begin_call()
-        self.store.begin_call(self.budget_seconds)
+        self.store.begin_call(self.clock.budget_seconds)
         try:
             ended = self._search()
             winner, verified = self._verify()
@@ -157,64 +117,117 @@ class Tuner:
             self.store.set_winner(winner.number, "verified" if verified else "measured, not verified")
         self.store.note_skips(self.proposer.skips())
         self._save_call(ended)
-        return SearchSummary(
-            winner, verified, ended, self.cancelled(), self.used_seconds, self._counts[Kind.OK.value], self._counts
-        )
+        used, measured = self.clock.used_seconds, self._counts[Kind.OK.value]
+        return SearchSummary(winner, verified, ended, self.cancelled(), used, measured, self._counts)
 
     def _save_call(self, ended: str = "") -> None:
-        self.store.update_call(self.used_seconds, ended)
-        self.observer.clock(self.used_seconds, self.budget_seconds)
+        self.store.update_call(self.clock.used_seconds, ended)
+        self.observer.clock(self.clock.used_seconds, self.clock.budget_seconds)
 
     def _search(self) -> str:
+        """Searches with all executors; verification has the first to itself afterwards. Returns why it ended."""
+        if not self._beside:
+            with self.crew.thinking():
+                return self._work(self.executor)
+        with ThreadPoolExecutor(len(self._beside)) as pool:
+            for executor in self._beside:
+                pool.submit(self._work_beside, executor)
+            with self.crew.failing(), self.crew.thinking():
+                ended = self._work(self.executor)
+        self.crew.raise_failure()
+        return ended
+
+    def _work_beside(self, executor: Executor) -> None:
+        with self.crew.failing(), suppress(Stopped):  # by a person, or since another worker failed
+            executor.open(self.observer.say)
+            executor.check(self.observer.say)
+            with self.crew.thinking():
+                self._work(executor)
+
+    def _work(self, executor: Executor) -> str:
         while True:
+            self._hear()
             if (why := self._why_stop()) is not None:
                 return why
             proposal = self.proposer.next()
             if proposal is None:
+                if (
+                    self.company.elsewhere or self.crew.at_work
+                ):  # what comes of it may be worth going on for, or be left undone
+                    self._await_news()
+                    continue
                 return self.proposer.stopped_early or "every candidate is tried or ruled out"
             patience = self.proposer.patience(proposal.candidate)
-            session = self.executor.session(proposal.candidate, self._session_name(), patience)
+            session = executor.session(proposal.candidate, self._session_name(), patience)
             try:
                 self._climb(session, proposal)
             finally:
-                session.close()
+                with self.crew.aside():
+                    session.close()
+
+    def _hear(self) -> None:
+        """Learns what other tuners of the study have found; and has what they and other workers are at kept back."""
+        for record, outcome in self.company.hear():
+            self.observer.trial_finished(record.number, record.candidate, record.role, outcome)
+            self._learn(record.number, record.candidate, outcome, record.role)
+        if self.store.tuners.shared or self._beside:
+            self.proposer.keep_back([*self.company.searching(), *self.crew.at_work])
+
+    def _await_news(self) -> None:
+        """Waits until others have found something, are at something else or are gone, or this one must stop."""
+
+        def state() -> tuple[int, list[Record], int]:
+            return len(self.company.known), self.company.elsewhere, len(self.crew.at_work)
+
+        before = state()
+        while before == state() and self._why_stop() is None:
+            self.crew.wait()
+            self._hear()
 
     def _climb(self, session: Session, proposal: Proposal | None) -> None:
         """Measures ascending rungs in one engine until one fails or another engine is worth more."""
         while proposal is not None:
             outcome = self._trial(session, proposal)
-            if not outcome.ok or not session.alive or self._why_stop() is not None:
+            if outcome is None or not outcome.ok or not session.alive or self._why_stop() is not None:
                 return
+            self._hear()
             proposal = self.proposer.next_rung(proposal.candidate)
 
     def _why_stop(self) -> str | None:
         if self.cancelled():
             return "interrupted"
-        if self.max_trials is not None and self._tried >= self.max_trials:
+        if self.crew.failed:
+            return "stopped: a trial beside it failed"
+        if self.max_trials is not None and self._tried + len(self.crew.at_work) >= self.max_trials:
             return f"--max-trials {self.max_trials} reached"
-        if self._machine_failures >= MACHINE_FAILURES:
-            return f"the machine failed {self._machine_failures} times in a row"
-        if self.left_seconds <= self._reserve_seconds + self._least_trial_seconds:
+        if self.blame.machine_fails:
+            return f"the machine failed {self.blame.machine_failures} times in a row"
+        least = self.clock.least_trial_seconds if self.standings.measured else 0.0
+        if self.clock.left_seconds <= self.clock.reserve_seconds + least:
             return "budget used"
         return None
-
-    @property
-    def _least_trial_seconds(self) -> float:
-        return min(self._outside, default=0.0) if self.standings.measured else 0.0
 
     def _session_name(self) -> str:
         return f"{len(self.store.study.get_trials(deepcopy=False)):04d}"
 
-    def _trial(self, session: Session, proposal: Proposal) -> Outcome:
+    def _trial(self, session: Session, proposal: Proposal) -> Outcome | None:
+        """None where another tuner is at it."""
         candidate = proposal.candidate
-        number = self.store.start(candidate, self.space, SEARCH, proposal.note)
+        number = self.store.claim(candidate, self.space, SEARCH, proposal.note, self.company.known)
+        if number is None:
+            return None
         self.observer.trial_started(number, candidate, SEARCH, proposal.note)
-        left = max(1.0, self.left_seconds - (self._reserve_seconds if self.standings.measured else 0.0))
-        limit = self.proposer.trial_seconds(candidate)
-        outcome = session.measure(candidate, self.search_effort, min(left, limit))
-        outcome = self._excused(candidate, outcome, limit if limit < left else None)
-        self._tried += 1
-        self._record(number, candidate, outcome, SEARCH)
+        with self.crew.having(candidate):
+            with self.crew.measuring(candidate):
+                left = max(
+                    1.0, self.clock.left_seconds - (self.clock.reserve_seconds if self.standings.measured else 0.0)
+                )
+                limit = self.proposer.trial_seconds(candidate)
+                with self.crew.aside():
+                    outcome = session.measure(candidate, self.search_effort, min(left, limit))
+            outcome = self._excused(candidate, outcome, limit if limit < left else None)
+            self._tried += 1
+            self._record(number, candidate, outcome, SEARCH)
         return outcome
 
     def _excused(self, candidate: Candidate, outcome: Outcome, limit: float | None) -> Outcome:
@@ -236,13 +249,14 @@ class Tuner:
 
     def _record(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
         self.store.finish(number, outcome)
+        self.company.known.add(number)
         self.observer.trial_finished(number, candidate, role, outcome)
         self._save_call()
         self._counts[outcome.kind.value] += 1
-        if role == SEARCH and outcome.kind in (Kind.OK, Kind.OOM_DEVICE) and outcome.outside_seconds > 0:
-            self._outside.append(outcome.outside_seconds)
+        if role == SEARCH:
+            self.clock.note(outcome)
         self._learn(number, candidate, outcome, role)
-        self._apply_policy(candidate, outcome)
+        self.blame.take(candidate, outcome)
 
     def _learn(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
         if outcome.kind is Kind.INTERRUPTED and outcome.source in (Source.LIMIT, Source.SILENCE):
@@ -250,38 +264,6 @@ class Tuner:
         if role not in (VERIFY, RESUME):
             self.proposer.observe(candidate, outcome)
         self.standings.learn(number, candidate, outcome, role)
-
-    def _apply_policy(self, candidate: Candidate, outcome: Outcome) -> None:
-        if outcome.kind in (Kind.INFRASTRUCTURE, Kind.FOREIGN):
-            if candidate in self._retried:
-                self.proposer.give_up(candidate, f"{outcome.kind.value}: {outcome.reason}")
-            self._retried.add(candidate)
-        self._machine_failures = self._machine_failures + 1 if outcome.kind is Kind.INFRASTRUCTURE else 0
-        if self._machine_failures >= MACHINE_FAILURES and not self.standings.measured:
-            raise MachineTrouble(
-                f"the machine failed {self._machine_failures} times in a row, before anything was measured: "
-                f"{outcome.reason} (logs: {outcome.log}); `autotune doctor` looks at the machine"
-            )
-        if outcome.kind is Kind.CRASH and outcome.source is Source.EXCEPTION:
-            crashed = self._crashes.setdefault(outcome.reason, set())
-            crashed.add(candidate)
-            if (
-                len({one.family for one in crashed}) >= 2
-                and not self.standings.measured
-                and not self._blames_the_model(crashed)
-            ):
-                where = f"{outcome.log}/rank{outcome.rank or 0}.log"
-                raise UserError(
-                    f"the job fails by itself, whatever the config: {outcome.reason} (phase {outcome.phase.value}; "
-                    f"traceback in {where})"
-                )
-
-    def _blames_the_model(self, crashed: set[Candidate]) -> bool:
-        """Whether all that crashed build the model in the same way, and the space has other ways."""
-        ways = {tuple(one.get(knob) for knob in MODEL_KNOBS) for one in crashed}
-        return len(ways) == 1 and any(
-            len(self.space.knobs[knob].values) > 1 for knob in MODEL_KNOBS if knob in self.space.knobs
-        )
 
     # -- the winner --------------------------------------------------------------------------------------------------
 
@@ -294,6 +276,7 @@ class Tuner:
         """
         standings, tried, in_turn = self.standings, 0, False
         while True:
+            self._hear()
             candidate = self._to_verify() if tried < MAX_VERIFIED else None
             if candidate is None:
                 if not in_turn and (rival := self._rival()) is not None:
@@ -306,7 +289,7 @@ class Tuner:
                 continue
             tried += 1
             outcome = self._verification(candidate, VERIFY)
-            if self._again(outcome) and self.left_seconds > self._verification_seconds:
+            if self._again(outcome) and self.clock.left_seconds > self.clock.verification_seconds:
                 outcome = self._verification(candidate, VERIFY)
             if why := standings.why_not(candidate):
                 why = why if why != NOT_VERIFIED else f"{outcome.kind.value}: {outcome.reason}"
@@ -322,16 +305,19 @@ class Tuner:
 
     def _to_verify(self) -> Candidate | None:
         """The next candidate to verify, or None where what passed is good enough or no time is left."""
-        if self.cancelled() or self.left_seconds < 1.0 or self._machine_failures >= MACHINE_FAILURES:
+        if self.cancelled() or self.clock.left_seconds < 1.0 or self.blame.machine_fails:
             return None
-        if self.standings.passed() and self.left_seconds < self._verification_seconds + self._resume_seconds:
+        if (
+            self.standings.passed()
+            and self.clock.left_seconds < self.clock.verification_seconds + self.clock.resume_seconds
+        ):
             return None
         return self.standings.contender()
 
     def _rival(self) -> Candidate | None:
         """The candidate to measure once more, where two are so near that the machine's drift may decide; None where no time
         is left for it."""
-        if self.cancelled() or self.left_seconds < self._verification_seconds + self._resume_seconds:
+        if self.cancelled() or self.clock.left_seconds < self.clock.verification_seconds + self.clock.resume_seconds:
             return None
         return self.standings.next_turn()
 
@@ -341,13 +327,13 @@ class Tuner:
         known = self.standings.resumed.get(candidate)
         if not self.executor.resumes or (known is not None and known.ok):
             return True
-        if not self._tries_resuming:
+        if not self.clock.tries_resuming:
             self.observer.say(
                 "whether it goes on from a checkpoint was not tried: writing and reading one may take "
-                f"{self._checkpoint_seconds / 60:.0f} min of the budget"
+                f"{self.clock.checkpoint_seconds / 60:.0f} min of the budget"
             )
             return True
-        if self.cancelled() or self.left_seconds < self._resume_seconds:
+        if self.cancelled() or self.clock.left_seconds < self.clock.resume_seconds:
             self.observer.say("whether it goes on from a checkpoint was not tried: the budget is used")
             return True
         outcome = self._verification(candidate, RESUME)
@@ -365,12 +351,14 @@ class Tuner:
         )
 
     def _verification(self, candidate: Candidate, role: str) -> Outcome:
-        """One trial in a fresh process, in the role of VERIFY or RESUME."""
+        """One trial in a fresh process, in the role of VERIFY or RESUME; of several tuners one makes it."""
         note = "verification in a fresh process" if role == VERIFY else "goes on from a checkpoint"
-        number = self.store.start(candidate, self.space, role, note)
+        while (number := self.store.claim(candidate, self.space, role, note, self.company.known)) is None:
+            if (theirs := self._awaited(candidate, role)) is not None:
+                return theirs
         self.observer.trial_started(number, candidate, role, note)
         session = self.executor.session(candidate, f"{number:04d}-{role}", self.proposer.patience(candidate))
-        left, limit = max(1.0, self.left_seconds), self._verification_limit(candidate)
+        left, limit = max(1.0, self.clock.left_seconds), self._verification_limit(candidate)
         effort = self.verify_effort if role == VERIFY else RESUME_EFFORT
         try:
             outcome = session.measure(candidate, effort, min(left, limit))
@@ -382,19 +370,26 @@ class Tuner:
         self._record(number, candidate, outcome, role)
         return outcome
 
+    def _awaited(self, candidate: Candidate, role: str) -> Outcome | None:
+        """What another tuner finds, once it has; None where it has ended before it did."""
+        self.company.forget(candidate, role)
+        while True:
+            self._hear()
+            if (found := self.company.found(candidate, role)) is not None:
+                return found if found.kind.says_something_of_the_candidate else None
+            if self.cancelled() or self.clock.left_seconds < 1.0:
+                why = "the call ended while another tuner was at it"
+                return Outcome(Kind.INTERRUPTED, reason=why, source=Source.STOP)
+            if not self.company.are_at(candidate, role):
+                return None
+            time.sleep(_LOOK_SECONDS)
+
     def _verification_limit(self, candidate: Candidate) -> float:
         """Seconds: a trial's, and whole steps of a long accumulation, two starts, and a checkpoint on a slow disk."""
         step = self.standings.measured[candidate][1].step_seconds
-        around = self.verify_effort.max_seconds + 4 * self._checkpoint_seconds
+        around = self.verify_effort.max_seconds + 4 * self.clock.checkpoint_seconds
         return 2 * self.proposer.trial_seconds(candidate) + 20 * step + around
 
     def _as_record(self, candidate: Candidate, measured: tuple[int, Measurement], role: str) -> Record:
         found = (record for record in self.store.records() if record.number == measured[0])
         return next(found, None) or Record(measured[0], candidate, Outcome(Kind.OK, measurement=measured[1]), role)
-
-
-def too_short(budget_seconds: float) -> str | None:
-    """Why a budget cannot hold a trial, or None."""
-    if budget_seconds < FIRST_TRIAL_SECONDS:
-        return f"--budget {format_duration(budget_seconds)} is shorter than one trial: give at least 30s, better 10m"
-    return None

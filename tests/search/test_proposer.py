@@ -144,7 +144,7 @@ def test_dominance_compares_memory_only_where_it_holds_for_every_model() -> None
 def test_hopeless_candidates_are_skipped_and_counted(landscape: Landscape) -> None:
     proposer = make_proposer(landscape)
     table = proposer._predictions()
-    hopeless, _ = proposer._hopeless()
+    hopeless = proposer._beliefs.forecast().hopeless
     assert hopeless.any()
     worth, _ = proposer._worth()
     assert np.isneginf(worth[hopeless]).all()

@@ -1,5 +1,6 @@
 import errno
 import os
+import sqlite3
 from pathlib import Path
 
 import optuna
@@ -7,7 +8,8 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from autotune.errors import UserError
-from autotune.search.storage import failures_in_one_line, hide_password, make_study_folder, open_storage
+from autotune.search.servers import hide_password
+from autotune.search.storage import failures_in_one_line, make_study_folder, open_storage
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,7 @@ def full_disk() -> OSError:
 
 
 def broken_database() -> Exception:
-    return OperationalError("insert into trials", {}, Exception("database or disk is full"))
+    return OperationalError("insert into trials", {}, sqlite3.OperationalError("database or disk is full"))
 
 
 def failed_in_optuna() -> Exception:

@@ -14,11 +14,13 @@ from autotune.predict.prepared import Prepared
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
+from autotune.search.blame import MACHINE_FAILURES
+from autotune.search.clock import too_short
 from autotune.search.proposer import Proposer
 from autotune.search.records import RESUME, SEARCH, VERIFY
 from autotune.search.standings import Standings, overlap
 from autotune.search.study import StudyStore
-from autotune.search.tuner import MACHINE_FAILURES, SearchSummary, Tuner, too_short
+from autotune.search.tuner import SearchSummary, Tuner
 from tests.conftest import make_candidate
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"

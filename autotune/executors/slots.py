@@ -1,0 +1,71 @@
+"""Places for several jobs beside each other on one machine: GPUs of its own for each, or CPUs of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autotune.errors import UserError
+from autotune.problem.cpus import threads_per_rank, usable_cpus
+from autotune.problem.gpus import visible_gpus
+from autotune.problem.hardware import Hardware, detect
+
+CPUS = "AUTOTUNE_CPUS"  # the variable that tells a rank which CPUs are its job's
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Devices of one job."""
+
+    hardware: Hardware
+    variables: Mapping[str, str]  # of its ranks
+
+
+def slots(
+    parallel: int, device: str, ranks: int | None, *, memory_cap_bytes: int | None = None, headroom: float = 0.05
+) -> tuple[Slot, ...]:
+    """That many places for jobs of `ranks` ranks, alike.
+
+    Raises:
+        UserError: they are not there, or are unlike.
+    """
+    if parallel < 1:
+        raise UserError(f"--parallel {parallel}: expected at least 1")
+    if ranks is None:
+        raise UserError(f"--parallel {parallel}: say with --gpus how many devices each of the {parallel} jobs has")
+    gpus = visible_gpus() if device != "cpu" else []
+    if not gpus:
+        return _on_cpus(parallel, detect(device, ranks, headroom=headroom), memory_cap_bytes)
+    if len(gpus) < parallel * ranks:
+        raise _too_many(parallel, f"{len(gpus)} GPUs", ranks, len(gpus) // ranks)
+    whole = detect(device, parallel * ranks, memory_cap_bytes=memory_cap_bytes, headroom=headroom)
+    if " + " in whole.name:
+        raise UserError(
+            f"--parallel {parallel}: these GPUs are unlike ({whole.name}), and so would be what they measure; choose alike ones "
+            "with CUDA_VISIBLE_DEVICES"
+        )
+    places = [whole.gpus[at : at + ranks] for at in range(0, parallel * ranks, ranks)]
+    return tuple(
+        Slot(dataclasses.replace(whole, count=ranks, gpus=place), {"CUDA_VISIBLE_DEVICES": ",".join(place)})
+        for place in places
+    )
+
+
+def _on_cpus(parallel: int, machine: Hardware, memory_cap_bytes: int | None) -> tuple[Slot, ...]:
+    """CPUs and main memory in equal shares: a rank has fewer threads than alone, also where the winner is verified."""
+    ranks, cpus = machine.count, usable_cpus()
+    threads = threads_per_rank(ranks * parallel)
+    if cpus < parallel * ranks * threads:
+        raise _too_many(parallel, f"{cpus} CPUs", ranks, cpus // (ranks * threads), threads)
+    share = dataclasses.replace(machine, memory_bytes=machine.memory_bytes // parallel, threads=threads)
+    share, ours, each = share.capped(memory_cap_bytes), sorted(os.sched_getaffinity(0)), ranks * threads
+    places = [ours[at : at + each] for at in range(0, parallel * each, each)]
+    return tuple(Slot(share, {CPUS: ",".join(map(str, place))}) for place in places)
+
+
+def _too_many(parallel: int, there: str, ranks: int, most: int, threads: int = 1) -> UserError:
+    what = f"{ranks} rank{'s' * (ranks > 1)}" + (f" with {threads} threads each" if threads > 1 else "")
+    hold = f"hold {most} job{'s' * (most > 1)} of {what}; try --parallel {most}" if most else f"hold no job of {what}"
+    return UserError(f"--parallel {parallel}: {there} {hold}")

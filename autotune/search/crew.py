@@ -1,0 +1,94 @@
+"""Who measures beside whom in one search. One worker thinks at a time, and all of them measure."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from autotune.problem.candidate import Candidate
+
+_LOOK_SECONDS = 0.5  # after which somebody who waits looks by himself, whoever has not told him
+
+
+def host_bound(candidate: Candidate) -> bool:
+    """Whether its speed is that of the host: of main memory, its bus, the CPUs or a disk, which all jobs share."""
+    return candidate.offload_optimizer != "none" or candidate.offload_param != "none"
+
+
+class Crew:
+    """The workers of a search: threads, each with an executor of its own.
+
+    Args:
+        alone: which candidates are measured while nothing else is.
+    """
+
+    def __init__(self, alone: Callable[[Candidate], bool] = host_bound) -> None:
+        self._alone = alone
+        self._turn = threading.Condition()  # who thinks holds it
+        self.at_work: list[Candidate] = []  # claimed, and not recorded yet
+        self._measuring: list[Candidate] = []
+        self._failures: list[BaseException] = []
+        self._asking = 0  # who wait to be alone: nobody else begins meanwhile
+
+    @contextmanager
+    def thinking(self) -> Iterator[None]:
+        """What is done in it no other worker does at the same time, but where `measuring` or `wait` let them."""
+        with self._turn:
+            yield
+
+    @property
+    def failed(self) -> bool:
+        """Whether a worker has: the others stop, too."""
+        return bool(self._failures)
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Keeps what a worker fails with."""
+        try:
+            yield
+        except BaseException as error:
+            self._failures.append(error)
+
+    def raise_failure(self) -> None:
+        """The first, once nobody works any more."""
+        if self._failures:
+            raise self._failures[0]
+
+    @contextmanager
+    def having(self, candidate: Candidate) -> Iterator[None]:
+        """It is this worker's, from the claim to the record."""
+        self.at_work.append(candidate)
+        try:
+            yield
+        finally:
+            self.at_work.remove(candidate)
+            self._turn.notify_all()
+
+    @contextmanager
+    def measuring(self, candidate: Candidate) -> Iterator[None]:
+        """Once the candidate may be measured beside what is; within it, `aside`."""
+        alone = self._alone(candidate)
+        self._asking += alone
+        while self._measuring and (alone or self._asking or any(map(self._alone, self._measuring))):
+            self.wait()
+        self._asking -= alone
+        self._measuring.append(candidate)
+        try:
+            yield
+        finally:
+            self._measuring.remove(candidate)
+            self._turn.notify_all()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Others think meanwhile."""
+        self._turn.release()
+        try:
+            yield
+        finally:
+            self._turn.acquire()
+
+    def wait(self) -> None:
+        """Until somebody has ended a trial, or for a moment."""
+        self._turn.wait(_LOOK_SECONDS)

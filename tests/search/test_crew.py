@@ -1,0 +1,187 @@
+"""Several workers of one search: who measures beside whom, and what becomes of a failure."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from autotune.errors import UserError
+from autotune.executors.base import Effort
+from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, load_landscape
+from autotune.predict.predictor import Predictor
+from autotune.predict.trace import trace_job
+from autotune.problem.candidate import Candidate
+from autotune.problem.outcome import Kind, Outcome
+from autotune.search.crew import Crew, host_bound
+from autotune.search.factors import kind_of
+from autotune.search.proposer import Proposer
+from autotune.search.records import SEARCH
+from autotune.search.study import StudyStore
+from autotune.search.tuner import SearchSummary, Tuner
+from tests.conftest import make_candidate
+
+TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
+OFFLOADED = make_candidate(2, offload_optimizer="cpu")
+
+
+@pytest.fixture(scope="module")
+def landscape() -> Landscape:
+    return load_landscape(TABLE)
+
+
+def test_what_offloads_is_bound_by_the_host() -> None:
+    assert host_bound(OFFLOADED)
+    assert host_bound(make_candidate(3, offload_param="nvme"))
+    assert not host_bound(make_candidate(3))
+
+
+@pytest.mark.parametrize(("alone", "beside"), [(host_bound, False), (lambda candidate: False, True)])
+def test_host_bound_trials_have_the_machine_to_themselves(alone: Callable[[Candidate], bool], beside: bool) -> None:
+    crew, lock = Crew(alone), threading.Lock()
+    running: list[Candidate] = []
+    seen: list[list[Candidate]] = []  # what ran when a trial began
+
+    def work(worker: int) -> None:
+        for turn in range(12):
+            candidate = OFFLOADED if turn % 4 == worker else make_candidate(worker, 1 + turn)
+            with crew.thinking(), crew.having(candidate), crew.measuring(candidate), crew.aside():
+                with lock:
+                    running.append(candidate)
+                    seen.append(list(running))
+                time.sleep(0.005)
+                with lock:
+                    running.remove(candidate)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
+    assert len(seen) == 36
+    assert max(map(len, seen)) > 1, "others are measured beside each other"
+    mixed = [group for group in seen if len(group) > 1 and OFFLOADED in group]
+    assert bool(mixed) is beside
+    assert not crew.at_work
+
+
+class Slow(ReplayExecutor):
+    """A table that takes a moment; it keeps when which candidate was measured.
+
+    Args:
+        fails: raises for the trial of this number.
+    """
+
+    def __init__(self, landscape: Landscape, fails: int | None = None, seconds: float = 0.01) -> None:
+        super().__init__(landscape, 0)
+        self.measured: list[tuple[float, float, Candidate]] = []
+        self.opened = self.closed = 0
+        self._fails, self._seconds = fails, seconds
+
+    def open(self, say: Callable[[str], None]) -> None:
+        self.opened += 1
+
+    def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
+        session, executor = super().session(candidate, name, patience), self
+        measure = session.measure
+
+        def slowly(candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
+            if executor._fails == len(executor.measured):
+                raise UserError("the job fails by itself")
+            began = time.monotonic()
+            time.sleep(executor._seconds)
+            outcome = measure(candidate, effort, deadline_seconds)
+            if not effort.certify and not effort.resume:
+                executor.measured.append((began, time.monotonic(), candidate))
+            return outcome
+
+        session.measure = slowly  # type: ignore[method-assign]
+        return session
+
+
+def search(
+    landscape: Landscape, executors: list[Slow], crew: Crew | None = None, **options: object
+) -> tuple[SearchSummary, StudyStore]:
+    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
+    store = StudyStore.in_memory(job, hardware, space)
+    candidates = sorted(landscape.rows, key=str)
+    proposer = Proposer(candidates, space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
+    first, *beside = executors
+    tuner = Tuner(
+        store,
+        first,
+        proposer,
+        space,
+        hardware,
+        budget_seconds=1800,
+        beside=beside,
+        crew=crew,
+        **options,  # type: ignore[arg-type]
+    )
+    return tuner.run(), store
+
+
+def test_workers_repeat_nothing_and_find_what_one_finds(landscape: Landscape) -> None:
+    executors = [Slow(landscape) for _ in range(3)]
+    result, store = search(landscape, executors)
+    searched = [record.candidate for record in store.records() if record.role == SEARCH]
+    assert len(searched) == len(set(searched)), "nothing is repeated"
+    assert sorted(map(str, searched)) == sorted(str(one) for e in executors for _, _, one in e.measured), "nor lost"
+    assert all(executor.measured for executor in executors)
+    assert [executor.opened for executor in executors] == [0, 1, 1], "the first is open already"
+    assert result.verified
+    assert result.winner is not None
+    assert landscape.best_step_seconds / landscape.seconds_per_sample(result.winner.candidate) > 0.95
+    spans = sorted((began, ended, one) for e in executors for began, ended, one in e.measured)
+    together = [(a, b) for (_, ended, a), (began, _, b) in itertools.pairwise(spans) if began < ended]
+    assert together, "they measure at once"
+    assert not [pair for pair in together if any(map(host_bound, pair))]
+
+
+def test_a_number_of_trials_is_everybodys(landscape: Landscape) -> None:
+    result, store = search(landscape, [Slow(landscape) for _ in range(4)], max_trials=7)
+    assert sum(record.role == SEARCH for record in store.records()) == 7
+    assert result.ended == "--max-trials 7 reached"
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_that_fails_stops_them_all(which: int, landscape: Landscape) -> None:
+    executors = [Slow(landscape, 2 if which == number else None) for number in range(2)]
+    crew = Crew()
+    with pytest.raises(UserError, match="the job fails by itself"):
+        search(landscape, executors, crew)
+    assert crew.failed
+    assert not crew.at_work
+
+
+def test_what_runs_elsewhere_is_not_handed_out(landscape: Landscape) -> None:
+    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
+    candidates = sorted(landscape.rows, key=str)
+    proposer = Proposer(candidates, space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
+    running: list[Candidate] = []
+    while (proposal := proposer.next()) is not None and len(running) < 5:
+        running.append(proposal.candidate)
+        proposer.keep_back(running)
+    assert len({kind_of(candidate) for candidate in running}) == 5, "what is like it comes later"
+    assert set(proposer.open) == set(candidates), "and all may still be tried"
+    # where only what is like it is left, that is handed out
+    only = [candidate for candidate in candidates if candidate.family == running[0].family]
+    few = Proposer(only, space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
+    first = few.next()
+    assert first is not None
+    few.keep_back([first.candidate])
+    second = few.next()
+    assert second is not None
+    assert second.candidate != first.candidate
+    few.keep_back(only)
+    assert few.next() is None
+    few.keep_back([])
+    assert few.next() is not None
+
+
+def test_with_nobody_beside_it_nothing_is_kept_back(landscape: Landscape) -> None:
+    one, store = search(landscape, [Slow(landscape, seconds=0.0)])
+    assert one.verified
+    assert all(r.outcome and r.outcome.kind in (Kind.OK, Kind.OOM_DEVICE) for r in store.records())

@@ -1,0 +1,233 @@
+"""Several tuners of one study: who lives, who has which trial, and what becomes of that of one who died."""
+
+import dataclasses
+import multiprocessing
+import os
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from autotune.executors.base import Effort
+from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, load_landscape
+from autotune.predict.predictor import Predictor
+from autotune.predict.trace import trace_job
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import detect
+from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.space_file import load_space
+from autotune.search import tuners
+from autotune.search.lock import hold_a_place
+from autotune.search.proposer import Proposer
+from autotune.search.records import FOUND_RUNNING, SEARCH, VERIFY
+from autotune.search.study import StudyStore
+from autotune.search.tuner import SearchSummary, Tuner
+from autotune.search.tuners import Tuners, host_of, lives_here, name_of_this
+from autotune.units import MIB
+from tests.conftest import make_candidate, make_job, wait_until
+
+TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
+SPACE = load_space("cpu_demo")
+OK = Outcome(Kind.OK, measurement=Measurement(1.0, 0.1, 3, 8.0, 256.0, 100 * MIB))
+ELSEWHERE = "worker-2/12345678-1/77-1234/abcdef"  # a tuner on another machine
+
+
+@pytest.fixture
+def quick_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuners, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(tuners, "LEASE_SECONDS", 0.5)
+
+
+def opened(url: str, folder: Path) -> StudyStore:
+    store, _ = StudyStore.create_or_resume("s", url, folder, make_job(), detect("cpu", 2), SPACE)
+    store.share(print)
+    return store
+
+
+def test_a_tuner_has_a_name_of_its_own() -> None:
+    name = name_of_this()
+    assert lives_here(name)
+    assert name != name_of_this()
+    assert host_of(ELSEWHERE) == "worker-2"
+    assert lives_here(ELSEWHERE) is None
+    assert lives_here("nonsense") is None
+
+
+def test_a_process_of_this_machine_that_has_ended_is_known_at_once() -> None:
+    ours, theirs = multiprocessing.get_context("fork").Pipe()
+    process = multiprocessing.get_context("fork").Process(target=lambda: theirs.send(name_of_this()))
+    process.start()
+    name = ours.recv()
+    process.join()
+    assert lives_here(name) is False
+    again = name.replace(f"/{process.pid}-", f"/{os.getpid()}-")  # its id was given to another
+    assert lives_here(again) is False
+
+
+def test_of_two_that_want_the_same_one_has_it(shared_url: str, tmp_path: Path) -> None:
+    stores = [opened(shared_url, tmp_path) for _ in range(3)]
+    try:
+        for round in range(4):
+            candidate = make_candidate(round % 4, 1 + round)
+            with ThreadPoolExecutor(3) as pool:
+                numbers = list(pool.map(lambda store, c=candidate: store.claim(c, SPACE, SEARCH), stores))
+            won = [store for store, number in zip(stores, numbers, strict=True) if number is not None]
+            assert len(won) == 1, numbers
+            (number,) = (number for number in numbers if number is not None)
+            won[0].finish(number, OK)
+            late = next(store for store in stores if store is not won[0])
+            assert late.claim(candidate, SPACE, SEARCH) is None, "it was measured meanwhile"
+            assert late.claim(candidate, SPACE, VERIFY, known=[number]) is not None, "another role is another trial"
+        assert len([record for record in stores[0].records() if record.role == SEARCH]) == 4, "claims leave nothing"
+    finally:
+        for store in stores:
+            store.leave()
+
+
+@pytest.mark.usefixtures("quick_leases")
+def test_the_trial_of_one_who_died_goes_back(shared_url: str, tmp_path: Path) -> None:
+    mine, theirs = opened(shared_url, tmp_path), opened(shared_url, tmp_path)
+    try:
+        theirs.tuners.leave()
+        theirs.tuners.me = ELSEWHERE
+        theirs.tuners._beat()
+        number = theirs.claim(make_candidate(0), SPACE, SEARCH)
+        assert number is not None
+        assert mine.claim(make_candidate(0), SPACE, SEARCH) is None
+        ended, running = mine.news([])
+        assert not ended
+        assert [(record.number, record.tuner) for record in running] == [(number, ELSEWHERE)]
+        wait_until(lambda: mine.news([])[0], "the lease's end", 20)
+        (record,), running = mine.news([])
+        assert not running
+        assert record.outcome is not None
+        assert (record.outcome.kind, record.outcome.evidence) == (Kind.INTERRUPTED, FOUND_RUNNING)
+        again = mine.claim(make_candidate(0), SPACE, SEARCH, known=[number])
+        assert again is not None, "it is tried again"
+        mine.finish(again, OK)
+        theirs.finish(number, OK)  # it was but cut off: what it has measured is kept
+        assert Counter(r.outcome.kind for r in mine.records() if r.outcome) == {Kind.OK: 2, Kind.INTERRUPTED: 1}
+    finally:
+        mine.leave()
+        theirs.leave()
+
+
+@pytest.mark.usefixtures("quick_leases")
+def test_who_lives_keeps_its_trial(shared_url: str, tmp_path: Path) -> None:
+    mine, theirs = opened(shared_url, tmp_path), opened(shared_url, tmp_path)
+    try:
+        number = theirs.claim(make_candidate(0), SPACE, SEARCH)
+        beats = theirs.tuners._beats
+        wait_until(lambda: theirs.tuners._beats > beats + 20, "twice a lease", 60)
+        assert mine.close_interrupted() == 0
+        assert mine.tuners.others() == [theirs.tuners.me]
+        theirs.leave()
+        wait_until(lambda: mine.tuners.is_gone(theirs.tuners.me), "its farewell", 20)
+        assert mine.close_interrupted() == 1
+        assert number is not None
+    finally:
+        mine.leave()
+
+
+def test_who_was_stopped_for_long_takes_nobody_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, _ = StudyStore.create_or_resume(
+        "s", f"sqlite:///{tmp_path}/study.db", tmp_path, make_job(), detect("cpu", 2), SPACE
+    )
+    mine = Tuners(store.study)
+    store.study.set_user_attr(f"tuner {ELSEWHERE}", 7)
+    mine._thread = threading.current_thread()  # it shares
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    mine._look()
+    now[0] += 10 * tuners.LEASE_SECONDS  # nothing ran here meanwhile
+    mine._look()
+    assert not mine.is_gone(ELSEWHERE)
+    for _ in range(int(tuners.LEASE_SECONDS / tuners.BEAT_SECONDS)):
+        now[0] += tuners.BEAT_SECONDS
+        mine._look()
+    assert mine.is_gone(ELSEWHERE)
+    store.study.set_user_attr(f"tuner {ELSEWHERE}", 8)
+    mine._look()
+    assert not mine.is_gone(ELSEWHERE), "it is back"
+
+
+def test_several_that_begin_at_once_make_one_study(shared_url: str, tmp_path: Path) -> None:
+    def make(seq_len: int) -> bool:
+        job = dataclasses.replace(make_job(), seq_len=seq_len)
+        return StudyStore.create_or_resume("s", shared_url, tmp_path, job, detect("cpu", 2), SPACE)[1]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(pool.map(make, [64] * 4)) == [False, True, True, True]
+
+
+def test_each_has_a_place_of_its_own(tmp_path: Path) -> None:
+    first, held = hold_a_place(tmp_path, "s")
+    second, other = hold_a_place(tmp_path, "s")
+    assert (first, second) == (tmp_path, tmp_path / "tuner-2")
+    held.release()
+    third, again = hold_a_place(tmp_path, "s")
+    assert third == tmp_path
+    for one in (other, again):
+        one.release()
+
+
+class Slow(ReplayExecutor):
+    """A table that takes a moment, so that two tuners are at work at once. It counts what it measured."""
+
+    def __init__(self, landscape: Landscape, seed: int) -> None:
+        super().__init__(landscape, seed)
+        self.searched: list[Candidate] = []
+
+    def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
+        session, executor = super().session(candidate, name, patience), self
+        measure = session.measure
+
+        def slowly(candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
+            time.sleep(0.02)
+            if not effort.certify and not effort.resume:
+                executor.searched.append(candidate)
+            return measure(candidate, effort, deadline_seconds)
+
+        session.measure = slowly  # type: ignore[method-assign]
+        return session
+
+
+def tune(url: str, folder: Path, landscape: Landscape, seed: int, trials: int | None) -> tuple[SearchSummary, Slow]:
+    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
+    store, _ = StudyStore.create_or_resume("s", url, folder, job, hardware, space)
+    executor = Slow(landscape, seed)
+    proposer = Proposer(
+        sorted(landscape.rows, key=str), space, job, hardware, seed, Predictor(job, hardware, trace_job(job))
+    )
+    store.share(print)
+    try:
+        store.close_interrupted()
+        tuner = Tuner(store, executor, proposer, space, hardware, budget_seconds=900, max_trials=trials)
+        return tuner.run(), executor
+    finally:
+        store.leave()
+
+
+@pytest.mark.slow
+def test_two_tuners_repeat_nothing_and_find_one_winner(shared_url: str, tmp_path: Path) -> None:
+    landscape = load_landscape(TABLE)
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(tune, shared_url, tmp_path, landscape, seed, 6) for seed in range(2)]
+        (first, one), (second, other) = (each.result() for each in both)
+    store = StudyStore.load("s", shared_url)
+    records = store.records()
+    assert all(record.outcome is not None for record in records), "nothing is left open"
+    searched = [record.candidate for record in records if record.role == SEARCH]
+    assert sorted(map(str, searched)) == sorted(map(str, [*one.searched, *other.searched])), "nothing is lost"
+    assert len(searched) == len(set(searched)), "nothing is repeated"
+    assert one.searched
+    assert other.searched
+    assert first.verified
+    assert second.verified
+    assert store.winner is not None
+    verified = {r.candidate: r for r in records if r.role == VERIFY and r.outcome and r.outcome.measurement}
+    assert store.winner.candidate in verified
+    assert len(store.calls()) == 2
