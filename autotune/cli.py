@@ -231,8 +231,7 @@ def plan(
 
     if html is not None:
         check_out(html)
-    named = [*dict.fromkeys([*([gpu] if gpu else []), *compare.split(",")])] if compare else [gpu]
-    made = plans(request, named, say)
+    made = plans(request, [*dict.fromkeys(filter(None, [gpu, *compare.split(",")]))] if compare else [gpu], say)
     if html is not None:
         from autotune.commands.report import write_plan
 
