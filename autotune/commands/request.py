@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from autotune.commands.global_batch import FREE, parse_global_batch
-from autotune.commands.nodes import Nodes
+from autotune.commands.nodes import SCHEDULERS, Nodes
 from autotune.commands.plan_hardware import planned_hardware, roomy
 from autotune.commands.precision import precision_of
 from autotune.commands.setup import LaunchSetup, PlanSetup, Setup
@@ -61,6 +61,7 @@ class Request:
     tolerance: str = "1%"
     exhaustive: bool = False
     executor: str = "local"
+    ray_address: str | None = None
     script: list[str] = field(default_factory=list)  # what was typed after `--`
     maps: list[str] = field(default_factory=list)
     worst_case: bool = False
@@ -240,8 +241,8 @@ def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
         headroom = parse_share(request.headroom) if request.headroom else 0.0
         rows = sorted(landscape.rows, key=str)
         return _Tuned(landscape.job(), landscape.hardware(headroom), landscape.space(), rows, landscape=landscape)
-    if request.executor not in ("local", "slurm"):
-        raise UserError(f"--executor {request.executor}: expected local, slurm or replay:TABLE")
+    if request.executor not in ("local", *SCHEDULERS):
+        raise UserError(f"--executor {request.executor}: expected local, slurm, ray or replay:TABLE")
     if request.script:
         typed = typed_command(request.script, request.maps, request.worst_case, request.ds_config)
         request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed))

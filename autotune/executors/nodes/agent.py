@@ -23,7 +23,7 @@ from typing import Any
 
 from autotune.errors import Stopped, UserError
 from autotune.executors.nodes.survey import survey
-from autotune.executors.nodes.talk import BEAT_SECONDS, GREETING, PROTOCOL, SILENT_SECONDS
+from autotune.executors.nodes.talk import BEAT_SECONDS, GREETING, PROTOCOL, SILENT_SECONDS, own_stream
 from autotune.executors.ops import Ops
 from autotune.executors.scratch import scratch_folder
 from autotune.executors.station import Needs, Station
@@ -290,21 +290,9 @@ def _ended_by_signals(agent: Agent) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def own_stream() -> Stream:
-    """This process's standard input and output, which nobody else writes to or reads from then on."""
-    reads, writes = os.dup(0), os.dup(1)
-    for descriptor in (reads, writes):
-        os.set_inheritable(descriptor, False)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(2, 1)  # whatever prints, prints to standard error
-    os.close(null)
-    return Stream(reads, writes, SILENT_SECONDS)
-
-
 def main() -> None:
     """The command `autotune agent`."""
-    stream = own_stream()
+    stream = own_stream(SILENT_SECONDS)
     adopt_orphans()
     agent = Agent(stream)
     with _ended_by_signals(agent), contextlib.closing(stream):

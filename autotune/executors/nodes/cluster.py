@@ -85,6 +85,7 @@ class Node:
     host: Host
     wire: Wire
     hardware: Hardware | None = None
+    survey: Message = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -127,7 +128,8 @@ class Cluster:
         try:
             self.nodes = [Node(host, self._start(host)) for host in self.hosts]
             self._greet(self.nodes)
-            return self._compare(self._survey(self.nodes))
+            self._survey(self.nodes)
+            return self._compare()
         except BaseException:
             self.close()
             raise
@@ -150,7 +152,7 @@ class Cluster:
                 raise UserError(self.transport.complaint(node.name, failure)) from None
         check_alike([node.name for node in nodes], [node.wire.greeting for node in nodes], __version__, PROTOCOL)
 
-    def _survey(self, nodes: list[Node]) -> list[Message]:
+    def _survey(self, nodes: list[Node]) -> None:
         wishes, asked = self.wishes, []
         for node in nodes:
             env = sent_variables(os.environ, wishes.variables) | self._devices(node.host)
@@ -160,19 +162,16 @@ class Cluster:
             ranks = {"python": other_python(), "cwd": str(Path.cwd())}
             number = node.wire.begin("survey", env=env, memory_cap_bytes=cap, **ranks, **what)
             asked.append((node, number))
-        surveys = []
         for node, number in asked:
-            survey = self._finish(node, number, _SURVEY_SECONDS)
-            node.hardware = Hardware.from_json(survey["hardware"])
-            surveys.append(survey)
-        return surveys
+            node.survey = self._finish(node, number, _SURVEY_SECONDS)
+            node.hardware = Hardware.from_json(node.survey["hardware"])
 
     @staticmethod
     def _devices(host: Host) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))} if host.chosen else {}
 
-    def _compare(self, surveys: list[Message]) -> Hardware:
-        names = [node.name for node in self.nodes]
+    def _compare(self) -> Hardware:
+        names, surveys = [node.name for node in self.nodes], [node.survey for node in self.nodes]
         ours = {package: current().version(package) for package in COMPARED}
         check_versions_and_clocks(names, surveys, ours, [survey["came"] for survey in surveys])
         self._meeting = meeting(names, surveys, self.wishes.interface)
@@ -284,12 +283,22 @@ class Cluster:
             self.say(f"node {node.name} is back")
 
     def _again(self, node: Node) -> None:
+        before, met = node.survey["hostname"], self._meeting
         node.wire.close()
         node.wire = self._start(node.host)
         self._greet([node])
         self._survey([node])
-        self._open([node])
-        self._load([node], self._names)
+        if all(one.wire is node.wire or not one.wire.down for one in self.nodes):
+            self._compare()  # a scheduler may have put another machine in its place
+        if node.survey["hostname"] != before:
+            self.say(f"in place of node {node.name} ({before}) there is {node.survey['hostname']} now")
+        if self._meeting == met:
+            self._open([node])
+            self._load([node], self._names)
+        else:  # the others are told where they meet, too
+            up = [one for one in self.nodes if not one.wire.down]
+            self._open(up)
+            self._load(up, self._names)
 
     def all_see(self, path: Path) -> bool:
         """Whether every node has this path: a file system that all share."""
