@@ -67,6 +67,10 @@ NodeCount = Annotated[
 RayAddress = Annotated[
     Text, option("Of the cluster, with --executor ray: HOST:PORT; default: $RAY_ADDRESS, or the one of this machine.")
 ]
+Sync = Annotated[
+    bool,
+    option("Send this package and the script's folder to machines that have them not in the same place.", "--sync"),
+]
 Interface = Annotated[Text, option("Network interface by which the machines reach each other; default: found out.")]
 Exports = Annotated[
     list[str] | None, option("A variable of yours that the machines are told too; repeatable.", "--export")

@@ -12,14 +12,18 @@ from pathlib import Path
 from typing import Protocol
 
 from autotune.errors import UserError
+from autotune.executors.nodes.boot import preamble
 from autotune.executors.nodes.cluster import Cluster, Wishes
 from autotune.executors.nodes.hostfile import Host, evenly, read_hostfile
+from autotune.executors.nodes.parcel import Parcel, parcel_of
 from autotune.executors.nodes.ray_nodes import RayNodes, ray_address
 from autotune.executors.nodes.slurm import JOB, Srun, allocated_hosts, check_time_left, in_allocation
-from autotune.executors.nodes.transports import Ssh, Transport
+from autotune.executors.nodes.transports import PACKAGE, Ssh, Transport
 from autotune.problem.hardware import Hardware
+from autotune.problem.job import Script
 from autotune.units import parse_duration
 
+Placing = Callable[[int | None, int | None, str], Sequence[Host]]  # of nodes, of devices on each, and of which device
 SCHEDULERS = ("slurm", "ray")  # executors that have nodes of their own
 
 
@@ -32,18 +36,43 @@ class Nodes:
         count: how many nodes to use; None: whatever `place` makes of it.
     """
 
-    place: Callable[[int | None, int | None, str], Sequence[Host]]
+    place: Placing
     transport: Transport
     folder: Path
     say: Callable[[str], None]
     count: int | None = None
     interface: str | None = None
     variables: tuple[str, ...] = ()
+    sync: bool = False
+    lasting: bool = False  # see `Wishes`
+    folders: tuple[Path, ...] = ()  # of scripts that lie elsewhere than where they are called
     cluster: Cluster | None = None
 
     def also_send(self, variables: Iterable[str]) -> None:
         """Has nodes be told these variables of this process, too: a typed command sets them."""
         self.variables = tuple(dict.fromkeys([*self.variables, *variables]))
+
+    def also_sync(self, script: Script) -> None:
+        """Has the folder of a script's file be sent, too, where it lies elsewhere than where it is called.
+
+        Raises:
+            UserError: its name only leads there from here.
+        """
+        file = Path(os.path.normpath(Path(script.cwd) / script.target))
+        if not self.sync or script.is_module or script.program is not None or file.is_relative_to(script.cwd):
+            return
+        if not Path(script.target).is_absolute():
+            raise UserError(
+                f"--sync: {script.target} lies outside of {script.cwd}, which is sent: call autotune from a folder that has it "
+                "below, or name it by its full path"
+            )
+        self.folders = (file.parent,)
+
+    def _parcels(self, path: str) -> tuple[Parcel, ...]:
+        if not (self.sync and path):
+            return ()
+        here = Path(path)
+        return tuple(parcel_of(one) for one in (here, *(two for two in self.folders if not two.is_relative_to(here))))
 
     def reach(
         self, device: str, per_node: int | None, memory_cap_bytes: int | None, headroom: float, path: str
@@ -57,8 +86,10 @@ class Nodes:
         Raises:
             UserError: one cannot be reached, lacks something, or is not like the others.
         """
+        sent = (self._parcels(path), preamble(PACKAGE) if self.sync else b"", self.lasting)
         hosts = self.place(self.count, per_node, device)
-        wishes = Wishes(device, headroom, memory_cap_bytes, path, self.interface, self.variables)
+        about = (device, headroom, memory_cap_bytes, path, self.interface, self.variables)
+        wishes = Wishes(*about, *sent)
         self.cluster = Cluster(hosts, self.transport, wishes, self.folder, say=self.say)
         return self.cluster.reach()
 
@@ -75,6 +106,7 @@ class Named(Protocol):
     nodes: int | None
     interface: str | None
     exports: list[str]
+    sync: bool
 
 
 @contextmanager
@@ -96,18 +128,22 @@ def named_nodes(named: Named, say: Callable[[str], None], budget: str | None = N
     with ExitStack() as kept:
         kept.callback(shutil.rmtree, folder, ignore_errors=True)
         transport: Transport
+        place: Placing
         if named.executor == "ray":
-            transport = kept.enter_context(closing(RayNodes(ray_address(named.ray_address), folder, say)))
+            transport = kept.enter_context(
+                closing(RayNodes(ray_address(named.ray_address), folder, say, sync=named.sync))
+            )
             place = transport.place
         elif named.executor == "slurm":
-            place, transport = _evenly(*_allocated(named.gpus)), Srun(os.environ[JOB])
+            place, transport = _evenly(*_allocated(named.gpus)), Srun(os.environ[JOB], sync=named.sync)
             if budget is not None:
                 check_time_left(parse_duration(budget))
         else:
             assert named.hostfile is not None
             hosts = read_hostfile(named.hostfile, named.include, named.exclude)
-            place, transport = _evenly(hosts, str(named.hostfile)), Ssh()
-        made = Nodes(place, transport, folder, say, named.nodes, named.interface, tuple(named.exports))
+            place, transport = _evenly(hosts, str(named.hostfile)), Ssh(sync=named.sync)
+        asked = (named.nodes, named.interface, tuple(named.exports), named.sync)
+        made = Nodes(place, transport, folder, say, *asked)
         try:
             yield made
         finally:
@@ -122,13 +158,14 @@ def _refuse_strays(named: Named, scheduled: bool) -> None:
     if scheduled and named.hostfile is not None:
         raise UserError(f"--executor {named.executor} brings its own nodes: leave --hostfile out")
     filters = {"--include": named.include, "--exclude": named.exclude}
-    for option, given in filters.items() if scheduled else ():
-        if given:
+    for option, filtered in filters.items() if scheduled else ():
+        if filtered:
             raise UserError(f"{option} filters a hostfile: leave it out with --executor {named.executor}")
     if named.hostfile is None and not scheduled:
-        others = {"--nodes": named.nodes, "--interface": named.interface, "--export": named.exports}
+        others: dict[str, object] = {"--nodes": named.nodes, "--interface": named.interface}
+        others |= {"--export": named.exports or None, "--sync": named.sync or None}
         for option, given in {**filters, **others}.items():
-            if given is not None and given != []:
+            if given is not None:
                 raise UserError(
                     f"{option} is about several machines: give --hostfile FILE too (or --executor slurm or ray), or leave "
                     f"{option} out"
@@ -142,5 +179,5 @@ def _allocated(gpus: int | None) -> tuple[list[Host], str]:
     return allocated_hosts(gpus), f"allocation {os.environ[JOB]}"
 
 
-def _evenly(hosts: list[Host], said: str) -> Callable[[int | None, int | None, str], Sequence[Host]]:
+def _evenly(hosts: list[Host], said: str) -> Placing:
     return lambda nodes, per_node, device: evenly(hosts, nodes, per_node, said)

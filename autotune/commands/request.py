@@ -85,6 +85,7 @@ class Request:
     include: str | None = None
     exclude: str | None = None
     interface: str | None = None  # by which nodes reach each other
+    sync: bool = False
     exports: list[str] = field(default_factory=list)  # variables that nodes are sent beside the usual ones
     no_gallery: bool = False
     runs: Path = Path("runs")
@@ -184,6 +185,8 @@ def launch_setup(request: Request, nodes: Nodes | None = None) -> LaunchSetup:
     script = typed.script
     if nodes is not None:
         nodes.also_send(typed.variables)
+        nodes.also_sync(script)
+        nodes.lasting = True
     if request.max_restarts < 0:
         raise UserError(f"--max-restarts {request.max_restarts}: expected 0 or more")
     silent_seconds = parse_duration(request.hang_timeout)
@@ -248,6 +251,7 @@ def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
         request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed))
         if nodes is not None:
             nodes.also_send(typed.variables)
+            nodes.also_sync(typed.script)
     hardware = _machine(request, nodes)
     space = _space(request, hardware)
     if request.script:

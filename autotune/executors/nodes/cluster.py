@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import os
 import time
@@ -13,6 +14,7 @@ from autotune.errors import MachineTrouble, Stopped, UserError
 from autotune.executors.nodes.compare import check_alike, check_versions_and_clocks, combined
 from autotune.executors.nodes.hostfile import Host
 from autotune.executors.nodes.network import INTERFACE_VARIABLES, Meeting, meeting
+from autotune.executors.nodes.parcel import CHUNK_BYTES, Parcel
 from autotune.executors.nodes.remote import RemoteSquad
 from autotune.executors.nodes.talk import PROTOCOL
 from autotune.executors.nodes.transports import GREETING_SECONDS, Transport
@@ -68,6 +70,9 @@ class Wishes:
         path: what must be there on each: the script's folder; empty where there is no script.
         interface: by which they reach each other; None: found out.
         variables: of the user's own, sent beside `SENT`.
+        parcels: folders to send to nodes that have them not in the same place.
+        preamble: what a transport that syncs sends each node first, see `boot.py`.
+        lasting: whether what ranks write into sent folders is meant to last: a training's.
     """
 
     device: str = "auto"
@@ -76,6 +81,9 @@ class Wishes:
     path: str = ""
     interface: str | None = None
     variables: tuple[str, ...] = ()
+    parcels: tuple[Parcel, ...] = ()
+    preamble: bytes = b""
+    lasting: bool = False
 
 
 @dataclass
@@ -138,7 +146,7 @@ class Cluster:
         log = self.folder / f"{host.name.replace('/', '_')}.log"
         log.unlink(missing_ok=True)
         try:
-            return Wire(host.name, self.transport.command(host.name), log)
+            return Wire(host.name, self.transport.command(host.name), log, self.wishes.preamble)
         except OSError as error:
             raise UserError(
                 f"node {host.name}: {self.transport.command(host.name)[0]} cannot be run ({error.strerror})"
@@ -155,6 +163,9 @@ class Cluster:
     def _survey(self, nodes: list[Node]) -> None:
         wishes, asked = self.wishes, []
         for node in nodes:
+            for parcel in wishes.parcels:
+                self._send(node, parcel)
+        for node in nodes:
             env = sent_variables(os.environ, wishes.variables) | self._devices(node.host)
             count = len(node.host.slots)
             what = {"device": wishes.device, "count": count, "headroom": wishes.headroom, "path": wishes.path}
@@ -165,6 +176,17 @@ class Cluster:
         for node, number in asked:
             node.survey = self._finish(node, number, _SURVEY_SECONDS)
             node.hardware = Hardware.from_json(node.survey["hardware"])
+
+    def _send(self, node: Node, parcel: Parcel) -> None:
+        """Has a folder on the node, there already or sent."""
+        about = {"manifest": parcel.manifest, "lasting": self.wishes.lasting}
+        if self._finish(node, node.wire.begin("compare", **about), _SURVEY_SECONDS)["there"]:
+            return
+        data = parcel.archive
+        for at in range(0, len(data), CHUNK_BYTES):
+            node.wire.tell("part", data=base64.b64encode(data[at : at + CHUNK_BYTES]).decode())
+        answer = self._finish(node, node.wire.begin("unpack", **about), _SURVEY_SECONDS)
+        self.say(f"sent to {node.name}, into {answer['folder']}: {parcel}")
 
     @staticmethod
     def _devices(host: Host) -> dict[str, str]:

@@ -16,6 +16,7 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,17 @@ from autotune.units import MIB, format_bytes
 MOST_BYTES = 256 * MIB  # code and its configs; what is larger is data, and belongs where all nodes see it
 CHUNK_BYTES = 256 * 1024  # of a line: a slow link must carry one within the silence that both sides bear
 # What no training reads: histories, environments, caches, and what studies and trackers have written.
-LEFT_OUT = frozenset(
-    (".git", ".hg", ".svn", "__pycache__", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".tox", ".nox")
-    + (".ipynb_checkpoints", ".venv", "venv", "runs", "wandb", "mlruns")
-)
+LEFT_OUT = (
+    ".git",
+    ".hg",
+    ".svn",
+    "__pycache__",
+    "node_modules",
+    ".mypy_cache",
+    ".ruff_cache",
+    ".pytest_cache",
+    ".tox",
+) + (*(".nox", ".ipynb_checkpoints", ".venv", "venv"), *("runs", "wandb", "mlruns"))
 _ENVIRONMENT = "pyvenv.cfg"  # a folder that has one is a virtual environment, whatever its name
 _LARGEST_NAMED = 3
 
@@ -43,7 +51,7 @@ class Parcel:
     folder: Path
     files: Manifest = field(default_factory=dict)
     links: Manifest = field(default_factory=dict)
-    bytes: int = 0
+    size_bytes: int = 0
     left_out: list[str] = field(default_factory=list)
 
     @property
@@ -52,10 +60,11 @@ class Parcel:
 
     def __str__(self) -> str:
         out = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
-        return f"{len(self.files)} files of {self.folder} ({format_bytes(self.bytes)}){out}"
+        return f"{len(self.files)} files of {self.folder} ({format_bytes(self.size_bytes)}){out}"
 
-    def packed(self) -> bytes:
-        """All of it as one compressed archive."""
+    @cached_property
+    def archive(self) -> bytes:
+        """All of it, compressed."""
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=3) as archive:
             for name in self.files:
@@ -78,11 +87,11 @@ def parcel_of(folder: Path, most_bytes: int = MOST_BYTES) -> Parcel:
         elif stat.S_ISREG(about.st_mode):
             found.append((path, name))
             sizes[name] = about.st_size
-    made.bytes = sum(sizes.values())
-    if made.bytes > most_bytes:
+    made.size_bytes = sum(sizes.values())
+    if made.size_bytes > most_bytes:
         raise UserError(
-            f"--sync: {folder} has {format_bytes(made.bytes)} ({_largest(sizes)}), and at most {format_bytes(most_bytes)} are sent: "
-            "keep data where all nodes see it, or call autotune from a folder of code alone"
+            f"--sync: {folder} has {format_bytes(made.size_bytes)} ({_largest(sizes)}), and at most "
+            f"{format_bytes(most_bytes)} are sent: keep data where all nodes see it, or call autotune from a folder of code alone"
         )
     for path, name in found:
         try:
@@ -203,7 +212,8 @@ class Moved:
         """A text in which every mention of an old place is one of the new."""
         for old, new in self.places.items():
             if old in text:
-                text = re.sub(rf"(?<![^=:,;'\"\s\[]){re.escape(old)}(?=$|[/:,;'\"\s\]])", lambda _, new=new: new, text)
+                pattern = rf"(?<![^=:,;'\"\s\[]){re.escape(old)}(?=$|[/:,;'\"\s\]])"
+                text = new.join(re.split(pattern, text))
         return text
 
     def all_of(self, value: Any) -> Any:

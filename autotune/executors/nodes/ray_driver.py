@@ -1,9 +1,9 @@
-"""The driver of a Ray job that holds the nodes and carries the agents' streams; run as `python -m autotune.executors.nodes.ray_driver`.
+"""The driver of a Ray job that holds the nodes and carries the agents' streams.
 
-It is a process of its own because Ray ends a driver whose head node is lost, threads and all, and a tuner has more to do then. It
-is told over standard input what to place, answers over standard output (`ray_nodes.py`), and gives each `ray_relay.py` that comes
-to its socket an actor in a bundle, which starts an agent as a process and carries its pipes. When standard input ends, so does
-the job, with every actor of it; an agent ends with its pipes.
+Run as `python -m autotune.executors.nodes.ray_driver`. It is a process of its own because Ray ends a driver whose head node is
+lost, threads and all, and a tuner has more to do then. It is told over standard input what to place, answers over standard output
+(`ray_nodes.py`), and gives each `ray_relay.py` that comes to its socket an actor in a bundle, which starts an agent as a process
+and carries its pipes. When standard input ends, so does the job, with every actor of it; an agent ends with its pipes.
 """
 
 from __future__ import annotations
@@ -116,11 +116,12 @@ class Driver:
         self._bundle = bundle
         strategy = "STRICT_SPREAD" if count > 1 else "STRICT_PACK"
         self._group = placement_group([bundle] * count, strategy=strategy)
-        if not self._group.wait(self._ask.get("seconds", _PLACE_SECONDS)):
+        seconds = float(self._ask.get("seconds", _PLACE_SECONDS))
+        if not self._group.wait(seconds):
             free = ray.available_resources()
             left = ", ".join(f"{free.get(what, 0):g} {what}" for what in ("GPU", "CPU") if what in bundle)
             raise Refused(
-                f"{count} x {in_words(bundle)} cannot be had within {_PLACE_SECONDS:.0f} s: others hold them; the cluster has "
+                f"{count} x {in_words(bundle)} cannot be had within {seconds:.0f} s: others hold them; the cluster has "
                 f"{described(alive)}, of which {left} in all are free now: wait for them, or ask for less (--nodes, --gpus)"
             )
         at = placement_group_table(self._group)["bundles_to_node_id"]
@@ -220,15 +221,21 @@ def connect(address: str) -> None:
             socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
         except OSError as error:
             why = error.strerror or str(error)
-            raise Refused(f"no Ray at {address} ({why}): give HOST:PORT as `ray status` says it, or start Ray there") from None
+            raise Refused(
+                f"no Ray at {address} ({why}): give HOST:PORT as `ray status` says it, or start Ray there"
+            ) from None
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=False)
     except Exception as error:
         text = " ".join(str(error).split())
         if "Version mismatch" in text:
-            raise Refused(f"the cluster has another version than this machine: {text.partition('Version mismatch: ')[2]}") from None
+            raise Refused(
+                f"the cluster has another version than this machine: {text.partition('Version mismatch: ')[2]}"
+            ) from None
         if isinstance(error, ConnectionError) or "Could not find" in text:
-            raise Refused(f"no Ray at {address} ({text[:200]}): start it on this machine (`ray start`), or give --ray-address") from None
+            raise Refused(
+                f"no Ray at {address} ({text[:200]}): start it on this machine (`ray start`), or give --ray-address"
+            ) from None
         raise Refused(f"Ray at {address} cannot be joined ({text[:300]})") from None
 
 
@@ -274,9 +281,13 @@ def described(nodes: list[dict[str, Any]]) -> str:
     kinds: dict[str, int] = {}
     for node in nodes:
         found = node["Resources"]
-        what = " and ".join(f"{found[one]:g} {one}" for one in ("GPU", "CPU") if found.get(one)) or "neither GPU nor CPU"
+        what = (
+            " and ".join(f"{found[one]:g} {one}" for one in ("GPU", "CPU") if found.get(one)) or "neither GPU nor CPU"
+        )
         kinds[what] = kinds.get(what, 0) + 1
-    return ", ".join(f"{count} node{'s' if count > 1 else ''} with {what}" for what, count in kinds.items()) or "no node"
+    return (
+        ", ".join(f"{count} node{'s' if count > 1 else ''} with {what}" for what, count in kinds.items()) or "no node"
+    )
 
 
 def names_of(nodes: list[dict[str, Any]]) -> dict[str, str]:
@@ -292,7 +303,9 @@ def names_of(nodes: list[dict[str, Any]]) -> dict[str, str]:
 def plainly(error: Exception) -> str:
     """An error of Ray's in one line, without the ids that begin it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if not line.startswith(("class_name", "actor_id", "pid", "namespace", "ip", "name"))]
+    telling = [
+        line for line in lines if not line.startswith(("class_name", "actor_id", "pid", "namespace", "ip", "name"))
+    ]
     return f"{type(error).__name__}: {' '.join(telling)[:400]}"
 
 

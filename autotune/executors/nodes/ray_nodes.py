@@ -69,6 +69,7 @@ class RayNodes:
     say: Callable[[str], None] = lambda text: None
     python: str = sys.executable
     package: Path = PACKAGE
+    sync: bool = False
     place_seconds: float | None = None
     _ask: Message = field(default_factory=dict)
     _names: list[str] = field(default_factory=list)
@@ -91,9 +92,7 @@ class RayNodes:
         self._names = [str(node["name"]) for node in placed]
         count = per_node or placed[0]["gpus"]
         if not count:
-            raise UserError(
-                "Ray's nodes have no GPUs: --device cpu --gpus N says how many CPU ranks each node has"
-            )
+            raise UserError("Ray's nodes have no GPUs: --device cpu --gpus N says how many CPU ranks each node has")
         return [Host(name, tuple(range(count))) for name in self._names]
 
     def _place(self) -> list[dict[str, Any]]:
@@ -114,7 +113,7 @@ class RayNodes:
         assert self._driver.stdout is not None
         stream = Stream(self._driver.stdout.fileno(), self._driver.stdin.fileno(), SILENT_SECONDS)
         seconds = {} if self.place_seconds is None else {"seconds": self.place_seconds}
-        command = agent_words(self.python, self.package)
+        command = agent_words(self.python, self.package, sync=self.sync)
         where = {"address": self.address, "socket": str(self._socket), "command": command}
         stream.send("place", **self._ask, **where, **seconds)
         answer = stream.receive(_PLACE_SECONDS + (self.place_seconds or 0.0))

@@ -38,7 +38,7 @@ def survey(*, device: str, count: int, headroom: float, memory_cap_bytes: int | 
     """
     hardware = detect(device, count, memory_cap_bytes=memory_cap_bytes, headroom=headroom)
     if path and not Path(path).exists():
-        raise UserError(f"no {path} there; expected what is trained in the same place on every node")
+        raise UserError(f"no {path} there; expected what is trained in the same place on every node, or --sync")
     for folder in (Path(tempfile.gettempdir()), cache_root()):
         _check_writable(folder)
     held = [f"{gpu} is in use by autotune ({who})" for gpu in hardware.gpus if (who := holder_of(gpu))]

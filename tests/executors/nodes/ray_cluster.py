@@ -40,18 +40,25 @@ class Ray:
         where = ["--head", f"--port={self.address.rpartition(':')[2]}", "--include-dashboard=false"]
         words = [sys.executable, *_START, *(where if number == 0 else [f"--address={self.address}"])]
         words += [f"--num-cpus={min(number, 1)}", "--num-gpus=0", f"--node-name=ray{number}", "--min-worker-port=0"]
-        words += ["--max-worker-port=0", f"--temp-dir={self.folder / 'ray'}"] if number == 0 else ["--max-worker-port=0"]
+        words += (
+            ["--max-worker-port=0", f"--temp-dir={self.folder / 'ray'}"] if number == 0 else ["--max-worker-port=0"]
+        )
         ip = self.ips[number]
         words += [f"--node-ip-address={ip}"]
         if self.spaces and number:
             words = ["ip", "netns", "exec", self.spaces[number], *words]
-        env = {**os.environ, "RAY_memory_monitor_refresh_ms": "0", "OMP_NUM_THREADS": "1", "RAY_DISABLE_IMPORT_WARNING": "1"}
+        env = {
+            **os.environ,
+            "RAY_memory_monitor_refresh_ms": "0",
+            "OMP_NUM_THREADS": "1",
+            "RAY_DISABLE_IMPORT_WARNING": "1",
+        }
         with (self.folder / f"ray{number}.log").open("ab") as out:
             self.raylets[number : number + 1] = [
-                subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+                subprocess.Popen(
+                    words, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+                )
             ]
-
-
 
     def kill(self, number: int) -> None:
         """Kills a raylet as a machine that dies would: with all that Ray runs there."""
@@ -85,7 +92,7 @@ class Ray:
 
 
 @contextmanager
-def made_ray(folder: Path, nodes: int = 2) -> Iterator[Ray]:
+def made_ray(nodes: int = 2) -> Iterator[Ray]:
     """A Ray for as long as the `with` lasts."""
     networks = _Networks()
     own = networks.make(nodes)
