@@ -62,7 +62,12 @@ Hostfile = Annotated[
 Include = Annotated[Text, option("Hosts of it to use: worker-1@worker-2:0,1, as DeepSpeed's launcher takes them.")]
 Exclude = Annotated[Text, option("Hosts or slots of it to leave out.")]
 NodeCount = Annotated[
-    int | None, option("Machines: of the hostfile the first so many, of Slurm or Ray so many.", "--nodes")
+    int | None,
+    option(
+        "Machines: of the hostfile the first so many, of Slurm or Ray so many; for run with neither: tune this one as a slice "
+        "of so many like it.",
+        "--nodes",
+    ),
 ]
 RayAddress = Annotated[
     Text, option("Of the cluster, with --executor ray: HOST:PORT; default: $RAY_ADDRESS, or the one of this machine.")

@@ -114,13 +114,14 @@ def named_nodes(named: Named, say: Callable[[str], None], budget: str | None = N
     """The nodes that are named, none of them reached yet; at the end each agent is ended. None: this machine is meant.
 
     Args:
-        budget: as typed: so long an allocation must last.
+        budget: as typed: so long an allocation must last; None: nothing is measured, so that this machine cannot stand for
+            several.
 
     Raises:
         UserError: the hostfile or a filter is wrong, or an option needs a hostfile.
     """
     scheduled = named.executor in SCHEDULERS
-    _refuse_strays(named, scheduled)
+    _refuse_strays(named, scheduled, budget is not None)
     if named.hostfile is None and not scheduled:
         yield None
         return
@@ -151,8 +152,8 @@ def named_nodes(named: Named, say: Callable[[str], None], budget: str | None = N
                 made.cluster.close()
 
 
-def _refuse_strays(named: Named, scheduled: bool) -> None:
-    """Raises UserError for options that have no meaning beside the others."""
+def _refuse_strays(named: Named, scheduled: bool, slices: bool) -> None:
+    """Raises UserError for options that have no meaning beside the others; whether `--nodes` alone means a slice."""
     if named.ray_address is not None and named.executor != "ray":
         raise UserError("--ray-address is of --executor ray: give that too, or leave --ray-address out")
     if scheduled and named.hostfile is not None:
@@ -162,7 +163,7 @@ def _refuse_strays(named: Named, scheduled: bool) -> None:
         if filtered:
             raise UserError(f"{option} filters a hostfile: leave it out with --executor {named.executor}")
     if named.hostfile is None and not scheduled:
-        others: dict[str, object] = {"--nodes": named.nodes, "--interface": named.interface}
+        others: dict[str, object] = {"--nodes": None if slices else named.nodes, "--interface": named.interface}
         others |= {"--export": named.exports or None, "--sync": named.sync or None}
         for option, given in {**filters, **others}.items():
             if given is not None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from autotune.commands.global_batch import FREE, parse_global_batch
 from autotune.commands.nodes import SCHEDULERS, Nodes
-from autotune.commands.plan_hardware import planned_hardware, roomy
+from autotune.commands.plan_hardware import planned_hardware, roomy, slice_of
 from autotune.commands.precision import precision_of
 from autotune.commands.setup import LaunchSetup, PlanSetup, Setup
 from autotune.commands.study_names import study_folder, study_name
@@ -272,7 +272,8 @@ def _machine(request: Request, nodes: Nodes | None = None) -> Hardware:
     if nodes is not None:
         path = str(Path.cwd()) if request.script or request.workload else ""
         return roomy(nodes.reach(request.device, request.gpus, cap, headroom, path))
-    return roomy(detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom))
+    found = detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom)
+    return roomy(slice_of(request.nodes, found) if request.nodes is not None else found)
 
 
 def _space(request: Request, hardware: Hardware) -> SearchSpace:

@@ -26,7 +26,7 @@ from autotune.units import MIB, format_bytes
 MOST_BYTES = 256 * MIB  # code and its configs; what is larger is data, and belongs where all nodes see it
 CHUNK_BYTES = 256 * 1024  # of a line: a slow link must carry one within the silence that both sides bear
 # What no training reads: histories, environments, caches, and what studies and trackers have written.
-LEFT_OUT = (
+_TOOLS = (
     ".git",
     ".hg",
     ".svn",
@@ -36,7 +36,9 @@ LEFT_OUT = (
     ".ruff_cache",
     ".pytest_cache",
     ".tox",
-) + (*(".nox", ".ipynb_checkpoints", ".venv", "venv"), *("runs", "wandb", "mlruns"))
+    ".nox",
+)
+LEFT_OUT = (*_TOOLS, ".ipynb_checkpoints", ".venv", "venv", "runs", "wandb", "mlruns")
 _ENVIRONMENT = "pyvenv.cfg"  # a folder that has one is a virtual environment, whatever its name
 _LARGEST_NAMED = 3
 

@@ -1,5 +1,6 @@
 """`--sync`: what of a folder is sent, that nothing of the user's is written over, and that what was sent goes again."""
 
+import json
 import os
 import shutil
 import signal
@@ -231,7 +232,19 @@ def test_package_and_script_are_sent_to_hosts_that_have_neither(hosts: Hosts) ->
     shutil.copytree(ROOT / "autotune", package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "search_spaces", package / "search_spaces")
     folder.mkdir()
-    shutil.copy(SCRIPTS / "plain.py", folder / "train.py")
+    shutil.copy(SCRIPTS / "trainer.py", folder / "train.py")
+    auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto")
+    (folder / "ds.json").write_text(json.dumps({**auto, "zero_optimization": {"stage": 1}}))
+    script = [
+        str(folder / "train.py"),
+        "--deepspeed",
+        str(folder / "ds.json"),
+        "--output_dir",
+        "out",
+        "--max_steps",
+        "20",
+    ]
+    script += ["--per_device_train_batch_size", "2", "--use_cpu", "--report_to", "none", "--save_strategy", "no"]
     words = [
         "run",
         "--hostfile",
@@ -248,7 +261,7 @@ def test_package_and_script_are_sent_to_hosts_that_have_neither(hosts: Hosts) ->
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
 
     def call(*more: str) -> subprocess.CompletedProcess[str]:
-        everything = [sys.executable, str(package), *words, *more, "--", str(folder / "train.py")]
+        everything = [sys.executable, str(package), *words, *more, "--", *script]
         return subprocess.run(everything, cwd=folder, capture_output=True, text=True, timeout=400, env=env)
 
     refused = call()
@@ -257,6 +270,6 @@ def test_package_and_script_are_sent_to_hosts_that_have_neither(hosts: Hosts) ->
     assert "--sync" in refused.stderr
     done = call("--sync")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"1 files of {folder}" in done.stdout
+    assert f"2 files of {folder}" in done.stdout
     assert (folder / "runs" / "sent" / "sent.json").exists()
     wait_until(lambda: not list(Path(tempfile.gettempdir()).glob("autotune-agent-*/sent")), "an end of what was sent")
