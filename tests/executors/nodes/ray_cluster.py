@@ -20,7 +20,17 @@ import psutil
 
 from tests.executors.nodes.hosts import _free_port, _Networks, _runs
 
-WHY_NOT = "" if importlib.util.find_spec("ray") else "no ray in this environment: `make cluster-tests` installs it"
+# Ray's packages, where they lie in a folder of their own: only processes of tests of Ray are to find them.
+PACKAGES = Path(__file__).parents[3] / ".venv-ray"
+_APART = (PACKAGES / "ray").is_dir()
+WHY_NOT = "" if _APART or importlib.util.find_spec("ray") else "no ray here: `make cluster-tests` installs it"
+
+
+def with_ray() -> str:
+    """A PYTHONPATH by which other processes find it."""
+    return os.pathsep.join(filter(None, [str(PACKAGES) if _APART else "", os.environ.get("PYTHONPATH", "")]))
+
+
 _START = ["-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--object-store-memory=80000000"]
 
 
@@ -49,6 +59,7 @@ class Ray:
             words = ["ip", "netns", "exec", self.spaces[number], *words]
         env = {
             **os.environ,
+            "PYTHONPATH": with_ray(),
             "RAY_memory_monitor_refresh_ms": "0",
             "OMP_NUM_THREADS": "1",
             "RAY_DISABLE_IMPORT_WARNING": "1",
