@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from autotune.commands.slurm import batch_script, options_of
+from autotune.commands.slurm import _follow, batch_script, limit_seconds, options_of
 from autotune.errors import UserError
 from autotune.executors.nodes import slurm
 from autotune.executors.nodes.cluster import Cluster, Wishes
@@ -58,6 +58,38 @@ def test_what_sbatch_is_told() -> None:
 def test_options_that_are_none(text: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         options_of(nodes=1, gpus=None, device="auto", **{**NONE, "more": [text]})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("3", 180),
+        ("1:30", 90),
+        ("2:00:00", 7200),
+        ("1-2", 93600),
+        ("1-2:3", 93780),
+        ("1-2:3:4", 93784),
+        ("0", 0),
+        *((none, None) for none in ("soon", "", "1:2:3:4", "-1", "1-", "infinite")),
+    ],
+)
+def test_time_limits_are_slurms(text: str, seconds: float | None) -> None:
+    assert limit_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("limit", ["1", "2", "1:30", "0-0:2"])
+def test_a_time_limit_in_which_nothing_can_be_done(limit: str) -> None:
+    with pytest.raises(
+        UserError, match=f"--time {limit}: Slurm warns 90 s before the end, .*: give at least 3 minutes"
+    ):
+        options_of(nodes=1, gpus=None, device="auto", **{**NONE, "time": limit})  # type: ignore[arg-type]
+
+
+def test_a_job_that_was_ended_before_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = tmp_path / "code"
+    code.write_text("143\n")
+    with pytest.raises(UserError, match="job 7 was told to end before it had begun: give it a longer --time"):
+        _follow("7", tmp_path / "log", code, pytest.fail)
 
 
 def test_the_batch_script_passes_the_warning_on_and_keeps_the_code(
