@@ -234,7 +234,7 @@ class _Tuned(NamedTuple):
 
 def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
     kind, _, table = request.executor.partition(":")
-    if nodes is not None and kind == "replay":
+    if kind == "replay" and (nodes is not None or request.nodes is not None):
         raise UserError("--executor replay reads a table: leave the nodes out")
     if kind == "replay" and table:
         landscape = load_landscape(Path(table))

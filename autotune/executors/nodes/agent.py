@@ -128,12 +128,10 @@ class Agent:
         squad = self.squad
         if squad is None:
             return
-        for rank, message in squad.hear():
-            self._tell("said", rank=rank, message=message)
+        self._pass_on_heard(squad)
         for rank, status in squad.statuses().items():
             if rank not in self._told:
-                for speaker, message in squad.hear():  # its last words
-                    self._tell("said", rank=speaker, message=message)
+                self._pass_on_heard(squad)  # its last words
                 self._told[rank] = status
                 self._tell("exited", rank=rank, status=status)
         if squad.hung_up and not self._hung_up:
@@ -259,7 +257,7 @@ class Agent:
 
     def on_pass_on(self, *, what: str, fields: dict[str, Any]) -> None:
         if self.squad is not None:
-            self.squad.tell(what, **fields)
+            self.squad.tell(what, **self._moved.all_of(fields))
 
     def on_look_anew(self) -> None:
         if self.squad is not None:
@@ -302,13 +300,14 @@ class Agent:
     def _end_squad(self, *, done: bool) -> None:
         squad, self.squad = self.squad, None
         if squad is not None:
-            self._pass_on_last(squad)
+            self._pass_on_heard(squad)
             squad.tell("stop")
             squad.end(done=done)
 
-    def _pass_on_last(self, squad: LocalSquad) -> None:
+    def _pass_on_heard(self, squad: LocalSquad) -> None:
+        back = self._moved.back
         for rank, message in squad.hear():
-            self._tell("said", rank=rank, message=message)
+            self._tell("said", rank=rank, message=back.all_of(message))
 
     def close(self) -> None:
         """Ends all that was started."""

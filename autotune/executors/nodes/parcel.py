@@ -206,9 +206,15 @@ def clear(manifest: Mapping[str, Any], folder: Path) -> int:
 
 @dataclass
 class Moved:
-    """Where folders of the tuner's machine lie on this one."""
+    """Where folders of the tuner's machine lie on this one. The tuner itself hears of the old places only, which are the same
+    for the ranks of all machines."""
 
     places: dict[str, str] = field(default_factory=dict)  # old place -> new one
+
+    @property
+    def back(self) -> Moved:
+        """The same the other way round."""
+        return Moved({new: old for old, new in self.places.items()})
 
     def path(self, text: str) -> str:
         """A text in which every mention of an old place is one of the new."""
@@ -225,7 +231,7 @@ class Moved:
         if isinstance(value, str):
             return self.path(value)
         if isinstance(value, Mapping):
-            return {key: self.all_of(one) for key, one in value.items()}
+            return {self.all_of(key): self.all_of(one) for key, one in value.items()}
         if isinstance(value, Sequence):
             return [self.all_of(one) for one in value]
         return value

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from autotune.executors.nodes.hostfile import Host
 from autotune.executors.nodes.parcel import Moved, clear, is_there, parcel_of, unpack
 from autotune.executors.nodes.transports import PACKAGE
 from autotune.executors.nodes.wire import NotGreeted, Wire
+from autotune.files import cache_root
 from tests.conftest import SCRIPTS, wait_until
 from tests.executors.nodes.hosts import HIDDEN, Hosts
 
@@ -133,6 +135,10 @@ def test_mentions_of_the_old_place() -> None:
         "none": None,
     }
     assert moved.path("/home/u/proj/src:/x:/home/u/proj") == "/tmp/a/proj-1/src:/x:/tmp/a/proj-1"
+    assert moved.all_of({"/home/u/proj/out": {"/home/u/proj/out/a": 1}}) == {
+        "/tmp/a/proj-1/out": {"/tmp/a/proj-1/out/a": 1}
+    }
+    assert moved.back.all_of(moved.all_of(spec)) == spec
     assert moved.path("/data/home/u/proj/x") == "/data/home/u/proj/x"
 
 
@@ -273,3 +279,19 @@ def test_package_and_script_are_sent_to_hosts_that_have_neither(hosts: Hosts) ->
     assert f"2 files of {folder}" in done.stdout
     assert (folder / "runs" / "sent" / "sent.json").exists()
     wait_until(lambda: not list(Path(tempfile.gettempdir()).glob("autotune-agent-*/sent")), "an end of what was sent")
+    script[script.index("no")] = "steps"
+    words = ["launch", "sent", "--hostfile", str(hosts.hostfile()), "--sync", "--", *script, "--save_steps", "10"]
+    kept = [cache_root() / "sent" / name for name in ("node1", "node2") if not (cache_root() / "sent" / name).exists()]
+    try:
+        trained = subprocess.run(
+            [sys.executable, str(package), *words], cwd=folder, capture_output=True, text=True, timeout=400, env=env
+        )
+        assert trained.returncode == 0, trained.stderr
+        assert re.search(r"autotune: \d+ files that the training wrote are left in \S+ on node1", trained.stderr), (
+            trained.stderr
+        )
+        (saved,) = (cache_root() / "sent" / "node1").glob("proj-*/out/checkpoint-20")
+        assert not list(saved.parents[1].glob("*.py")), "what was sent is gone"
+    finally:
+        for place in kept:
+            shutil.rmtree(place, ignore_errors=True)
