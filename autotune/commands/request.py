@@ -272,8 +272,7 @@ def _machine(request: Request, nodes: Nodes | None = None) -> Hardware:
     if nodes is not None:
         path = str(Path.cwd()) if request.script or request.workload else ""
         return roomy(nodes.reach(request.device, request.gpus, cap, headroom, path))
-    found = detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom)
-    return roomy(slice_of(request.nodes, found) if request.nodes is not None else found)
+    return roomy(slice_of(request.nodes, detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom)))
 
 
 def _space(request: Request, hardware: Hardware) -> SearchSpace:

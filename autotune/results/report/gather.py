@@ -252,8 +252,7 @@ def _checks(winner: Record, records: Sequence[Record], hardware: Hardware, job: 
     elif not resumed[-1].ok:
         lines.append(f"Whether it goes on from a checkpoint is not known: {resumed[-1].reason[:MOST_TEXT]}")
     if measured.predicted_seconds is not None:
-        line = slice_line(measured, hardware)
-        lines.append(f"{line[0].upper()}{line[1:]}.")
+        lines.append(f"{slice_line(measured, hardware).capitalize()}.")
     if measured.extrapolated:
         lines.append("Its step is extrapolated from a shortened accumulation.")
     lines += [f"It {line}." for line in lossy_settings(winner.candidate, job)]
