@@ -45,8 +45,10 @@ def test_ranks_of_a_slice_allocate_what_ranks_of_all_would(bench: Bench, stage: 
         )
         live.append(outcome.measurement.live_tensor_bytes)
     both, one, of_eight = live
+    bucket_bytes = 4 * 500_000  # gloo keeps hold of what it sent last
     for phase in both:
-        assert one[phase] == pytest.approx(both[phase], rel=0.02), phase
+        assert 0.98 * both[phase] - bucket_bytes < one[phase] < 1.02 * both[phase], phase
+    assert one["init"] == pytest.approx(both["init"], rel=0.01)
     if stage == 0:
         assert of_eight["step"] == pytest.approx(one["step"], rel=0.02)
     else:

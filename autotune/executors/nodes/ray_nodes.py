@@ -87,6 +87,9 @@ class RayNodes:
         Raises:
             UserError: Ray has not such nodes, or is not there; in one line.
         """
+        for option, asked in (("--nodes", nodes), ("--gpus", per_node)):
+            if asked is not None and asked < 1:
+                raise UserError(f"{option} {asked}: expected at least 1")
         self._ask = {"nodes": nodes, "per_node": per_node, "device": device}
         placed = self._place()
         self._names = [str(node["name"]) for node in placed]

@@ -126,6 +126,14 @@ def test_where_the_address_comes_from_and_a_python_without_ray(monkeypatch: pyte
         ray_address(None, {})
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"), [((0, 1), "--nodes 0: expected at least 1"), ((1, -2), "--gpus -2: expected")]
+)
+def test_counts_that_make_no_sense(tmp_path: Path, asked: tuple[int, int], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        RayNodes("auto", tmp_path).place(*asked, "cpu")
+
+
 def test_a_relay_carries_both_ways_and_has_the_agents_exit_status(tmp_path: Path) -> None:
     door = socket.socket(socket.AF_UNIX)
     door.bind(str(tmp_path / "s"))
