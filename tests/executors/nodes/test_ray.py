@@ -17,9 +17,11 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.executors.nodes import ray_driver, ray_nodes
+from autotune.executors.nodes.boot import preamble
 from autotune.executors.nodes.cluster import Cluster, Wishes
 from autotune.executors.nodes.ray_driver import Refused, bundle_of, described, names_of
 from autotune.executors.nodes.ray_nodes import RayNodes, ray_address
+from autotune.executors.nodes.transports import PACKAGE
 from autotune.executors.nodes.wire import NotGreeted
 from autotune.executors.station import Needs
 from autotune.group.gauge import Meter
@@ -203,11 +205,13 @@ def group_of(cluster: Cluster, hardware: object) -> Group:
 
 @pytest.mark.slow
 def test_nodes_that_are_lost_come_back(real: Ray, tmp_path: Path) -> None:
-    """A raylet that is killed, and then the driver: each is the machine's, and the next group has all nodes."""
+    """A raylet that is killed, and then the driver: each is the machine's, and the next group has all nodes. The package is sent
+    (`--sync`)."""
     said: list[str] = []
-    with closing(RayNodes(real.address, tmp_path, said.append)) as nodes:
+    sent = Wishes("cpu", preamble=preamble(PACKAGE, Path("/nowhere/autotune")))
+    with closing(RayNodes(real.address, tmp_path, said.append, sync=True)) as nodes:
         hosts = nodes.place(2, 1, "cpu")
-        cluster = Cluster(hosts, nodes, Wishes("cpu"), tmp_path / "nodes", say=said.append)
+        cluster = Cluster(hosts, nodes, sent, tmp_path / "nodes", say=said.append)
         with closing(cluster):
             hardware = cluster.reach()
             assert (hardware.count, hardware.nodes) == (2, 2)

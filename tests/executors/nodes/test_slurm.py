@@ -15,8 +15,10 @@ import pytest
 from autotune.commands.slurm import _follow, batch_script, limit_seconds, options_of
 from autotune.errors import UserError
 from autotune.executors.nodes import slurm
+from autotune.executors.nodes.boot import preamble
 from autotune.executors.nodes.cluster import Cluster, Wishes
 from autotune.executors.nodes.slurm import Srun, allocated_hosts, check_time_left, in_allocation
+from autotune.executors.nodes.transports import PACKAGE
 from autotune.executors.nodes.wire import NotGreeted
 from autotune.executors.station import Needs
 from autotune.group.gauge import Meter
@@ -28,6 +30,7 @@ from tests.conftest import wait_until
 from tests.executors.nodes.slurm_cluster import WHY_NOT, Slurm, made_slurm
 
 HOUR = 3600.0
+SENT = Wishes("cpu", preamble=preamble(PACKAGE, Path("/nowhere/autotune")))  # to nodes that have not the package
 NONE = {"partition": None, "account": None, "time": None, "more": []}
 
 
@@ -169,12 +172,12 @@ def real(_slurm_of_this_worker: Slurm, monkeypatch: pytest.MonkeyPatch) -> Slurm
 
 @pytest.mark.slow
 def test_agents_of_an_allocation(real: Slurm, tmp_path: Path) -> None:
-    """A step that is killed is a lost node, which comes back; at the end nothing is left."""
+    """A step that is killed is a lost node, which comes back; at the end nothing is left. The package is sent (`--sync`)."""
     with real.allocation() as job:
         hosts = allocated_hosts(1, job)
         assert [host.name for host in hosts] == ["n1", "n2"]
         said: list[str] = []
-        cluster = Cluster(hosts, Srun(job["SLURM_JOB_ID"]), Wishes("cpu"), tmp_path, say=said.append)
+        cluster = Cluster(hosts, Srun(job["SLURM_JOB_ID"], sync=True), SENT, tmp_path, say=said.append)
         with closing(cluster):
             hardware = cluster.reach()
             assert (hardware.count, hardware.nodes) == (2, 2)
