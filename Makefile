@@ -61,13 +61,19 @@ $(OLD)/.installed: pyproject.toml environments/oldest.txt
 	$(OLD)/bin/python -m pip install -q --no-build-isolation --no-deps -e .
 	touch $@
 
-# Several machines: real sshd's in network namespaces, a Slurm of two nodes, and a PostgreSQL for several tuners.
+# Several machines: real sshd's in network namespaces, a Slurm of two nodes, a PostgreSQL for several tuners, and a Ray of two, whose
+# packages lie in a folder of their own: they are 200 MB, and no other test is to find them.
 CLUSTER_PACKAGES := openssh-client openssh-server iproute2 slurm-wlm munge postgresql
-cluster-tests: setup
+RAY := .venv-ray
+cluster-tests: setup $(RAY)/.installed
 	for tool in sshd ssh ip slurmctld slurmd munged initdb; do PATH=$$PATH:/usr/sbin:$$(echo /usr/lib/postgresql/*/bin) command -v $$tool >/dev/null || missing=1; done; \
 	if [ -n "$$missing" ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $(CLUSTER_PACKAGES); fi
 	$(BIN)/python -m pytest -n 0 -rs tests/executors/nodes tests/search/test_servers.py tests/search/test_tuners.py \
 		tests/commands/test_several_tuners.py
+
+$(RAY)/.installed: constraints.txt $(VENV)/.installed
+	$(BIN)/python -m pip install -q --upgrade --target $(RAY) ray -c constraints.txt
+	touch $@
 
 lint: setup
 	$(BIN)/ruff check .

@@ -53,7 +53,7 @@ ParallelOffload = Annotated[
 Device = Annotated[str, option("auto, cuda or cpu.")]
 MemoryCap = Annotated[Text, option("What one rank may use, like 24GiB.")]
 Headroom = Annotated[Text, option("Share of the capacity to leave free; default 5%.")]
-Executor = Annotated[str, option("local, slurm, or replay:TABLE to search a recorded table.")]
+Executor = Annotated[str, option("local, slurm, ray, or replay:TABLE to search a recorded table.")]
 Python = Annotated[
     Text, option("Python of the environment that you train in; default: $AUTOTUNE_PYTHON, this one, or an active one.")
 ]
@@ -65,7 +65,21 @@ Hostfile = Annotated[
 ]
 Include = Annotated[Text, option("Hosts of it to use: worker-1@worker-2:0,1, as DeepSpeed's launcher takes them.")]
 Exclude = Annotated[Text, option("Hosts or slots of it to leave out.")]
-NodeCount = Annotated[int | None, option("Machines: of the hostfile the first so many, of Slurm so many.", "--nodes")]
+NodeCount = Annotated[
+    int | None,
+    option(
+        "Machines: of the hostfile the first so many, of Slurm or Ray so many; for run with neither: tune this one as a slice "
+        "of so many like it.",
+        "--nodes",
+    ),
+]
+RayAddress = Annotated[
+    Text, option("Of the cluster, with --executor ray: HOST:PORT; default: $RAY_ADDRESS, or the one of this machine.")
+]
+Sync = Annotated[
+    bool,
+    option("Send this package and the script's folder to machines that have them not in the same place.", "--sync"),
+]
 Interface = Annotated[Text, option("Network interface by which the machines reach each other; default: found out.")]
 Exports = Annotated[
     list[str] | None, option("A variable of yours that the machines are told too; repeatable.", "--export")

@@ -64,6 +64,8 @@ DEAR = {  # file: what its tests share, or None where each takes long by itself;
     "tests/executors/test_knobs.py": "bench",
     "tests/executors/nodes/test_ssh.py": "hosts",
     "tests/executors/nodes/test_slurm.py": "slurm",
+    "tests/executors/nodes/test_ray.py": "ray",
+    "tests/executors/test_slice.py": "bench",
     "tests/rank/test_tasks.py": "bench",
     "tests/rank/test_workload.py": "bench",
     "tests/predict/test_zero_live.py": "bench",

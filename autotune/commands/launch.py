@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
-from autotune.commands.nodes import Nodes, named_nodes
+from autotune.commands.nodes import SCHEDULERS, Nodes, named_nodes
 from autotune.commands.python import TRAINING, ranks_python
 from autotune.commands.remembered import remembered_python
 from autotune.commands.request import Request, launch_setup
@@ -50,6 +50,8 @@ def launch_training(request: Request, say: Callable[[str], None] = print) -> Lau
         UserError: bad input, or a study that is not of this script.
         NothingFits: no config is predicted to fit.
     """
+    if request.executor not in ("local", *SCHEDULERS):
+        raise UserError(f"--executor {request.executor}: expected local, slurm or ray")
     remembered = remembered_python(request)
     with ranks_python(request.python, say, needed=TRAINING, remembered=remembered), named_nodes(request, say) as nodes:
         return _launch(launch_setup(request, nodes), nodes, say)
@@ -94,7 +96,8 @@ def _machines(tuned: Hardware, memory_cap_bytes: int | None, nodes: Nodes | None
     if nodes is None:
         if tuned.nodes > 1:
             raise UserError(
-                f"it was tuned on {tuned.nodes} nodes with {tuned.per_node} devices each: give --hostfile FILE"
+                f"it was tuned on {tuned.nodes} nodes with {tuned.per_node} devices each: give --hostfile FILE, or "
+                "--executor slurm or ray"
             )
         return detect(tuned.device, tuned.count, memory_cap_bytes=memory_cap_bytes, headroom=tuned.headroom)
     if nodes.cluster is None:

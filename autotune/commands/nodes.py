@@ -1,4 +1,4 @@
-"""The nodes that a person has named, from a hostfile to machines that are reached and alike."""
+"""The nodes that a person has named, from a hostfile or a scheduler to machines that are reached and alike."""
 
 from __future__ import annotations
 
@@ -7,17 +7,24 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from autotune.errors import UserError
+from autotune.executors.nodes.boot import preamble
 from autotune.executors.nodes.cluster import Cluster, Wishes
 from autotune.executors.nodes.hostfile import Host, evenly, read_hostfile
+from autotune.executors.nodes.parcel import Parcel, parcel_of
+from autotune.executors.nodes.ray_nodes import RayNodes, ray_address
 from autotune.executors.nodes.slurm import JOB, Srun, allocated_hosts, check_time_left, in_allocation
-from autotune.executors.nodes.transports import Ssh, Transport
+from autotune.executors.nodes.transports import PACKAGE, Ssh, Transport
 from autotune.problem.hardware import Hardware
+from autotune.problem.job import Script
 from autotune.units import parse_duration
+
+Placing = Callable[[int | None, int | None, str], Sequence[Host]]  # of nodes, of devices on each, and of which device
+SCHEDULERS = ("slurm", "ray")  # executors that have nodes of their own
 
 
 @dataclasses.dataclass
@@ -25,24 +32,47 @@ class Nodes:
     """What was asked for, and from `reach` on the cluster that it is.
 
     Args:
-        hosts: all that may be used.
-        said: where they come from, for complaints.
-        count: how many of them to use; None: all.
+        place: the hosts to use, of a number of nodes, of devices on each (None: whatever there is), and a device.
+        count: how many nodes to use; None: whatever `place` makes of it.
     """
 
-    hosts: Sequence[Host]
-    said: str
+    place: Placing
     transport: Transport
     folder: Path
     say: Callable[[str], None]
     count: int | None = None
     interface: str | None = None
     variables: tuple[str, ...] = ()
+    sync: bool = False
+    lasting: bool = False  # see `Wishes`
+    folders: tuple[Path, ...] = ()  # of scripts that lie elsewhere than where they are called
     cluster: Cluster | None = None
 
     def also_send(self, variables: Iterable[str]) -> None:
         """Has nodes be told these variables of this process, too: a typed command sets them."""
         self.variables = tuple(dict.fromkeys([*self.variables, *variables]))
+
+    def also_sync(self, script: Script) -> None:
+        """Has the folder of a script's file be sent, too, where it lies elsewhere than where it is called.
+
+        Raises:
+            UserError: its name only leads there from here.
+        """
+        file = Path(os.path.normpath(Path(script.cwd) / script.target))
+        if not self.sync or script.is_module or script.program is not None or file.is_relative_to(script.cwd):
+            return
+        if not Path(script.target).is_absolute():
+            raise UserError(
+                f"--sync: {script.target} lies outside of {script.cwd}, which is sent: call autotune from a folder that has it "
+                "below, or name it by its full path"
+            )
+        self.folders = (file.parent,)
+
+    def _parcels(self, path: str) -> tuple[Parcel, ...]:
+        if not (self.sync and path):
+            return ()
+        here = Path(path)
+        return tuple(parcel_of(one) for one in (here, *(two for two in self.folders if not two.is_relative_to(here))))
 
     def reach(
         self, device: str, per_node: int | None, memory_cap_bytes: int | None, headroom: float, path: str
@@ -56,8 +86,10 @@ class Nodes:
         Raises:
             UserError: one cannot be reached, lacks something, or is not like the others.
         """
-        hosts = evenly(list(self.hosts), self.count, per_node, self.said)
-        wishes = Wishes(device, headroom, memory_cap_bytes, path, self.interface, self.variables)
+        sent = (self._parcels(path), preamble(PACKAGE) if self.sync else b"", self.lasting)
+        hosts = self.place(self.count, per_node, device)
+        about = (device, headroom, memory_cap_bytes, path, self.interface, self.variables)
+        wishes = Wishes(*about, *sent)
         self.cluster = Cluster(hosts, self.transport, wishes, self.folder, say=self.say)
         return self.cluster.reach()
 
@@ -66,6 +98,7 @@ class Named(Protocol):
     """What a person typed of nodes: fields of Request."""
 
     executor: str
+    ray_address: str | None
     gpus: int | None
     hostfile: Path | None
     include: str | None
@@ -73,16 +106,7 @@ class Named(Protocol):
     nodes: int | None
     interface: str | None
     exports: list[str]
-
-
-def _allocated(named: Named) -> tuple[list[Host], str]:
-    """The hosts of Slurm's allocation, and what to call them."""
-    if not in_allocation():
-        raise UserError("--executor slurm: this process is in no allocation; the command `autotune run` asks for one")
-    for option, given in (("--include", named.include), ("--exclude", named.exclude)):
-        if given:
-            raise UserError(f"{option} filters a hostfile: leave it out with --executor slurm")
-    return allocated_hosts(named.gpus), f"allocation {os.environ[JOB]}"
+    sync: bool
 
 
 @contextmanager
@@ -90,35 +114,71 @@ def named_nodes(named: Named, say: Callable[[str], None], budget: str | None = N
     """The nodes that are named, none of them reached yet; at the end each agent is ended. None: this machine is meant.
 
     Args:
-        budget: as typed: so long an allocation must last.
+        budget: as typed: so long an allocation must last; None: nothing is measured, so that this machine cannot stand for
+            several.
 
     Raises:
         UserError: the hostfile or a filter is wrong, or an option needs a hostfile.
     """
-    slurm = named.executor == "slurm"
-    if slurm and named.hostfile is not None:
-        raise UserError("--executor slurm takes the nodes of its allocation: leave --hostfile out")
-    if named.hostfile is None and not slurm:
-        options = {"--include": named.include, "--exclude": named.exclude, "--nodes": named.nodes}
-        for option, given in {**options, "--interface": named.interface, "--export": named.exports}.items():
-            if given is not None and given != []:
-                raise UserError(
-                    f"{option} is about several machines: give --hostfile FILE too (or --executor slurm), or leave {option} out"
-                )
+    scheduled = named.executor in SCHEDULERS
+    _refuse_strays(named, scheduled, budget is not None)
+    if named.hostfile is None and not scheduled:
         yield None
         return
-    transport: Transport = Ssh()
-    if named.hostfile is not None:
-        hosts, said = read_hostfile(named.hostfile, named.include, named.exclude), str(named.hostfile)
-    else:
-        hosts, said, transport = *_allocated(named), Srun(os.environ[JOB])
-        if budget is not None:
-            check_time_left(parse_duration(budget))
     folder = Path(tempfile.mkdtemp(prefix="autotune-nodes-"))
-    made = Nodes(hosts, said, transport, folder, say, named.nodes, named.interface, tuple(named.exports))
-    try:
-        yield made
-    finally:
-        if made.cluster is not None:
-            made.cluster.close()
-        shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as kept:
+        kept.callback(shutil.rmtree, folder, ignore_errors=True)
+        transport: Transport
+        place: Placing
+        if named.executor == "ray":
+            transport = kept.enter_context(
+                closing(RayNodes(ray_address(named.ray_address), folder, say, sync=named.sync))
+            )
+            place = transport.place
+        elif named.executor == "slurm":
+            place, transport = _evenly(*_allocated(named.gpus)), Srun(os.environ[JOB], sync=named.sync)
+            if budget is not None:
+                check_time_left(parse_duration(budget))
+        else:
+            assert named.hostfile is not None
+            hosts = read_hostfile(named.hostfile, named.include, named.exclude)
+            place, transport = _evenly(hosts, str(named.hostfile)), Ssh(sync=named.sync)
+        asked = (named.nodes, named.interface, tuple(named.exports), named.sync)
+        made = Nodes(place, transport, folder, say, *asked)
+        try:
+            yield made
+        finally:
+            if made.cluster is not None:
+                made.cluster.close()
+
+
+def _refuse_strays(named: Named, scheduled: bool, slices: bool) -> None:
+    """Raises UserError for options that have no meaning beside the others; whether `--nodes` alone means a slice."""
+    if named.ray_address is not None and named.executor != "ray":
+        raise UserError("--ray-address is of --executor ray: give that too, or leave --ray-address out")
+    if scheduled and named.hostfile is not None:
+        raise UserError(f"--executor {named.executor} brings its own nodes: leave --hostfile out")
+    filters = {"--include": named.include, "--exclude": named.exclude}
+    for option, filtered in filters.items() if scheduled else ():
+        if filtered:
+            raise UserError(f"{option} filters a hostfile: leave it out with --executor {named.executor}")
+    if named.hostfile is None and not scheduled:
+        others: dict[str, object] = {"--nodes": None if slices else named.nodes, "--interface": named.interface}
+        others |= {"--export": named.exports or None, "--sync": named.sync or None}
+        for option, given in {**filters, **others}.items():
+            if given is not None:
+                raise UserError(
+                    f"{option} is about several machines: give --hostfile FILE too (or --executor slurm or ray), or leave "
+                    f"{option} out"
+                )
+
+
+def _allocated(gpus: int | None) -> tuple[list[Host], str]:
+    """The hosts of Slurm's allocation, and what to call them."""
+    if not in_allocation():
+        raise UserError("--executor slurm: this process is in no allocation; the command `autotune run` asks for one")
+    return allocated_hosts(gpus), f"allocation {os.environ[JOB]}"
+
+
+def _evenly(hosts: list[Host], said: str) -> Placing:
+    return lambda nodes, per_node, device: evenly(hosts, nodes, per_node, said)

@@ -47,6 +47,19 @@ def planned_hardware(
     return roomy(dataclasses.replace(hardware, host_memory_bytes=host).capped(memory_cap_bytes))
 
 
+def slice_of(nodes: int | None, here: Hardware) -> Hardware:
+    """As many machines like this one, which stands for them all; None: this one itself.
+
+    Raises:
+        UserError: counts that make no sense.
+    """
+    if nodes is None:
+        return here
+    if nodes < 1 or nodes * here.count > MOST_GPUS:
+        raise UserError(f"--nodes {nodes}: expected between 1 and {MOST_GPUS // here.count} machines like this one")
+    return dataclasses.replace(here, count=nodes * here.count, nodes=nodes, sliced=nodes > 1)
+
+
 def roomy(hardware: Hardware) -> Hardware:
     """The hardware, if one of its GPUs has memory for more than what every process takes of it.
 

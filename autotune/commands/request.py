@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from autotune.commands.global_batch import FREE, parse_global_batch
-from autotune.commands.nodes import Nodes
-from autotune.commands.plan_hardware import planned_hardware, roomy
+from autotune.commands.nodes import SCHEDULERS, Nodes
+from autotune.commands.plan_hardware import planned_hardware, roomy, slice_of
 from autotune.commands.precision import precision_of
 from autotune.commands.seq_len import seq_len_of
 from autotune.commands.setup import LaunchSetup, PlanSetup, Setup
@@ -64,6 +64,7 @@ class Request:
     tolerance: str = "1%"
     exhaustive: bool = False
     executor: str = "local"
+    ray_address: str | None = None
     script: list[str] = field(default_factory=list)  # what was typed after `--`
     maps: list[str] = field(default_factory=list)
     worst_case: bool = False
@@ -87,6 +88,7 @@ class Request:
     include: str | None = None
     exclude: str | None = None
     interface: str | None = None  # by which nodes reach each other
+    sync: bool = False
     exports: list[str] = field(default_factory=list)  # variables that nodes are sent beside the usual ones
     no_gallery: bool = False
     runs: Path = Path("runs")
@@ -188,6 +190,8 @@ def launch_setup(request: Request, nodes: Nodes | None = None) -> LaunchSetup:
     script = typed.script
     if nodes is not None:
         nodes.also_send(typed.variables)
+        nodes.also_sync(script)
+        nodes.lasting = True
     if request.max_restarts < 0:
         raise UserError(f"--max-restarts {request.max_restarts}: expected 0 or more")
     silent_seconds = parse_duration(request.hang_timeout)
@@ -238,7 +242,7 @@ def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
     kind, _, table = request.executor.partition(":")
     if kind == "replay" and request.parallel != 1:
         raise UserError("--executor replay reads a table: leave --parallel out")
-    if nodes is not None and kind == "replay":
+    if kind == "replay" and (nodes is not None or request.nodes is not None):
         raise UserError("--executor replay reads a table: leave the nodes out")
     if kind == "replay" and table:
         landscape = load_landscape(Path(table))
@@ -248,13 +252,14 @@ def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
         headroom = parse_share(request.headroom) if request.headroom else 0.0
         rows = sorted(landscape.rows, key=str)
         return _Tuned(landscape.job(), landscape.hardware(headroom), landscape.space(), rows, landscape=landscape)
-    if request.executor not in ("local", "slurm"):
-        raise UserError(f"--executor {request.executor}: expected local, slurm or replay:TABLE")
+    if request.executor not in ("local", *SCHEDULERS):
+        raise UserError(f"--executor {request.executor}: expected local, slurm, ray or replay:TABLE")
     if request.script:
         typed = typed_command(request.script, request.maps, request.worst_case, request.ds_config)
         request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed))
         if nodes is not None:
             nodes.also_send(typed.variables)
+            nodes.also_sync(typed.script)
     places = _slots(request, nodes)
     hardware = places[0].hardware if places else _machine(request, nodes)
     space = _space(request, hardware)
@@ -277,6 +282,8 @@ def _slots(request: Request, nodes: Nodes | None) -> tuple[Slot, ...]:
         raise UserError(
             f"--parallel {request.parallel} is of one machine: leave it out, or call autotune on each machine with one --storage"
         )
+    if request.nodes is not None:
+        raise UserError(f"--parallel {request.parallel} is of jobs of this machine alone: leave it or --nodes out")
     cap = parse_bytes(request.memory_cap) if request.memory_cap else None
     headroom = parse_share(request.headroom or DEFAULT_HEADROOM)
     found = slots(request.parallel, request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom)
@@ -290,7 +297,7 @@ def _machine(request: Request, nodes: Nodes | None = None) -> Hardware:
     if nodes is not None:
         path = str(Path.cwd()) if request.script or request.workload else ""
         return roomy(nodes.reach(request.device, request.gpus, cap, headroom, path))
-    return roomy(detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom))
+    return roomy(slice_of(request.nodes, detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom)))
 
 
 def _space(request: Request, hardware: Hardware) -> SearchSpace:

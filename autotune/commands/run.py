@@ -27,6 +27,7 @@ from autotune.errors import NothingFits, UserError, one_line
 from autotune.executors.base import Executor
 from autotune.executors.local import LocalExecutor
 from autotune.executors.nodes.hostfile import hostfile_of, hostfile_text
+from autotune.executors.slice import Rest
 from autotune.files import write_atomically
 from autotune.group.locks import held_gpus
 from autotune.predict.predictor import Predictor
@@ -135,6 +136,11 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
                 probed = probe(local, setup.job.script, work, setup.budget_seconds / 2, observer.say)
                 setup = after_probe(setup, probed)
                 local.job = setup.job
+            if local is not None and setup.hardware.sliced:
+                local.completed = Rest(setup.job, setup.hardware).completed
+                if probed is not None and probed.baseline is not None:
+                    baseline = local.completed(own_candidate(probed.script), probed.baseline)
+                    probed = dataclasses.replace(probed, baseline=baseline)
             store = _open_study(setup, probed, observer)
             kept.callback(store.leave)
             predictor = Predictor(setup.job, setup.hardware)

@@ -23,6 +23,10 @@ from autotune.executors.nodes.transports import PACKAGE
 from autotune.files import write_atomically
 from autotune.search.servers import hide_password
 
+_LEAST_SECONDS = (
+    180  # of a time limit: the warning may come a minute early (sbatch(1), --signal), and there is nothing before it
+)
+_ENDED = 128 + signal.SIGTERM  # a shell's status of a command that SIGTERM has ended, since it could not yet take it
 GRACE_SECONDS = 90  # between Slurm's warning and the end: a trial is ended and recorded within a few
 _LOOK_SECONDS = 1.0
 _ASK_SECONDS = 5.0  # between questions to the controller
@@ -51,6 +55,11 @@ def options_of(
     Raises:
         UserError: one of these does not parse, or is one that is set here.
     """
+    if time and (limit := limit_seconds(time)) is not None and 0 < limit < _LEAST_SECONDS:
+        raise UserError(
+            f"--time {time}: Slurm warns {GRACE_SECONDS} s before the end, and up to a minute earlier: give at least "
+            f"{_LEAST_SECONDS // 60} minutes"
+        )
     found = [
         f"--nodes={nodes or 1}",
         "--ntasks-per-node=1",
@@ -88,6 +97,23 @@ def words_without_password(words: Sequence[str]) -> tuple[list[str], str | None]
         else:
             storage = value
     return kept, storage
+
+
+def limit_seconds(text: str) -> float | None:
+    """A time limit as sbatch takes it: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]. None for
+    what is none: Slurm says it itself."""
+    days, dash, clock = text.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdigit() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
+        return None
+    numbers = [int(part) for part in parts]
+    if dash:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
+    else:
+        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
+    return float(86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds)
 
 
 def submit(words: Sequence[str], options: Sequence[str], folder: Path, say: Callable[[str], None]) -> int:
@@ -158,7 +184,10 @@ def _follow(job: str, output: Path, code: Path, say: Callable[[str], None]) -> i
         shown = _show(output, shown, sys.stdout)
         if code.exists():
             _show(output, shown, sys.stdout)
-            return int(code.read_text().strip() or 1)
+            status = int(code.read_text().strip() or 1)
+            if status == _ENDED:
+                raise UserError(f"job {job} was told to end before it had begun: give it a longer --time, or try again")
+            return status
         if time.monotonic() > next_question:
             next_question = time.monotonic() + _ASK_SECONDS
             now, why = _state(job)

@@ -79,6 +79,9 @@ class LocalExecutor:
         self._first = list(candidates)
         self.say: Callable[[str], None] = lambda text: None
         self.show: Callable[[str], None] = lambda text: None  # what takes long, while it does
+        self.completed: Callable[[Candidate, Outcome], Outcome] = lambda candidate, found: (
+            found
+        )  # a slice's (`slice.py`)
         self.here = ground is None
         self.meter = make_meter(hardware) if ground is None else Meter()  # nodes have their own
         ops = Ops(lambda text: self.say(text), lambda text: self.show(text))
@@ -100,7 +103,7 @@ class LocalExecutor:
     @property
     def threads(self) -> int:
         """CPU threads a rank."""
-        return self.hardware.threads or threads_per_rank(self.job.ranks)
+        return self.hardware.threads or threads_per_rank(self.hardware.processes)
 
     def open(self, say: Callable[[str], None]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -139,7 +142,7 @@ class LocalExecutor:
             "env": {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")},
             "fault": self.fault("check"),
         }
-        check_group(self.launcher, self.hardware, spec, self.job.ranks, self.folder / "check", self.cancelled)
+        check_group(self.launcher, self.hardware, spec, self.hardware.processes, self.folder / "check", self.cancelled)
 
     def _start_cold(self, say: Callable[[str], None]) -> None:
         """From now on every rank is an interpreter of its own."""
@@ -156,7 +159,8 @@ class LocalExecutor:
 
     @property
     def resumes(self) -> bool:
-        return self.ground.all_see(self.folder.resolve())
+        # a slice saves its own part of a checkpoint, and there are no others to load theirs
+        return not self.hardware.sliced and self.ground.all_see(self.folder.resolve())
 
     def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> LocalSession:
         return LocalSession(self, candidate, name, patience)
@@ -274,18 +278,13 @@ class LocalSession:
         """Of everything since `_ask_measure`: the peaks of a certification, too."""
         group = self._running()
         self.facts.update(self._results[0].get("facts", {}))
-        measurement = measurement_of(
-            self._results,
-            group.peaks(),
-            group.seconds_by_phase(),
-            candidate=candidate,
-            job=self._executor.job,
-            hardware=self._executor.hardware,
-            facts=self.facts,
-        )
+        job, hardware = self._executor.job, self._executor.hardware
+        seen = (self._results, group.peaks(), group.seconds_by_phase())
+        measurement = measurement_of(*seen, candidate=candidate, job=job, hardware=hardware, facts=self.facts)
         if self._beside_peak_bytes > measurement.peak_bytes:
             measurement = dataclasses.replace(measurement, peak_bytes=self._beside_peak_bytes)
-        return Outcome(Kind.OK, Phase.STEP, measurement, peak_bytes=measurement.peak_bytes)
+        found = Outcome(Kind.OK, Phase.STEP, measurement, peak_bytes=measurement.peak_bytes)
+        return self._executor.completed(candidate, found)
 
     # -- the group ---------------------------------------------------------------------------------------------------
 
@@ -311,7 +310,7 @@ class LocalSession:
             on_phase=lambda phase: executor.on_phase(phase),
             say=lambda text: executor.say(text),
         )
-        ranks = executor.job.ranks
+        ranks = executor.hardware.processes
         stop = group.start(executor.entry, ranks, self._spec(), deadline=deadline, logs=self._folder)
         return group.watch(lambda: len(self._ready) == ranks, deadline) if stop is Stop.ARRIVED else stop
 
@@ -335,6 +334,7 @@ class LocalSession:
             "fault": executor.fault(self._folder.name),
             "live": executor.count_live_tensors,
             "resume": str(self._checkpoint) if self._checkpoint else None,
+            "slice_of": job.ranks if executor.hardware.sliced else None,
         }
 
     def _take(self, rank: int, message: Message) -> None:
@@ -351,7 +351,7 @@ class LocalSession:
 
     def _ask(self, kind: str, deadline: float, **request: Any) -> Stop:
         """Asks every rank and waits for the answers of all."""
-        group, world = self._running(), self._executor.job.ranks
+        group, world = self._running(), self._executor.hardware.processes
         self._answers = {}
         group.tell(kind, **request)
         return group.watch(lambda: len(self._answers) == world, deadline)

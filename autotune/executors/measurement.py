@@ -31,14 +31,18 @@ def measurement_of(
         results: the `measured` message of each rank, by rank.
         facts: what rank 0 of a script said of itself.
     """
-    step_seconds = results[0]["step_seconds"]
+    # ranks of a slice keep their own time; all others agree on it
+    leading = (
+        max(results, key=lambda result: statistics.median(result["step_seconds"])) if hardware.sliced else results[0]
+    )
+    step_seconds = leading["step_seconds"]
     median = statistics.median(step_seconds)
     trained = samples(job, candidate)
     if not candidate.knobs:  # a script as it is
         trained = facts["micro_batch"] * facts["accumulation"] * job.ranks
     tokens = trained * job.tokens_per_sample
     if "tokens" in results[0]:
-        tokens = sum(result["tokens"] for result in results)
+        tokens = sum(result["tokens"] for result in results) * job.ranks / len(results)
     tflops, mfu = _rates(job, candidate, hardware, tokens / median)
     inside = [inside_bytes(result) for result in results]
     # a GPU's growth is another's bytes too: where NVML does not show the ranks they know better themselves
@@ -51,9 +55,9 @@ def measurement_of(
         samples_per_second=trained / median,
         tokens_per_second=tokens / median,
         peak_bytes=max(shown, *inside),
-        micro_step_seconds=results[0].get("micro_seconds"),
-        boundary_seconds=results[0].get("boundary_seconds"),
-        extrapolated=bool(results[0].get("extrapolated")),
+        micro_step_seconds=leading.get("micro_seconds"),
+        boundary_seconds=leading.get("boundary_seconds"),
+        extrapolated=bool(leading.get("extrapolated")),
         torch_allocated_bytes=worst(results, "allocated_bytes"),
         torch_reserved_bytes=worst(results, "reserved_bytes"),
         nvml_peak_bytes=peaks.worst if hardware.device == "cuda" else None,

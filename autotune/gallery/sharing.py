@@ -37,6 +37,8 @@ def entry_of(store: StudyStore) -> Entry:
     if not any(outcome.measurement for outcome in told.values()):
         raise UserError(f"study {store.name} has measured nothing that could be shared: run it first")
     job, hardware = store.job, store.hardware
+    if hardware.sliced:
+        raise UserError(f"study {store.name} is of a slice: the gallery takes what was measured on all nodes")
     knobs = {candidate: _public_knobs(candidate) for candidate in told}
     kept = [candidate for candidate in told if knobs[candidate] is not None]
     tried = [_tried(knobs[candidate] or {}, told[candidate]) for candidate in kept]

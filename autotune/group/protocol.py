@@ -111,13 +111,17 @@ class Stream(Channel):
         return self._reads
 
     def send(self, kind: str, **fields: Any) -> None:
-        line = json.dumps({"type": kind, **fields}, default=str).encode() + b"\n"
+        self.give(json.dumps({"type": kind, **fields}, default=str).encode() + b"\n")
+
+    def give(self, data: bytes) -> None:
+        """Sends bytes as they are."""
+        left = memoryview(data)
         with self._sending:
-            while line and not self.closed:
+            while left and not self.closed:
                 try:
                     if not select.select([], [self._writes], [], self._patience_seconds)[1]:
                         raise OSError("nobody reads")
-                    line = line[os.write(self._writes, line) :]
+                    left = left[os.write(self._writes, left[:65536]) :]
                 except BlockingIOError:
                     continue
                 except (OSError, ValueError):

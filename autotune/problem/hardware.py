@@ -71,6 +71,7 @@ class Hardware:
     environment: dict[str, str] = field(default_factory=dict)  # what a training needs set to get these very devices
     nodes: int = 1
     threads: int | None = None  # CPU threads a rank, as nodes have said; None: a share of this machine's
+    sliced: bool = False  # one of the nodes is there, and stands for all of them
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.count % self.nodes:
@@ -82,6 +83,11 @@ class Hardware:
     def per_node(self) -> int:
         """Devices in each node."""
         return self.count // self.nodes
+
+    @property
+    def processes(self) -> int:
+        """Ranks that are run: all, or those of the one node that is there."""
+        return self.per_node if self.sliced else self.count
 
     @property
     def network_gb_per_s(self) -> float:
@@ -138,6 +144,8 @@ class Hardware:
         cap = f" capped at {format_bytes(self.capacity_bytes)} a rank" if self.memory_cap_bytes else ""
         free = f"{format_bytes(self.memory_bytes - self.taken_bytes)} free of " if self.taken_bytes else ""
         nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
+        if self.sliced:
+            nodes += f" (a slice: {self.per_node} of them measured, the others' communication predicted)"
         return f"{self.count} x {self.name} ({free}{format_bytes(self.memory_bytes)}){cap}{nodes}"
 
 

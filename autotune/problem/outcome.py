@@ -89,6 +89,7 @@ class Measurement:
     samples_per_second: float  # of all ranks
     tokens_per_second: float  # of all ranks
     peak_bytes: int  # the quantity that capacity is compared with: NVML's on CUDA, RLIMIT_DATA's on CPU
+    predicted_seconds: float | None = None  # of the step: communication of nodes that are not there (a slice)
     micro_step_seconds: float | None = None  # forward and backward off the boundary
     boundary_seconds: float | None = None  # forward, backward, reduction and optimizer step on it
     extrapolated: bool = False  # from micro-steps and boundary steps of a shortened accumulation

@@ -62,7 +62,8 @@ class BaseRank(ABC):
     def __init__(self, channel: Channel, spec: Message) -> None:
         self.channel, self.spec = channel, spec
         self.number: int = spec["rank"]
-        self.world: int = spec["world"]  # ranks of the group
+        self.sliced = bool(spec.get("slice_of"))  # the group's ranks stand for those of several nodes
+        self.world: int = spec.get("slice_of") or spec["world"]  # ranks of the training
         local: Any = spec.get("local_rank", spec["rank"])
         self.local: int = local  # its number among those of its machine
         self.phase = Phase.START
@@ -120,9 +121,17 @@ class BaseRank(ABC):
         use_own_folder()
 
     def _join_group(self, device: Device) -> None:
-        store = self.meeting.store(self.torch, self.collective_timeout)
+        backend = device.backend
+        if (
+            self.sliced
+        ):  # says that it is the whole group, and carries nothing: a gather copies what the rank itself has
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            backend, store = "fake", FakeStore()
+        else:
+            store = self.meeting.store(self.torch, self.collective_timeout)
         self.torch.distributed.init_process_group(
-            device.backend, store=store, rank=self.number, world_size=self.world, timeout=self.collective_timeout
+            backend, store=store, rank=self.number, world_size=self.world, timeout=self.collective_timeout
         )
         import deepspeed
 
@@ -194,11 +203,11 @@ class BaseRank(ABC):
 
     def average(self, seconds: list[float]) -> list[float]:
         """Each step's mean over the ranks: they wait for each other within a step, so none is slower for long."""
-        return [one / self.world for one in self.reduce(seconds, "SUM")]
+        return [one / (1 if self.sliced else self.world) for one in self.reduce(seconds, "SUM")]
 
     def reduce(self, seconds: list[float], operation: str) -> list[float]:
         """Element by element over the ranks; `operation` is a name of torch.distributed.ReduceOp. Every rank calls it."""
-        if self.world == 1:
+        if self.world == 1 or self.sliced:
             return seconds
         device = self.own_device
         value = self.torch.tensor(seconds, dtype=self.torch.float64 if device.name == "cpu" else None)

@@ -24,6 +24,7 @@ from autotune.problem.tasks import CAUSAL
 from autotune.rank.config import needed_ops
 from autotune.results.lossy import lossy_settings
 from autotune.results.over_nodes import sbatch_script
+from autotune.results.sliced import slice_line
 from autotune.search.records import VERIFY, Record, resumed_peak_bytes
 from autotune.search.study import StudyStore
 from autotune.version import __version__
@@ -317,6 +318,8 @@ def export_record(store: StudyStore, record: Record, out: Path, style: str, veri
         environment=environment_of(store, record.candidate),
         resume_peak_bytes=resumed_peak_bytes(store.records(), record.candidate),
     )
+    if store.hardware.sliced:
+        data["slice"] = slice_line(record.outcome.measurement, store.hardware)
     device, nodes = store.hardware.device, store.hardware.nodes
     try:
         return write_export(record.candidate, store.job, out, data, style=style, device=device, nodes=nodes)

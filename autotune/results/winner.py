@@ -20,6 +20,7 @@ from autotune.problem.script import RELAUNCHED, carried, training_command, typed
 from autotune.problem.script_job import other_batch
 from autotune.results.lossy import lossy_settings
 from autotune.results.over_nodes import over_nodes
+from autotune.results.sliced import slice_line
 from autotune.search.records import AS_IS, SEARCH, VERIFY, Record, resumed_peak_bytes
 from autotune.units import format_bytes, format_count, format_duration
 
@@ -43,6 +44,8 @@ def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hard
         f"  step {format_duration(measured.step_seconds)}; peak {format_bytes(measured.peak_bytes)} of "
         f"{format_bytes(hardware.capacity_bytes)} ({free:.0f} % free, headroom {100 * hardware.headroom:.0f} %)",
     ]
+    if measured.predicted_seconds is not None:
+        lines.append(f"  {slice_line(measured, hardware)}")
     if (peak_bytes := resumed_peak_bytes(records, record.candidate)) is not None:
         lines.append(f"  goes on from a checkpoint: peak {format_bytes(peak_bytes)}")
     if measured.mfu is not None:

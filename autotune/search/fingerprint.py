@@ -37,6 +37,8 @@ def identity(job: Job, hardware: Hardware) -> dict[str, Any]:
     machine = {key: hardware.to_json()[key] for key in ("device", "name", "count", "memory_bytes", "memory_cap_bytes")}
     if hardware.nodes > 1:
         machine["nodes"] = hardware.nodes
+    if hardware.sliced:
+        machine["sliced"] = True
     if hardware.device == "cpu":
         del machine["memory_bytes"]  # a share of main memory, which differs a little from boot to boot
     return {"job": job.to_json(), "hardware": machine, VERSIONS: package_versions()}
@@ -47,7 +49,11 @@ def fingerprint(job: Job, hardware: Hardware) -> dict[str, Any]:
     found = identity(job, hardware)
     if hardware.device == "cuda":
         found[VERSIONS] |= driver_versions()
-    return {**found, THREADS: hardware.threads or threads_per_rank(hardware.count), ENVIRONMENT: watched_variables()}
+    return {
+        **found,
+        THREADS: hardware.threads or threads_per_rank(hardware.processes),
+        ENVIRONMENT: watched_variables(),
+    }
 
 
 def package_versions() -> dict[str, str]:

@@ -3,13 +3,15 @@
 import json
 import os
 import textwrap
+import threading
+import types
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autotune.problem.job import Script
-from autotune.rank.train import checkpoints, newest_checkpoint
+from autotune.rank.train import TrainRank, checkpoints, newest_checkpoint
 from tests.conftest import make_candidate, make_job
 from tests.rank.conftest import Parent, Rank, make_spec
 from tests.rank.test_script import CONFIG, LOOP
@@ -147,3 +149,46 @@ def test_earlier_checkpoints_are_known_whatever_the_clocks_say(tmp_path: Path, s
     assert newest_checkpoint(tmp_path, earlier, 2) == written_again
     newer = checkpoint(tmp_path, 60, changed=300.0 + server_seconds)
     assert newest_checkpoint(tmp_path, earlier, 2) == newer
+
+
+def rank_of_two(number: int, meet: threading.Barrier, said: dict[int, set[int]]) -> TrainRank:
+    """A rank of two machines, one on each, whose group is two threads of this process."""
+
+    def all_gather_object(found: list[set[int]], mine: set[int]) -> None:
+        said[number] = mine
+        meet.wait(timeout=60)
+        found[:] = [said[0], said[1]]
+
+    rank = TrainRank.__new__(TrainRank)
+    rank.number, rank.world, rank.spec = number, 2, {"nodes": 2}
+    rank.torch = types.SimpleNamespace(distributed=types.SimpleNamespace(all_gather_object=all_gather_object))
+    return rank
+
+
+def own_part(disk: Path, step: int, rank: int) -> None:
+    (checkpoint(disk, step, ranks=0) / f"rng_state_{rank}.pth").touch()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "newest"),
+    [((10, 20), (10, 20), 20), ((10, 20), (10,), 10), ((10, 20), (15,), None), ((10,), (), None)],
+)
+def test_machines_with_disks_of_their_own_agree_on_one_that_all_have(
+    tmp_path: Path, first: tuple[int, ...], second: tuple[int, ...], newest: int | None
+) -> None:
+    meet, said, found = threading.Barrier(2), {}, {}
+    for rank, steps in enumerate((first, second)):
+        for step in steps:
+            own_part(tmp_path / str(rank), step, rank)
+    for step in (30, 40):  # what only others have saved there is no part of one's own
+        own_part(tmp_path / "0", step, 1)
+
+    def ask(rank: int) -> None:
+        found[rank] = rank_of_two(rank, meet, said)._newest(tmp_path / str(rank), {})
+
+    threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert found == {rank: newest and tmp_path / str(rank) / f"checkpoint-{newest}" for rank in range(2)}

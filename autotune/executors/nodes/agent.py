@@ -6,13 +6,16 @@ started when its input ends, when its tuner falls silent, or when it is told to 
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
+import hashlib
 import os
 import queue
 import select
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -21,13 +24,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from autotune.errors import Stopped, UserError
+from autotune.executors.nodes.boot import SENT_FOLDER
+from autotune.executors.nodes.parcel import Moved, clear, is_there, unpack
 from autotune.executors.nodes.survey import survey
-from autotune.executors.nodes.talk import BEAT_SECONDS, GREETING, PROTOCOL, SILENT_SECONDS
+from autotune.executors.nodes.talk import BEAT_SECONDS, GREETING, PROTOCOL, SILENT_SECONDS, own_stream
 from autotune.executors.ops import Ops
 from autotune.executors.scratch import scratch_folder
 from autotune.executors.station import Needs, Station
-from autotune.files import SocketFolder
+from autotune.files import SocketFolder, cache_root
 from autotune.group.gpu_meter import make_meter
 from autotune.group.locks import held_gpus
 from autotune.group.protocol import Message, Stream
@@ -65,6 +72,9 @@ class Agent:
         self.hardware: Hardware | None = None
         self.meter: Any = None
         self.squad: LocalSquad | None = None
+        self._parts: list[bytes] = []  # of a folder on its way here
+        self._moved = Moved()
+        self._lasting: list[tuple[dict[str, Any], Path]] = []  # folders that were sent, and may have a training's files
         self._told: dict[int, int] = {}  # exit codes that the tuner knows
         self._hung_up = False
 
@@ -118,12 +128,10 @@ class Agent:
         squad = self.squad
         if squad is None:
             return
-        for rank, message in squad.hear():
-            self._tell("said", rank=rank, message=message)
+        self._pass_on_heard(squad)
         for rank, status in squad.statuses().items():
             if rank not in self._told:
-                for speaker, message in squad.hear():  # its last words
-                    self._tell("said", rank=speaker, message=message)
+                self._pass_on_heard(squad)  # its last words
                 self._told[rank] = status
                 self._tell("exited", rank=rank, status=status)
         if squad.hung_up and not self._hung_up:
@@ -152,14 +160,45 @@ class Agent:
         elif kind == "brief" and "failure" in answer:  # its ranks would wait for ever
             self._tell("failed", text=answer["text"])
 
-    def on_survey(self, *, env: dict[str, str], python: str | None, cwd: str, **asked: Any) -> dict[str, Any]:
+    def on_compare(self, *, manifest: dict[str, Any], lasting: bool) -> dict[str, Any]:
+        """Whether this node has a folder as it is at the tuner's."""
+        return {"there": is_there(manifest)}
+
+    def on_part(self, *, data: str) -> None:
+        self._parts.append(base64.b64decode(data))
+
+    def on_unpack(self, *, manifest: dict[str, Any], lasting: bool) -> dict[str, Any]:
+        """Makes a folder of the parts that have come."""
+        data, self._parts = b"".join(self._parts), []
+        old = manifest["folder"]
+        name = f"{Path(old).name}-{hashlib.sha256(old.encode()).hexdigest()[:8]}"
+        place = self.folder / "sent" / name
+        if lasting:  # the same for the same training's next call; homes may be shared
+            place = cache_root() / "sent" / socket.gethostname() / name
+            self._hold(place)
+            self._lasting.append((manifest, place))
+        unpack(data, manifest, place)
+        self._moved.places[old] = str(place)
+        return {"folder": str(place)}
+
+    def _hold(self, place: Path) -> None:
+        """Waits for an agent of before, whose tuner is gone, to be done with a folder."""
+        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            self._kept.enter_context(FileLock(f"{place}.lock", timeout=2 * SILENT_SECONDS))
+        except Timeout:
+            raise UserError(f"{place} is held by another launch of this folder: end that, or copy the folder") from None
+
+    def on_survey(
+        self, *, env: dict[str, str], python: str | None, cwd: str, path: str, **asked: Any
+    ) -> dict[str, Any]:
         """See `survey.survey`; `env`, `python` and `cwd`, where this node has it, are what ranks will have."""
-        os.environ.update(env)
+        os.environ.update(self._moved.all_of(env))
         with suppress(OSError):
-            os.chdir(cwd)
+            os.chdir(self._moved.path(cwd))
         if python is not None:
             self._kept.enter_context(running_in(interpreter_at(python, "--python")))
-        return survey(**asked)
+        return survey(path=self._moved.path(path), **asked)
 
     def on_open(self, *, needs: dict[str, Any], hardware: dict[str, Any], env: dict[str, str], who: str) -> None:
         """Holds the node's devices and gets ready to start ranks."""
@@ -169,7 +208,7 @@ class Agent:
             self.hardware = Hardware.from_json(hardware)
             self._kept.enter_context(held_gpus(self.hardware, who, lambda text: self._tell("say", text=text)))
             self.meter = make_meter(self.hardware)
-        self.needs = Needs(**needs)
+        self.needs = Needs(**self._moved.all_of(needs))
         self.station.open(self.needs)
 
     def on_ops(self, *, names: list[str]) -> dict[str, Any]:
@@ -197,7 +236,7 @@ class Agent:
 
     def on_brief(self, *, spec: Message, workers: list[int], logs: bool) -> None:
         """Ranks get their spec; what they need on this machine's disk is made before."""
-        squad = self._running()
+        squad, spec = self._running(), self._moved.all_of(spec)
         folder = self.folder / "logs"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -218,7 +257,7 @@ class Agent:
 
     def on_pass_on(self, *, what: str, fields: dict[str, Any]) -> None:
         if self.squad is not None:
-            self.squad.tell(what, **fields)
+            self.squad.tell(what, **self._moved.all_of(fields))
 
     def on_look_anew(self) -> None:
         if self.squad is not None:
@@ -261,21 +300,33 @@ class Agent:
     def _end_squad(self, *, done: bool) -> None:
         squad, self.squad = self.squad, None
         if squad is not None:
-            self._pass_on_last(squad)
+            self._pass_on_heard(squad)
             squad.tell("stop")
             squad.end(done=done)
 
-    def _pass_on_last(self, squad: LocalSquad) -> None:
+    def _pass_on_heard(self, squad: LocalSquad) -> None:
+        back = self._moved.back
         for rank, message in squad.hear():
-            self._tell("said", rank=rank, message=message)
+            self._tell("said", rank=rank, message=back.all_of(message))
 
     def close(self) -> None:
         """Ends all that was started."""
         with suppress(Exception):
             self._end_squad(done=False)
         self.station.close()
+        self._clear_sent()
         self._kept.close()
         self._home.close()
+
+    def _clear_sent(self) -> None:
+        for manifest, place in self._lasting:
+            with suppress(OSError):
+                os.chdir("/")
+                if left := clear(manifest, place):
+                    where = f"{place} on {socket.gethostname()}"
+                    print(f"autotune: {left} files that the training wrote are left in {where}", file=sys.stderr)
+        if sent := os.environ.get(SENT_FOLDER):
+            shutil.rmtree(sent, ignore_errors=True)
 
 
 @contextmanager
@@ -290,21 +341,9 @@ def _ended_by_signals(agent: Agent) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def own_stream() -> Stream:
-    """This process's standard input and output, which nobody else writes to or reads from then on."""
-    reads, writes = os.dup(0), os.dup(1)
-    for descriptor in (reads, writes):
-        os.set_inheritable(descriptor, False)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(2, 1)  # whatever prints, prints to standard error
-    os.close(null)
-    return Stream(reads, writes, SILENT_SECONDS)
-
-
 def main() -> None:
     """The command `autotune agent`."""
-    stream = own_stream()
+    stream = own_stream(SILENT_SECONDS)
     adopt_orphans()
     agent = Agent(stream)
     with _ended_by_signals(agent), contextlib.closing(stream):

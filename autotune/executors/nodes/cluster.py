@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import os
 import time
@@ -13,6 +14,7 @@ from autotune.errors import MachineTrouble, Stopped, UserError
 from autotune.executors.nodes.compare import check_alike, check_versions_and_clocks, combined
 from autotune.executors.nodes.hostfile import Host
 from autotune.executors.nodes.network import INTERFACE_VARIABLES, Meeting, meeting
+from autotune.executors.nodes.parcel import CHUNK_BYTES, Parcel
 from autotune.executors.nodes.remote import RemoteSquad
 from autotune.executors.nodes.talk import PROTOCOL
 from autotune.executors.nodes.transports import GREETING_SECONDS, Transport
@@ -68,6 +70,9 @@ class Wishes:
         path: what must be there on each: the script's folder; empty where there is no script.
         interface: by which they reach each other; None: found out.
         variables: of the user's own, sent beside `SENT`.
+        parcels: folders to send to nodes that have them not in the same place.
+        preamble: what a transport that syncs sends each node first, see `boot.py`.
+        lasting: whether what ranks write into sent folders is meant to last: a training's.
     """
 
     device: str = "auto"
@@ -76,6 +81,9 @@ class Wishes:
     path: str = ""
     interface: str | None = None
     variables: tuple[str, ...] = ()
+    parcels: tuple[Parcel, ...] = ()
+    preamble: bytes = b""
+    lasting: bool = False
 
 
 @dataclass
@@ -85,6 +93,7 @@ class Node:
     host: Host
     wire: Wire
     hardware: Hardware | None = None
+    survey: Message = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -127,7 +136,8 @@ class Cluster:
         try:
             self.nodes = [Node(host, self._start(host)) for host in self.hosts]
             self._greet(self.nodes)
-            return self._compare(self._survey(self.nodes))
+            self._survey(self.nodes)
+            return self._compare()
         except BaseException:
             self.close()
             raise
@@ -136,7 +146,7 @@ class Cluster:
         log = self.folder / f"{host.name.replace('/', '_')}.log"
         log.unlink(missing_ok=True)
         try:
-            return Wire(host.name, self.transport.command(host.name), log)
+            return Wire(host.name, self.transport.command(host.name), log, self.wishes.preamble)
         except OSError as error:
             raise UserError(
                 f"node {host.name}: {self.transport.command(host.name)[0]} cannot be run ({error.strerror})"
@@ -150,8 +160,11 @@ class Cluster:
                 raise UserError(self.transport.complaint(node.name, failure)) from None
         check_alike([node.name for node in nodes], [node.wire.greeting for node in nodes], __version__, PROTOCOL)
 
-    def _survey(self, nodes: list[Node]) -> list[Message]:
+    def _survey(self, nodes: list[Node]) -> None:
         wishes, asked = self.wishes, []
+        for node in nodes:
+            for parcel in wishes.parcels:
+                self._send(node, parcel)
         for node in nodes:
             env = sent_variables(os.environ, wishes.variables) | self._devices(node.host)
             count = len(node.host.slots)
@@ -160,19 +173,27 @@ class Cluster:
             ranks = {"python": other_python(), "cwd": str(Path.cwd())}
             number = node.wire.begin("survey", env=env, memory_cap_bytes=cap, **ranks, **what)
             asked.append((node, number))
-        surveys = []
         for node, number in asked:
-            survey = self._finish(node, number, _SURVEY_SECONDS)
-            node.hardware = Hardware.from_json(survey["hardware"])
-            surveys.append(survey)
-        return surveys
+            node.survey = self._finish(node, number, _SURVEY_SECONDS)
+            node.hardware = Hardware.from_json(node.survey["hardware"])
+
+    def _send(self, node: Node, parcel: Parcel) -> None:
+        """Has a folder on the node, there already or sent."""
+        about = {"manifest": parcel.manifest, "lasting": self.wishes.lasting}
+        if self._finish(node, node.wire.begin("compare", **about), _SURVEY_SECONDS)["there"]:
+            return
+        data = parcel.archive
+        for at in range(0, len(data), CHUNK_BYTES):
+            node.wire.tell("part", data=base64.b64encode(data[at : at + CHUNK_BYTES]).decode())
+        answer = self._finish(node, node.wire.begin("unpack", **about), _SURVEY_SECONDS)
+        self.say(f"sent to {node.name}, into {answer['folder']}: {parcel}")
 
     @staticmethod
     def _devices(host: Host) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))} if host.chosen else {}
 
-    def _compare(self, surveys: list[Message]) -> Hardware:
-        names = [node.name for node in self.nodes]
+    def _compare(self) -> Hardware:
+        names, surveys = [node.name for node in self.nodes], [node.survey for node in self.nodes]
         ours = {package: current().version(package) for package in COMPARED}
         check_versions_and_clocks(names, surveys, ours, [survey["came"] for survey in surveys])
         self._meeting = meeting(names, surveys, self.wishes.interface)
@@ -284,12 +305,22 @@ class Cluster:
             self.say(f"node {node.name} is back")
 
     def _again(self, node: Node) -> None:
+        before, met = node.survey["hostname"], self._meeting
         node.wire.close()
         node.wire = self._start(node.host)
         self._greet([node])
         self._survey([node])
-        self._open([node])
-        self._load([node], self._names)
+        if all(one.wire is node.wire or not one.wire.down for one in self.nodes):
+            self._compare()  # a scheduler may have put another machine in its place
+        if node.survey["hostname"] != before:
+            self.say(f"in place of node {node.name} ({before}) there is {node.survey['hostname']} now")
+        if self._meeting == met:
+            self._open([node])
+            self._load([node], self._names)
+        else:  # the others are told where they meet, too
+            up = [one for one in self.nodes if not one.wire.down]
+            self._open(up)
+            self._load(up, self._names)
 
     def all_see(self, path: Path) -> bool:
         """Whether every node has this path: a file system that all share."""

@@ -31,11 +31,12 @@ class Srun:
     job: str
     python: str = sys.executable
     package: Path = PACKAGE
+    sync: bool = False
 
     def command(self, node: str) -> list[str]:
         where = ["--jobid", self.job, "--nodelist", node, "--nodes=1", "--ntasks=1"]
         how = ["--overlap", "--mem=0", "--mpi=none", "--cpu-bind=none", "--unbuffered", f"--export={_KEPT}"]
-        return ["srun", *where, *how, "--", *agent_words(self.python, self.package)]
+        return ["srun", *where, *how, "--", *agent_words(self.python, self.package, sync=self.sync)]
 
     def complaint(self, node: str, failure: NotGreeted) -> str:
         said = [line for line in failure.log.splitlines() if line.startswith("srun: ")]

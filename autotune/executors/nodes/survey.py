@@ -23,6 +23,7 @@ from autotune.problem.hardware import detect
 
 LEAST_FREE_BYTES = 64 * 2**20  # of a disk that takes logs
 _ADDRESS_OF_SSH = "SSH_CONNECTION"  # client's address and port, then the server's: ssh(1)
+_ADDRESS_OF_RAY = "AUTOTUNE_REACHED_AT"  # see ray_driver.Carrier
 
 
 def survey(*, device: str, count: int, headroom: float, memory_cap_bytes: int | None, path: str) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def survey(*, device: str, count: int, headroom: float, memory_cap_bytes: int | 
     """
     hardware = detect(device, count, memory_cap_bytes=memory_cap_bytes, headroom=headroom)
     if path and not Path(path).exists():
-        raise UserError(f"no {path} there; expected what is trained in the same place on every node")
+        raise UserError(f"no {path} there; expected what is trained in the same place on every node, or --sync")
     for folder in (Path(tempfile.gettempdir()), cache_root()):
         _check_writable(folder)
     held = [f"{gpu} is in use by autotune ({who})" for gpu in hardware.gpus if (who := holder_of(gpu))]
@@ -50,7 +51,7 @@ def survey(*, device: str, count: int, headroom: float, memory_cap_bytes: int | 
         "threads": threads_per_rank(count),
         "clock": time.time(),
         "addresses": addresses(),
-        "reached_at": (os.environ.get(_ADDRESS_OF_SSH, "").split() or [""] * 3)[2:3],
+        "reached_at": _reached_at(),
         "hostname": socket.gethostname(),
     }
 
@@ -77,6 +78,12 @@ def addresses() -> list[tuple[str, str, str]]:
         for one in found
         if one.family == socket.AF_INET and name in up
     ]
+
+
+def _reached_at() -> list[str]:
+    """The address by which the transport knows this node; empty where it says none."""
+    by_ray = os.environ.get(_ADDRESS_OF_RAY)
+    return [by_ray] if by_ray else os.environ.get(_ADDRESS_OF_SSH, "").split()[2:3]
 
 
 def _driver() -> str | None:

@@ -8,9 +8,11 @@ input.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from autotune.group.gauge import Peaks
+from autotune.group.protocol import Stream
 
 PROTOCOL = 1
 BEAT_SECONDS = 2.0
@@ -25,3 +27,15 @@ def peaks_of(data: dict[str, Any]) -> Peaks:
 
 def by_rank(data: dict[str, Any]) -> dict[int, Any]:
     return {int(rank): value for rank, value in data.items()}
+
+
+def own_stream(patience_seconds: float) -> Stream:
+    """This process's standard input and output, which nobody else writes to or reads from then on."""
+    reads, writes = os.dup(0), os.dup(1)
+    for descriptor in (reads, writes):
+        os.set_inheritable(descriptor, False)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)  # whatever prints, prints to standard error
+    os.close(null)
+    return Stream(reads, writes, patience_seconds)

@@ -1,7 +1,7 @@
 """How an agent is started on a node, so that its standard input and output are at hand here: a command, and no more.
 
 What the agent is told goes over the stream. So nothing of hosts, folders or variables is ever part of a shell's text; ssh gives a
-login shell the two words that start an agent, both quoted.
+login shell the words that start an agent, each quoted, and with `--sync` one constant line of Python instead (`boot.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from autotune.executors.nodes.boot import BOOT
 from autotune.executors.nodes.wire import NotGreeted
 
 PACKAGE = Path(__file__).parents[2]
@@ -31,9 +32,9 @@ class Transport(Protocol):
         """Why an agent was not heard, and what to do, in one line."""
 
 
-def agent_words(python: str = sys.executable, package: Path = PACKAGE) -> list[str]:
-    """What starts an agent on the machine where it is run."""
-    return [python, str(package), "agent"]
+def agent_words(python: str = sys.executable, package: Path = PACKAGE, *, sync: bool = False) -> list[str]:
+    """What starts an agent on the machine where it is run; with `sync` once the package has come over the stream."""
+    return [python, "-c", BOOT] if sync else [python, str(package), "agent"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Ssh:
 
     python: str = sys.executable
     package: Path = PACKAGE
+    sync: bool = False
 
     def command(self, node: str) -> list[str]:
         options = {
@@ -57,7 +59,14 @@ class Ssh:
             "RequestTTY": "no",
         }
         given = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-        return ["ssh", "-T", *given, "--", node, f"exec {shlex.join(agent_words(self.python, self.package))}"]
+        return [
+            "ssh",
+            "-T",
+            *given,
+            "--",
+            node,
+            f"exec {shlex.join(agent_words(self.python, self.package, sync=self.sync))}",
+        ]
 
     def complaint(self, node: str, failure: NotGreeted) -> str:
         log = failure.log.splitlines()
@@ -97,8 +106,18 @@ def agents_complaint(node: str, failure: NotGreeted, python: str, package: Path)
             "silent there (~/.bashrc), and /etc/profile.d"
         )
     if f"can't open file '{package}" in failure.log or f"can't find '__main__' module in '{package}" in failure.log:
-        return f"node {node}: autotune is not at {package} there; install it at the same place on every node"
+        return (
+            f"node {node}: autotune is not at {package} there; install it at the same place on every node, or "
+            "give --sync, which sends it"
+        )
     if re.search(rf"{re.escape(python)}.*(No such file|not found|cannot execute)", failure.log):
-        return f"node {node}: no {python} there; install autotune at the same place on every node"
+        return (
+            f"node {node}: no {python} there; install the environment that you train in at the same place on every node"
+        )
+    if missing := re.search(r"No module named '?([\w.]+)", failure.log):
+        return (
+            f"node {node}: {python} has no package {missing[1]} there: install the environment that you train in, with what "
+            "autotune needs, at the same place on every node"
+        )
     last = f" ({log[-1].strip()[:200]})" if log else ""
     return f"node {node}: no agent was heard: {str(failure).partition(': ')[2]}{last}"

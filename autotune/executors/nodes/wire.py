@@ -44,9 +44,10 @@ class Wire:
         name: the node's.
         command: starts it.
         log: takes what it writes to standard error.
+        preamble: what is sent before anything else.
     """
 
-    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
+    def __init__(self, name: str, command: Sequence[str], log: Path, preamble: bytes = b"") -> None:
         self.name, self.log = name, log
         self.down = ""  # why, once it is
         self.echo = False  # what it writes to standard error goes to this process's, too
@@ -56,6 +57,7 @@ class Wire:
         self._asked = 0
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
+        self._preamble = preamble
         self._closing, self._closed = threading.Event(), False
         self._wake, self._woken = os.pipe()
         os.set_blocking(self._wake, False)
@@ -155,6 +157,8 @@ class Wire:
         self._give_up("its agent, or the way to it, has ended")
 
     def _beat(self) -> None:
+        if self._preamble:  # whoever asks the agent for something has been greeted by it, which comes after
+            self._stream.give(self._preamble)
         while not self._closing.wait(BEAT_SECONDS) and not self.down:
             self._stream.send("beat")
 

@@ -22,6 +22,7 @@ from autotune.results.report.data import Bar, Bars, Clock, Code, Forecast, Gain,
 from autotune.results.report.forecasts import accuracy, forecasts
 from autotune.results.report.mattered import shown, what_mattered
 from autotune.results.report.memory_map import memory_map
+from autotune.results.sliced import slice_line
 from autotune.results.winner import closest_lines, measured_alike, train_with, unlike_steps
 from autotune.search.records import AS_IS, RESUME, SEARCH, TRAINING, VERIFY, Record
 from autotune.search.standings import Standings
@@ -251,6 +252,8 @@ def _checks(winner: Record, records: Sequence[Record], hardware: Hardware, job: 
         lines.append(f"Goes on from a checkpoint, at a peak of {format_bytes(resumed[-1].peak_bytes)}.")
     elif not resumed[-1].ok:
         lines.append(f"Whether it goes on from a checkpoint is not known: {resumed[-1].reason[:MOST_TEXT]}")
+    if measured.predicted_seconds is not None:
+        lines.append(f"{slice_line(measured, hardware).capitalize()}.")
     if measured.extrapolated:
         lines.append("Its step is extrapolated from a shortened accumulation.")
     lines += [f"It {line}." for line in lossy_settings(winner.candidate, job)]

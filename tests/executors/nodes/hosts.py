@@ -21,6 +21,7 @@ import psutil
 
 SSHD = shutil.which("sshd") or ("/usr/sbin/sshd" if Path("/usr/sbin/sshd").exists() else None)
 WHY_NOT = "" if SSHD and shutil.which("ssh") else "no sshd on this machine: `make cluster-tests` installs one"
+HIDDEN = "hidden"  # a folder that each host of a namespace has for itself, and empty
 _CONFIG = """\
 ListenAddress {address}
 Port {port}
@@ -72,8 +73,9 @@ class SshHost:
         config.write_text(_CONFIG.format(address=self.address, port=self.port, folder=self.folder, keys=keys))
         words = [str(SSHD), "-D", "-e", "-f", str(config)]
         if self.namespace:  # with a host name of its own
-            named = f"hostname {self.name} && exec {' '.join(words)}"
-            words = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", named]
+            hidden = self.folder.parent / HIDDEN
+            named = f"hostname {self.name} && mount -t tmpfs none {hidden} && exec {' '.join(words)}"
+            words = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "--mount", "sh", "-c", named]
         Path("/run/sshd").mkdir(exist_ok=True)
         with (self.folder / "sshd.log").open("ab") as log:
             self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stderr=log, start_new_session=True)
@@ -144,6 +146,7 @@ def made_hosts(folder: Path, count: int = 2) -> Iterator[Hosts]:
     key = folder / "key"
     _call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
     (folder / "bin").mkdir()
+    (folder / HIDDEN).mkdir()
     keys, known, config = folder / "authorized", folder / "known_hosts", folder / "config"
     shutil.copy(f"{key}.pub", keys)
     wrapper = folder / "bin" / "ssh"

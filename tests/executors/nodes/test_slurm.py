@@ -12,11 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from autotune.commands.slurm import batch_script, options_of
+from autotune.commands.slurm import _follow, batch_script, limit_seconds, options_of
 from autotune.errors import UserError
 from autotune.executors.nodes import slurm
+from autotune.executors.nodes.boot import preamble
 from autotune.executors.nodes.cluster import Cluster, Wishes
 from autotune.executors.nodes.slurm import Srun, allocated_hosts, check_time_left, in_allocation
+from autotune.executors.nodes.transports import PACKAGE
 from autotune.executors.nodes.wire import NotGreeted
 from autotune.executors.station import Needs
 from autotune.group.gauge import Meter
@@ -28,6 +30,7 @@ from tests.conftest import wait_until
 from tests.executors.nodes.slurm_cluster import WHY_NOT, Slurm, made_slurm
 
 HOUR = 3600.0
+SENT = Wishes("cpu", preamble=preamble(PACKAGE, Path("/nowhere/autotune")))  # to nodes that have not the package
 NONE = {"partition": None, "account": None, "time": None, "more": []}
 
 
@@ -58,6 +61,38 @@ def test_what_sbatch_is_told() -> None:
 def test_options_that_are_none(text: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         options_of(nodes=1, gpus=None, device="auto", **{**NONE, "more": [text]})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("3", 180),
+        ("1:30", 90),
+        ("2:00:00", 7200),
+        ("1-2", 93600),
+        ("1-2:3", 93780),
+        ("1-2:3:4", 93784),
+        ("0", 0),
+        *((none, None) for none in ("soon", "", "1:2:3:4", "-1", "1-", "infinite")),
+    ],
+)
+def test_time_limits_are_slurms(text: str, seconds: float | None) -> None:
+    assert limit_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("limit", ["1", "2", "1:30", "0-0:2"])
+def test_a_time_limit_in_which_nothing_can_be_done(limit: str) -> None:
+    with pytest.raises(
+        UserError, match=f"--time {limit}: Slurm warns 90 s before the end, .*: give at least 3 minutes"
+    ):
+        options_of(nodes=1, gpus=None, device="auto", **{**NONE, "time": limit})  # type: ignore[arg-type]
+
+
+def test_a_job_that_was_ended_before_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = tmp_path / "code"
+    code.write_text("143\n")
+    with pytest.raises(UserError, match="job 7 was told to end before it had begun: give it a longer --time"):
+        _follow("7", tmp_path / "log", code, pytest.fail)
 
 
 def test_the_batch_script_passes_the_warning_on_and_keeps_the_code(
@@ -137,12 +172,12 @@ def real(_slurm_of_this_worker: Slurm, monkeypatch: pytest.MonkeyPatch) -> Slurm
 
 @pytest.mark.slow
 def test_agents_of_an_allocation(real: Slurm, tmp_path: Path) -> None:
-    """A step that is killed is a lost node, which comes back; at the end nothing is left."""
+    """A step that is killed is a lost node, which comes back; at the end nothing is left. The package is sent (`--sync`)."""
     with real.allocation() as job:
         hosts = allocated_hosts(1, job)
         assert [host.name for host in hosts] == ["n1", "n2"]
         said: list[str] = []
-        cluster = Cluster(hosts, Srun(job["SLURM_JOB_ID"]), Wishes("cpu"), tmp_path, say=said.append)
+        cluster = Cluster(hosts, Srun(job["SLURM_JOB_ID"], sync=True), SENT, tmp_path, say=said.append)
         with closing(cluster):
             hardware = cluster.reach()
             assert (hardware.count, hardware.nodes) == (2, 2)

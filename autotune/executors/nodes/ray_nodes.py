@@ -1,0 +1,175 @@
+"""Ray: nodes that it places, and one agent on each, whose stream an actor carries. Nothing of Ray runs ranks.
+
+Ray itself runs in a process beside this one (`ray_driver.py`), which ends when this one does, and the job with it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import UserError
+from autotune.executors.nodes.hostfile import Host
+from autotune.executors.nodes.talk import SILENT_SECONDS
+from autotune.executors.nodes.transports import PACKAGE, agent_words, agents_complaint
+from autotune.executors.nodes.wire import NotGreeted
+from autotune.files import SocketFolder
+from autotune.group.protocol import Message, Stream
+from autotune.group.verdict import log_tail
+
+_RELAY = Path(__file__).with_name("ray_relay.py")
+_PLACE_SECONDS = 180.0  # imports, joining the cluster, and the minute in which a placement must be had
+_LEAVE_SECONDS = 15.0
+_CLIENT = "ray://"
+
+
+def ray_address(typed: str | None, environment: Mapping[str, str] = os.environ) -> str:
+    """Where the cluster is, as `ray.init` takes it: as typed, else as $RAY_ADDRESS says, else the one of this machine.
+
+    Raises:
+        UserError: it is none, or ray is not installed here.
+    """
+    address = typed or environment.get("RAY_ADDRESS") or "auto"
+    if address.startswith(_CLIENT):
+        raise UserError(
+            f"--ray-address {address}: Ray's client has no nodes of its own: call autotune on a machine of the cluster, and "
+            "give HOST:PORT as `ray status` says it there, or auto"
+        )
+    port = address.rpartition(":")[2]
+    if address != "auto" and not (":" in address and port.isdigit() and 0 < int(port) < 65536):
+        raise UserError(f"--ray-address {address}: expected HOST:PORT, like 10.0.0.1:6379, or auto")
+    if importlib.util.find_spec("ray") is None:
+        raise UserError(
+            f"--executor ray: no package ray in {sys.executable}: install the cluster's own version there "
+            "(`pip install 'deepspeed-autotune[ray]'`)"
+        )
+    return address
+
+
+@dataclass
+class RayNodes:
+    """A transport whose nodes Ray places.
+
+    Args:
+        address: see `ray_address`.
+        folder: for what the driver writes.
+        say: takes a line for people.
+        place_seconds: for what others hold to become free; None: the driver's own.
+    """
+
+    address: str
+    folder: Path
+    say: Callable[[str], None] = lambda text: None
+    python: str = sys.executable
+    package: Path = PACKAGE
+    sync: bool = False
+    place_seconds: float | None = None
+    _ask: Message = field(default_factory=dict)
+    _names: list[str] = field(default_factory=list)
+    _bundles: list[int] = field(default_factory=list)
+    _driver: subprocess.Popen[bytes] | None = None
+    _home: SocketFolder | None = None
+
+    def place(self, nodes: int | None, per_node: int | None, device: str) -> list[Host]:
+        """Reserves nodes until `close`.
+
+        Args:
+            nodes: how many; None: one.
+            per_node: devices of each; None: all GPUs that so many nodes have.
+
+        Raises:
+            UserError: Ray has not such nodes, or is not there; in one line.
+        """
+        for option, asked in (("--nodes", nodes), ("--gpus", per_node)):
+            if asked is not None and asked < 1:
+                raise UserError(f"{option} {asked}: expected at least 1")
+        self._ask = {"nodes": nodes, "per_node": per_node, "device": device}
+        placed = self._place()
+        self._names = [str(node["name"]) for node in placed]
+        count = per_node or placed[0]["gpus"]
+        if not count:
+            raise UserError("Ray's nodes have no GPUs: --device cpu --gpus N says how many CPU ranks each node has")
+        return [Host(name, tuple(range(count))) for name in self._names]
+
+    def _place(self) -> list[dict[str, Any]]:
+        self.close()
+        self._home = SocketFolder("autotune-ray-")
+        log = self.folder / "ray.log"
+        with log.open("ab") as errors:
+            self._driver = subprocess.Popen(
+                [self.python, "-m", "autotune.executors.nodes.ray_driver"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C reaches the whole terminal; the tuner decides
+                env={**os.environ, "PYTHONPATH": _before(str(PACKAGE.parent), os.environ.get("PYTHONPATH", ""))},
+            )
+        assert self._driver.stdin is not None
+        assert self._driver.stdout is not None
+        stream = Stream(self._driver.stdout.fileno(), self._driver.stdin.fileno(), SILENT_SECONDS)
+        seconds = {} if self.place_seconds is None else {"seconds": self.place_seconds}
+        command = agent_words(self.python, self.package, sync=self.sync)
+        where = {"address": self.address, "socket": str(self._socket), "command": command}
+        stream.send("place", **self._ask, **where, **seconds)
+        answer = stream.receive(_PLACE_SECONDS + (self.place_seconds or 0.0))
+        if answer is None or answer["type"] != "placed":
+            last = log_tail(log, 500).strip().splitlines()[-1:]
+            why = answer["text"] if answer else f"its driver does not answer ({last[0][:200] if last else 'no word'})"
+            self.close()
+            raise UserError(f"--executor ray: {why}")
+        placed: list[dict[str, Any]] = sorted(answer["nodes"], key=lambda node: str(node["name"]))
+        self._bundles = [int(node["bundle"]) for node in placed]
+        return placed
+
+    @property
+    def _socket(self) -> Path:
+        assert self._home is not None
+        return self._home.path / "driver.sock"
+
+    def command(self, node: str) -> list[str]:
+        """A relay to the agent of a node. Of a driver that has died another takes the place first, in which nodes may be others.
+
+        Raises:
+            UserError: Ray has no such nodes any more.
+        """
+        if self._driver is None or self._driver.poll() is not None:
+            self.say("the driver at Ray is gone: placing the nodes anew")
+            self._place()
+        bundle = self._bundles[self._names.index(node)]
+        return [self.python, "-S", "-E", str(_RELAY), str(self._socket), str(bundle)]
+
+    def complaint(self, node: str, failure: NotGreeted) -> str:
+        said = [line for line in failure.log.splitlines() if line.startswith("ray: ")]
+        if said and not failure.said:
+            return f"node {node}: Ray carries no agent there ({said[-1].removeprefix('ray: ')[:300]})"
+        return agents_complaint(node, failure, self.python, self.package)
+
+    def close(self) -> None:
+        """Gives the nodes back to Ray, with whatever still runs there ended."""
+        driver, self._driver = self._driver, None
+        if driver is not None:
+            assert driver.stdin is not None
+            assert driver.stdout is not None
+            with suppress(OSError):
+                driver.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                driver.wait(timeout=_LEAVE_SECONDS)
+            if driver.poll() is None:
+                driver.kill()
+                driver.wait()
+            driver.stdout.close()
+        if self._home is not None:
+            self._home.close()
+            self._home = None
+
+
+def _before(first: str, others: str) -> str:
+    return os.pathsep.join(filter(None, [first, others]))

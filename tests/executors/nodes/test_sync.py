@@ -1,0 +1,297 @@
+"""`--sync`: what of a folder is sent, that nothing of the user's is written over, and that what was sent goes again."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import autotune
+from autotune.errors import UserError
+from autotune.executors.nodes.boot import BOOT, preamble
+from autotune.executors.nodes.cluster import Cluster, Wishes
+from autotune.executors.nodes.hostfile import Host
+from autotune.executors.nodes.parcel import Moved, clear, is_there, parcel_of, unpack
+from autotune.executors.nodes.transports import PACKAGE
+from autotune.executors.nodes.wire import NotGreeted, Wire
+from tests.conftest import SCRIPTS, wait_until
+from tests.executors.nodes.hosts import HIDDEN, Hosts
+
+ROOT = Path(autotune.__file__).parents[1]
+
+
+def project(folder: Path) -> Path:
+    """A folder as people train in."""
+    for name in (
+        "train.py",
+        "lib/data.py",
+        "conf/ds.json",
+        ".git/HEAD",
+        "runs/old/study.db",
+        "env/pyvenv.cfg",
+        "lib/__pycache__/x.pyc",
+    ):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"of {name}")
+    (folder / "run.sh").write_text("#!/bin/sh")
+    (folder / "run.sh").chmod(0o755)
+    (folder / "data").symlink_to("/shared/data")
+    return folder
+
+
+def test_what_is_sent_and_what_is_left_out(tmp_path: Path) -> None:
+    made = parcel_of(project(tmp_path / "proj"))
+    assert sorted(made.files) == ["conf/ds.json", "lib/data.py", "run.sh", "train.py"]
+    assert made.links == {"data": "/shared/data"}
+    assert made.left_out == [".git", "env", "runs"]
+    assert str(made).startswith(f"4 files of {tmp_path / 'proj'} (")
+    assert str(made).endswith("; left out: .git, env, runs")
+
+
+def test_a_folder_with_data_is_refused_with_what_is_large(tmp_path: Path) -> None:
+    folder = project(tmp_path / "proj")
+    (folder / "corpus").mkdir()
+    (folder / "corpus" / "big.bin").write_bytes(bytes(5000))
+    with pytest.raises(
+        UserError,
+        match=r"--sync: .*proj has .* \(corpus/ .*, and at most .* are sent: keep data where all nodes see it",
+    ):
+        parcel_of(folder, most_bytes=4096)
+
+
+def test_it_arrives_as_it_was_and_goes_again(tmp_path: Path) -> None:
+    folder, place = project(tmp_path / "proj"), tmp_path / "node" / "proj"
+    made = parcel_of(folder)
+    assert is_there(made.manifest)
+    unpack(made.archive, made.manifest, place)
+    assert {path.relative_to(place).as_posix() for path in place.rglob("*") if not path.is_dir()} == {
+        *made.files,
+        "data",
+    }
+    assert (place / "train.py").read_text() == "of train.py"
+    assert os.access(place / "run.sh", os.X_OK)
+    assert os.readlink(place / "data") == "/shared/data"
+    (place / "out").mkdir()
+    (place / "out" / "model.pt").write_text("weights")
+    (place / "train.py").write_text("edited there")
+    assert clear(made.manifest, place) == 2
+    assert {path.name for path in place.rglob("*")} == {"out", "model.pt", "train.py"}
+    shutil.rmtree(place)
+    unpack(made.archive, made.manifest, place)
+    assert clear(made.manifest, place) == 0
+    assert not place.exists()
+
+
+@pytest.mark.parametrize("change", ["edited", "gone", "another link"])
+def test_a_node_that_has_something_else_is_sent_it(tmp_path: Path, change: str) -> None:
+    folder = project(tmp_path / "proj")
+    manifest = parcel_of(folder).manifest
+    if change == "another link":
+        (folder / "data").unlink()
+        (folder / "data").symlink_to("/elsewhere")
+    elif change == "gone":
+        (folder / "lib" / "data.py").unlink()
+    else:
+        (folder / "train.py").write_text("OF train.py")
+    assert not is_there(manifest)
+
+
+def test_nothing_is_written_outside_of_its_folder(tmp_path: Path) -> None:
+    """An archive and a manifest whose names lead out of it, or through a link."""
+    import io
+    import tarfile
+
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name in ("../out.py", f"{tmp_path}/out.py", "in.py"):
+            about = tarfile.TarInfo(name)
+            about.size = 1
+            archive.addfile(about, io.BytesIO(b"x"))
+    unpack(buffer.getvalue(), {"links": {"../link": "/"}, "files": {}}, tmp_path / "node")
+    assert [path.name for path in tmp_path.rglob("*")] == ["node", "in.py"]
+
+
+def test_mentions_of_the_old_place() -> None:
+    moved = Moved({"/home/u/proj": "/tmp/a/proj-1"})
+    spec = {
+        "argv": ["/home/u/proj/train.py", "--deepspeed=/home/u/proj/ds.json", "/home/u/project"],
+        "n": 3,
+        "none": None,
+    }
+    assert moved.all_of(spec) == {
+        "argv": ["/tmp/a/proj-1/train.py", "--deepspeed=/tmp/a/proj-1/ds.json", "/home/u/project"],
+        "n": 3,
+        "none": None,
+    }
+    assert moved.path("/home/u/proj/src:/x:/home/u/proj") == "/tmp/a/proj-1/src:/x:/tmp/a/proj-1"
+    assert moved.all_of({"/home/u/proj/out": {"/home/u/proj/out/a": 1}}) == {
+        "/tmp/a/proj-1/out": {"/tmp/a/proj-1/out/a": 1}
+    }
+    assert moved.back.all_of(moved.all_of(spec)) == spec
+    assert moved.path("/data/home/u/proj/x") == "/data/home/u/proj/x"
+
+
+@given(st.text(alphabet="/ab:=x", max_size=30))
+def test_a_text_without_the_old_place_stays(text: str) -> None:
+    assert Moved({"/ab/x": "/new"}).path(text) == text or "/ab/x" in text
+    assert Moved({"/ab/x": "/new"}).path(f"/ab/x/{text.replace('x', 'y')}") == f"/new/{text.replace('x', 'y')}"
+
+
+# -- the package -------------------------------------------------------------------------------------------------------------
+
+
+def sent_folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("autotune-agent-*/autotune"))
+
+
+@pytest.mark.parametrize("has", [False, True])
+def test_an_agent_from_a_package_that_was_sent(tmp_path: Path, has: bool) -> None:
+    before = sent_folders()
+    place = PACKAGE if has else Path("/nowhere/autotune")
+    with closing(Wire("n1", [sys.executable, "-c", BOOT], tmp_path / "log", preamble(PACKAGE, place))) as wire:
+        wire.greet(60)
+        made = sent_folders() - before
+        assert len(made) == (0 if has else 1)
+        assert wire.ask("exists", 20, path="/")["there"]
+        cmdline = Path(f"/proc/{wire.greeting['pid']}/cmdline").read_text().split("\0")
+        assert Path(cmdline[1]) in ({PACKAGE} if has else made)
+    assert not made & sent_folders(), (tmp_path / "log").read_text()
+
+
+def test_what_a_killed_agent_was_sent_goes_with_the_next(tmp_path: Path) -> None:
+    before, words = sent_folders(), [sys.executable, "-c", BOOT]
+    with closing(Wire("n1", words, tmp_path / "log", preamble(PACKAGE, Path("/nowhere/autotune")))) as wire:
+        os.kill(int(wire.greet(60)["pid"]), signal.SIGKILL)
+        wait_until(lambda: bool(wire.down), "its death to be known")
+        left = sent_folders() - before
+        assert len(left) == 1
+    with closing(Wire("n1", words, tmp_path / "log", preamble(PACKAGE))) as wire:
+        wire.greet(60)
+        assert not left & sent_folders()
+
+
+def test_a_stream_that_ends_halfway_leaves_nothing(tmp_path: Path) -> None:
+    before = sent_folders()
+    half = preamble(PACKAGE, Path("/nowhere/autotune"))[:-1000]
+    with closing(Wire("n1", [sys.executable, "-c", BOOT], tmp_path / "log", half)) as wire:
+        wire._closing.set()  # no beats after it
+        with pytest.raises(NotGreeted):
+            wire.greet(1)
+    assert sent_folders() == before
+
+
+class Booted:
+    """Agents of this machine whose package is sent."""
+
+    def command(self, node: str) -> list[str]:
+        return [sys.executable, "-c", BOOT]
+
+    def complaint(self, node: str, failure: NotGreeted) -> str:
+        return f"{node}: {failure.log}"
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_folder_that_a_node_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lasting: bool) -> None:
+    """It is sent, named wherever the old one was, and gone at the end but for what a training wrote."""
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_PLACE", str(tmp_path / "proj" / "hub"))
+    folder, said = project(tmp_path / "proj"), []
+    made = parcel_of(folder)
+    assert made.archive
+    folder.rename(tmp_path / "elsewhere")
+    wishes = Wishes("cpu", path=str(folder), parcels=(made,), preamble=preamble(PACKAGE), lasting=lasting)
+    cluster = Cluster([Host("n1", (0,))], Booted(), wishes, tmp_path / "nodes", say=said.append)
+    with closing(cluster):
+        cluster.reach()
+        assert len(said) == 1
+        place = Path(said[0].split(", into ")[1].split(":")[0])
+        assert place.name.startswith("proj-")
+        assert (place / "lib" / "data.py").exists()
+        cwd = os.readlink(f"/proc/{cluster.nodes[0].wire.greeting['pid']}/cwd")
+        assert Path(cwd) in (place, Path.cwd())
+        (place / "written").write_text("by a training")
+    assert (place / "written").exists() == lasting
+    assert not (place / "train.py").exists()
+    assert not folder.exists()
+
+
+# -- over ssh, where hosts do not see the folder -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_package_and_script_are_sent_to_hosts_that_have_neither(hosts: Hosts) -> None:
+    if not hosts.own_links:
+        pytest.skip("hosts have this machine's folders where this process may make no namespaces")
+    hidden = hosts.folder / HIDDEN
+    package, folder = hidden / "package" / "autotune", hidden / "proj"
+    shutil.copytree(ROOT / "autotune", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "search_spaces", package / "search_spaces")
+    folder.mkdir()
+    shutil.copy(SCRIPTS / "trainer.py", folder / "train.py")
+    auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto")
+    (folder / "ds.json").write_text(json.dumps({**auto, "zero_optimization": {"stage": 1}}))
+    script = [
+        str(folder / "train.py"),
+        "--deepspeed",
+        str(folder / "ds.json"),
+        "--output_dir",
+        "out",
+        "--max_steps",
+        "20",
+    ]
+    script += ["--per_device_train_batch_size", "2", "--use_cpu", "--report_to", "none", "--save_strategy", "no"]
+    words = [
+        "run",
+        "--hostfile",
+        str(hosts.hostfile()),
+        "--device",
+        "cpu",
+        "--budget",
+        "200s",
+        "--max-trials",
+        "1",
+        "--yes",
+    ]
+    words += ["--study", "sent", "--no-gallery"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+
+    def call(*more: str) -> subprocess.CompletedProcess[str]:
+        everything = [sys.executable, str(package), *words, *more, "--", *script]
+        return subprocess.run(everything, cwd=folder, capture_output=True, text=True, timeout=400, env=env)
+
+    refused = call()
+    assert refused.returncode == 2
+    assert f"autotune is not at {package} there" in refused.stderr
+    assert "--sync" in refused.stderr
+    done = call("--sync")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"2 files of {folder}" in done.stdout
+    assert (folder / "runs" / "sent" / "sent.json").exists()
+    wait_until(lambda: not list(Path(tempfile.gettempdir()).glob("autotune-agent-*/sent")), "an end of what was sent")
+    script[script.index("no")] = "steps"
+    words = ["launch", "sent", "--hostfile", str(hosts.hostfile()), "--sync", "--", *script, "--save_steps", "10"]
+    sent = Path.home() / ".cache" / "autotune" / "sent"  # a login's own: it is told nothing of this process's
+    kept = [sent / name for name in ("node1", "node2") if not (sent / name).exists()]
+    try:
+        trained = subprocess.run(
+            [sys.executable, str(package), *words], cwd=folder, capture_output=True, text=True, timeout=400, env=env
+        )
+        assert trained.returncode == 0, trained.stderr
+        assert re.search(r"autotune: \d+ files that the training wrote are left in \S+ on node1", trained.stderr), (
+            trained.stderr
+        )
+        (saved,) = (sent / "node1").glob("proj-*/out/checkpoint-20")
+        assert not list(saved.parents[1].glob("*.py")), "what was sent is gone"
+    finally:
+        for place in kept:
+            shutil.rmtree(place, ignore_errors=True)
