@@ -53,6 +53,7 @@ def test_two_at_once(tmp_path: Path) -> None:
         (("--gpus", "1", "--parallel", "0"), "--parallel 0: expected at least 1"),
         (("--parallel", "2"), "--parallel 2: say with --gpus"),
         (("--gpus", "1", "--parallel", "2", "--hostfile", "none"), "none"),
+        (("--gpus", "1", "--parallel", "2", "--nodes", "2"), "leave it or --nodes out"),
     ],
 )
 def test_what_cannot_be_had_is_one_line(
