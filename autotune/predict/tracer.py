@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from autotune.linux import die_with_parent
 from autotune.predict.counters import Counters, follow, follow_encoder, joined
 from autotune.predict.depth import Extrapolation, at_depth, depths_of, extrapolate, extrapolation
 from autotune.predict.losses import autocast, blank_batch, loss_of, uncounted_flops
@@ -88,7 +89,7 @@ def trace_model(
     both = [(job, config, depths, options, checkpointing) for checkpointing in (False, True)]
     if workers > 1:
         # Forked before torch has run anything: each child has what is imported, and a core.
-        with multiprocessing.get_context("fork").Pool(workers) as pool:
+        with _children(workers) as pool:
             passes = pool.starmap(_one_pass, both)
     else:
         passes = [_one_pass(*arguments) for arguments in both]
@@ -307,8 +308,13 @@ def _line(error: BaseException) -> str:
 def answer_all(asked: list[dict[str, Any]], workers: int) -> Iterator[dict[str, Any]]:
     """An answer for each `{"job", "options"}` as it is found, with its place as `at`. Each worker traces one job at a time:
     torch and transformers are imported once for all."""
-    with multiprocessing.get_context("fork").Pool(workers) as pool:
+    with _children(workers) as pool:
         yield from pool.imap_unordered(_answer_at, enumerate(asked))
+
+
+def _children(workers: int) -> Any:
+    """A pool of forked processes that end with this one: who gives a trace up ends only the process that it began."""
+    return multiprocessing.get_context("fork").Pool(workers, die_with_parent)
 
 
 def _answer_at(one: tuple[int, dict[str, Any]]) -> dict[str, Any]:

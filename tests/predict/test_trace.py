@@ -1,5 +1,7 @@
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from autotune.predict.tracer import Untraceable, trace_model
 from autotune.problem.job import parse_lora
 from autotune.problem.models import ModelSpec, resolve_model
 from autotune.rank.building import task_model, transformers_config
-from tests.conftest import make_job
+from tests.conftest import make_job, wait_until
 from tests.predict.recorded import SEQ_LEN, recorded_trace
 
 REFERENCE = json.loads((Path(__file__).parents[2] / "benchmarks/data/activation_traces.json").read_text())
@@ -112,6 +114,27 @@ def test_a_batch_of_large_images_does_not_keep_the_tracer_waiting(
     small = make_job(model="tiny-llava", seq_len=512, task="image-text")
     config = {**small.model.config, "vision_config": {**small.model.config["vision_config"], "image_size": 224}}
     assert trace_job(replace(small, model=replace(small.model, config=config)), timeout_seconds=60).exact
+
+
+@pytest.mark.slow
+def test_a_tracer_that_is_given_up_leaves_nothing_running() -> None:
+    code = (
+        "import os, time\nfrom autotune.predict.tracer import _children\n"
+        "with _children(1) as pool:\n print(pool.apply(os.getpid), flush=True)\n pool.apply(time.sleep, (120,))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = Path("/proc", process.stdout.readline().strip())
+        assert child.exists()
+        process.kill()
+
+    def ended() -> bool:
+        try:
+            return "State:\tZ" in (child / "status").read_text()
+        except OSError:
+            return True
+
+    wait_until(ended, "the tracer's child is gone", seconds=20)
 
 
 @pytest.mark.slow
