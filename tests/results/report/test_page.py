@@ -11,13 +11,13 @@ from autotune.commands import report as command
 from autotune.commands import run as run_command
 from autotune.predict.closed_form import closed_form_trace
 from autotune.predict.predictor import Predictor
-from autotune.problem.candidate import Candidate
+from autotune.problem.candidate import MICRO_BATCH, Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Outcome, Phase
 from autotune.results.plan import Plan, StagePlan
 from autotune.results.report.confidential import masker, without_secrets
-from autotune.results.report.data import Cell, Status, StudyReport
+from autotune.results.report.data import Cell, Status, Step, StudyReport
 from autotune.results.report.gather import Searched, study_report
 from autotune.results.report.mattered import TRADED, changed_knob
 from autotune.results.report.page import _short, as_data, plan_page
@@ -39,6 +39,7 @@ from tests.results.report.studies import (
     ran_out,
     space,
     tell,
+    with_card,
 )
 
 
@@ -130,6 +131,49 @@ def test_neighbours_that_were_not_tried_are_predicted() -> None:
     assert mattered.steps
     assert {step.status for step in mattered.steps} == {None}
     assert mattered.basin.startswith("No neighbour of the winner was tried")
+
+
+def plain(micro_batch: int) -> Candidate:
+    """Of stage 0 without anything else, as the space has it."""
+    return make_candidate(0, micro_batch, 1, activation_checkpointing=False)
+
+
+def of_winner_at_64(card_gib: float) -> StudyStore:
+    """Its winner has micro-batch 64, and stage 0 needs 1.2 GiB there and 1.4 GiB at 128."""
+    store = in_memory(hardware=with_card(card_gib))
+    store.set_winner(tell(store, plain(64), measured(10, 1.247)), "measured, not verified")
+    return store
+
+
+def larger_step(report: StudyReport) -> Step:
+    return next(step for step in report.mattered.steps if (step.knob, step.change) == (MICRO_BATCH, "64 → 128"))
+
+
+@pytest.mark.parametrize(("card_gib", "cell"), [(24.0, Cell.PREDICTED), (1.45, Cell.TOO_MUCH)])
+def test_a_neighbour_that_does_not_fit_gains_nothing(card_gib: float, cell: Cell, tmp_path: Path) -> None:
+    """What the map says of the same place holds for the step, too."""
+    store = of_winner_at_64(card_gib)
+    report = report_of(store)
+    step = larger_step(report)
+    assert step.cell is cell
+    assert step.fits is (cell is Cell.PREDICTED)
+    assert (step.speed is not None) is step.fits
+    assert report.map is not None
+    if cell is Cell.TOO_MUCH:  # of many configs in a square the best known counts
+        assert dict(report.map.rows)["stage 0"][report.map.micro_batches.index(128)].cell is cell
+    html = page(store, tmp_path / "p.html").read_text()
+    around = html.split("One step around the winner</h3>")[1].split("</table>")[0]
+    row = next(row for row in around.split("<tr>") if "64 → 128" in row and "accumulation" not in row)
+    assert cell.value in row
+    assert (" %" in row) is step.fits
+
+
+def test_a_neighbour_that_needs_no_less_than_what_ran_out_gains_nothing() -> None:
+    store = in_memory()
+    tell(store, plain(32), ran_out(Phase.BACKWARD, 1.0))
+    store.set_winner(tell(store, plain(64), measured(10, 1.247)), "measured, not verified")
+    step = larger_step(report_of(store))
+    assert (step.cell, step.speed) == (Cell.RULED_OUT, None)
 
 
 def test_a_forecast_rests_on_earlier_trials_alone(tmp_path: Path) -> None:
