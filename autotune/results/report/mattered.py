@@ -165,15 +165,22 @@ def _next(value: Value, values: Sequence[Value]) -> list[Value]:
     return [*ordered[max(0, at - 1) : at], *ordered[at + 1 : at + 2]]
 
 
+_TELLING = (Status.FITS, Status.ABOVE, Status.RAN_OUT)  # what was cut short, or failed, has no speed to compare
+
+
 def basin(steps: Sequence[Step]) -> str:
     """Whether the winner is a sharp peak or lies in a broad basin, by its measured neighbours."""
-    tried = [step for step in steps if step.status is not None]
+    tried = [step for step in steps if step.status in _TELLING]
     if not tried:
-        return "No neighbour of the winner was tried: whether it is a sharp peak is not known."
+        other = sum(step.status is not None for step in steps)
+        what = "measured or ran out of memory" if other else "tried"
+        rest = f" ({other} failed or {'was' if other == 1 else 'were'} cut short)" if other else ""
+        return f"No neighbour of the winner was {what}{rest}: whether it is a sharp peak is not known."
     good = [step for step in tried if step.status is Status.FITS and step.speed is not None and step.speed > -BROAD]
     out = sum(step.status in (Status.RAN_OUT, Status.ABOVE) for step in tried)
     over = f"; {out} of them need{'s' if out == 1 else ''} too much memory" if out else ""
-    count = f"{len(good)} of {len(tried)} tried neighbours are within {BROAD:.0%} of the winner's speed and fit{over}."
+    are = "neighbour is" if len(tried) == 1 else "neighbours are"
+    count = f"{len(good)} of {len(tried)} tried {are} within {BROAD:.0%} of the winner's speed and fit{over}."
     shape = "A broad basin" if len(good) >= len(tried) / 2 else "A sharp peak" if not good else "A narrow basin"
     return f"{shape}: {count}"
 

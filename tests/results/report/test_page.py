@@ -176,6 +176,38 @@ def test_a_neighbour_that_needs_no_less_than_what_ran_out_gains_nothing() -> Non
     assert (step.cell, step.speed) == (Cell.RULED_OUT, None)
 
 
+CUT_SHORT = Outcome(Kind.INTERRUPTED, reason="x", evidence="y")
+CRASHED = Outcome(Kind.CRASH, Phase.FORWARD, None, "x", "y")
+SLOWER = measured(5, 2)
+
+
+@pytest.mark.parametrize(
+    ("smaller", "larger", "said"),
+    [
+        (
+            CUT_SHORT,
+            CRASHED,
+            r"No neighbour .* \(2 failed or were cut short\): whether it is a sharp peak is not known\.",
+        ),
+        (CRASHED, None, r"No neighbour .* \(1 failed or was cut short\): whether .* not known\."),
+        (None, None, r"No neighbour of the winner was tried: whether .* not known\."),
+        (CUT_SHORT, SLOWER, r"A sharp peak: 0 of 1 tried neighbour is within .*"),
+        (CRASHED, ran_out(Phase.STEP, 1.0), r"A sharp peak: 0 of 1 tried .*; 1 of them needs too much memory\."),
+        (measured(10, 2), CRASHED, r"A broad basin: 1 of 1 tried .*"),
+        (measured(10, 2), SLOWER, r"A broad basin: 1 of 2 tried neighbours are .*"),
+    ],
+)
+def test_only_neighbours_that_tell_of_speed_or_memory_count(
+    smaller: Outcome | None, larger: Outcome | None, said: str
+) -> None:
+    store = in_memory()
+    store.set_winner(tell(store, plain(4), measured(10, 3)), "measured, not verified")
+    for size, outcome in ((2, smaller), (8, larger)):
+        if outcome is not None:
+            tell(store, plain(size), outcome)
+    assert re.fullmatch(said, report_of(store).mattered.basin)
+
+
 def test_a_forecast_rests_on_earlier_trials_alone(tmp_path: Path) -> None:
     """Two studies that differ in what a late trial gave have the same forecasts up to it."""
     forecasts = []
