@@ -141,10 +141,10 @@ def _judged(
             squares[place] = Square(Cell.UNKNOWN, told="not tried")
             continue
         fitting = [i for i in free if known.cells[i] is Cell.PREDICTED]
-        sizes = known.table.peak
+        sizes = known.table.needed  # what is cached beyond it is given back before memory runs out
         least = min(fitting or free, key=lambda i: float(sizes[i]))
         size = float(sizes[least])
-        what = "main memory" if not fitting and known.over_host[least] else f"{format_bytes(size)} at least"
+        what = "main memory" if not fitting and known.over_host[least] else f"{format_bytes(size)} needed at least"
         cell = Cell.PREDICTED if fitting else Cell.TOO_MUCH
         squares[place] = Square(cell, size, told=f"{cell.value} ({what})")
     return squares

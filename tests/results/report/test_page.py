@@ -10,6 +10,7 @@ import pytest
 from autotune.commands import report as command
 from autotune.commands import run as run_command
 from autotune.predict.closed_form import closed_form_trace
+from autotune.predict.prediction import Prediction
 from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import MICRO_BATCH, Candidate
 from autotune.problem.hardware import named_hardware
@@ -20,10 +21,11 @@ from autotune.results.report.confidential import masker, without_secrets
 from autotune.results.report.data import Cell, Status, Step, StudyReport
 from autotune.results.report.gather import Searched, study_report
 from autotune.results.report.mattered import TRADED, changed_knob
+from autotune.results.report.memory_map import memory_map
 from autotune.results.report.page import _short, as_data, plan_page
 from autotune.results.report.planned import plan_report
 from autotune.search.study import StudyStore
-from autotune.units import format_bytes
+from autotune.units import GIB, format_bytes
 from tests.cli_call import call
 from tests.conftest import make_candidate, make_job
 from tests.results.report.studies import (
@@ -206,6 +208,43 @@ def test_only_neighbours_that_tell_of_speed_or_memory_count(
         if outcome is not None:
             tell(store, plain(size), outcome)
     assert re.fullmatch(said, report_of(store).mattered.basin)
+
+
+def of_micro_batch_128(card_gib: float) -> tuple[Predictor, Prediction]:
+    job, hardware = make_job(), with_card(card_gib)
+    predictor = Predictor(job, hardware, closed_form_trace(job, "a test"))
+    return predictor, predictor.predict(plain(128))
+
+
+def test_the_map_tells_what_is_needed_not_what_the_card_has() -> None:
+    """The predicted peak of what does not fit is cut at the card; what it needs is not."""
+    card_gib = of_micro_batch_128(24.0)[1].needed_bytes / 0.97 / GIB
+    predictor, one = of_micro_batch_128(card_gib)
+    found = memory_map({}, [plain(128)], predictor.hardware, predictor)
+    assert found is not None
+    (_, (square,)) = found.rows[0]
+    assert square.cell is Cell.TOO_MUCH
+    assert square.bytes_low == one.needed_bytes
+    assert predictor.hardware.ceiling_bytes < one.needed_bytes < predictor.hardware.capacity_bytes
+    assert f"{format_bytes(one.needed_bytes)} needed at least" in square.told
+
+
+def test_a_plan_says_why_a_peak_above_the_ceiling_fits() -> None:
+    """What is above it is the allocator's, which gives it back."""
+    free = of_micro_batch_128(24.0)[1]
+    between = (free.needed_bytes + free.peak_bytes) / 2 / 0.95 / GIB  # a card whose ceiling lies there
+    pages = {}
+    for name, card_gib in (("though", between), ("below", 24.0), ("over", 0.9 * between)):
+        predictor, one = of_micro_batch_128(card_gib)
+        assert one.fits is (name != "over")
+        pages[name] = plan_page(
+            plan_report([Plan(predictor.job, predictor.hardware, [one], [StagePlan(0, one, one, [])], "a test")])
+        )
+    said = f"{format_bytes(free.needed_bytes)} are needed: cached blocks are given back before memory runs out"
+    for section in ("verdict", "memory"):
+        assert said in pages["though"].split(f'id="{section}"')[1].split("</section>")[0]
+    assert "given back" not in pages["below"]
+    assert "given back" not in pages["over"]
 
 
 def test_a_forecast_rests_on_earlier_trials_alone(tmp_path: Path) -> None:
