@@ -9,6 +9,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Measurement
 from autotune.results.report.data import Bar, Bars
+from autotune.results.winner import nearest, short_of
 from autotune.search.records import AS_IS, TRAINING, Record
 from autotune.search.standings import Standings
 from autotune.units import format_bytes
@@ -29,10 +30,8 @@ def of_interest(records: Sequence[Record], winner: Record | None, hardware: Hard
     own = next((record.candidate for record in records if record.note == AS_IS), None)
     if own is not None and own not in found.values():
         found[AS_IS] = own
-    if not found:  # nothing fits: what came nearest
-        over = [r for r in records if r.outcome and (r.outcome.kind.is_oom or r.outcome.measurement)]
-        nearest = min(over, key=lambda r: (r.outcome and r.outcome.missing_bytes) or 0, default=None)
-        found |= {"nearest": nearest.candidate} if nearest else {}
+    if not found and (record := nearest(records, hardware)):  # nothing fits
+        found["nearest"] = record.candidate
     return found
 
 
@@ -51,10 +50,9 @@ def memory_bars(
     if measured:
         bars.append(_measured_bar(max(measured, key=lambda pair: pair[0])[1], hardware))
     elif out := [o for o in mine if o.kind.is_oom]:
-        short = f", short of {format_bytes(out[-1].missing_bytes)}" if out[-1].missing_bytes else ""
         needed = float(hardware.capacity_bytes)
         parts = (("all there was", needed), ("more that was asked for", float(out[-1].missing_bytes or 0)))
-        bars.append(Bar("measured", parts, f"ran out in {out[-1].phase.value}{short}"))
+        bars.append(Bar("measured", parts, short_of(out[-1], hardware)))
     return Bars(name, str(candidate) or AS_IS, tuple(bars))
 
 

@@ -247,6 +247,48 @@ def test_a_plan_says_why_a_peak_above_the_ceiling_fits() -> None:
     assert "given back" not in pages["over"]
 
 
+def test_a_study_that_only_ran_out_says_one_shortfall_and_draws_no_speed(tmp_path: Path) -> None:
+    store = in_memory()
+    store.begin_call(60)
+    tell(store, plain(1), ran_out(Phase.INIT, 0.5))
+    tell(store, plain(2), ran_out(Phase.BACKWARD, 1.0))
+    tell(store, plain(4), ran_out(Phase.BACKWARD, 2.0))
+    store.update_call(60.0, "budget used")
+    html = page(store, tmp_path / "p.html").read_text()
+    sections = {
+        name: html.split(f'id="{name}"')[1].split("</section>")[0] for name in ("verdict", "memory", "speed", "time")
+    }
+    said = "ran out in backward, short of at least 2.20 GiB (1.00 GiB beyond what there is, 1.20 GiB of headroom)"
+    assert f"closest: {plain(2)}: {said}" in sections["verdict"]
+    assert f"Nearest: <code>{plain(2)}</code>" in sections["memory"], "the same config"
+    assert said in sections["memory"]
+    assert re.findall(r"short of [^(<]*", html) == ["short of at least 2.20 GiB "] * 2
+    for name in ("speed", "time"):
+        assert 'class="plot"' not in sections[name]
+        assert "No trial has measured a speed" in sections[name]
+    assert "3 ran out of memory" in sections["speed"]
+
+
+def test_of_main_memory_no_headroom_is_told() -> None:
+    store = in_memory()
+    tell(store, plain(2), dataclasses.replace(ran_out(Phase.INIT, 1.0), kind=Kind.OOM_HOST))
+    store.begin_call(60)
+    store.update_call(60.0, "budget used")
+    said = "ran out of main memory in init, short of at least 1.00 GiB"
+    assert report_of(store).verdict.lines[0] == f"closest: {plain(2)}: {said}"
+
+
+def test_what_is_over_the_headroom_says_no_phase() -> None:
+    store = in_memory()
+    tell(store, plain(2), measured(10, 23.0))
+    tell(store, plain(4), ran_out(Phase.STEP, 0.1))
+    store.begin_call(60)
+    store.update_call(60.0, "budget used")
+    report = report_of(store)
+    assert report.verdict.lines[0] == f"closest: {plain(2)}: over the headroom, short of 204.8 MiB"
+    assert report.memory[0].label == str(plain(2))
+
+
 def test_a_forecast_rests_on_earlier_trials_alone(tmp_path: Path) -> None:
     """Two studies that differ in what a late trial gave have the same forecasts up to it."""
     forecasts = []
