@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.frameworks import framework_of
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
-from autotune.problem.outcome import Measurement, Phase
+from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
 from autotune.problem.script import RELAUNCHED, carried, training_command, typed, variables_for
 from autotune.problem.script_job import other_batch
 from autotune.results.lossy import lossy_settings
@@ -165,30 +165,55 @@ def train_with(
     return HowToTrain(tuple(commands), instead, tuple(hints))
 
 
+def _missing_bytes(outcome: Outcome, hardware: Hardware) -> int | None:
+    """Bytes by which a config missed the ceiling, at least; None where it did not, or failed of something else."""
+    if outcome.measurement is not None:
+        over = outcome.measurement.peak_bytes - hardware.ceiling_bytes
+        return over if over > 0 else None
+    headroom = _headroom_bytes(hardware) if outcome.kind is not Kind.OOM_HOST else 0
+    return (outcome.missing_bytes or 0) + headroom if outcome.kind.is_oom else None
+
+
+def _headroom_bytes(hardware: Hardware) -> int:
+    return hardware.capacity_bytes - hardware.ceiling_bytes
+
+
+def short_of(outcome: Outcome, hardware: Hardware) -> str:
+    """What a config was short of, in words; nothing where memory was not why it is no winner."""
+    missing = _missing_bytes(outcome, hardware)
+    if missing is None:
+        return ""
+    if outcome.measurement is not None:
+        return f"over the headroom, short of {format_bytes(missing)}"
+    asked, headroom = outcome.missing_bytes or 0, _headroom_bytes(hardware)
+    if outcome.kind is Kind.OOM_HOST:  # of which no headroom is kept
+        lacked = f", short of at least {format_bytes(asked)}" if asked else ""
+        return f"ran out of main memory in {outcome.phase.value}{lacked}"
+    parts = [f"{format_bytes(asked)} beyond what there is" if asked else "how much an allocation lacked is not known"]
+    parts += [f"{format_bytes(headroom)} of headroom"] if headroom else []
+    return f"ran out in {outcome.phase.value}, short of at least {format_bytes(missing)} ({', '.join(parts)})"
+
+
+def nearest(records: Sequence[Record], hardware: Hardware) -> Record | None:
+    """What came closest to fitting: the furthest in its life, then the least bytes missing. None: memory failed none."""
+    order = [phase.value for phase in Phase]
+    over = [
+        (-order.index(record.outcome.phase.value), missing, record)
+        for record in records
+        if record.outcome is not None and (missing := _missing_bytes(record.outcome, hardware)) is not None
+    ]
+    return min(over, key=lambda item: item[:2])[2] if over else None
+
+
 def closest_lines(records: list[Record], hardware: Hardware, untried: list[Candidate]) -> list[str]:
     """What came closest where nothing fits: bytes missing, and the cheapest changes that would help."""
-    over = []
-    for record in records:
-        outcome = record.outcome
-        if outcome is None:
-            continue
-        if outcome.measurement is not None and outcome.measurement.peak_bytes > hardware.ceiling_bytes:
-            over.append((outcome.measurement.peak_bytes - hardware.ceiling_bytes, record, "over the headroom"))
-        elif outcome.kind.is_oom:
-            missing = (outcome.missing_bytes or 0) + int(hardware.capacity_bytes * hardware.headroom)
-            over.append((missing, record, f"ran out in {outcome.phase.value}"))
-    if not over:
+    record = nearest(records, hardware)
+    if record is None or record.outcome is None:
         reasons = Counter(
             f"{r.outcome.kind.value}: {r.outcome.reason[:120]}" for r in records if r.outcome and not r.outcome.ok
         )
         return [f"no candidate ran: {reason} ({count}x)" for reason, count in reasons.most_common(3)]
-    # furthest in its life first, then by the bytes missing
-    order = [phase.value for phase in Phase]
-    missing, record, why = min(
-        over,
-        key=lambda item: (-order.index(item[1].outcome.phase.value), item[0]),  # type: ignore[union-attr]
-    )
-    lines = [f"closest: {record.candidate}: {why}, short of at least {format_bytes(missing)}"]
+    lines = [f"closest: {record.candidate}: {short_of(record.outcome, hardware)}"]
     candidate, changes = record.candidate, []
     if candidate.micro_batch > 1:
         changes.append(f"micro-batch {candidate.micro_batch} -> {candidate.micro_batch // 2}")

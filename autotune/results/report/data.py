@@ -184,9 +184,14 @@ class Step:
     change: str
     label: str
     status: Status | None  # None: it was not tried, and the figures are predicted
-    speed: float | None  # the share that it adds to the winner's
+    speed: float | None  # the share that it adds to the winner's; of what is not believed to fit there is none
     bytes: float | None  # what it adds to the winner's peak
     trial: int | None = None
+    cell: Cell | None = None  # of what was not tried: whether it is believed to fit, as the map says it
+
+    @property
+    def fits(self) -> bool:
+        return self.status is Status.FITS or self.cell is Cell.PREDICTED
 
 
 @dataclass(frozen=True)

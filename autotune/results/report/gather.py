@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.executors.nodes.hostfile import hostfile_of
 from autotune.group.environment import variables_of
-from autotune.predict.prediction import Prediction
 from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import Candidate, Value
 from autotune.problem.hardware import Hardware
@@ -18,14 +17,14 @@ from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.space import SearchSpace
 from autotune.results.export import deepspeed_config, environment_of, needs
 from autotune.results.lossy import lossy_settings
-from autotune.results.report.data import Bar, Bars, Clock, Code, Forecast, Gain, Status, StudyReport, Trial, Verdict
+from autotune.results.report.data import Clock, Code, Forecast, Gain, Status, StudyReport, Trial, Verdict
 from autotune.results.report.forecasts import accuracy, forecasts
 from autotune.results.report.mattered import shown, what_mattered
+from autotune.results.report.memory_bars import memory_bars, of_interest
 from autotune.results.report.memory_map import memory_map
 from autotune.results.sliced import slice_line
 from autotune.results.winner import closest_lines, measured_alike, train_with, unlike_steps
 from autotune.search.records import AS_IS, RESUME, SEARCH, TRAINING, VERIFY, Record
-from autotune.search.standings import Standings
 from autotune.search.study import StudyStore
 from autotune.units import format_bytes
 from autotune.version import __version__
@@ -51,9 +50,9 @@ def study_report(
     """
     records, hardware, job = store.records(), store.hardware, store.job
     winner = store.winner
-    of_interest = _of_interest(records, winner, hardware)
+    shown_memory = of_interest(records, winner, hardware)
     expected, broken_down = (
-        forecasts(records, predictor, set(of_interest.values())) if predictor is not None else ({}, {})
+        forecasts(records, predictor, set(shown_memory.values())) if predictor is not None else ({}, {})
     )
     trials = tuple(_trial(record, hardware, expected.get(record.number)) for record in records)
     by_candidate: dict[Candidate, list[Trial]] = {}
@@ -77,7 +76,7 @@ def study_report(
         trials=trials,
         varying=varying,
         constant=constant,
-        memory=tuple(_bars(name, one, records, broken_down, hardware) for name, one in of_interest.items()),
+        memory=tuple(memory_bars(name, one, records, broken_down, hardware) for name, one in shown_memory.items()),
         map=memory_map(by_candidate, candidates, hardware, predictor),
         clock=_clock(store, records),
         mattered=what_mattered(
@@ -284,71 +283,6 @@ def _gain(over: str, other: Candidate, pair: tuple[Measurement, Measurement], de
     spread = sum((one.step_seconds_spread / one.step_seconds) ** 2 for one in pair) ** 0.5
     low, high = times / (1 + spread), times * (1 + spread)
     return Gain(over, str(other) or AS_IS, times, (low, high), detail.strip(" ()"))
-
-
-# -- memory ----------------------------------------------------------------------------------------------------------------
-
-
-def _of_interest(records: Sequence[Record], winner: Record | None, hardware: Hardware) -> dict[str, Candidate]:
-    """Whose memory is shown: the winner's, that of the next best that fits, and the script's as it is."""
-    standings = Standings(hardware)
-    for record in records:
-        if record.outcome is not None and record.role != TRAINING:
-            standings.learn(record.number, record.candidate, record.outcome, record.role)
-    found: dict[str, Candidate] = {}
-    if winner is not None:
-        found["winner"] = winner.candidate
-    rest = [candidate for candidate in standings.feasible() if winner is None or candidate != winner.candidate]
-    if rest:
-        found["runner-up" if winner else "fastest so far"] = rest[0]
-    own = next((record.candidate for record in records if record.note == AS_IS), None)
-    if own is not None and own not in found.values():
-        found[AS_IS] = own
-    if not found:  # nothing fits: what came nearest
-        over = [r for r in records if r.outcome and (r.outcome.kind.is_oom or r.outcome.measurement)]
-        nearest = min(over, key=lambda r: (r.outcome and r.outcome.missing_bytes) or 0, default=None)
-        found |= {"nearest": nearest.candidate} if nearest else {}
-    return found
-
-
-def _bars(
-    name: str,
-    candidate: Candidate,
-    records: Sequence[Record],
-    broken_down: Mapping[Candidate, Prediction],
-    hardware: Hardware,
-) -> Bars:
-    bars: list[Bar] = []
-    if candidate in broken_down:
-        one = broken_down[candidate]
-        bars.append(Bar("predicted", tuple((n, s) for n, s in one.memory.items() if s > 0), f"highest in {one.moment}"))
-    mine = [record.outcome for record in records if record.candidate == candidate and record.outcome]
-    measured = [(o.measurement.peak_bytes, o.measurement) for o in mine if o.measurement]
-    if measured:
-        bars.append(_measured_bar(max(measured, key=lambda pair: pair[0])[1], hardware))
-    elif out := [o for o in mine if o.kind.is_oom]:
-        short = f", short of {format_bytes(out[-1].missing_bytes)}" if out[-1].missing_bytes else ""
-        needed = float(hardware.capacity_bytes)
-        parts = (("all there was", needed), ("more that was asked for", float(out[-1].missing_bytes or 0)))
-        bars.append(Bar("measured", parts, f"ran out in {out[-1].phase.value}{short}"))
-    return Bars(name, str(candidate) or AS_IS, tuple(bars))
-
-
-def _measured_bar(measured: Measurement, hardware: Hardware) -> Bar:
-    """What a trial can tell apart: on GPUs by torch's allocator, of CPU ranks where tensors were counted."""
-    peak = float(measured.peak_bytes)
-    if hardware.device == "cpu":
-        tensors = float(max(measured.live_tensor_bytes.values(), default=0))
-        rest = "rest of the process" if tensors else "not told apart"
-        parts = [("tensors", min(tensors, peak)), (rest, max(0.0, peak - tensors))]
-    elif not measured.torch_allocated_bytes:
-        parts = [("not told apart", peak)]
-    else:
-        allocated, reserved = float(measured.torch_allocated_bytes), float(measured.torch_reserved_bytes or 0)
-        kept = max(0.0, min(reserved, peak) - allocated)
-        parts = [("allocated by torch", min(allocated, peak)), ("kept by the allocator", kept)]
-        parts += [("context and communication", max(0.0, peak - sum(size for _, size in parts)))]
-    return Bar("measured", tuple((name, size) for name, size in parts if size > 0))
 
 
 # -- time, facts -----------------------------------------------------------------------------------------------------------

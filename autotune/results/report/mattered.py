@@ -10,7 +10,8 @@ from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, RUNG_KNOBS, Candidate, Value, is_read
 from autotune.problem.outcome import Measurement
 from autotune.problem.space import SearchSpace
-from autotune.results.report.data import Mattered, Pair, Status, Step, Trial
+from autotune.results.report.data import Cell, Mattered, Pair, Status, Step, Trial
+from autotune.results.report.judged import judged
 
 BROAD = 0.05  # a neighbour that is slower by less is as good
 TRADED = "micro-batch for accumulation, same batch"  # both change, and the global batch does not
@@ -118,7 +119,8 @@ def steps_around(
     best = measured[winner]
     near = {**_near(winner, space, allowed), **{c: k for c in trials if (k := changed_knob(winner, c))}}
     untried = [candidate for candidate in near if candidate not in trials]
-    table = predictor.table([winner, *untried]) if predictor and untried else None
+    ran_out = [candidate for candidate, trial in trials.items() if trial.kind == "oom_device"]
+    known = judged([winner, *untried], ran_out, predictor.hardware, predictor) if predictor and untried else None
     for candidate, knob in near.items():
         change = f"{shown(value_of(winner, knob))} → {shown(value_of(candidate, knob))}"
         trial = trials.get(candidate)
@@ -127,10 +129,12 @@ def steps_around(
             speed = one.tokens_per_second / best.tokens_per_second - 1 if one else None
             size = float(one.peak_bytes - best.peak_bytes) if one else None
             found.append(Step(knob, change, str(candidate), trial.status, speed, size, trial.number))
-        elif table is not None:
-            at = 1 + untried.index(candidate)
-            speed = float(table.samples[at] / table.samples[0] - 1)
-            found.append(Step(knob, change, str(candidate), None, speed, float(table.peak[at] - table.peak[0])))
+        elif known is not None and known.table is not None:
+            at, table = 1 + untried.index(candidate), known.table
+            fits = known.cells[at] is Cell.PREDICTED
+            speed = float(table.samples[at] / table.samples[0] - 1) if fits else None  # what does not fit gains nothing
+            size = float(table.needed[at] - table.needed[0])
+            found.append(Step(knob, change, str(candidate), None, speed, size, cell=known.cells[at]))
     return tuple(sorted(found, key=lambda step: (step.status is None, step.knob, step.change)))
 
 
@@ -161,15 +165,22 @@ def _next(value: Value, values: Sequence[Value]) -> list[Value]:
     return [*ordered[max(0, at - 1) : at], *ordered[at + 1 : at + 2]]
 
 
+_TELLING = (Status.FITS, Status.ABOVE, Status.RAN_OUT)  # what was cut short, or failed, has no speed to compare
+
+
 def basin(steps: Sequence[Step]) -> str:
     """Whether the winner is a sharp peak or lies in a broad basin, by its measured neighbours."""
-    tried = [step for step in steps if step.status is not None]
+    tried = [step for step in steps if step.status in _TELLING]
     if not tried:
-        return "No neighbour of the winner was tried: whether it is a sharp peak is not known."
+        other = sum(step.status is not None for step in steps)
+        what = "measured or ran out of memory" if other else "tried"
+        rest = f" ({other} failed or {'was' if other == 1 else 'were'} cut short)" if other else ""
+        return f"No neighbour of the winner was {what}{rest}: whether it is a sharp peak is not known."
     good = [step for step in tried if step.status is Status.FITS and step.speed is not None and step.speed > -BROAD]
     out = sum(step.status in (Status.RAN_OUT, Status.ABOVE) for step in tried)
     over = f"; {out} of them need{'s' if out == 1 else ''} too much memory" if out else ""
-    count = f"{len(good)} of {len(tried)} tried neighbours are within {BROAD:.0%} of the winner's speed and fit{over}."
+    are = "neighbour is" if len(tried) == 1 else "neighbours are"
+    count = f"{len(good)} of {len(tried)} tried {are} within {BROAD:.0%} of the winner's speed and fit{over}."
     shape = "A broad basin" if len(good) >= len(tried) / 2 else "A sharp peak" if not good else "A narrow basin"
     return f"{shape}: {count}"
 

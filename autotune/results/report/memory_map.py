@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from autotune.predict.predictor import Predictor
-from autotune.predict.roofline import host_limit_bytes
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.results.report.data import Cell, MemoryMap, Square, Status, Trial
-from autotune.search.dominance import Dominance, Rules
+from autotune.results.report.judged import judged
 from autotune.units import format_bytes
 
 MOST_COLUMNS = 16
@@ -70,17 +67,17 @@ def memory_map(
         for place, found in untried.items()
         if place[1] in columns and _of_trials(tried.get(place, [])) is None
     }
-    judged = _judged(asked, trials, hardware, predictor)
-    judged |= {place: square for place, found in tried.items() if (square := _of_trials(found)) is not None}
+    known = _judged(asked, trials, hardware, predictor)
+    known |= {place: square for place, found in tried.items() if (square := _of_trials(found)) is not None}
     cut_short = Square(Cell.UNKNOWN, told="tried, but the trial was cut short or failed by no fault of the config")
-    judged = {**dict.fromkeys(tried, cut_short), **judged}
+    known = {**dict.fromkeys(tried, cut_short), **known}
     rows = sorted(
         {row for row, _ in places}, key=lambda row: (*row[:2], row[2] != "none", row[2], row[3] != "none", row[3])
     )
     nothing = Square(Cell.NONE if candidates else Cell.UNKNOWN, told="not in the space" if candidates else "not tried")
     return MemoryMap(
         tuple(columns),
-        tuple((_row_name(row), tuple(judged.get((row, size), nothing) for size in columns)) for row in rows),
+        tuple((_row_name(row), tuple(known.get((row, size), nothing) for size in columns)) for row in rows),
         "" if len(columns) == len({size for _, size in places}) else "Not every micro-batch of the space is shown.",
     )
 
@@ -129,33 +126,25 @@ def _judged(
     if not flat:
         return {}
     ran_out = [c for c, found in trials.items() if any(trial.kind == "oom_device" for trial in found)]
-    every = list(dict.fromkeys([*flat, *ran_out]))
-    trace = predictor.trace if predictor else None
-    dominance = Dominance(every, Rules.of(hardware.device, hardware.count, trace))
-    culprit: dict[Candidate, Candidate] = {}
-    for candidate in ran_out:
-        for i in np.flatnonzero(dominance.needs_no_less(candidate)):
-            culprit.setdefault(every[i], candidate)
-    table = predictor.table(flat) if predictor else None
-    fits = predictor.fits(table) if predictor and table else None
-    host = table.host * hardware.count / hardware.nodes > host_limit_bytes(hardware) if table else None
+    known = judged(flat, ran_out, hardware, predictor)
     squares: dict[_Place, Square] = {}
     at = 0
     for place, found in asked.items():
         mine = range(at, at + len(found))
         at += len(found)
-        free = [i for i in mine if flat[i] not in culprit]
+        free = [i for i in mine if known.cells[i] is not Cell.RULED_OUT]
         if not free:
-            why = f"needs no less memory than {culprit[found[0]]}, which ran out"
+            why = f"needs no less memory than {known.culprits[found[0]]}, which ran out"
             squares[place] = Square(Cell.RULED_OUT, told=f"not tried: {why}")
             continue
-        if table is None or fits is None or host is None:
+        if known.table is None:
             squares[place] = Square(Cell.UNKNOWN, told="not tried")
             continue
-        fitting = [i for i in free if fits[i]]
-        least = min(fitting or free, key=lambda i: float(table.peak[i]))
-        size = float(table.peak[least])
-        what = "main memory" if not fitting and bool(host[least]) else f"{format_bytes(size)} at least"
+        fitting = [i for i in free if known.cells[i] is Cell.PREDICTED]
+        sizes = known.table.needed  # what is cached beyond it is given back before memory runs out
+        least = min(fitting or free, key=lambda i: float(sizes[i]))
+        size = float(sizes[least])
+        what = "main memory" if not fitting and known.over_host[least] else f"{format_bytes(size)} needed at least"
         cell = Cell.PREDICTED if fitting else Cell.TOO_MUCH
         squares[place] = Square(cell, size, told=f"{cell.value} ({what})")
     return squares

@@ -114,6 +114,7 @@ def study_page(report: StudyReport) -> str:
         report=report,
         title=f"{report.study}: {report.model}",
         speed=pictures.speed_against_memory(report),
+        no_speed=pictures.why_no_speed(report),
         clock=pictures.over_time(report),
         predicted=pictures.predicted_against_measured(report),
         bars=[pictures.memory_bars(bars, at, scale, *limits) for at, bars in enumerate(report.memory)],

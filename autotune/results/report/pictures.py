@@ -60,17 +60,18 @@ def look(trial: Trial) -> tuple[str, str]:
 
 
 def speed_against_memory(report: StudyReport) -> Markup | None:
-    """All trials: tokens a second over the peak; those that ran out in a lane, at what they would have needed at least."""
+    """All trials: tokens a second over the peak; those that ran out in a lane, at what they would have needed at least. None
+    where no speed was measured: there is no axis then."""
     ran = [t for t in report.trials if t.measured and t.peak_bytes]
     out = [t for t in report.trials if t.status is Status.RAN_OUT]
-    if not ran and not out:
+    if not ran:
         return None
     needed = {t.number: report.capacity_bytes + (t.missing_bytes or 0) for t in out}
     sizes = [*(t.peak_bytes or 0 for t in ran), report.capacity_bytes, *needed.values()]
     high = 1.04 * min(max(sizes), _FAR * report.capacity_bytes)
-    low = min((t.peak_bytes or 0 for t in ran), default=report.capacity_bytes)
+    low = min(t.peak_bytes or 0 for t in ran)
     x = size_axis("peak memory of a rank", 0.0 if low < 0.4 * high else 0.9 * low, high)
-    fastest = max((t.tokens_per_second or 0 for t in ran), default=1.0)
+    fastest = max(t.tokens_per_second or 0 for t in ran)
     plot = Plot(
         "speed",
         "Speed against memory",
@@ -100,6 +101,13 @@ def speed_against_memory(report: StudyReport) -> Markup | None:
     return plot.html()
 
 
+def why_no_speed(report: StudyReport) -> str:
+    """What stands in the place of charts of speed that cannot be drawn."""
+    out = sum(trial.status is Status.RAN_OUT for trial in report.trials)
+    table = f"; {out} ran out of memory: what each lacked is told in All trials" if out else ""
+    return f"No trial has measured a speed, so there is no chart of it{table}."
+
+
 def _front(trials: Sequence[Trial]) -> list[Trial]:
     """Trials than which none is both faster and smaller, smallest first."""
     best, front = 0.0, []
@@ -112,15 +120,15 @@ def _front(trials: Sequence[Trial]) -> list[Trial]:
 
 def over_time(report: StudyReport) -> Markup | None:
     """Every trial as a line as long as it took, at its speed, and the best so far. Trials run one after the other; what passes
-    between them is not drawn."""
+    between them is not drawn. None where none has taken time or measured a speed."""
     shown = [t for t in report.trials if t.role != TRAINING and t.status is not Status.RUNNING]
     whole = sum(t.seconds for t in shown)
-    if not shown or whole <= 0:
+    fastest = max((t.tokens_per_second or 0 for t in shown), default=0.0)
+    if whole <= 0 or fastest <= 0:
         return None
     minutes = whole >= 180
     unit = 60.0 if minutes else 1.0
     x = Axis(f"time in trials ({'minutes' if minutes else 'seconds'})", 0.0, whole / unit, lambda v: f"{v:.4g}")
-    fastest = max((t.tokens_per_second or 0 for t in shown), default=0.0) or 1.0
     plot = Plot(
         "clock",
         "The search in time",

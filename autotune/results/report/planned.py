@@ -10,7 +10,8 @@ from rich.console import Console
 
 from autotune.results.plan import Plan
 from autotune.results.plan_view import show_comparison, show_plan
-from autotune.results.report.data import Bar, Bars
+from autotune.results.report.data import Bars
+from autotune.results.report.memory_bars import given_back, predicted_bar
 from autotune.version import __version__
 
 WIDTH = 100  # columns of the plan's text
@@ -24,6 +25,7 @@ class Card:
     capacity_bytes: int  # of a rank
     head: str  # one line
     best: tuple[dict[str, Any], ...]  # `results.plan.prediction_json` of each
+    fits_though: str  # why the first of them fits, where its peak is above the ceiling
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,9 @@ def plan_report(plans: list[Plan]) -> PlanReport:
 
 def _card(plan: Plan) -> Card:
     head = str(plan.best[0].candidate) if plan.best else "Nothing of the space is predicted to fit."
-    return Card(str(plan.hardware), plan.hardware.capacity_bytes, head, tuple(plan.to_json()["best"]))
+    ceiling = plan.hardware.ceiling_bytes
+    though = given_back(plan.best[0].peak_bytes, plan.best[0].needed_bytes, ceiling) if plan.best else ""
+    return Card(str(plan.hardware), plan.hardware.capacity_bytes, head, tuple(plan.to_json()["best"]), though)
 
 
 def _memory(plan: Plan, several: bool) -> list[Bars]:
@@ -72,7 +76,7 @@ def _memory(plan: Plan, several: bool) -> list[Bars]:
         Bars(
             plan.hardware.name if several else f"{at + 1}",
             str(one.candidate),
-            (Bar("predicted", tuple((n, s) for n, s in one.memory.items() if s > 0), f"highest in {one.moment}"),),
+            (predicted_bar(one, plan.hardware),),
             (plan.hardware.capacity_bytes, plan.hardware.ceiling_bytes),
         )
         for at, one in enumerate(plan.best[: 1 if several else None])

@@ -57,11 +57,15 @@ def tell(store: StudyStore, candidate: Candidate, outcome: Outcome, role: str = 
     return number
 
 
-def in_memory(model: str = "tiny-llama") -> StudyStore:
+def with_card(card_gib: float) -> Hardware:
+    """The machine with cards of another size."""
+    return dataclasses.replace(machine(), memory_bytes=int(card_gib * GIB))
+
+
+def in_memory(model: str = "tiny-llama", hardware: Hardware | None = None) -> StudyStore:
     job = make_job()
-    return StudyStore.in_memory(
-        dataclasses.replace(job, model=dataclasses.replace(job.model, name=model)), machine(), space()
-    )
+    named = dataclasses.replace(job, model=dataclasses.replace(job.model, name=model))
+    return StudyStore.in_memory(named, hardware or machine(), space())
 
 
 def open_study(runs: Path, name: str = "s") -> StudyStore:

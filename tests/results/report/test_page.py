@@ -10,20 +10,22 @@ import pytest
 from autotune.commands import report as command
 from autotune.commands import run as run_command
 from autotune.predict.closed_form import closed_form_trace
+from autotune.predict.prediction import Prediction
 from autotune.predict.predictor import Predictor
-from autotune.problem.candidate import Candidate
+from autotune.problem.candidate import MICRO_BATCH, Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Outcome, Phase
 from autotune.results.plan import Plan, StagePlan
 from autotune.results.report.confidential import masker, without_secrets
-from autotune.results.report.data import Cell, Status, StudyReport
+from autotune.results.report.data import Cell, Status, Step, StudyReport
 from autotune.results.report.gather import Searched, study_report
 from autotune.results.report.mattered import TRADED, changed_knob
+from autotune.results.report.memory_map import memory_map
 from autotune.results.report.page import _short, as_data, plan_page
 from autotune.results.report.planned import plan_report
 from autotune.search.study import StudyStore
-from autotune.units import format_bytes
+from autotune.units import GIB, format_bytes
 from tests.cli_call import call
 from tests.conftest import make_candidate, make_job
 from tests.results.report.studies import (
@@ -39,6 +41,7 @@ from tests.results.report.studies import (
     ran_out,
     space,
     tell,
+    with_card,
 )
 
 
@@ -130,6 +133,160 @@ def test_neighbours_that_were_not_tried_are_predicted() -> None:
     assert mattered.steps
     assert {step.status for step in mattered.steps} == {None}
     assert mattered.basin.startswith("No neighbour of the winner was tried")
+
+
+def plain(micro_batch: int) -> Candidate:
+    """Of stage 0 without anything else, as the space has it."""
+    return make_candidate(0, micro_batch, 1, activation_checkpointing=False)
+
+
+def of_winner_at_64(card_gib: float) -> StudyStore:
+    """Its winner has micro-batch 64, and stage 0 needs 1.2 GiB there and 1.4 GiB at 128."""
+    store = in_memory(hardware=with_card(card_gib))
+    store.set_winner(tell(store, plain(64), measured(10, 1.247)), "measured, not verified")
+    return store
+
+
+def larger_step(report: StudyReport) -> Step:
+    return next(step for step in report.mattered.steps if (step.knob, step.change) == (MICRO_BATCH, "64 → 128"))
+
+
+@pytest.mark.parametrize(("card_gib", "cell"), [(24.0, Cell.PREDICTED), (1.45, Cell.TOO_MUCH)])
+def test_a_neighbour_that_does_not_fit_gains_nothing(card_gib: float, cell: Cell, tmp_path: Path) -> None:
+    """What the map says of the same place holds for the step, too."""
+    store = of_winner_at_64(card_gib)
+    report = report_of(store)
+    step = larger_step(report)
+    assert step.cell is cell
+    assert step.fits is (cell is Cell.PREDICTED)
+    assert (step.speed is not None) is step.fits
+    assert report.map is not None
+    if cell is Cell.TOO_MUCH:  # of many configs in a square the best known counts
+        assert dict(report.map.rows)["stage 0"][report.map.micro_batches.index(128)].cell is cell
+    html = page(store, tmp_path / "p.html").read_text()
+    around = html.split("One step around the winner</h3>")[1].split("</table>")[0]
+    row = next(row for row in around.split("<tr>") if "64 → 128" in row and "accumulation" not in row)
+    assert cell.value in row
+    assert (" %" in row) is step.fits
+
+
+def test_a_neighbour_that_needs_no_less_than_what_ran_out_gains_nothing() -> None:
+    store = in_memory()
+    tell(store, plain(32), ran_out(Phase.BACKWARD, 1.0))
+    store.set_winner(tell(store, plain(64), measured(10, 1.247)), "measured, not verified")
+    step = larger_step(report_of(store))
+    assert (step.cell, step.speed) == (Cell.RULED_OUT, None)
+
+
+CUT_SHORT = Outcome(Kind.INTERRUPTED, reason="x", evidence="y")
+CRASHED = Outcome(Kind.CRASH, Phase.FORWARD, None, "x", "y")
+SLOWER = measured(5, 2)
+
+
+@pytest.mark.parametrize(
+    ("smaller", "larger", "said"),
+    [
+        (
+            CUT_SHORT,
+            CRASHED,
+            r"No neighbour .* \(2 failed or were cut short\): whether it is a sharp peak is not known\.",
+        ),
+        (CRASHED, None, r"No neighbour .* \(1 failed or was cut short\): whether .* not known\."),
+        (None, None, r"No neighbour of the winner was tried: whether .* not known\."),
+        (CUT_SHORT, SLOWER, r"A sharp peak: 0 of 1 tried neighbour is within .*"),
+        (CRASHED, ran_out(Phase.STEP, 1.0), r"A sharp peak: 0 of 1 tried .*; 1 of them needs too much memory\."),
+        (measured(10, 2), CRASHED, r"A broad basin: 1 of 1 tried .*"),
+        (measured(10, 2), SLOWER, r"A broad basin: 1 of 2 tried neighbours are .*"),
+    ],
+)
+def test_only_neighbours_that_tell_of_speed_or_memory_count(
+    smaller: Outcome | None, larger: Outcome | None, said: str
+) -> None:
+    store = in_memory()
+    store.set_winner(tell(store, plain(4), measured(10, 3)), "measured, not verified")
+    for size, outcome in ((2, smaller), (8, larger)):
+        if outcome is not None:
+            tell(store, plain(size), outcome)
+    assert re.fullmatch(said, report_of(store).mattered.basin)
+
+
+def of_micro_batch_128(card_gib: float) -> tuple[Predictor, Prediction]:
+    job, hardware = make_job(), with_card(card_gib)
+    predictor = Predictor(job, hardware, closed_form_trace(job, "a test"))
+    return predictor, predictor.predict(plain(128))
+
+
+def test_the_map_tells_what_is_needed_not_what_the_card_has() -> None:
+    """The predicted peak of what does not fit is cut at the card; what it needs is not."""
+    card_gib = of_micro_batch_128(24.0)[1].needed_bytes / 0.97 / GIB
+    predictor, one = of_micro_batch_128(card_gib)
+    found = memory_map({}, [plain(128)], predictor.hardware, predictor)
+    assert found is not None
+    (_, (square,)) = found.rows[0]
+    assert square.cell is Cell.TOO_MUCH
+    assert square.bytes_low == one.needed_bytes
+    assert predictor.hardware.ceiling_bytes < one.needed_bytes < predictor.hardware.capacity_bytes
+    assert f"{format_bytes(one.needed_bytes)} needed at least" in square.told
+
+
+def test_a_plan_says_why_a_peak_above_the_ceiling_fits() -> None:
+    """What is above it is the allocator's, which gives it back."""
+    free = of_micro_batch_128(24.0)[1]
+    between = (free.needed_bytes + free.peak_bytes) / 2 / 0.95 / GIB  # a card whose ceiling lies there
+    pages = {}
+    for name, card_gib in (("though", between), ("below", 24.0), ("over", 0.9 * between)):
+        predictor, one = of_micro_batch_128(card_gib)
+        assert one.fits is (name != "over")
+        pages[name] = plan_page(
+            plan_report([Plan(predictor.job, predictor.hardware, [one], [StagePlan(0, one, one, [])], "a test")])
+        )
+    said = f"{format_bytes(free.needed_bytes)} are needed: cached blocks are given back before memory runs out"
+    for section in ("verdict", "memory"):
+        assert said in pages["though"].split(f'id="{section}"')[1].split("</section>")[0]
+    assert "given back" not in pages["below"]
+    assert "given back" not in pages["over"]
+
+
+def test_a_study_that_only_ran_out_says_one_shortfall_and_draws_no_speed(tmp_path: Path) -> None:
+    store = in_memory()
+    store.begin_call(60)
+    tell(store, plain(1), ran_out(Phase.INIT, 0.5))
+    tell(store, plain(2), ran_out(Phase.BACKWARD, 1.0))
+    tell(store, plain(4), ran_out(Phase.BACKWARD, 2.0))
+    store.update_call(60.0, "budget used")
+    html = page(store, tmp_path / "p.html").read_text()
+    sections = {
+        name: html.split(f'id="{name}"')[1].split("</section>")[0] for name in ("verdict", "memory", "speed", "time")
+    }
+    said = "ran out in backward, short of at least 2.20 GiB (1.00 GiB beyond what there is, 1.20 GiB of headroom)"
+    assert f"closest: {plain(2)}: {said}" in sections["verdict"]
+    assert f"Nearest: <code>{plain(2)}</code>" in sections["memory"], "the same config"
+    assert said in sections["memory"]
+    assert re.findall(r"short of [^(<]*", html) == ["short of at least 2.20 GiB "] * 2
+    for name in ("speed", "time"):
+        assert 'class="plot"' not in sections[name]
+        assert "No trial has measured a speed" in sections[name]
+    assert "3 ran out of memory" in sections["speed"]
+
+
+def test_of_main_memory_no_headroom_is_told() -> None:
+    store = in_memory()
+    tell(store, plain(2), dataclasses.replace(ran_out(Phase.INIT, 1.0), kind=Kind.OOM_HOST))
+    store.begin_call(60)
+    store.update_call(60.0, "budget used")
+    said = "ran out of main memory in init, short of at least 1.00 GiB"
+    assert report_of(store).verdict.lines[0] == f"closest: {plain(2)}: {said}"
+
+
+def test_what_is_over_the_headroom_says_no_phase() -> None:
+    store = in_memory()
+    tell(store, plain(2), measured(10, 23.0))
+    tell(store, plain(4), ran_out(Phase.STEP, 0.1))
+    store.begin_call(60)
+    store.update_call(60.0, "budget used")
+    report = report_of(store)
+    assert report.verdict.lines[0] == f"closest: {plain(2)}: over the headroom, short of 204.8 MiB"
+    assert report.memory[0].label == str(plain(2))
 
 
 def test_a_forecast_rests_on_earlier_trials_alone(tmp_path: Path) -> None:
