@@ -289,6 +289,37 @@ def test_what_is_over_the_headroom_says_no_phase() -> None:
     assert report.memory[0].label == str(plain(2))
 
 
+def not_tried(html: str) -> list[tuple[int, str]]:
+    table = html.split("Not tried, and why</h3>")[1].split("</table>")[0]
+    return [
+        (int(count), reason) for count, reason in re.findall(r'<tr><td class="n">(\d+)</td><td>(.*?)</td></tr>', table)
+    ]
+
+
+@pytest.mark.parametrize("reasons", [0, 2, 50])
+def test_what_was_tried_and_what_was_not_are_the_whole_space(reasons: int, tmp_path: Path) -> None:
+    store = in_memory()
+    store.begin_call(60)
+    for size in (1, 2, 4):
+        tell(store, plain(size), measured(10 * size, size))
+    tell(store, make_candidate(0, 3), measured(1, 3))  # in no space: the script's own
+    store.note_skips({"given up: it hangs": 1, **{f"needs no less memory than z{i}": 2 for i in range(reasons)}})
+    store.update_call(60.0, "budget used")
+    rows = not_tried(page(store, tmp_path / "p.html").read_text())
+    whole = len(space().candidates(store.job))
+    assert rows[-1][1] == "the search ended first (budget used), or the gain predicted was too small"
+    assert rows[-1][0] == whole - 3 - 2 * reasons
+    assert len(rows) == min(40, reasons + 2)
+
+
+def test_before_a_call_has_ended_the_rest_has_not_had_its_turn() -> None:
+    store = in_memory()
+    store.begin_call(60)
+    tell(store, plain(1), measured(10, 1))
+    assert report_of(store).skips == (("not had its turn yet", len(space().candidates(store.job)) - 1),)
+    assert study_report(store, None, None, "").skips == (), "nothing is known of the space"
+
+
 def test_a_forecast_rests_on_earlier_trials_alone(tmp_path: Path) -> None:
     """Two studies that differ in what a late trial gave have the same forecasts up to it."""
     forecasts = []
