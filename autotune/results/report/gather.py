@@ -140,7 +140,8 @@ def _trial(record: Record, hardware: Hardware, expected: Forecast | None) -> Tri
         missing_bytes=outcome.missing_bytes,
         retries=measured.alloc_retries if measured else 0,
         seconds=outcome.seconds,
-        why=(record.note if measured or outcome.ok else what_happened)[:MOST_TEXT],
+        why=record.note[:MOST_TEXT],
+        happened="" if measured or outcome.ok else what_happened[:MOST_TEXT],
         log="" if measured else outcome.log or "",
         forecast=expected,
     )

@@ -9,6 +9,7 @@ import pytest
 
 from autotune.commands import report as command
 from autotune.commands import run as run_command
+from autotune.commands.gallery import NOTE as GALLERY
 from autotune.predict.closed_form import closed_form_trace
 from autotune.predict.prediction import Prediction
 from autotune.predict.predictor import Predictor
@@ -17,7 +18,7 @@ from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Outcome, Phase
 from autotune.results.plan import Plan, StagePlan
-from autotune.results.report.confidential import masker, without_secrets
+from autotune.results.report.confidential import LEFT_OUT, masker, without_secrets
 from autotune.results.report.data import Cell, Status, Step, StudyReport
 from autotune.results.report.gather import Searched, study_report
 from autotune.results.report.mattered import TRADED, changed_knob
@@ -318,6 +319,31 @@ def test_before_a_call_has_ended_the_rest_has_not_had_its_turn() -> None:
     tell(store, plain(1), measured(10, 1))
     assert report_of(store).skips == (("not had its turn yet", len(space().candidates(store.job)) - 1),)
     assert study_report(store, None, None, "").skips == (), "nothing is known of the space"
+
+
+@pytest.mark.parametrize("hide", [False, True])
+@pytest.mark.parametrize(
+    ("outcome", "happened"),
+    [
+        (measured(10, 1), None),
+        (ran_out(Phase.BACKWARD, 1.0, "the allocator's text"), "the allocator&#39;s text"),
+        (Outcome(Kind.CRASH, Phase.FORWARD, None, "a crash's text", "x"), "a crash&#39;s text"),
+    ],
+)
+def test_a_trials_row_says_why_it_was_tried_whatever_happened(
+    outcome: Outcome, happened: str | None, hide: bool, tmp_path: Path
+) -> None:
+    store = in_memory()
+    tell(store, plain(1), outcome, note=GALLERY)
+    html = page(store, tmp_path / "p.html", hide).read_text()
+    said = re.findall(r'<td class="w">(.*?)(?: <span|</tbody|\n)', html)[0]
+    assert said.startswith("the gallery&#39;s nearest")
+    if happened is None:
+        assert said == "the gallery&#39;s nearest"
+    elif hide:
+        assert said == f"the gallery&#39;s nearest: what it said is {LEFT_OUT}"
+    else:
+        assert said == f"the gallery&#39;s nearest: {happened}"
 
 
 def test_a_forecast_rests_on_earlier_trials_alone(tmp_path: Path) -> None:
