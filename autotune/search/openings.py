@@ -13,6 +13,8 @@ from autotune.problem.candidate import Candidate, Value
 from autotune.problem.outcome import Kind, Outcome, Source
 from autotune.search.dominance import Dominance, Rules
 
+GIVEN_UP = "given up: "  # how the reason begins of a candidate that was tried, to no end
+
 
 class Openings:
     """The candidates of a study, those that are ruled out marked with their reason."""
@@ -73,7 +75,7 @@ class Openings:
     def give_up(self, candidate: Candidate, why: str) -> None:
         """The candidate is not tried again in this call, whatever it would have shown."""
         self.close(candidate)
-        self.skipped[f"given up: {why[:160]}"] += 1
+        self.skipped[f"{GIVEN_UP}{why[:160]}"] += 1
 
     def alike(self, candidate: Candidate) -> Flags:
         """The candidates of the same engine."""

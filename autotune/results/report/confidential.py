@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from autotune.problem.candidate import KNOBS, Candidate
 from autotune.problem.job import Job
-from autotune.results.report.data import Code, Status, StudyReport
+from autotune.results.report.data import Code, StudyReport, Trial
 
 MODEL, STUDY, PATH, HOST, SCRIPT = "[model]", "[study]", "[path]", "[host]", "[script]"
 LEFT_OUT = "left out (--confidential)"
@@ -183,10 +183,7 @@ def confidential(report: StudyReport, job: Job, folder: Path | None) -> StudyRep
     """The page of a study without paths, host names and the model's name: what ranks said is left out, since it may name
     anything; kinds, phases and sizes stay."""
     mask = masker(job, report.study, folder)
-    trials = tuple(
-        dataclasses.replace(trial, log="", why=trial.why if trial.measured else _said(trial.status))
-        for trial in report.trials
-    )
+    trials = tuple(dataclasses.replace(trial, log="", happened=_said(trial)) for trial in report.trials)
     winner = report.verdict.winner
     bare = dataclasses.replace(job, base_config={})  # the user's own config may name anything
     shown = json.dumps(Candidate.of(winner.knobs).ds_config(bare), indent=2) if winner else LEFT_OUT
@@ -219,8 +216,8 @@ def confidential(report: StudyReport, job: Job, folder: Path | None) -> StudyRep
     )
 
 
-def _said(status: Status) -> str:
-    return "" if status is Status.RUNNING else f"what it said is {LEFT_OUT}"
+def _said(trial: Trial) -> str:
+    return f"what it said is {LEFT_OUT}" if trial.happened else ""
 
 
 _FREE = (

@@ -51,7 +51,8 @@ class Trial:
     missing_bytes: int | None = None  # by how much an allocation failed
     retries: int = 0  # of the allocator
     seconds: float = 0.0  # that the trial cost
-    why: str = ""  # why it was tried, or what happened
+    why: str = ""  # why it was tried
+    happened: str = ""  # instead of a measurement
     log: str = ""  # folder of its logs
     forecast: Forecast | None = None
 

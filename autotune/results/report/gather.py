@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from autotune.results.report.memory_bars import memory_bars, of_interest
 from autotune.results.report.memory_map import memory_map
 from autotune.results.sliced import slice_line
 from autotune.results.winner import closest_lines, measured_alike, train_with, unlike_steps
+from autotune.search.openings import GIVEN_UP
 from autotune.search.records import AS_IS, RESUME, SEARCH, TRAINING, VERIFY, Record
 from autotune.search.study import StudyStore
 from autotune.units import format_bytes
@@ -89,7 +91,7 @@ def study_report(
         ),
         accuracy=accuracy(trials),
         no_forecast=why_none if predictor is None else "; ".join(predictor.notes()),
-        skips=tuple(sorted(store.skips.items(), key=lambda item: -item[1])),
+        skips=_skips(store, known),
         facts=_facts(store),
         commands=store.commands,
         space=store.space_text,
@@ -139,7 +141,8 @@ def _trial(record: Record, hardware: Hardware, expected: Forecast | None) -> Tri
         missing_bytes=outcome.missing_bytes,
         retries=measured.alloc_retries if measured else 0,
         seconds=outcome.seconds,
-        why=(record.note if measured or outcome.ok else what_happened)[:MOST_TEXT],
+        why=record.note[:MOST_TEXT],
+        happened="" if measured or outcome.ok else what_happened[:MOST_TEXT],
         log="" if measured else outcome.log or "",
         forecast=expected,
     )
@@ -148,6 +151,16 @@ def _trial(record: Record, hardware: Hardware, expected: Forecast | None) -> Tri
 def _telling(found: Sequence[Trial]) -> Trial:
     """Of a candidate's trials the one that says most of it: a measurement, or else a failure of its own; the latest."""
     return max(found, key=lambda trial: (trial.measured, trial.status is not Status.UNDECIDED, trial.number))
+
+
+def _skips(store: StudyStore, known: AbstractSet[Candidate]) -> tuple[tuple[str, int], ...]:
+    """(why candidates were not tried, how many), the rest last: what is tried and these are together the whole space."""
+    told = sorted(store.skips.items(), key=lambda item: -item[1])
+    untried = len(known - {record.candidate for record in store.records()})
+    rest = untried - sum(count for reason, count in told if not reason.startswith(GIVEN_UP))  # which was tried
+    ended = store.calls()[-1].ended if store.calls() else ""
+    why = f"the search ended first ({ended}), or the gain predicted was too small" if ended else "not had its turn yet"
+    return (*told, *([(why, rest)] if rest > 0 else []))
 
 
 def _searched_alike(records: Sequence[Record]) -> dict[Candidate, Measurement]:

@@ -30,8 +30,8 @@ def of_interest(records: Sequence[Record], winner: Record | None, hardware: Hard
     own = next((record.candidate for record in records if record.note == AS_IS), None)
     if own is not None and own not in found.values():
         found[AS_IS] = own
-    if not found and (record := nearest(records, hardware)):  # nothing fits
-        found["nearest"] = record.candidate
+    if not found and (closest := nearest(records, hardware)):  # nothing fits
+        found["nearest"] = closest.candidate
     return found
 
 

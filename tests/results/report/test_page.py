@@ -9,6 +9,7 @@ import pytest
 
 from autotune.commands import report as command
 from autotune.commands import run as run_command
+from autotune.commands.gallery import NOTE as GALLERY
 from autotune.predict.closed_form import closed_form_trace
 from autotune.predict.prediction import Prediction
 from autotune.predict.predictor import Predictor
@@ -17,7 +18,7 @@ from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Outcome, Phase
 from autotune.results.plan import Plan, StagePlan
-from autotune.results.report.confidential import masker, without_secrets
+from autotune.results.report.confidential import LEFT_OUT, masker, without_secrets
 from autotune.results.report.data import Cell, Status, Step, StudyReport
 from autotune.results.report.gather import Searched, study_report
 from autotune.results.report.mattered import TRADED, changed_knob
@@ -287,6 +288,62 @@ def test_what_is_over_the_headroom_says_no_phase() -> None:
     report = report_of(store)
     assert report.verdict.lines[0] == f"closest: {plain(2)}: over the headroom, short of 204.8 MiB"
     assert report.memory[0].label == str(plain(2))
+
+
+def not_tried(html: str) -> list[tuple[int, str]]:
+    table = html.split("Not tried, and why</h3>")[1].split("</table>")[0]
+    return [
+        (int(count), reason) for count, reason in re.findall(r'<tr><td class="n">(\d+)</td><td>(.*?)</td></tr>', table)
+    ]
+
+
+@pytest.mark.parametrize("reasons", [0, 2, 50])
+def test_what_was_tried_and_what_was_not_are_the_whole_space(reasons: int, tmp_path: Path) -> None:
+    store = in_memory()
+    store.begin_call(60)
+    for size in (1, 2, 4):
+        tell(store, plain(size), measured(10 * size, size))
+    tell(store, make_candidate(0, 3), measured(1, 3))  # in no space: the script's own
+    store.note_skips({"given up: it hangs": 1, **{f"needs no less memory than z{i}": 2 for i in range(reasons)}})
+    store.update_call(60.0, "budget used")
+    rows = not_tried(page(store, tmp_path / "p.html").read_text())
+    whole = len(space().candidates(store.job))
+    assert rows[-1][1] == "the search ended first (budget used), or the gain predicted was too small"
+    assert rows[-1][0] == whole - 3 - 2 * reasons
+    assert len(rows) == min(40, reasons + 2)
+
+
+def test_before_a_call_has_ended_the_rest_has_not_had_its_turn() -> None:
+    store = in_memory()
+    store.begin_call(60)
+    tell(store, plain(1), measured(10, 1))
+    assert report_of(store).skips == (("not had its turn yet", len(space().candidates(store.job)) - 1),)
+    assert study_report(store, None, None, "").skips == (), "nothing is known of the space"
+
+
+@pytest.mark.parametrize("hide", [False, True])
+@pytest.mark.parametrize(
+    ("outcome", "happened"),
+    [
+        (measured(10, 1), None),
+        (ran_out(Phase.BACKWARD, 1.0, "the allocator's text"), "the allocator&#39;s text"),
+        (Outcome(Kind.CRASH, Phase.FORWARD, None, "a crash's text", "x"), "a crash&#39;s text"),
+    ],
+)
+def test_a_trials_row_says_why_it_was_tried_whatever_happened(
+    outcome: Outcome, happened: str | None, hide: bool, tmp_path: Path
+) -> None:
+    store = in_memory()
+    tell(store, plain(1), outcome, note=GALLERY)
+    html = page(store, tmp_path / "p.html", hide).read_text()
+    said = re.findall(r'<td class="w">(.*?)(?: <span|</tbody|\n)', html)[0]
+    assert said.startswith("the gallery&#39;s nearest")
+    if happened is None:
+        assert said == "the gallery&#39;s nearest"
+    elif hide:
+        assert said == f"the gallery&#39;s nearest: what it said is {LEFT_OUT}"
+    else:
+        assert said == f"the gallery&#39;s nearest: {happened}"
 
 
 def test_a_forecast_rests_on_earlier_trials_alone(tmp_path: Path) -> None:
