@@ -45,10 +45,11 @@ def test_ranks_of_a_slice_allocate_what_ranks_of_all_would(bench: Bench, stage: 
         )
         live.append(outcome.measurement.live_tensor_bytes)
     both, one, of_eight = live
-    bucket_bytes = 4 * 500_000  # gloo keeps hold of what it sent last
+    # a reduction that is real holds a bucket more, where gradients are partitioned
+    bucket_bytes = 4 * 500_000 if stage > 1 else 0
+    assert both.keys() == one.keys() == of_eight.keys()
     for phase in both:
         assert 0.98 * both[phase] - bucket_bytes < one[phase] < 1.02 * both[phase], phase
-    assert one["init"] == pytest.approx(both["init"], rel=0.01)
     if stage == 0:
         assert of_eight["step"] == pytest.approx(one["step"], rel=0.02)
     else:
@@ -73,6 +74,7 @@ def measured(**changes: object) -> Measurement:
     )  # type: ignore[arg-type]
 
 
+@pytest.mark.slow  # a trace
 def test_communication_and_what_it_holds_are_added() -> None:
     hardware = slice_of(2, named_hardware("a100-80gb", 8))
     rest = Rest(make_job(16, precision="bf16"), hardware)

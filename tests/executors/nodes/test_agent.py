@@ -250,7 +250,7 @@ def test_an_agent_ends_whose_tuner_falls_silent(tmp_path: Path) -> None:
 
 def test_nothing_that_is_printed_gets_into_the_stream(tmp_path: Path) -> None:
     text = (
-        "import os, autotune.executors.nodes.agent as a; s = a.own_stream(); "
+        "import os, autotune.executors.nodes.talk as t; s = t.own_stream(15.0); "
         "print('printed', flush=True); os.system('echo from a child; cat'); s.send('agent', said=1)"
     )
     done = subprocess.run([agent_words()[0], "-c", text], input=b"x", capture_output=True, timeout=60)
