@@ -45,13 +45,13 @@ def test_ranks_of_a_slice_allocate_what_ranks_of_all_would(bench: Bench, stage: 
         )
         live.append(outcome.measurement.live_tensor_bytes)
     both, one, of_eight = live
-    # a reduction that is real holds a bucket more, where gradients are partitioned
-    bucket_bytes = 4 * 500_000 if stage > 1 else 0
     assert both.keys() == one.keys() == of_eight.keys()
-    for phase in both:
-        assert 0.98 * both[phase] - bucket_bytes < one[phase] < 1.02 * both[phase], phase
+    for phase in ("forward", "rest"):
+        assert one[phase] == pytest.approx(both[phase], rel=0.001), phase
+    # in between a reduction that is on its way may hold a few buckets more (seen: 3.6 of 32 MB at stage 2); a slice has none
+    assert 0.85 * max(both.values()) < max(one.values()) < 1.02 * max(both.values())
     if stage == 0:
-        assert of_eight["step"] == pytest.approx(one["step"], rel=0.02)
+        assert of_eight["rest"] == pytest.approx(one["rest"], rel=0.001)
     else:
         assert max(of_eight.values()) < 0.9 * max(one.values())
 
