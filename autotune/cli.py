@@ -234,7 +234,8 @@ def plan(
 
     if html is not None:
         check_out(html)
-    made = plans(request, [*dict.fromkeys(filter(None, [gpu, *compare.split(",")]))] if compare else [gpu], say)
+    names = [one for one in map(str.strip, [gpu or "", *(compare or "").split(",")]) if one]
+    made = plans(request, [*dict.fromkeys(names)] if compare else [gpu], say)
     if html is not None:
         from autotune.commands.report import write_plan
 

@@ -31,7 +31,7 @@ def write_atomically(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():
         path.write_text(text)
         return
-    path = path.resolve()
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

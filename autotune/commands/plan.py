@@ -11,6 +11,7 @@ from autotune.commands.plan_machines import Machines
 from autotune.commands.python import NAMED_MODEL, ranks_python
 from autotune.commands.request import Request, plan_setups
 from autotune.commands.setup import PlanSetup
+from autotune.errors import UserError
 from autotune.predict.elsewhere import PLENTY, Elsewhere, host_bytes_per_node
 from autotune.predict.known_error import known_errors
 from autotune.predict.predictor import Prediction, Predictor, Table
@@ -31,6 +32,8 @@ def plans(request: Request, gpus: Sequence[str | None], say: Callable[[str], Non
     Raises:
         UserError: bad input.
     """
+    if not gpus:
+        raise UserError("--compare names no GPU: expected several, like rtx4090,a100-80gb,h100")
     made: list[Plan] = []
     traces: dict[str, Trace] = {}  # by precision: one trace serves all GPUs
     with ranks_python(request.python, say, named=NAMED_MODEL):  # without torch the plan is a rougher one

@@ -188,7 +188,6 @@ def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
             "checkpointing",
             "checkpointed",
             "through_arguments",
-            "lightning",
             "loader_prepared",
             "relaunched",
             "client_optimizer",
@@ -196,6 +195,8 @@ def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
             "flags",
         )
     }
+    if facts.get("lightning"):  # only then, so that studies of earlier versions are of the same job
+        kept["lightning"] = True
     batch = batch_seen(facts if own else {**facts, "micro_batch": 1, "accumulation": 1})
     samples = batch["micro_batch"] * batch["accumulation"]
     saved = facts.get("saved_bytes") if batch["counted"] else None

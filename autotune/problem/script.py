@@ -115,7 +115,7 @@ def carried(script: Script) -> bool:
         if not carries_config(script) and not launched:
             return False
     # a loop of DeepSpeed's has its batch from the config, Trainer from its own arguments, Lightning's a half of it
-    theirs = (MICRO_BATCH, ACCUMULATION) if through else (ACCUMULATION,) if script.profile.get("lightning") else ()
+    theirs = (MICRO_BATCH, ACCUMULATION) if through else (ACCUMULATION,) if script.under_lightning else ()
     return all(_flag_of(script, knob)[0] in flags or carries(script, knob) for knob in theirs)
 
 

@@ -18,7 +18,7 @@ from autotune.problem.argument_texts import winners_files
 from autotune.problem.candidate import Candidate, under
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement
-from autotune.problem.script import command
+from autotune.problem.script import carried, command
 from autotune.problem.script_job import other_batch
 from autotune.problem.tasks import CAUSAL
 from autotune.rank.config import needed_ops
@@ -115,6 +115,11 @@ def accelerate_config(
     }
 
 
+def lightnings_own(candidate: Candidate) -> str:
+    """What a training under Lightning takes from no config."""
+    return f"with accumulate_grad_batches={candidate.accumulation} in its Trainer, which takes it from no config"
+
+
 def needs(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[str]:
     """What the training must do beside taking the config, since a DeepSpeed config cannot say it; one line each.
 
@@ -124,6 +129,8 @@ def needs(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[
     lines = [f"start it with {assignments(variables)}: it was measured so"]
     if other := other_batch(candidate, job):
         lines.append(other)
+    if job.script is not None and job.script.under_lightning and not carried(job.script):
+        lines.append(lightnings_own(candidate))
     if candidate.checkpointing:
         lines.append(
             "call model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False}) "

@@ -18,6 +18,7 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
 from autotune.problem.script import RELAUNCHED, carried, training_command, typed, variables_for
 from autotune.problem.script_job import other_batch
+from autotune.results.export import lightnings_own
 from autotune.results.lossy import lossy_settings
 from autotune.results.over_nodes import over_nodes
 from autotune.results.sliced import slice_line
@@ -153,10 +154,8 @@ def train_with(
     else:
         commands = [("train with", watched)]
         instead = f"or put {config} where the script has its own config"
-        if job.script.profile.get("lightning"):
-            hints += [
-                f"  with accumulate_grad_batches={winner.accumulation} in its Trainer, which takes it from no config"
-            ]
+        if job.script.under_lightning:
+            hints += [f"  {lightnings_own(winner)}"]
     started = job.script.profile.get(RELAUNCHED, 0)
     if started not in (0, per_node) and not job.script.launcher and framework_of(job.script) is None:
         hints += [f"  it starts its own ranks: have it start {per_node}"]

@@ -52,6 +52,7 @@ def test_a_global_batch_is_kept() -> None:
 @pytest.mark.parametrize(
     ("request_", "names", "said"),
     [
+        (Request("gemma-2-2b", 4), [], "names no GPU"),
         (Request("gemma-2-2b", 4), ["rtx309"], "rtx3090"),
         (Request("gemma-2-2b", -1), ["rtx3090"], "at least|between"),
         (Request("gemma-2-2b", 0), ["rtx3090"], "between 1"),

@@ -113,7 +113,7 @@ def test_a_batch_of_large_images_does_not_keep_the_tracer_waiting(
     monkeypatch.delenv("OMP_NUM_THREADS")  # as people have it
     small = make_job(model="tiny-llava", seq_len=512, task="image-text")
     config = {**small.model.config, "vision_config": {**small.model.config["vision_config"], "image_size": 224}}
-    assert trace_job(replace(small, model=replace(small.model, config=config)), timeout_seconds=60).exact
+    assert trace_job(replace(small, model=replace(small.model, config=config)), timeout_seconds=300).exact
 
 
 @pytest.mark.slow

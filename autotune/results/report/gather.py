@@ -159,7 +159,11 @@ def _skips(store: StudyStore, known: AbstractSet[Candidate]) -> tuple[tuple[str,
     untried = len(known - {record.candidate for record in store.records()})
     rest = untried - sum(count for reason, count in told if not reason.startswith(GIVEN_UP))  # which was tried
     ended = store.calls()[-1].ended if store.calls() else ""
-    why = f"the search ended first ({ended}), or the gain predicted was too small" if ended else "not had its turn yet"
+    why = (
+        f"the search ended first ({ended}), the gain predicted was too small, or it cannot be had on this machine"
+        if ended
+        else "not had its turn yet"
+    )
     return (*told, *([(why, rest)] if rest > 0 else []))
 
 
@@ -221,25 +225,21 @@ def _verdict(
         gains=_gains(winner, records, job, store.hardware),
         run_now=(*(Code(name, text) for name, text in commands), exported),
         instead=instead,
-        needs=(*(hint.strip() for hint in hints), *needs(winner.candidate, job, variables)),
+        needs=tuple(dict.fromkeys([*(hint.strip() for hint in hints), *needs(winner.candidate, job, variables)])),
         mfu=measured.mfu,
     )
 
 
 def _no_winner(store: StudyStore, records: list[Record], candidates: Sequence[Candidate]) -> Verdict:
-    again = tuple(Code("go on", command) for command in store.commands[-1:])
+    again = tuple(Code("go on", command) for command in store.commands[-1:] if "***" not in command)  # of a password
     if not any(record.outcome for record in records):
         return Verdict(None, "Nothing was tried yet.", lines=("This study has no finished trial.",), run_now=again)
     tried = {record.candidate for record in records}
     untried = [candidate for candidate in candidates if candidate not in tried]
-    measured = [record.outcome.measurement for record in records if record.outcome]
-    ended = bool(
-        store.calls() and store.calls()[-1].ended
-    )  # what is measured is then above the ceiling, or was rejected
-    if not ended and any(one is not None and one.peak_bytes <= store.hardware.ceiling_bytes for one in measured):
-        return Verdict(
-            None, "No winner was chosen yet.", lines=("The search was stopped before it ended.",), run_now=again
-        )
+    if of_interest(records, None, store.hardware).get("fastest so far") is not None:
+        why = store.calls()[-1].ended if store.calls() else ""
+        said = f"The search ended: {why}." if why else "The search was stopped before it ended."
+        return Verdict(None, "No winner was chosen yet.", lines=(said,), run_now=again)
     lines = tuple(closest_lines(records, store.hardware, untried))
     return Verdict(None, "Nothing fits yet." if untried else "Nothing fits.", lines=lines, run_now=again)
 

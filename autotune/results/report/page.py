@@ -212,7 +212,7 @@ def check_out(out: Path) -> None:
         raise UserError(f"{out} is a folder: give the name of a file, like {out / 'report.html'}")
     if out.exists() and not out.is_file():
         return  # a pipe
-    out = out.resolve() if out.is_symlink() else out
+    out = Path(os.path.realpath(out)) if out.is_symlink() else out
     folder = out.parent
     if not folder.is_dir():
         raise UserError(f"{out}: there is no folder {folder}: make it first, or name another file")

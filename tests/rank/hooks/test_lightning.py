@@ -3,12 +3,15 @@ stood in for; by hand it was tried on CPU ranks, with its check for GPUs taken o
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from autotune.problem.job import Script
+from autotune.rank.hooks.config import merged_arguments
 from autotune.rank.hooks.lightning import accumulate, trainer_of
 from tests.conftest import make_candidate, make_job
 from tests.rank.hooks.conftest import make_context
@@ -65,3 +68,37 @@ def test_a_config_that_it_reads_leaves_the_key_out() -> None:
     config = make_candidate(1, 2, 8).ds_config(job)
     assert "gradient_accumulation_steps" not in config
     assert (config["train_micro_batch_size_per_gpu"], config["train_batch_size"]) == (2, 2 * 8 * job.ranks)
+
+
+@pytest.mark.parametrize(
+    ("text", "profile", "known"),
+    [
+        ("import lightning as L\n", {}, True),
+        ("import torch\n  from pytorch_lightning import Trainer\n", {}, True),
+        ("from lightning.pytorch.strategies import DeepSpeedStrategy\n", {"config": {}}, True),
+        ("# import lightning\nimport lightningcss\n", {}, False),
+        (None, {"lightning": True}, True),
+        (None, {}, False),
+    ],
+)
+def test_it_is_known_before_and_after_the_first_run(
+    tmp_path: Path, text: str | None, profile: dict[str, Any], known: bool
+) -> None:
+    if text is not None:
+        (tmp_path / "train.py").write_text(text)
+    assert Script(("train.py",), str(tmp_path), profile=profile).under_lightning == known
+
+
+def test_a_launch_of_a_study_that_knows_no_script_names_a_config_that_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    (tmp_path / "train.py").write_text("import pytorch_lightning\n")
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    context, _ = make_context(
+        tmp_path, make_candidate(2, 2, 8), argv=("train.py", "--config", str(tmp_path / "ds.json"))
+    )
+    (_, named) = merged_arguments(context)
+    config = json.loads(Path(named).read_text())
+    assert (config["zero_optimization"]["stage"], config["train_micro_batch_size_per_gpu"]) == (2, 2)
+    assert "gradient_accumulation_steps" not in config
