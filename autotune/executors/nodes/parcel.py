@@ -10,7 +10,6 @@ import hashlib
 import io
 import os
 import re
-import shutil
 import stat
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,7 +96,7 @@ def parcel_of(folder: Path, most_bytes: int = MOST_BYTES) -> Parcel:
         )
     for path, name in found:
         try:
-            made.files[name] = _hash(path)
+            made.files[name] = hash_of(path)
         except OSError as error:
             raise UserError(f"--sync: {path} cannot be read ({error.strerror})") from None
     return made
@@ -128,7 +127,8 @@ def _largest(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in most)
 
 
-def _hash(path: Path) -> str:
+def hash_of(path: Path) -> str:
+    """Of a file's bytes."""
     with path.open("rb") as file:
         digest = hashlib.sha256()
         while data := file.read(2**20):
@@ -144,64 +144,10 @@ def is_there(manifest: Mapping[str, Any]) -> bool:
     folder = Path(manifest["folder"])
     try:
         return all(os.readlink(folder / name) == target for name, target in manifest["links"].items()) and all(
-            _hash(folder / name) == known for name, known in manifest["files"].items()
+            hash_of(folder / name) == known for name, known in manifest["files"].items()
         )
     except OSError:
         return False
-
-
-def unpack(data: bytes, manifest: Mapping[str, Any], into: Path) -> None:
-    """Writes what was sent into a folder of the agent's own; a file of the same name there is one that was sent before.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    into.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
-        for member in archive:
-            place = _below(into, member.name)
-            source = archive.extractfile(member) if member.isreg() else None
-            if place is None or source is None:
-                continue
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):
-                place.unlink()
-            with place.open("wb") as file:
-                shutil.copyfileobj(source, file)
-            place.chmod(0o700 if member.mode & 0o100 else 0o600)
-    for name, target in manifest["links"].items():  # after all files: none is written through a link
-        place = _below(into, name)
-        if place is not None:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):
-                place.unlink()
-            place.symlink_to(target)
-
-
-def _below(folder: Path, name: str) -> Path | None:
-    """The place of a name in a folder; None for one that leads out of it."""
-    parts = name.split("/")
-    return None if name.startswith("/") or ".." in parts else folder.joinpath(*parts)
-
-
-def clear(manifest: Mapping[str, Any], folder: Path) -> int:
-    """Removes what was sent, and folders that are empty then; how many files are left: those that a training has written."""
-    for name, known in manifest["files"].items():
-        with suppress(OSError):
-            if _hash(folder / name) == known:
-                (folder / name).unlink()
-    for name in manifest["links"]:
-        with suppress(OSError):
-            (folder / name).unlink()
-    left = 0
-    for where, folders, files in os.walk(folder, topdown=False):
-        if Path(where).name == "__pycache__":
-            shutil.rmtree(where, ignore_errors=True)
-            continue
-        left += len(files) + sum(Path(where, name).is_symlink() for name in folders)
-        with suppress(OSError):
-            os.rmdir(where)
-    return left
 
 
 @dataclass

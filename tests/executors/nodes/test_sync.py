@@ -19,8 +19,9 @@ import autotune
 from autotune.errors import UserError
 from autotune.executors.nodes.boot import BOOT, preamble
 from autotune.executors.nodes.cluster import Cluster, Wishes
+from autotune.executors.nodes.deposit import Deposit
 from autotune.executors.nodes.hostfile import Host
-from autotune.executors.nodes.parcel import Moved, clear, is_there, parcel_of, unpack
+from autotune.executors.nodes.parcel import Moved, is_there, parcel_of
 from autotune.executors.nodes.transports import PACKAGE
 from autotune.executors.nodes.wire import NotGreeted, Wire
 from tests.conftest import SCRIPTS, wait_until
@@ -73,7 +74,8 @@ def test_it_arrives_as_it_was_and_goes_again(tmp_path: Path) -> None:
     folder, place = project(tmp_path / "proj"), tmp_path / "node" / "proj"
     made = parcel_of(folder)
     assert is_there(made.manifest)
-    unpack(made.archive, made.manifest, place)
+    deposit = Deposit(place)
+    assert deposit.unpack(made.archive, made.manifest) == []
     assert {path.relative_to(place).as_posix() for path in place.rglob("*") if not path.is_dir()} == {
         *made.files,
         "data",
@@ -84,12 +86,62 @@ def test_it_arrives_as_it_was_and_goes_again(tmp_path: Path) -> None:
     (place / "out").mkdir()
     (place / "out" / "model.pt").write_text("weights")
     (place / "train.py").write_text("edited there")
-    assert clear(made.manifest, place) == 2
+    assert deposit.clear() == 2
     assert {path.name for path in place.rglob("*")} == {"out", "model.pt", "train.py"}
     shutil.rmtree(place)
-    unpack(made.archive, made.manifest, place)
-    assert clear(made.manifest, place) == 0
-    assert not place.exists()
+    deposit.unpack(made.archive, made.manifest)
+    assert deposit.clear() == 0
+    assert not any(place.parent.iterdir())
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_a_training_wrote_outlives_what_is_sent_next(tmp_path: Path, killed: bool) -> None:
+    """The tuner's folder may have the same names: it trains, too."""
+    folder, place = project(tmp_path / "proj"), tmp_path / "node" / "proj"
+    (folder / "out").mkdir()
+    (folder / "out" / "latest").write_text("global_step100")
+    (folder / "old.py").write_text("gone later")
+    first = parcel_of(folder)
+    agent = Deposit(place)
+    agent.unpack(first.archive, first.manifest)
+    (place / "out" / "latest").write_text("global_step900")
+    (place / "out" / "loss.txt").write_text("of the node")
+    (place / "last").symlink_to("out")
+    if not killed:
+        assert agent.clear() == 3
+    (folder / "out" / "latest").write_text("global_step950")
+    (folder / "out" / "loss.txt").write_text("of the tuner")
+    (folder / "last").mkdir()
+    (folder / "last" / "new.txt").write_text("not through a link")
+    (folder / "train.py").write_text("edited here")
+    (folder / "old.py").unlink()
+    for _ in range(2):
+        made = parcel_of(folder)
+        agent = Deposit(place)
+        assert agent.unpack(made.archive, made.manifest) == ["last/new.txt", "out/latest", "out/loss.txt"]
+        assert (place / "out" / "latest").read_text() == "global_step900"
+        assert (place / "out" / "loss.txt").read_text() == "of the node"
+        assert not (place / "out" / "new.txt").exists()
+        assert (place / "train.py").read_text() == "edited here"
+        assert not (place / "old.py").exists()
+    (place / "out" / "latest").write_text("global_step950")  # as the tuner's is, and none the less the node's own
+    assert agent.clear() == 3
+    assert (place / "out" / "latest").exists()
+
+
+def test_a_link_that_was_sent_becomes_a_folder_and_a_link_again(tmp_path: Path) -> None:
+    folder, place = tmp_path / "proj", tmp_path / "node" / "proj"
+    (tmp_path / "theirs").mkdir()
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / "x.py").write_text("sent")
+    as_folder = parcel_of(folder)
+    assert as_folder.archive
+    shutil.rmtree(folder / "data")
+    (folder / "data").symlink_to("/shared/data")
+    as_link = parcel_of(folder)
+    for made in (as_link, as_folder, as_link):
+        assert Deposit(place).unpack(made.archive, made.manifest) == []
+        assert (place / "data").is_symlink() == (made is as_link)
 
 
 @pytest.mark.parametrize("change", ["edited", "gone", "another link"])
@@ -117,8 +169,9 @@ def test_nothing_is_written_outside_of_its_folder(tmp_path: Path) -> None:
             about = tarfile.TarInfo(name)
             about.size = 1
             archive.addfile(about, io.BytesIO(b"x"))
-    unpack(buffer.getvalue(), {"links": {"../link": "/"}, "files": {}}, tmp_path / "node")
-    assert [path.name for path in tmp_path.rglob("*")] == ["node", "in.py"]
+    names = dict.fromkeys(("../out.py", f"{tmp_path}/out.py", "in.py"), "hash")
+    Deposit(tmp_path / "node").unpack(buffer.getvalue(), {"links": {"../link": "/"}, "files": names})
+    assert {path.name for path in tmp_path.rglob("*")} == {"node", "in.py", "node.json"}
 
 
 def test_mentions_of_the_old_place() -> None:
