@@ -16,8 +16,8 @@ from autotune.executors.nodes.hostfile import Host
 from autotune.executors.nodes.network import INTERFACE_VARIABLES, Meeting, meeting
 from autotune.executors.nodes.parcel import CHUNK_BYTES, Parcel
 from autotune.executors.nodes.remote import RemoteSquad
-from autotune.executors.nodes.talk import PROTOCOL
-from autotune.executors.nodes.transports import GREETING_SECONDS, Transport
+from autotune.executors.nodes.talk import GREETING_SECONDS, PROTOCOL
+from autotune.executors.nodes.transports import Transport
 from autotune.executors.nodes.wire import NodeDown, NotGreeted, Wire
 from autotune.executors.ops import Ops
 from autotune.executors.station import Needs

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import autotune
 from autotune.errors import UserError
+from autotune.executors.nodes import wire as wires
 from autotune.executors.nodes.boot import BOOT, preamble
 from autotune.executors.nodes.cluster import Cluster, Wishes
 from autotune.executors.nodes.deposit import Deposit
@@ -241,6 +242,22 @@ def test_a_stream_that_ends_halfway_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(NotGreeted):
             wire.greet(1)
     assert sent_folders() == before
+
+
+def test_a_login_may_take_longer_than_a_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent first is more than a pipe holds, so that nothing is taken of the rest until somebody reads."""
+    monkeypatch.setattr(wires, "SILENT_SECONDS", 0.2)
+    assert len(preamble(PACKAGE)) > 2**17
+    slow = ["sh", "-c", 'sleep 1; exec "$0" "$@"', sys.executable, "-c", BOOT]
+    with closing(Wire("n1", slow, tmp_path / "log", preamble(PACKAGE))) as wire:
+        wire.greet(60)
+
+
+def test_a_login_that_never_ends_is_named(tmp_path: Path) -> None:
+    with closing(Wire("n1", ["sleep", "600"], tmp_path / "log", preamble(PACKAGE))) as wire:
+        with pytest.raises(NotGreeted, match=r"no agent within 1 s, and what --sync sends was not taken: the login"):
+            wire.greet(1)
+        wire._process.kill()
 
 
 class Booted:
