@@ -29,7 +29,8 @@ from filelock import FileLock, Timeout
 from autotune.errors import Stopped, UserError
 from autotune.executors.nodes.boot import SENT_FOLDER
 from autotune.executors.nodes.deposit import Deposit
-from autotune.executors.nodes.parcel import Moved, is_there
+from autotune.executors.nodes.moved import Moved
+from autotune.executors.nodes.parcel import is_there
 from autotune.executors.nodes.survey import survey
 from autotune.executors.nodes.talk import BEAT_SECONDS, GREETING, PROTOCOL, SILENT_SECONDS, own_stream
 from autotune.executors.ops import Ops

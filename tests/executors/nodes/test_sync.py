@@ -22,7 +22,8 @@ from autotune.executors.nodes.boot import BOOT, preamble
 from autotune.executors.nodes.cluster import Cluster, Wishes
 from autotune.executors.nodes.deposit import Deposit
 from autotune.executors.nodes.hostfile import Host
-from autotune.executors.nodes.parcel import Moved, is_there, parcel_of
+from autotune.executors.nodes.moved import Moved
+from autotune.executors.nodes.parcel import is_there, parcel_of
 from autotune.executors.nodes.transports import PACKAGE
 from autotune.executors.nodes.wire import NotGreeted, Wire
 from tests.conftest import SCRIPTS, wait_until
@@ -69,6 +70,80 @@ def test_a_folder_with_data_is_refused_with_what_is_large(tmp_path: Path) -> Non
         match=r"--sync: .*proj has .* \(corpus/ .*, and at most .* are sent: keep data where all nodes see it",
     ):
         parcel_of(folder, most_bytes=4096)
+
+
+def test_links_lead_to_the_same_on_a_node(tmp_path: Path) -> None:
+    """Code that lies elsewhere is sent in a link's place; a link into the folder is one there, too."""
+    folder, common, place = project(tmp_path / "proj"), tmp_path / "common", tmp_path / "node" / "proj"
+    (common / "sub").mkdir(parents=True)
+    (common / "util.py").write_text("import x")
+    (common / "sub" / "back").symlink_to("..")
+    (common / "home").symlink_to(folder / "lib")
+    (common / "conf.json").write_text("{}")
+    (common / "many").mkdir()
+    (common / "many" / "data.bin").write_bytes(bytes(100_000))
+    links = {
+        "common": "../common",
+        "conf.json": str(common / "conf.json"),
+        "absolute": str(folder / "lib"),
+        "around": "../proj/lib/data.py",
+        "up": "..",
+        "itself": ".",
+    }
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
+    made = parcel_of(folder)
+    assert is_there(made.manifest)
+    Deposit(place).unpack(made.archive, made.manifest)
+    shutil.rmtree(common)
+    folder.rename(tmp_path / "gone")
+    for name in ("absolute/data.py", "around", "common/home/data.py", "itself/lib/data.py"):
+        assert (place / name).read_text() == "of lib/data.py", name
+        assert (place / name).resolve().is_relative_to(place)
+    assert (place / "common" / "sub" / "back" / "util.py").read_text() == "import x"
+    assert (place / "conf.json").read_text() == "{}"
+    assert made.kept_links == ["up"]
+    assert made.links["up"] == str(tmp_path), "a folder around it is not sent"
+
+
+def test_a_link_to_what_is_too_large_is_sent_as_one_and_named(tmp_path: Path) -> None:
+    folder = project(tmp_path / "proj")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "big.bin").write_bytes(bytes(100_000))
+    (folder / "big").symlink_to("../corpus")
+    made = parcel_of(folder, most_bytes=50_000)
+    assert made.links["big"] == str(tmp_path / "corpus")
+    assert str(made).endswith(f"; links to what is not sent: big -> {tmp_path / 'corpus'}")
+    assert "big/big.bin" in parcel_of(folder).files
+
+
+def test_a_home_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home" / "me"))
+    project(tmp_path / "home" / "me" / "proj")
+    (tmp_path / "link").symlink_to("home/me")
+    for folder in (Path("/"), tmp_path / "home", tmp_path / "home" / "me", tmp_path / "link"):
+        with pytest.raises(
+            UserError, match=r"--sync: \S+ is .*home folder.*: call autotune from the folder of the code"
+        ):
+            parcel_of(folder)
+    assert len(parcel_of(tmp_path / "home" / "me" / "proj").files) == 4
+
+
+def test_logins_are_not_sent_and_secrets_are_named(tmp_path: Path) -> None:
+    folder = project(tmp_path / "proj")
+    logins = (".ssh/id_rsa", "conf/.netrc", ".git-credentials", ".aws/credentials", ".pgpass")
+    secrets = (".env", "certs/server.pem", "lib/my.key", ".env.local")
+    for name in (*logins, *secrets):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("secret")
+    (folder / "keys").symlink_to(folder.parent / ".ssh")
+    made = parcel_of(folder)
+    assert not {name for name in made.files if name.startswith((".ssh", ".aws", ".git", ".pgpass", "keys"))}
+    assert "conf/.netrc" not in made.files
+    assert set(secrets) <= made.files.keys()
+    assert "keys" in made.left_out
+    assert {".aws", ".git-credentials", ".pgpass", ".ssh", "conf/.netrc"} <= set(made.left_out)
+    assert "; with what may be secret: .env, .env.local, certs/server.pem, lib/my.key" in str(made)
 
 
 def test_it_arrives_as_it_was_and_goes_again(tmp_path: Path) -> None:
