@@ -96,7 +96,10 @@ class Walk:
                 self._add(path, name)
 
     def _add(self, path: Path, name: str) -> None:
-        self.files[name], self.sizes[name] = path, path.stat().st_size
+        try:
+            self.files[name], self.sizes[name] = path, path.stat().st_size
+        except OSError as error:  # gone since it was listed
+            raise UserError(f"--sync: {path} cannot be read ({error.strerror})") from None
         self.size_bytes += self.sizes[name]
         if self.size_bytes > self._most[0] or len(self.files) > self._most[1]:
             raise _TooMuch
