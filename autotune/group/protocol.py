@@ -18,6 +18,7 @@ from typing import Any
 
 Message = dict[str, Any]
 MAX_LINE_BYTES = 8 * 2**20
+_LOOK_SECONDS = 0.5  # after which a stream that was closed meanwhile is noticed
 
 
 class Channel:
@@ -113,19 +114,27 @@ class Stream(Channel):
     def send(self, kind: str, **fields: Any) -> None:
         self.give(json.dumps({"type": kind, **fields}, default=str).encode() + b"\n")
 
-    def give(self, data: bytes) -> None:
-        """Sends bytes as they are."""
-        left = memoryview(data)
+    def give(self, data: bytes, patience_seconds: float | None = None) -> bool:
+        """Sends bytes as they are; whether all were taken.
+
+        Args:
+            patience_seconds: for each part of it to be taken; None: the stream's.
+        """
+        left, patience_seconds = memoryview(data), patience_seconds or self._patience_seconds
+        until = time.monotonic() + patience_seconds
         with self._sending:
             while left and not self.closed:
                 try:
-                    if not select.select([], [self._writes], [], self._patience_seconds)[1]:
+                    if select.select([], [self._writes], [], _LOOK_SECONDS)[1]:
+                        left = left[os.write(self._writes, left[:65536]) :]
+                        until = time.monotonic() + patience_seconds
+                    elif time.monotonic() > until:
                         raise OSError("nobody reads")
-                    left = left[os.write(self._writes, left[:65536]) :]
                 except BlockingIOError:
                     continue
                 except (OSError, ValueError):
                     self.closed = True
+        return not left
 
     def feed(self, data: bytes) -> Message | None:
         """Takes what was read otherwise; the message that is in it."""

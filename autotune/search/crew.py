@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from autotune.problem.candidate import Candidate
 
 _LOOK_SECONDS = 0.5  # after which somebody who waits looks by himself, whoever has not told him
+_WAY_SECONDS = 0.01  # in which somebody who was told takes his turn
 
 
 def host_bound(candidate: Candidate) -> bool:
@@ -29,6 +30,7 @@ class Crew:
         self.at_work: list[Candidate] = []  # claimed, and not recorded yet
         self._measuring: list[Candidate] = []
         self._failures: list[BaseException] = []
+        self._waiting = 0  # in `wait`
         self._asking = 0  # who wait to be alone: nobody else begins meanwhile
 
     @contextmanager
@@ -81,6 +83,15 @@ class Crew:
             self._turn.notify_all()
 
     @contextmanager
+    def ending(self, candidate: Candidate) -> Iterator[None]:
+        """As `measuring`, with others thinking, for the end of a session: memory is freed, the host's too. Whoever has waited
+        to measure goes on next."""
+        with self.measuring(candidate), self.aside():
+            yield
+        if self._waiting:
+            self._turn.wait(_WAY_SECONDS)
+
+    @contextmanager
     def aside(self) -> Iterator[None]:
         """Others think meanwhile."""
         self._turn.release()
@@ -91,4 +102,6 @@ class Crew:
 
     def wait(self) -> None:
         """Until somebody has ended a trial, or for a moment."""
+        self._waiting += 1
         self._turn.wait(_LOOK_SECONDS)
+        self._waiting -= 1

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import compress
 
 from autotune.errors import MachineTrouble, Stopped, Unusable, UserError
 from autotune.executors.base import RESUME as RESUME_EFFORT
@@ -130,19 +131,24 @@ class Tuner:
             with self.crew.thinking():
                 return self._work(self.executor)
         with ThreadPoolExecutor(len(self._beside)) as pool:
-            for executor in self._beside:
+            opened = list(pool.map(self._open, self._beside))  # first: imports would slow what is measured
+            for executor in compress(self._beside, opened):
                 pool.submit(self._work_beside, executor)
             with self.crew.failing(), self.crew.thinking():
                 ended = self._work(self.executor)
         self.crew.raise_failure()
         return ended
 
-    def _work_beside(self, executor: Executor) -> None:
-        with self.crew.failing(), suppress(Stopped):  # by a person, or since another worker failed
+    def _open(self, executor: Executor) -> bool:
+        with self.crew.failing(), suppress(Stopped):  # by a person
             executor.open(self.observer.say)
             executor.check(self.observer.say)
-            with self.crew.thinking():
-                self._work(executor)
+            return True
+        return False
+
+    def _work_beside(self, executor: Executor) -> None:
+        with self.crew.failing(), suppress(Stopped), self.crew.thinking():  # or since another worker failed
+            self._work(executor)
 
     def _work(self, executor: Executor) -> str:
         while True:
@@ -151,9 +157,8 @@ class Tuner:
                 return why
             proposal = self.proposer.next()
             if proposal is None:
-                if (
-                    self.company.elsewhere or self.crew.at_work
-                ):  # what comes of it may be worth going on for, or be left undone
+                # what comes of it may be worth going on for, or be left undone
+                if self.company.elsewhere or self.crew.at_work:
                     self._await_news()
                     continue
                 return self.proposer.stopped_early or "every candidate is tried or ruled out"
@@ -162,7 +167,7 @@ class Tuner:
             try:
                 self._climb(session, proposal)
             finally:
-                with self.crew.aside():
+                with self.crew.ending(proposal.candidate):
                     session.close()
 
     def _hear(self) -> None:

@@ -140,6 +140,54 @@ def test_workers_repeat_nothing_and_find_what_one_finds(landscape: Landscape) ->
     assert not [pair for pair in together if any(map(host_bound, pair))]
 
 
+class Heavy(Slow):
+    """One whose opening and whose sessions' ends take the host's time; `busy` has when they did, and for what."""
+
+    def __init__(self, landscape: Landscape, busy: list[tuple[float, float, Candidate | None]]) -> None:
+        super().__init__(landscape)
+        self._busy = busy
+
+    def open(self, say: Callable[[str], None]) -> None:
+        began = time.monotonic()
+        time.sleep(0.3)
+        self._busy.append((began, time.monotonic(), None))
+
+    def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
+        session, busy = super().session(candidate, name, patience), self._busy
+
+        def close() -> None:
+            began = time.monotonic()
+            time.sleep(0.01)
+            busy.append((began, time.monotonic(), candidate))
+
+        session.close = close  # type: ignore[method-assign]
+        return session
+
+
+def test_nothing_is_measured_beside_an_opening_nor_alone_beside_an_end(landscape: Landscape) -> None:
+    busy: list[tuple[float, float, Candidate | None]] = []
+    executors = [Heavy(landscape, busy) for _ in range(3)]
+    search(landscape, executors)  # type: ignore[arg-type]
+    spans = [span for executor in executors for span in executor.measured]
+    assert sum(one is None for _, _, one in busy) == 2
+    assert min(began for began, _, _ in spans) > max(ended for _, ended, one in busy if one is None)
+    together = [(one, a) for began, ended, one in busy if one for b, e, a in spans if b < ended and began < e]
+    assert not [pair for pair in together if any(map(host_bound, pair))]
+    assert any(map(host_bound, (one for _, _, one in busy if one))), "it would be seen"
+    assert together, "others do go on"
+
+
+def test_one_that_cannot_be_opened_stops_them_all(landscape: Landscape, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(say: Callable[[str], None]) -> None:
+        raise UserError("no such device")
+
+    executors = [Slow(landscape) for _ in range(3)]
+    monkeypatch.setattr(executors[1], "open", broken)
+    with pytest.raises(UserError, match="no such device"):
+        search(landscape, executors)
+    assert not any(executor.measured for executor in executors)
+
+
 def test_a_number_of_trials_is_everybodys(landscape: Landscape) -> None:
     result, store = search(landscape, [Slow(landscape) for _ in range(4)], max_trials=7)
     assert sum(record.role == SEARCH for record in store.records()) == 7

@@ -28,7 +28,9 @@ from filelock import FileLock, Timeout
 
 from autotune.errors import Stopped, UserError
 from autotune.executors.nodes.boot import SENT_FOLDER
-from autotune.executors.nodes.parcel import Moved, clear, is_there, unpack
+from autotune.executors.nodes.deposit import Deposit
+from autotune.executors.nodes.moved import Moved
+from autotune.executors.nodes.parcel import is_there
 from autotune.executors.nodes.survey import survey
 from autotune.executors.nodes.talk import BEAT_SECONDS, GREETING, PROTOCOL, SILENT_SECONDS, own_stream
 from autotune.executors.ops import Ops
@@ -74,7 +76,7 @@ class Agent:
         self.squad: LocalSquad | None = None
         self._parts: list[bytes] = []  # of a folder on its way here
         self._moved = Moved()
-        self._lasting: list[tuple[dict[str, Any], Path]] = []  # folders that were sent, and may have a training's files
+        self._lasting: list[Deposit] = []  # folders that were sent, and may have a training's files
         self._told: dict[int, int] = {}  # exit codes that the tuner knows
         self._hung_up = False
 
@@ -176,10 +178,12 @@ class Agent:
         if lasting:  # the same for the same training's next call; homes may be shared
             place = cache_root() / "sent" / socket.gethostname() / name
             self._hold(place)
-            self._lasting.append((manifest, place))
-        unpack(data, manifest, place)
+        deposit = Deposit(place)
+        if lasting:
+            self._lasting.append(deposit)
+        kept = deposit.unpack(data, manifest)
         self._moved.places[old] = str(place)
-        return {"folder": str(place)}
+        return {"folder": str(place), "kept": kept}
 
     def _hold(self, place: Path) -> None:
         """Waits for an agent of before, whose tuner is gone, to be done with a folder."""
@@ -319,11 +323,11 @@ class Agent:
         self._home.close()
 
     def _clear_sent(self) -> None:
-        for manifest, place in self._lasting:
+        for deposit in self._lasting:
             with suppress(OSError):
                 os.chdir("/")
-                if left := clear(manifest, place):
-                    where = f"{place} on {socket.gethostname()}"
+                if left := deposit.clear():
+                    where = f"{deposit.place} on {socket.gethostname()}"
                     print(f"autotune: {left} files that the training wrote are left in {where}", file=sys.stderr)
         if sent := os.environ.get(SENT_FOLDER):
             shutil.rmtree(sent, ignore_errors=True)

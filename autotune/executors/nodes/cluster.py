@@ -16,8 +16,8 @@ from autotune.executors.nodes.hostfile import Host
 from autotune.executors.nodes.network import INTERFACE_VARIABLES, Meeting, meeting
 from autotune.executors.nodes.parcel import CHUNK_BYTES, Parcel
 from autotune.executors.nodes.remote import RemoteSquad
-from autotune.executors.nodes.talk import PROTOCOL
-from autotune.executors.nodes.transports import GREETING_SECONDS, Transport
+from autotune.executors.nodes.talk import GREETING_SECONDS, PROTOCOL
+from autotune.executors.nodes.transports import Transport
 from autotune.executors.nodes.wire import NodeDown, NotGreeted, Wire
 from autotune.executors.ops import Ops
 from autotune.executors.station import Needs
@@ -32,6 +32,7 @@ _OPEN_SECONDS = 1900.0  # imports from a slow disk; the agent's own limit ends b
 _OPS_SECONDS = 3600.0
 _BACK_SECONDS = 120.0  # for a node that was lost to be reached again
 _RETRY_SECONDS = 2.0
+_MOST_NAMED = 5  # files, in a line
 COMPARED = ("torch", "deepspeed", "transformers")  # packages that this machine must have in the same version
 
 # Of the environment these variables are sent to the nodes, and nothing else: what libraries that compute, communicate, allocate,
@@ -84,6 +85,13 @@ class Wishes:
     parcels: tuple[Parcel, ...] = ()
     preamble: bytes = b""
     lasting: bool = False
+
+
+def _instead(answer: Message) -> str:
+    """What a node has otherwise than it was sent."""
+    kept = answer["kept"]
+    more = f" and {len(kept) - _MOST_NAMED} more" if len(kept) > _MOST_NAMED else ""
+    return f"; kept there as a training wrote them: {', '.join(kept[:_MOST_NAMED])}{more}" if kept else ""
 
 
 @dataclass
@@ -186,7 +194,7 @@ class Cluster:
         for at in range(0, len(data), CHUNK_BYTES):
             node.wire.tell("part", data=base64.b64encode(data[at : at + CHUNK_BYTES]).decode())
         answer = self._finish(node, node.wire.begin("unpack", **about), _SURVEY_SECONDS)
-        self.say(f"sent to {node.name}, into {answer['folder']}: {parcel}")
+        self.say(f"sent to {node.name}, into {answer['folder']}: {parcel}{_instead(answer)}")
 
     @staticmethod
     def _devices(host: Host) -> dict[str, str]:

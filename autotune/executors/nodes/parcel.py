@@ -1,7 +1,8 @@
 """`--sync`: a folder on its way to nodes that have it not in the same place.
 
 A node compares first: where all that would be sent lies in the same place, letter for letter, nothing is. Else it goes into a
-folder of the agent's own, and whatever names the old place is told the new one (`Moved`). Nothing of the user's is written over.
+folder of the agent's own, and whatever names the old place is told the new one (`moved.py`). Nothing of the user's is
+written over.
 """
 
 from __future__ import annotations
@@ -9,37 +10,34 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import re
-import shutil
-import stat
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
+from autotune.executors.nodes.walk import Walk
 from autotune.units import MIB, format_bytes
 
 MOST_BYTES = 256 * MIB  # code and its configs; what is larger is data, and belongs where all nodes see it
 CHUNK_BYTES = 256 * 1024  # of a line: a slow link must carry one within the silence that both sides bear
-# What no training reads: histories, environments, caches, and what studies and trackers have written.
-_TOOLS = (
-    ".git",
-    ".hg",
-    ".svn",
-    "__pycache__",
-    "node_modules",
-    ".mypy_cache",
-    ".ruff_cache",
-    ".pytest_cache",
-    ".tox",
-    ".nox",
+# What scripts may need, so that it is sent, and said.
+_SECRETS = (
+    ".env",
+    ".env.*",
+    "*.pem",
+    "*.key",
+    "*.p12",
+    "*.pfx",
+    "id_rsa",
+    "id_ecdsa",
+    "id_ed25519",
+    "credentials.json",
 )
-LEFT_OUT = (*_TOOLS, ".ipynb_checkpoints", ".venv", "venv", "runs", "wandb", "mlruns")
-_ENVIRONMENT = "pyvenv.cfg"  # a folder that has one is a virtual environment, whatever its name
 _LARGEST_NAMED = 3
 
 # A link's target, or the hash of a file's bytes.
@@ -55,6 +53,12 @@ class Parcel:
     links: Manifest = field(default_factory=dict)
     size_bytes: int = 0
     left_out: list[str] = field(default_factory=list)
+    kept_links: list[str] = field(default_factory=list)  # of what lies elsewhere and is too much to send
+
+    @property
+    def secrets(self) -> list[str]:
+        """Files whose names say that nobody else should read them."""
+        return [name for name in self.files if any(fnmatch(name.rpartition("/")[2], like) for like in _SECRETS)]
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -62,13 +66,16 @@ class Parcel:
 
     def __str__(self) -> str:
         out = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
-        return f"{len(self.files)} files of {self.folder} ({format_bytes(self.size_bytes)}){out}"
+        secrets = f"; with what may be secret: {', '.join(self.secrets)}" if self.secrets else ""
+        where = ", ".join(f"{name} -> {self.links[name]}" for name in self.kept_links)
+        links = f"; links to what is not sent: {where}" if where else ""
+        return f"{len(self.files)} files of {self.folder} ({format_bytes(self.size_bytes)}){out}{secrets}{links}"
 
     @cached_property
     def archive(self) -> bytes:
         """All of it, compressed."""
         buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=3) as archive:
+        with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=3, dereference=True) as archive:
             for name in self.files:
                 with suppress(FileNotFoundError):  # gone since
                     archive.add(self.folder / name, arcname=name, recursive=False)
@@ -79,44 +86,34 @@ def parcel_of(folder: Path, most_bytes: int = MOST_BYTES) -> Parcel:
     """What `--sync` sends of a folder.
 
     Raises:
-        UserError: it is too large, or something in it cannot be read.
+        UserError: it is too large, a home, or something in it cannot be read.
     """
-    made, sizes, found = Parcel(folder), {}, []
-    for path, name in _walk(folder, "", made.left_out):
-        about = path.lstat()
-        if stat.S_ISLNK(about.st_mode):
-            made.links[name] = os.readlink(path)
-        elif stat.S_ISREG(about.st_mode):
-            found.append((path, name))
-            sizes[name] = about.st_size
-    made.size_bytes = sum(sizes.values())
-    if made.size_bytes > most_bytes:
+    if Path(os.path.realpath(Path.home())).is_relative_to(os.path.realpath(folder)):
+        what = "your home folder" if folder == Path.home() else "a folder that your home folder is in"
         raise UserError(
-            f"--sync: {folder} has {format_bytes(made.size_bytes)} ({_largest(sizes)}), and at most "
+            f"--sync: {folder} is {what}, of which far more than code would be sent: call autotune from the folder of the code, "
+            "and keep the script there"
+        )
+    made = Parcel(folder)
+    walk = Walk(folder)
+    if walk.size_bytes > most_bytes:
+        raise UserError(
+            f"--sync: {folder} has {format_bytes(walk.size_bytes)} ({_largest(walk.sizes)}), and at most "
             f"{format_bytes(most_bytes)} are sent: keep data where all nodes see it, or call autotune from a folder of code alone"
         )
-    for path, name in found:
+    walk.follow(most_bytes)
+    made.links, made.kept_links, made.left_out, made.size_bytes = (
+        walk.links,
+        walk.kept_links,
+        walk.left_out,
+        walk.size_bytes,
+    )
+    for name, path in walk.files.items():
         try:
-            made.files[name] = _hash(path)
+            made.files[name] = hash_of(path)
         except OSError as error:
             raise UserError(f"--sync: {path} cannot be read ({error.strerror})") from None
     return made
-
-
-def _walk(folder: Path, prefix: str, left_out: list[str]) -> Iterator[tuple[Path, str]]:
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError as error:
-        raise UserError(f"--sync: {folder} cannot be read ({error.strerror})") from None
-    for entry in entries:
-        name = f"{prefix}{entry.name}"
-        if not entry.is_dir(follow_symlinks=False):
-            yield Path(entry.path), name
-        elif entry.name in LEFT_OUT or (Path(entry.path) / _ENVIRONMENT).exists():
-            if entry.name != "__pycache__":
-                left_out.append(name)
-        else:
-            yield from _walk(Path(entry.path), f"{name}/", left_out)
 
 
 def _largest(sizes: Mapping[str, int]) -> str:
@@ -128,7 +125,8 @@ def _largest(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in most)
 
 
-def _hash(path: Path) -> str:
+def hash_of(path: Path) -> str:
+    """Of a file's bytes."""
     with path.open("rb") as file:
         digest = hashlib.sha256()
         while data := file.read(2**20):
@@ -143,95 +141,13 @@ def is_there(manifest: Mapping[str, Any]) -> bool:
     """Whether this machine has all of it, at the same place and the same."""
     folder = Path(manifest["folder"])
     try:
-        return all(os.readlink(folder / name) == target for name, target in manifest["links"].items()) and all(
-            _hash(folder / name) == known for name, known in manifest["files"].items()
+        return all(_leads_to(folder / name, target) for name, target in manifest["links"].items()) and all(
+            hash_of(folder / name) == known for name, known in manifest["files"].items()
         )
     except OSError:
         return False
 
 
-def unpack(data: bytes, manifest: Mapping[str, Any], into: Path) -> None:
-    """Writes what was sent into a folder of the agent's own; a file of the same name there is one that was sent before.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    into.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
-        for member in archive:
-            place = _below(into, member.name)
-            source = archive.extractfile(member) if member.isreg() else None
-            if place is None or source is None:
-                continue
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):
-                place.unlink()
-            with place.open("wb") as file:
-                shutil.copyfileobj(source, file)
-            place.chmod(0o700 if member.mode & 0o100 else 0o600)
-    for name, target in manifest["links"].items():  # after all files: none is written through a link
-        place = _below(into, name)
-        if place is not None:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):
-                place.unlink()
-            place.symlink_to(target)
-
-
-def _below(folder: Path, name: str) -> Path | None:
-    """The place of a name in a folder; None for one that leads out of it."""
-    parts = name.split("/")
-    return None if name.startswith("/") or ".." in parts else folder.joinpath(*parts)
-
-
-def clear(manifest: Mapping[str, Any], folder: Path) -> int:
-    """Removes what was sent, and folders that are empty then; how many files are left: those that a training has written."""
-    for name, known in manifest["files"].items():
-        with suppress(OSError):
-            if _hash(folder / name) == known:
-                (folder / name).unlink()
-    for name in manifest["links"]:
-        with suppress(OSError):
-            (folder / name).unlink()
-    left = 0
-    for where, folders, files in os.walk(folder, topdown=False):
-        if Path(where).name == "__pycache__":
-            shutil.rmtree(where, ignore_errors=True)
-            continue
-        left += len(files) + sum(Path(where, name).is_symlink() for name in folders)
-        with suppress(OSError):
-            os.rmdir(where)
-    return left
-
-
-@dataclass
-class Moved:
-    """Where folders of the tuner's machine lie on this one. The tuner itself hears of the old places only, which are the same
-    for the ranks of all machines."""
-
-    places: dict[str, str] = field(default_factory=dict)  # old place -> new one
-
-    @property
-    def back(self) -> Moved:
-        """The same the other way round."""
-        return Moved({new: old for old, new in self.places.items()})
-
-    def path(self, text: str) -> str:
-        """A text in which every mention of an old place is one of the new."""
-        for old, new in self.places.items():
-            if old in text:
-                pattern = rf"(?<![^=:,;'\"\s\[]){re.escape(old)}(?=$|[/:,;'\"\s\]])"
-                text = new.join(re.split(pattern, text))
-        return text
-
-    def all_of(self, value: Any) -> Any:
-        """The same in all texts of what came as JSON."""
-        if not self.places:
-            return value
-        if isinstance(value, str):
-            return self.path(value)
-        if isinstance(value, Mapping):
-            return {self.all_of(key): self.all_of(one) for key, one in value.items()}
-        if isinstance(value, Sequence):
-            return [self.all_of(one) for one in value]
-        return value
+def _leads_to(link: Path, target: str) -> bool:
+    """Whether a link is one to a target, however it is written."""
+    return link.is_symlink() and os.path.realpath(link) == os.path.realpath(os.path.normpath(link.parent / target))

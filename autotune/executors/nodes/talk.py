@@ -17,6 +17,7 @@ from autotune.group.protocol import Stream
 PROTOCOL = 1
 BEAT_SECONDS = 2.0
 SILENT_SECONDS = 15.0  # a link may be cut for five, and TCP then takes as long again to notice that it is back
+GREETING_SECONDS = 60.0  # an interpreter from a slow network disk, after a slow login
 GREETING = "agent"  # the type of an agent's first line
 
 

@@ -18,7 +18,6 @@ from autotune.executors.nodes.wire import NotGreeted
 
 PACKAGE = Path(__file__).parents[2]
 CONNECT_SECONDS = 10
-GREETING_SECONDS = 60.0  # an interpreter from a slow network disk
 _SSH_FAILED = 255  # ssh's own exit status: ssh(1)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import Stopped, UserError
-from autotune.executors.nodes.talk import BEAT_SECONDS, GREETING, SILENT_SECONDS
+from autotune.executors.nodes.talk import BEAT_SECONDS, GREETING, GREETING_SECONDS, SILENT_SECONDS
 from autotune.group.protocol import Message, Stream
 from autotune.group.verdict import log_tail
 
@@ -45,9 +45,17 @@ class Wire:
         command: starts it.
         log: takes what it writes to standard error.
         preamble: what is sent before anything else.
+        preamble_seconds: how long nothing of it may be taken: a login takes nothing, nor does a step that waits.
     """
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, preamble: bytes = b"") -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        preamble: bytes = b"",
+        preamble_seconds: float = GREETING_SECONDS,
+    ) -> None:
         self.name, self.log = name, log
         self.down = ""  # why, once it is
         self.echo = False  # what it writes to standard error goes to this process's, too
@@ -57,7 +65,8 @@ class Wire:
         self._asked = 0
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
-        self._preamble = preamble
+        self._preamble, self._patience_seconds = preamble, preamble_seconds
+        self._untaken = bool(preamble)
         self._closing, self._closed = threading.Event(), False
         self._wake, self._woken = os.pipe()
         os.set_blocking(self._wake, False)
@@ -115,7 +124,10 @@ class Wire:
         self._errors.join(_LAST_WORDS_SECONDS if code is not None else 0.0)
         text = said.decode(errors="replace").strip()
         log = "\n".join(log_tail(self.log, 2000).strip().splitlines()[-_LOG_LINES:])
-        why = f"no agent within {seconds:.0f} s" if code is None else f"the way to it ended with exit status {code}"
+        sent = ", and what --sync sends was not taken: the login, or the step, takes as long" if self._untaken else ""
+        why = f"no agent within {seconds:.0f} s{sent}"
+        if code is not None:
+            why = f"the way to it ended with exit status {code}"
         self.down = f"{self.name}: {why}"
         return NotGreeted(self.down, text, log, code)
 
@@ -157,8 +169,8 @@ class Wire:
         self._give_up("its agent, or the way to it, has ended")
 
     def _beat(self) -> None:
-        if self._preamble:  # whoever asks the agent for something has been greeted by it, which comes after
-            self._stream.give(self._preamble)
+        if self._untaken:  # whoever asks the agent for something has been greeted by it, which comes after
+            self._untaken = not self._stream.give(self._preamble, self._patience_seconds)
         while not self._closing.wait(BEAT_SECONDS) and not self.down:
             self._stream.send("beat")
 

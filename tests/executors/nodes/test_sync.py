@@ -17,10 +17,13 @@ from hypothesis import strategies as st
 
 import autotune
 from autotune.errors import UserError
+from autotune.executors.nodes import wire as wires
 from autotune.executors.nodes.boot import BOOT, preamble
 from autotune.executors.nodes.cluster import Cluster, Wishes
+from autotune.executors.nodes.deposit import Deposit
 from autotune.executors.nodes.hostfile import Host
-from autotune.executors.nodes.parcel import Moved, clear, is_there, parcel_of, unpack
+from autotune.executors.nodes.moved import Moved
+from autotune.executors.nodes.parcel import is_there, parcel_of
 from autotune.executors.nodes.transports import PACKAGE
 from autotune.executors.nodes.wire import NotGreeted, Wire
 from tests.conftest import SCRIPTS, wait_until
@@ -69,11 +72,86 @@ def test_a_folder_with_data_is_refused_with_what_is_large(tmp_path: Path) -> Non
         parcel_of(folder, most_bytes=4096)
 
 
+def test_links_lead_to_the_same_on_a_node(tmp_path: Path) -> None:
+    """Code that lies elsewhere is sent in a link's place; a link into the folder is one there, too."""
+    folder, common, place = project(tmp_path / "proj"), tmp_path / "common", tmp_path / "node" / "proj"
+    (common / "sub").mkdir(parents=True)
+    (common / "util.py").write_text("import x")
+    (common / "sub" / "back").symlink_to("..")
+    (common / "home").symlink_to(folder / "lib")
+    (common / "conf.json").write_text("{}")
+    (common / "many").mkdir()
+    (common / "many" / "data.bin").write_bytes(bytes(100_000))
+    links = {
+        "common": "../common",
+        "conf.json": str(common / "conf.json"),
+        "absolute": str(folder / "lib"),
+        "around": "../proj/lib/data.py",
+        "up": "..",
+        "itself": ".",
+    }
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
+    made = parcel_of(folder)
+    assert is_there(made.manifest)
+    Deposit(place).unpack(made.archive, made.manifest)
+    shutil.rmtree(common)
+    folder.rename(tmp_path / "gone")
+    for name in ("absolute/data.py", "around", "common/home/data.py", "itself/lib/data.py"):
+        assert (place / name).read_text() == "of lib/data.py", name
+        assert (place / name).resolve().is_relative_to(place)
+    assert (place / "common" / "sub" / "back" / "util.py").read_text() == "import x"
+    assert (place / "conf.json").read_text() == "{}"
+    assert made.kept_links == ["up"]
+    assert made.links["up"] == str(tmp_path), "a folder around it is not sent"
+
+
+def test_a_link_to_what_is_too_large_is_sent_as_one_and_named(tmp_path: Path) -> None:
+    folder = project(tmp_path / "proj")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "big.bin").write_bytes(bytes(100_000))
+    (folder / "big").symlink_to("../corpus")
+    made = parcel_of(folder, most_bytes=50_000)
+    assert made.links["big"] == str(tmp_path / "corpus")
+    assert str(made).endswith(f"; links to what is not sent: big -> {tmp_path / 'corpus'}")
+    assert "big/big.bin" in parcel_of(folder).files
+
+
+def test_a_home_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home" / "me"))
+    project(tmp_path / "home" / "me" / "proj")
+    (tmp_path / "link").symlink_to("home/me")
+    for folder in (Path("/"), tmp_path / "home", tmp_path / "home" / "me", tmp_path / "link"):
+        with pytest.raises(
+            UserError, match=r"--sync: \S+ is .*home folder.*: call autotune from the folder of the code"
+        ):
+            parcel_of(folder)
+    assert len(parcel_of(tmp_path / "home" / "me" / "proj").files) == 4
+
+
+def test_logins_are_not_sent_and_secrets_are_named(tmp_path: Path) -> None:
+    folder = project(tmp_path / "proj")
+    logins = (".ssh/id_rsa", "conf/.netrc", ".git-credentials", ".aws/credentials", ".pgpass")
+    secrets = (".env", "certs/server.pem", "lib/my.key", ".env.local")
+    for name in (*logins, *secrets):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("secret")
+    (folder / "keys").symlink_to(folder.parent / ".ssh")
+    made = parcel_of(folder)
+    assert not {name for name in made.files if name.startswith((".ssh", ".aws", ".git", ".pgpass", "keys"))}
+    assert "conf/.netrc" not in made.files
+    assert set(secrets) <= made.files.keys()
+    assert "keys" in made.left_out
+    assert {".aws", ".git-credentials", ".pgpass", ".ssh", "conf/.netrc"} <= set(made.left_out)
+    assert "; with what may be secret: .env, .env.local, certs/server.pem, lib/my.key" in str(made)
+
+
 def test_it_arrives_as_it_was_and_goes_again(tmp_path: Path) -> None:
     folder, place = project(tmp_path / "proj"), tmp_path / "node" / "proj"
     made = parcel_of(folder)
     assert is_there(made.manifest)
-    unpack(made.archive, made.manifest, place)
+    deposit = Deposit(place)
+    assert deposit.unpack(made.archive, made.manifest) == []
     assert {path.relative_to(place).as_posix() for path in place.rglob("*") if not path.is_dir()} == {
         *made.files,
         "data",
@@ -84,12 +162,62 @@ def test_it_arrives_as_it_was_and_goes_again(tmp_path: Path) -> None:
     (place / "out").mkdir()
     (place / "out" / "model.pt").write_text("weights")
     (place / "train.py").write_text("edited there")
-    assert clear(made.manifest, place) == 2
+    assert deposit.clear() == 2
     assert {path.name for path in place.rglob("*")} == {"out", "model.pt", "train.py"}
     shutil.rmtree(place)
-    unpack(made.archive, made.manifest, place)
-    assert clear(made.manifest, place) == 0
-    assert not place.exists()
+    deposit.unpack(made.archive, made.manifest)
+    assert deposit.clear() == 0
+    assert not any(place.parent.iterdir())
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_a_training_wrote_outlives_what_is_sent_next(tmp_path: Path, killed: bool) -> None:
+    """The tuner's folder may have the same names: it trains, too."""
+    folder, place = project(tmp_path / "proj"), tmp_path / "node" / "proj"
+    (folder / "out").mkdir()
+    (folder / "out" / "latest").write_text("global_step100")
+    (folder / "old.py").write_text("gone later")
+    first = parcel_of(folder)
+    agent = Deposit(place)
+    agent.unpack(first.archive, first.manifest)
+    (place / "out" / "latest").write_text("global_step900")
+    (place / "out" / "loss.txt").write_text("of the node")
+    (place / "last").symlink_to("out")
+    if not killed:
+        assert agent.clear() == 3
+    (folder / "out" / "latest").write_text("global_step950")
+    (folder / "out" / "loss.txt").write_text("of the tuner")
+    (folder / "last").mkdir()
+    (folder / "last" / "new.txt").write_text("not through a link")
+    (folder / "train.py").write_text("edited here")
+    (folder / "old.py").unlink()
+    for _ in range(2):
+        made = parcel_of(folder)
+        agent = Deposit(place)
+        assert agent.unpack(made.archive, made.manifest) == ["last/new.txt", "out/latest", "out/loss.txt"]
+        assert (place / "out" / "latest").read_text() == "global_step900"
+        assert (place / "out" / "loss.txt").read_text() == "of the node"
+        assert not (place / "out" / "new.txt").exists()
+        assert (place / "train.py").read_text() == "edited here"
+        assert not (place / "old.py").exists()
+    (place / "out" / "latest").write_text("global_step950")  # as the tuner's is, and none the less the node's own
+    assert agent.clear() == 3
+    assert (place / "out" / "latest").exists()
+
+
+def test_a_link_that_was_sent_becomes_a_folder_and_a_link_again(tmp_path: Path) -> None:
+    folder, place = tmp_path / "proj", tmp_path / "node" / "proj"
+    (tmp_path / "theirs").mkdir()
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / "x.py").write_text("sent")
+    as_folder = parcel_of(folder)
+    assert as_folder.archive
+    shutil.rmtree(folder / "data")
+    (folder / "data").symlink_to("/shared/data")
+    as_link = parcel_of(folder)
+    for made in (as_link, as_folder, as_link):
+        assert Deposit(place).unpack(made.archive, made.manifest) == []
+        assert (place / "data").is_symlink() == (made is as_link)
 
 
 @pytest.mark.parametrize("change", ["edited", "gone", "another link"])
@@ -117,8 +245,9 @@ def test_nothing_is_written_outside_of_its_folder(tmp_path: Path) -> None:
             about = tarfile.TarInfo(name)
             about.size = 1
             archive.addfile(about, io.BytesIO(b"x"))
-    unpack(buffer.getvalue(), {"links": {"../link": "/"}, "files": {}}, tmp_path / "node")
-    assert [path.name for path in tmp_path.rglob("*")] == ["node", "in.py"]
+    names = dict.fromkeys(("../out.py", f"{tmp_path}/out.py", "in.py"), "hash")
+    Deposit(tmp_path / "node").unpack(buffer.getvalue(), {"links": {"../link": "/"}, "files": names})
+    assert {path.name for path in tmp_path.rglob("*")} == {"node", "in.py", "node.json"}
 
 
 def test_mentions_of_the_old_place() -> None:
@@ -188,6 +317,22 @@ def test_a_stream_that_ends_halfway_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(NotGreeted):
             wire.greet(1)
     assert sent_folders() == before
+
+
+def test_a_login_may_take_longer_than_a_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent first is more than a pipe holds, so that nothing is taken of the rest until somebody reads."""
+    monkeypatch.setattr(wires, "SILENT_SECONDS", 0.2)
+    assert len(preamble(PACKAGE)) > 2**17
+    slow = ["sh", "-c", 'sleep 1; exec "$0" "$@"', sys.executable, "-c", BOOT]
+    with closing(Wire("n1", slow, tmp_path / "log", preamble(PACKAGE))) as wire:
+        wire.greet(60)
+
+
+def test_a_login_that_never_ends_is_named(tmp_path: Path) -> None:
+    with closing(Wire("n1", ["sleep", "600"], tmp_path / "log", preamble(PACKAGE))) as wire:
+        with pytest.raises(NotGreeted, match=r"no agent within 1 s, and what --sync sends was not taken: the login"):
+            wire.greet(1)
+        wire._process.kill()
 
 
 class Booted:

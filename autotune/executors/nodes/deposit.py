@@ -1,0 +1,132 @@
+"""`--sync` on the node: a folder of the agent's own that holds what was sent, and what a training has written since.
+
+What was sent lasts no longer than the agent; what a training wrote does, and is never written over: a file counts as sent as long
+as it is what the record beside the folder says was sent. So an agent that is killed leaves the next one able to tell them apart.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import tarfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from autotune.executors.nodes.parcel import hash_of
+from autotune.files import write_atomically
+
+_LINK = "link to "  # before a link's target, where a file has the hash of its bytes
+
+
+class Deposit:
+    """One folder that was sent.
+
+    Args:
+        place: where it is put.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self._record = place.with_name(f"{place.name}.json")
+        self._sent: dict[str, list[str]] = {}  # what each may be that was sent, by its name
+        with suppress(OSError, ValueError):
+            self._sent = json.loads(self._record.read_text())
+
+    def unpack(self, data: bytes, manifest: Mapping[str, Any]) -> list[str]:
+        """Puts what was sent there; the names of what is kept instead, since a training has written it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        new = {**manifest["files"], **{name: _LINK + target for name, target in manifest["links"].items()}}
+        self.place.mkdir(parents=True, exist_ok=True)
+        for name in [name for name in self._sent if name not in new]:
+            self._remove(name)
+            del self._sent[name]
+        kept = sorted(name for name in new if not self._may_write(name))
+        for name in kept:
+            self._sent.pop(name, None)
+        writes = {name: known for name, known in new.items() if name not in kept}
+        for name, known in writes.items():  # until all is written either may lie there
+            self._sent[name] = [*self._sent.get(name, []), known]
+        self._save()
+        self._sent = {name: [known] for name, known in self._write(data, manifest["links"], writes).items()}
+        self._save()
+        return kept
+
+    def _write(self, data: bytes, links: Mapping[str, str], writes: Mapping[str, str]) -> dict[str, str]:
+        written = {}
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
+            for member in archive:
+                source = archive.extractfile(member) if member.isreg() and member.name in writes else None
+                if source is None:
+                    continue
+                new = self._new(member.name)
+                with new.open("wb") as file:
+                    shutil.copyfileobj(source, file)
+                new.chmod(0o700 if member.mode & 0o100 else 0o600)
+                written[member.name] = hash_of(new)  # it may have changed at the tuner's since it was looked at
+                new.replace(self.place / member.name)
+        for name in writes.keys() & links.keys():
+            new = self._new(name)
+            new.symlink_to(links[name])
+            written[name] = writes[name]
+            new.replace(self.place / name)
+        return written
+
+    def _new(self, name: str) -> Path:
+        """Where a file is written before it takes its place as a whole."""
+        place = self.place / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        new = place.with_name(".autotune-sent")
+        new.unlink(missing_ok=True)
+        return new
+
+    def _may_write(self, name: str) -> bool:
+        """Whether nothing of a training's lies there."""
+        return self._is_within(name) and (not os.path.lexists(self.place / name) or self._is_sent(name))
+
+    def _is_within(self, name: str) -> bool:
+        """Whether a name leads nowhere else: neither by itself nor through what lies on the way."""
+        parts = name.split("/")
+        on_the_way = [self.place.joinpath(*parts[:count]) for count in range(1, len(parts))]
+        strays = (place.is_symlink() or (place.exists() and not place.is_dir()) for place in on_the_way)
+        return not name.startswith("/") and ".." not in parts and not any(strays)
+
+    def _is_sent(self, name: str) -> bool:
+        place = self.place / name
+        with suppress(OSError):
+            found = _LINK + os.readlink(place) if place.is_symlink() else hash_of(place)
+            return found in self._sent.get(name, []) and self._is_within(name)
+        return False
+
+    def _remove(self, name: str) -> None:
+        """Removes what was sent, with folders that are empty then; what a training has changed stays."""
+        if self._is_sent(name):
+            with suppress(OSError):
+                (self.place / name).unlink()
+                for above in (self.place / name).relative_to(self.place).parents[:-1]:
+                    (self.place / above).rmdir()
+
+    def _save(self) -> None:
+        write_atomically(self._record, json.dumps(self._sent))
+
+    def clear(self) -> int:
+        """Removes what was sent, and folders that are empty then; how many files are left: those that a training has written."""
+        for name in self._sent:
+            self._remove(name)
+        left = 0
+        for where, folders, files in os.walk(self.place, topdown=False):
+            if Path(where).name == "__pycache__":
+                shutil.rmtree(where, ignore_errors=True)
+                continue
+            left += len(files) + sum(Path(where, name).is_symlink() for name in folders)
+            with suppress(OSError):
+                os.rmdir(where)
+        with suppress(OSError):  # all that is left is a training's
+            self._record.unlink()
+        return left
