@@ -67,6 +67,12 @@ def left_outcome(deadly: bool) -> Outcome:
     )
 
 
+# of a trial whose tuner may live, cut off from the others, or came to an end of its own: that speaks against no candidate
+LET_GO = Outcome(
+    Kind.INTERRUPTED, reason="its tuner was not heard of any more", evidence="left behind", source=Source.STOP
+)
+
+
 def record_of(trial: optuna.trial.FrozenTrial, *, claims: bool = False) -> Record | None:
     """A trial's Record; None where it is none of ours, or but a claim.
 

@@ -155,6 +155,7 @@ class ServerStorage(optuna.storages.RDBStorage):
                     said = True
                 time.sleep(1.0)
             else:
+                self._patience_seconds = AWAY_SECONDS  # whoever waited in vain before, the next outage is another
                 if said:
                     self.say("the study's database is back")
                 return connection

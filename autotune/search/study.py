@@ -29,7 +29,7 @@ from autotune.search.calls import Call, calls_in, name_of_call
 from autotune.search.dashboard import best_shown, save_note, winners_note
 from autotune.search.fingerprint import THREADS, changes, fingerprint, knowing_more
 from autotune.search.lock import hold
-from autotune.search.records import RESUME, SEARCH, TUNER, Record, found_running, record_of
+from autotune.search.records import LET_GO, RESUME, SEARCH, TUNER, Record, found_running, left_outcome, record_of
 from autotune.search.servers import ServerStorage, hide_password
 from autotune.search.storage import DATABASES, open_storage, stored_in
 from autotune.search.trials import begin, came_first, close, confirm, end, now, withdraw
@@ -308,8 +308,10 @@ class StudyStore:
         for trial in gone:
             record = record_of(trial)
             was_running = trial.state is TrialState.RUNNING and record is not None
-            deadly = was_running and record is not None and (record.candidate, record.role) in before
-            closed += close(self.study, trial, self.hardware, deadly) and record is not None
+            died = was_running and self.tuners.died(trial.user_attrs.get(TUNER))
+            deadly = died and record is not None and (record.candidate, record.role) in before
+            outcome = left_outcome(deadly) if died else LET_GO
+            closed += close(self.study, trial, self.hardware, outcome) and record is not None
         return closed
 
     def news(self, known: Container[int]) -> tuple[list[Record], list[Record]]:

@@ -134,6 +134,33 @@ def test_a_server_that_comes_back_is_waited_for(postgres: Postgres, tmp_path: Pa
     assert lines[-1] == "the study's database is back"
 
 
+def test_every_outage_is_waited_for_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that nobody waited out, the lease's thread least of all, leaves no impatience behind."""
+    monkeypatch.setattr(servers, "AWAY_SECONDS", 0.0)
+    database = servers.ServerStorage.__new__(servers.ServerStorage)
+    database.url, database.say, database._patience_seconds = "postgresql://host/db", print, 0.0
+
+    class Dialect:
+        class loaded_dbapi:
+            Error = OSError
+
+        def __init__(self, away: int) -> None:
+            self.away = away
+
+        def connect(self) -> str:
+            self.away -= 1
+            if self.away >= 0:
+                raise OSError("refused")
+            return "connection"
+
+    monkeypatch.setattr(servers.time, "sleep", lambda seconds: None)
+    with pytest.raises(OSError, match="refused"):
+        database._connect(Dialect(10**9), None, (), {})
+    monkeypatch.setattr(servers, "AWAY_SECONDS", 60.0)
+    assert database._connect(Dialect(0), None, (), {}) == "connection"
+    assert database._connect(Dialect(3), None, (), {}) == "connection", "it is waited for again"
+
+
 def test_a_server_that_does_not_is_the_machines_trouble(
     postgres: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

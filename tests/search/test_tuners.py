@@ -22,7 +22,7 @@ from autotune.problem.space_file import load_space
 from autotune.search import tuners
 from autotune.search.lock import hold_a_place
 from autotune.search.proposer import Proposer
-from autotune.search.records import FOUND_RUNNING, SEARCH, VERIFY
+from autotune.search.records import FOUND_RUNNING, LET_GO, SEARCH, VERIFY
 from autotune.search.study import StudyStore
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.search.tuners import Tuners, host_of, lives_here, name_of_this
@@ -104,12 +104,43 @@ def test_the_trial_of_one_who_died_goes_back(shared_url: str, tmp_path: Path) ->
         (record,), running = mine.news([])
         assert not running
         assert record.outcome is not None
-        assert (record.outcome.kind, record.outcome.evidence) == (Kind.INTERRUPTED, FOUND_RUNNING)
+        assert record.outcome == LET_GO, "it may live"
         again = mine.claim(make_candidate(0), SPACE, SEARCH, known=[number])
         assert again is not None, "it is tried again"
         mine.finish(again, OK)
         theirs.finish(number, OK)  # it was but cut off: what it has measured is kept
         assert Counter(r.outcome.kind for r in mine.records() if r.outcome) == {Kind.OK: 2, Kind.INTERRUPTED: 1}
+    finally:
+        mine.leave()
+        theirs.leave()
+
+
+@pytest.mark.usefixtures("quick_leases")
+@pytest.mark.parametrize("how", ["killed", "left", "cut off"])
+def test_only_a_process_that_died_twice_speaks_against_what_it_ran(how: str, shared_url: str, tmp_path: Path) -> None:
+    host, machine, _, word = name_of_this().rsplit("/", 3)
+    mine, theirs = opened(shared_url, tmp_path), opened(shared_url, tmp_path)
+    try:
+        for turn in range(2):
+            theirs.tuners.leave()
+            theirs.tuners.me = (
+                f"{host}/{machine}/{os.getpid()}-1/{word}{turn}" if how != "cut off" else f"{ELSEWHERE}{turn}"
+            )
+            theirs.tuners._beat()
+            if how == "left":
+                mine.study.set_user_attr(f"tuner {theirs.tuners.me}", tuners._LEFT)
+            theirs.start(make_candidate(0), SPACE)
+            mine.tuners._look()
+            wait_until(lambda: mine.close_interrupted() == 1, "what is left", 20)
+        outcomes = [record.outcome for record in mine.records()]
+        assert len(outcomes) == 2
+        if how == "killed":
+            assert [(one.kind, one.evidence) for one in outcomes if one] == [
+                (Kind.INTERRUPTED, FOUND_RUNNING),
+                (Kind.OOM_HOST, FOUND_RUNNING),
+            ]
+        else:
+            assert outcomes == [LET_GO, LET_GO]
     finally:
         mine.leave()
         theirs.leave()
