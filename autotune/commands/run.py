@@ -325,7 +325,7 @@ def _summary(
         if not found.verified:
             lines.append("  not verified: the budget or the call ended first; run again to verify it")
         given = (store.threads, environment_of(store, found.winner.candidate))
-        nodes, hostfile = store.hardware.nodes, hostfile_of(setup.folder)
+        nodes, hostfile = store.hardware.nodes, None if store.hardware.sliced else hostfile_of(setup.folder)
         about = (found.winner.candidate, store.job, store.name, files[0], *given)
         lines += train_with(*about, nodes=nodes, hostfile=hostfile).lines()
         counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())

@@ -52,6 +52,10 @@ _CONNECTING: dict[str, dict[str, Any]] = {
 INSTALL = {"postgresql": "pip install 'psycopg[binary]'", "mysql": "pip install pymysql"}
 
 _SECRETS = (
+    # a word that is such a URL: the password ends at its last @, whatever is in it
+    re.compile(
+        r"^((?:--storage=)?(?:postgres|mysql|mariadb)\w*(?:\+\w+)?://[^:/@\s]*:)(.*)(?=@)", re.IGNORECASE | re.DOTALL
+    ),
     re.compile(r"(//[^:/@\s]*:)(\S*)(?=@)"),  # a password with an @ of its own is hidden up to the last
     re.compile(r"([?&](?:\w*(?:pass|pwd|secret|token)\w*)=)([^&\s]*)", re.IGNORECASE),
     # `//joe:secret/db`: a host was forgotten

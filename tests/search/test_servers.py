@@ -33,6 +33,8 @@ OK = Outcome(Kind.OK, measurement=Measurement(1.0, 0.1, 3, 8.0, 256.0, 100 * MIB
         ("postgresql://host/db?user=joe&password=s3cr3t", "postgresql://host/db?user=joe&password=***"),
         ("postgresql://host/db?sslpassword=s3cr3t&a=b", "postgresql://host/db?sslpassword=***&a=b"),
         ("postgresql://joe:s3cr3t/db", "postgresql://joe:***/db"),
+        ("postgresql://joe:s3 cr3t@host/db", "postgresql://joe:***@host/db"),
+        ("--storage=mysql+pymysql://joe:s 3@c r3t@host/db", "--storage=mysql+pymysql://joe:***@host/db"),
         ("--storage=postgres://joe:s3cr3t@host/db", "--storage=postgres://joe:***@host/db"),
         ("postgresql://host:5432/db", "postgresql://host:5432/db"),
         ("postgresql://joe@host:5432/db", "postgresql://joe@host:5432/db"),
@@ -54,6 +56,9 @@ def test_a_password_is_hidden_in_what_others_say_of_it() -> None:
     [
         ("postgresql://joe:se@cret@host/db", "%40"),
         ("postgresql://joe:secret@host", "names no database"),
+        ("postgresql://joe:se cret@host", "names no database"),
+        ("postgresql://joe:se cret@127.0.0.1:1/db", "cannot be opened"),
+        ("postgresql://joe:s e@cret@host/db", "%40"),
         ("postgresql://joe:secret/db", "does not parse"),
         ("postgresql+nodriver://joe:secret@host/db", "expected one of the drivers psycopg"),
         ("postgresql://joe:secret@127.0.0.1:1/db", "cannot be opened"),
