@@ -39,6 +39,7 @@ from autotune.results.console import PlainObserver, make_observer, record_json
 from autotune.results.export import environment_of, export_record
 from autotune.results.report.gather import Searched
 from autotune.results.winner import closest_lines, train_with, winner_lines
+from autotune.search.alike import agree_on_memory
 from autotune.search.crew import Crew, host_bound
 from autotune.search.proposer import Proposer
 from autotune.search.records import AS_IS, SEARCH, Record
@@ -207,13 +208,13 @@ def _with_ops(
 def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver) -> StudyStore:
     """The study, held for this process and said; a script's own config is a trial of it where it was measured."""
     storage = setup.storage or default_storage(setup.folder)
-    store, resumed = StudyStore.create_or_resume(
-        setup.name, storage, setup.folder, setup.job, setup.hardware, setup.space, force=setup.force
-    )
-    if setup.storage is None:
-        store.lock()
-    else:
+    of, shared = (setup.name, storage, setup.folder, setup.job, setup.hardware, setup.space), setup.storage is not None
+    store, resumed = StudyStore.create_or_resume(*of, force=setup.force, shared=shared)
+    if shared:
         store.share(observer.say)
+        agree_on_memory(store, setup.hardware, force=setup.force)
+    else:
+        store.lock()
     if setup.command:
         store.note_command(setup.command)
     if setup.landscape is not None:

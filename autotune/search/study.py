@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import time
 import warnings
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Container
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,17 @@ from autotune.search.calls import Call, calls_in, name_of_call
 from autotune.search.dashboard import best_shown, save_note, winners_note
 from autotune.search.fingerprint import THREADS, changes, fingerprint, knowing_more
 from autotune.search.lock import hold
-from autotune.search.records import LET_GO, RESUME, SEARCH, TUNER, Record, found_running, left_outcome, record_of
+from autotune.search.records import (
+    LET_GO,
+    RESUME,
+    SEARCH,
+    TUNER,
+    Record,
+    found_running,
+    left_outcome,
+    record_of,
+    uncollected,
+)
 from autotune.search.servers import ServerStorage, hide_password
 from autotune.search.storage import DATABASES, open_storage, stored_in
 from autotune.search.trials import begin, came_first, close, confirm, end, now, withdraw
@@ -40,19 +49,6 @@ warnings.filterwarnings("ignore", module=r"optuna\.|autotune\.search", category=
 
 _LAST_FOUNDED = "objective"  # of the attributes with which a study begins
 _FOUNDING_SECONDS = 3.0  # within which a study that was just made says what it is of
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage collection: reading thousands of trials makes a million objects, all of them kept, and the collector
-    would walk through them again and again: half of the time it takes."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 class StudyStore:
@@ -98,8 +94,12 @@ class StudyStore:
         space: SearchSpace,
         *,
         force: bool = False,
+        shared: bool = False,
     ) -> tuple[StudyStore, bool]:
         """The study and whether it was there before.
+
+        Args:
+            shared: others may be at it, and its machine is theirs until `search.alike` has looked.
 
         Raises:
             UserError: it belongs to another job, machine or package set and `force` is not given.
@@ -131,7 +131,8 @@ class StudyStore:
             store._set("fingerprint", known)
         if store.attributes.get("space") != space.text:
             store._set("space", space.text)
-        store._set("hardware", hardware.to_json())
+        if not shared:
+            store.note_hardware(hardware)
         if store.python != other_python():
             store._set("python", other_python())
         return store, True
@@ -182,6 +183,9 @@ class StudyStore:
     @property
     def hardware(self) -> Hardware:
         return Hardware.from_json(self.attributes["hardware"])
+
+    def note_hardware(self, hardware: Hardware) -> None:
+        self._set("hardware", hardware.to_json())
 
     @property
     def versions(self) -> dict[str, str]:
@@ -245,7 +249,7 @@ class StudyStore:
 
     def records(self) -> list[Record]:
         """Every trial, in order."""
-        with _uncollected():
+        with uncollected():
             return [record for trial in self.study.get_trials(deepcopy=False) if (record := record_of(trial))]
 
     def measured(self) -> dict[Candidate, Measurement]:
@@ -307,8 +311,7 @@ class StudyStore:
         closed = 0
         for trial in gone:
             record = record_of(trial)
-            was_running = trial.state is TrialState.RUNNING and record is not None
-            died = was_running and self.tuners.died(trial.user_attrs.get(TUNER))
+            died = trial.state is TrialState.RUNNING and self.tuners.died(trial.user_attrs.get(TUNER))
             deadly = died and record is not None and (record.candidate, record.role) in before
             outcome = left_outcome(deadly) if died else LET_GO
             closed += close(self.study, trial, self.hardware, outcome) and record is not None

@@ -8,25 +8,28 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from autotune.errors import UserError
 from autotune.executors.base import Effort
 from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, load_landscape
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
-from autotune.problem.hardware import detect
+from autotune.problem.hardware import Hardware, detect
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.space_file import load_space
 from autotune.search import tuners
+from autotune.search.alike import agree_on_memory, unlike_memory
 from autotune.search.lock import hold_a_place
 from autotune.search.proposer import Proposer
 from autotune.search.records import FOUND_RUNNING, LET_GO, SEARCH, VERIFY
 from autotune.search.study import StudyStore
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.search.tuners import Tuners, host_of, lives_here, name_of_this
-from autotune.units import MIB
+from autotune.units import GIB, MIB
 from tests.conftest import make_candidate, make_job, wait_until
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
@@ -183,6 +186,58 @@ def test_who_was_stopped_for_long_takes_nobody_for_dead(tmp_path: Path, monkeypa
     store.study.set_user_attr(f"tuner {ELSEWHERE}", 8)
     mine._look()
     assert not mine.is_gone(ELSEWHERE), "it is back"
+
+
+CARDS = Hardware("cuda", "A100", 2, 80 * GIB, None, 1024 * GIB, "a100-80gb", taken_bytes=GIB)
+
+
+@pytest.mark.parametrize(
+    ("other", "beside", "unlike"),
+    [
+        ({}, False, []),
+        ({"taken_bytes": 2 * GIB, "host_memory_bytes": 900 * GIB}, False, []),
+        ({"taken_bytes": 11 * GIB}, False, ["capacity a rank: 79 GiB -> 69 GiB"]),
+        ({"taken_bytes": 11 * GIB}, True, ["capacity a rank: 79 GiB -> 69 GiB"]),
+        ({"host_memory_bytes": 128 * GIB}, False, ["main memory: 1024 GiB -> 128 GiB"]),
+        ({"host_memory_bytes": 128 * GIB}, True, []),
+        ({"headroom": 0.1}, False, ["headroom: 5 % -> 10 %"]),
+    ],
+)
+def test_memory_that_differs_too_far(other: dict[str, Any], beside: bool, unlike: list[str]) -> None:
+    found = unlike_memory(CARDS, dataclasses.replace(CARDS, **other), beside=beside)
+    assert [line.replace(".00 ", " ").replace(".0 ", " ") for line in found] == unlike
+    capped = dataclasses.replace(CARDS, memory_cap_bytes=40 * GIB)
+    assert not unlike_memory(capped, dataclasses.replace(capped, taken_bytes=11 * GIB), beside=False), (
+        "as the line says"
+    )
+
+
+def test_the_studys_machine_is_that_of_who_is_at_it(shared_url: str, tmp_path: Path) -> None:
+    here = detect("cpu", 2)
+    small = dataclasses.replace(
+        here, memory_bytes=here.memory_bytes // 8, host_memory_bytes=here.host_memory_bytes // 8
+    )
+
+    def join(hardware: Hardware, force: bool = False) -> StudyStore:
+        of = ("s", shared_url, tmp_path, make_job(), hardware, SPACE)
+        store, _ = StudyStore.create_or_resume(*of, shared=True)
+        store.share(print)
+        agree_on_memory(store, hardware, force=force)
+        return store
+
+    first = join(here)
+    first.tuners.leave()
+    first.tuners.me = ELSEWHERE
+    first.tuners._beat()
+    with pytest.raises(UserError, match="study 's' is being tuned with other memory"):
+        join(small)
+    forced = join(small, force=True)
+    assert forced.hardware == here, "it is another's"
+    forced.leave()
+    first.study.set_user_attr(f"tuner {ELSEWHERE}", tuners._LEFT)
+    last = join(small)
+    last.leave()
+    assert last.hardware == small, "nobody else is at it"
 
 
 def test_several_that_begin_at_once_make_one_study(shared_url: str, tmp_path: Path) -> None:
