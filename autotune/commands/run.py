@@ -221,6 +221,10 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver) -> 
         store.note_table(setup.landscape.name)
     for note in setup.notes:
         observer.say(note)
+    if late := store.finish_late():
+        observer.say(
+            f"{late} trial{'s' * (late > 1)} stored that an earlier call had measured while the database was away"
+        )
     closed = store.close_interrupted()
     if probed is not None and probed.baseline is not None:
         own = own_candidate(probed.script)

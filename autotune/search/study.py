@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 import warnings
 from collections.abc import Callable, Container
 from contextlib import suppress
@@ -23,7 +22,7 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome
 from autotune.problem.space import SearchSpace
 from autotune.problem.space_file import parse_space
-from autotune.search.attributes import attributes, set_attribute
+from autotune.search.attributes import LAST_FOUNDED, attributes, await_founding, set_attribute
 from autotune.search.calls import Call, calls_in, name_of_call
 from autotune.search.dashboard import best_shown, save_note, winners_note
 from autotune.search.fingerprint import THREADS, changes, fingerprint, knowing_more
@@ -43,12 +42,10 @@ from autotune.search.servers import ServerStorage, hide_password
 from autotune.search.storage import DATABASES, open_storage, stored_in
 from autotune.search.trials import begin, came_first, close, confirm, end, now, withdraw
 from autotune.search.tuners import Tuners
+from autotune.search.unsaved import kept_if_it_fails, what_was_kept
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 warnings.filterwarnings("ignore", module=r"optuna\.|autotune\.search", category=optuna.exceptions.ExperimentalWarning)
-
-_LAST_FOUNDED = "objective"  # of the attributes with which a study begins
-_FOUNDING_SECONDS = 3.0  # within which a study that was just made says what it is of
 
 
 class StudyStore:
@@ -68,20 +65,12 @@ class StudyStore:
         store._found(fingerprint(job, hardware), hardware, space)
         return store
 
-    def _await_founding(self) -> None:
-        """Waits until whoever has just made the study has said what it is of."""
-        until = time.monotonic() + _FOUNDING_SECONDS
-        while _LAST_FOUNDED not in self.study.user_attrs and not self.study.get_trials(deepcopy=False):
-            if time.monotonic() > until:
-                return
-            time.sleep(0.1)
-
     def _found(self, mark: dict[str, Any], hardware: Hardware, space: SearchSpace) -> None:
         self._set("fingerprint", mark)
         self._set("hardware", hardware.to_json())
         self._set("space", space.text)
         self._set("python", other_python())
-        self._set(_LAST_FOUNDED, "samples per second, all ranks")
+        self._set(LAST_FOUNDED, "samples per second, all ranks")
 
     @classmethod
     def create_or_resume(
@@ -113,7 +102,7 @@ class StudyStore:
                 store._found(mark, hardware, space)
                 return store, False
         store = cls(optuna.load_study(study_name=name, storage=database, sampler=here), folder)
-        store._await_founding()
+        await_founding(store.study)
         before = store.attributes.get("fingerprint")
         if before is None:
             raise UserError(
@@ -294,6 +283,19 @@ class StudyStore:
     def finish(self, number: int, outcome: Outcome) -> None:
         """Stores how it ended. Memory is a graded constraint, never Optuna's FAIL, which samplers ignore and repeat."""
         trial = self._open.pop(number)
+        with kept_if_it_fails(self.folder, trial, outcome):
+            self._end(number, trial, outcome)
+
+    def finish_late(self) -> int:
+        """Stores what earlier calls in this folder measured while the database was away; returns how many trials."""
+        stored = 0
+        for trial, outcome in what_was_kept(self.folder, self.study):
+            self._open[trial.number] = trial
+            self.finish(trial.number, outcome)
+            stored += 1
+        return stored
+
+    def _end(self, number: int, trial: optuna.Trial, outcome: Outcome) -> None:
         if end(self.study, trial, outcome, self.hardware):
             return
         # It was closed by a tuner that took this one for dead: what was measured is kept as a trial of its own.
@@ -378,9 +380,7 @@ class StudyStore:
     @property
     def winner(self) -> Record | None:
         chosen = self.attributes.get("winner")
-        if not chosen:
-            return None
-        return next((record for record in self.records() if record.number == chosen["number"]), None)
+        return next((one for one in self.records() if one.number == chosen["number"]), None) if chosen else None
 
     def note_extensions(self, folder: str) -> None:
         """Where the ops that DeepSpeed builds at run time lay for the trials."""

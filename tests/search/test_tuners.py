@@ -1,6 +1,7 @@
 """Several tuners of one study: who lives, who has which trial, and what becomes of that of one who died."""
 
 import dataclasses
+import json
 import multiprocessing
 import os
 import threading
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 
 from autotune.errors import UserError
@@ -238,6 +240,48 @@ def test_the_studys_machine_is_that_of_who_is_at_it(shared_url: str, tmp_path: P
     last = join(small)
     last.leave()
     assert last.hardware == small, "nobody else is at it"
+
+
+@pytest.mark.usefixtures("quick_leases")
+@pytest.mark.parametrize("closed", [False, True])
+def test_what_could_not_be_stored_is_stored_by_the_next_call(
+    closed: bool, shared_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = opened(shared_url, tmp_path)
+    number = theirs.start(make_candidate(0), SPACE)
+    with monkeypatch.context() as away:
+
+        def fails(*_: object) -> bool:
+            raise optuna.exceptions.StorageInternalError("away")
+
+        away.setattr("autotune.search.study.end", fails)
+        with pytest.raises(optuna.exceptions.StorageInternalError):
+            theirs.finish(number, OK)
+    theirs.leave()
+    mine = opened(shared_url, tmp_path)
+    try:
+        if closed:  # by a call elsewhere
+            wait_until(lambda: mine.close_interrupted() == 1, "its end", 20)
+        assert mine.finish_late() == 1
+        assert mine.measured() == {make_candidate(0): OK.measurement}
+        assert mine.close_interrupted() == 0
+        assert mine.finish_late() == 0, "once"
+        assert len(mine.records()) == 1 + closed
+    finally:
+        mine.leave()
+
+
+def test_what_another_study_left_is_not_stored(shared_url: str, tmp_path: Path) -> None:
+    store = opened(shared_url, tmp_path)
+    try:
+        store.start(make_candidate(0), SPACE)
+        kept = {"number": 0, "tuner": ELSEWHERE, "outcome": OK.to_json()}
+        for name, text in (("a", json.dumps(kept)), ("b", "{"), ("c", json.dumps({**kept, "number": 9}))):
+            (tmp_path / f"unsaved-{name}.json").write_text(text)
+        assert store.finish_late() == 0
+        assert not store.measured()
+    finally:
+        store.leave()
 
 
 def test_several_that_begin_at_once_make_one_study(shared_url: str, tmp_path: Path) -> None:
