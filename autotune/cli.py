@@ -176,11 +176,13 @@ def _in_one_job(request: Request, **where: Any) -> None:
     from autotune.commands.slurm import options_of, outside, submit, words_without_password
 
     if outside():
-        words, storage = words_without_password(sys.argv[1:])
-        if storage is not None:
-            os.environ[STORAGE_VARIABLE] = storage  # which sbatch hands on; the words lie in a file
+        words, _ = words_without_password(sys.argv[1:])
+        if request.storage:
+            os.environ[STORAGE_VARIABLE] = request.storage  # which sbatch hands on; the words lie in a file
         options = options_of(nodes=request.nodes, gpus=request.gpus, device=request.device, **where)
-        raise typer.Exit(submit(words, options, request.runs / "slurm", say))
+        raise typer.Exit(
+            submit(words, options, request.runs / "slurm", say, needs=[STORAGE_VARIABLE] if request.storage else [])
+        )
 
 
 def _tune(request: Request, yes: bool, as_json: bool) -> None:

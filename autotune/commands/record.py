@@ -27,9 +27,14 @@ def record_study(study: str, storage: str | None, out: Path | None) -> tuple[Pat
         The table, its file of facts, and the number of its rows.
 
     Raises:
-        UserError: there is no such study, or it has measured nothing.
+        UserError: there is no such study, it has measured nothing, or part of what it gives is predicted.
     """
     store = StudyStore.load(study, storage)
+    if store.hardware.sliced:
+        raise UserError(
+            f"study {store.name} is of a slice: a table holds what was measured, and the other nodes' communication is "
+            "predicted; record a study of all nodes, or of one alone"
+        )
     out = out or (store.folder or Path()) / f"{store.name}.table.csv.gz"  # NAME.json is the winner's
     rows = _rows(store)
     if not any(row.kind is Kind.OK for row in rows.values()):

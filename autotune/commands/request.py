@@ -286,7 +286,14 @@ def _slots(request: Request, nodes: Nodes | None) -> tuple[Slot, ...]:
         raise UserError(f"--parallel {request.parallel} is of jobs of this machine alone: leave it or --nodes out")
     cap = parse_bytes(request.memory_cap) if request.memory_cap else None
     headroom = parse_share(request.headroom or DEFAULT_HEADROOM)
-    found = slots(request.parallel, request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom)
+    found = slots(
+        request.parallel,
+        request.device,
+        request.gpus,
+        memory_cap_bytes=cap,
+        headroom=headroom,
+        offload_beside=request.parallel_offload,
+    )
     return tuple(dataclasses.replace(one, hardware=roomy(one.hardware)) for one in found)
 
 

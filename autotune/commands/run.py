@@ -39,6 +39,7 @@ from autotune.results.console import PlainObserver, make_observer, record_json
 from autotune.results.export import environment_of, export_record
 from autotune.results.report.gather import Searched
 from autotune.results.winner import closest_lines, train_with, winner_lines
+from autotune.search.alike import agree_on_memory
 from autotune.search.crew import Crew, host_bound
 from autotune.search.proposer import Proposer
 from autotune.search.records import AS_IS, SEARCH, Record
@@ -207,19 +208,23 @@ def _with_ops(
 def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver) -> StudyStore:
     """The study, held for this process and said; a script's own config is a trial of it where it was measured."""
     storage = setup.storage or default_storage(setup.folder)
-    store, resumed = StudyStore.create_or_resume(
-        setup.name, storage, setup.folder, setup.job, setup.hardware, setup.space, force=setup.force
-    )
-    if setup.storage is None:
-        store.lock()
-    else:
+    of, shared = (setup.name, storage, setup.folder, setup.job, setup.hardware, setup.space), setup.storage is not None
+    store, resumed = StudyStore.create_or_resume(*of, force=setup.force, shared=shared)
+    if shared:
         store.share(observer.say)
+        agree_on_memory(store, setup.hardware, force=setup.force)
+    else:
+        store.lock()
     if setup.command:
         store.note_command(setup.command)
     if setup.landscape is not None:
         store.note_table(setup.landscape.name)
     for note in setup.notes:
         observer.say(note)
+    if late := store.finish_late():
+        observer.say(
+            f"{late} trial{'s' * (late > 1)} stored that an earlier call had measured while the database was away"
+        )
     closed = store.close_interrupted()
     if probed is not None and probed.baseline is not None:
         own = own_candidate(probed.script)
@@ -325,7 +330,7 @@ def _summary(
         if not found.verified:
             lines.append("  not verified: the budget or the call ended first; run again to verify it")
         given = (store.threads, environment_of(store, found.winner.candidate))
-        nodes, hostfile = store.hardware.nodes, hostfile_of(setup.folder)
+        nodes, hostfile = store.hardware.nodes, None if store.hardware.sliced else hostfile_of(setup.folder)
         about = (found.winner.candidate, store.job, store.name, files[0], *given)
         lines += train_with(*about, nodes=nodes, hostfile=hostfile).lines()
         counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())

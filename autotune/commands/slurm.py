@@ -34,7 +34,7 @@ _ASK_SECONDS = 5.0  # between questions to the controller
 _NEVER = re.compile(
     r"Partition(Config|NodeLimit|TimeLimit)|BadConstraints|Invalid(Account|QOS)|.*PerJobLimit|.*WallDuration.*"
 )
-_OWN = re.compile(r"--(nodes|ntasks|ntasks-per-node|output|error|signal|requeue|parsable|wrap)")
+_OWN = re.compile(r"--(nodes|ntasks|ntasks-per-node|output|error|signal|requeue|parsable|wrap|export)")
 
 
 def options_of(
@@ -66,6 +66,7 @@ def options_of(
         "--open-mode=append",
         f"--signal=B:TERM@{GRACE_SECONDS}",
         "--requeue",
+        "--export=ALL",  # whatever SBATCH_EXPORT says: the command is to run there as it was typed here
     ]
     if device != "cpu" and gpus is not None:
         found.append(f"--gpus-per-node={gpus}")
@@ -116,13 +117,16 @@ def limit_seconds(text: str) -> float | None:
     return float(86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds)
 
 
-def submit(words: Sequence[str], options: Sequence[str], folder: Path, say: Callable[[str], None]) -> int:
+def submit(
+    words: Sequence[str], options: Sequence[str], folder: Path, say: Callable[[str], None], *, needs: Sequence[str] = ()
+) -> int:
     """Has Slurm run `autotune WORDS` in an allocation, shows what it writes, and returns its exit code.
 
     Args:
         options: see `options_of`.
         folder: for the job's files.
         say: takes a line for people.
+        needs: variables of this environment without which the command would do something else there.
 
     Raises:
         UserError: Slurm refuses the job, or loses it.
@@ -130,7 +134,7 @@ def submit(words: Sequence[str], options: Sequence[str], folder: Path, say: Call
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     script, output, code = (stem.with_suffix(end) for end in (".sbatch", ".log", ".code"))
-    write_atomically(script, batch_script(words, code))
+    write_atomically(script, batch_script(words, code, needs))
     job = asked("sbatch", "--parsable", f"--output={output}", "--job-name=autotune", *options, str(script)).strip()
     job = job.partition(";")[0]
     say(f"job {job} is submitted (log: {output}); Ctrl-C ends it")
@@ -138,13 +142,24 @@ def submit(words: Sequence[str], options: Sequence[str], folder: Path, say: Call
         return _follow(job, output, code, say)
 
 
-def batch_script(words: Sequence[str], code: Path) -> str:
-    """What Slurm runs on the first node."""
+def batch_script(words: Sequence[str], code: Path, needs: Sequence[str] = ()) -> str:
+    """What Slurm runs on the first node; see `submit`."""
     command = shlex.join([sys.executable, str(PACKAGE), *words])
+    keep = f"echo $code > {shlex.quote(f'{code}.new')} && mv {shlex.quote(f'{code}.new')} {shlex.quote(str(code))}"
+    checks = "".join(
+        f"""if [ -z "${{{name}:-}}" ]; then
+  echo "autotune: Slurm has not handed {name} on to its job: set it where jobs find it, or ask what clears it" >&2
+  code=2
+  {keep}
+  exit $code
+fi
+"""
+        for name in needs
+    )
     return f"""#!/bin/bash
 cd {shlex.quote(os.getcwd())}
 rm -f {shlex.quote(str(code))}
-{command} &
+{checks}{command} &
 tuner=$!
 trap 'kill -TERM $tuner' TERM
 wait $tuner
@@ -153,7 +168,7 @@ while kill -0 $tuner 2>/dev/null; do  # a signal has ended the waiting, not the 
   wait $tuner
   code=$?
 done
-echo $code > {shlex.quote(f"{code}.new")} && mv {shlex.quote(f"{code}.new")} {shlex.quote(str(code))}
+{keep}
 exit $code
 """
 

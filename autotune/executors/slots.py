@@ -24,9 +24,18 @@ class Slot:
 
 
 def slots(
-    parallel: int, device: str, ranks: int | None, *, memory_cap_bytes: int | None = None, headroom: float = 0.05
+    parallel: int,
+    device: str,
+    ranks: int | None,
+    *,
+    memory_cap_bytes: int | None = None,
+    headroom: float = 0.05,
+    offload_beside: bool = False,
 ) -> tuple[Slot, ...]:
     """That many places for jobs of `ranks` ranks, alike.
+
+    Args:
+        offload_beside: what offloads runs beside others, and has but its share of main memory; else it runs alone, and has all.
 
     Raises:
         UserError: they are not there, or are unlike.
@@ -46,6 +55,8 @@ def slots(
             f"--parallel {parallel}: these GPUs are unlike ({whole.name}), and so would be what they measure; choose alike ones "
             "with CUDA_VISIBLE_DEVICES"
         )
+    if offload_beside:
+        whole = dataclasses.replace(whole, host_memory_bytes=whole.host_memory_bytes // parallel)
     places = [whole.gpus[at : at + ranks] for at in range(0, parallel * ranks, ranks)]
     return tuple(
         Slot(dataclasses.replace(whole, count=ranks, gpus=place), {"CUDA_VISIBLE_DEVICES": ",".join(place)})

@@ -25,10 +25,12 @@ class Crew:
     """
 
     def __init__(self, alone: Callable[[Candidate], bool] = host_bound) -> None:
-        self._alone = alone
+        self._alone = lambda candidate: candidate in self._apart or alone(candidate)
         self._turn = threading.Condition()  # who thinks holds it
         self.at_work: list[Candidate] = []  # claimed, and not recorded yet
         self._measuring: list[Candidate] = []
+        self._accompanied: set[Candidate] = set()  # of those at work: something else was measured meanwhile
+        self._apart: set[Candidate] = set()  # measured alone from now on, whatever they are
         self._failures: list[BaseException] = []
         self._waiting = 0  # in `wait`
         self._asking = 0  # who wait to be alone: nobody else begins meanwhile
@@ -65,6 +67,7 @@ class Crew:
             yield
         finally:
             self.at_work.remove(candidate)
+            self._accompanied.discard(candidate)
             self._turn.notify_all()
 
     @contextmanager
@@ -76,11 +79,20 @@ class Crew:
             self.wait()
         self._asking -= alone
         self._measuring.append(candidate)
+        if len(self._measuring) > 1:
+            self._accompanied.update(self._measuring)
         try:
             yield
         finally:
             self._measuring.remove(candidate)
             self._turn.notify_all()
+
+    def set_apart(self, candidate: Candidate) -> bool:
+        """Whether something was measured beside the candidate of this worker; from now on nothing is. The kernel kills whom
+        it will when main memory is full, and counts for all of the machine."""
+        if candidate in self._accompanied:
+            self._apart.add(candidate)
+        return candidate in self._accompanied
 
     @contextmanager
     def ending(self, candidate: Candidate) -> Iterator[None]:

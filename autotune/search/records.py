@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import optuna
@@ -67,6 +70,12 @@ def left_outcome(deadly: bool) -> Outcome:
     )
 
 
+# of a trial whose tuner may live, cut off from the others, or came to an end of its own: that speaks against no candidate
+LET_GO = Outcome(
+    Kind.INTERRUPTED, reason="its tuner was not heard of any more", evidence="left behind", source=Source.STOP
+)
+
+
 def record_of(trial: optuna.trial.FrozenTrial, *, claims: bool = False) -> Record | None:
     """A trial's Record; None where it is none of ours, or but a claim.
 
@@ -89,3 +98,16 @@ def record_of(trial: optuna.trial.FrozenTrial, *, claims: bool = False) -> Recor
         trial.user_attrs.get("note", ""),
         trial.user_attrs.get(TUNER),
     )
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection: reading thousands of trials makes a million objects, all of them kept, and the collector
+    would walk through them again and again: half of the time it takes."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

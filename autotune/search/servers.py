@@ -52,6 +52,10 @@ _CONNECTING: dict[str, dict[str, Any]] = {
 INSTALL = {"postgresql": "pip install 'psycopg[binary]'", "mysql": "pip install pymysql"}
 
 _SECRETS = (
+    # a word that is such a URL: the password ends at its last @, whatever is in it
+    re.compile(
+        r"^((?:--storage=)?(?:postgres|mysql|mariadb)\w*(?:\+\w+)?://[^:/@\s]*:)(.*)(?=@)", re.IGNORECASE | re.DOTALL
+    ),
     re.compile(r"(//[^:/@\s]*:)(\S*)(?=@)"),  # a password with an @ of its own is hidden up to the last
     re.compile(r"([?&](?:\w*(?:pass|pwd|secret|token)\w*)=)([^&\s]*)", re.IGNORECASE),
     # `//joe:secret/db`: a host was forgotten
@@ -155,6 +159,7 @@ class ServerStorage(optuna.storages.RDBStorage):
                     said = True
                 time.sleep(1.0)
             else:
+                self._patience_seconds = AWAY_SECONDS  # whoever waited in vain before, the next outage is another
                 if said:
                     self.say("the study's database is back")
                 return connection

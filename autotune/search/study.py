@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
-import time
 import warnings
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Container
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,35 +22,30 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome
 from autotune.problem.space import SearchSpace
 from autotune.problem.space_file import parse_space
-from autotune.search.attributes import attributes, set_attribute
+from autotune.search.attributes import LAST_FOUNDED, attributes, await_founding, set_attribute
 from autotune.search.calls import Call, calls_in, name_of_call
 from autotune.search.dashboard import best_shown, save_note, winners_note
 from autotune.search.fingerprint import THREADS, changes, fingerprint, knowing_more
 from autotune.search.lock import hold
-from autotune.search.records import RESUME, SEARCH, TUNER, Record, found_running, record_of
+from autotune.search.records import (
+    LET_GO,
+    RESUME,
+    SEARCH,
+    TUNER,
+    Record,
+    found_running,
+    left_outcome,
+    record_of,
+    uncollected,
+)
 from autotune.search.servers import ServerStorage, hide_password
 from autotune.search.storage import DATABASES, open_storage, stored_in
 from autotune.search.trials import begin, came_first, close, confirm, end, now, withdraw
 from autotune.search.tuners import Tuners
+from autotune.search.unsaved import kept_if_it_fails, what_was_kept
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 warnings.filterwarnings("ignore", module=r"optuna\.|autotune\.search", category=optuna.exceptions.ExperimentalWarning)
-
-_LAST_FOUNDED = "objective"  # of the attributes with which a study begins
-_FOUNDING_SECONDS = 3.0  # within which a study that was just made says what it is of
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage collection: reading thousands of trials makes a million objects, all of them kept, and the collector
-    would walk through them again and again: half of the time it takes."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 class StudyStore:
@@ -72,20 +65,12 @@ class StudyStore:
         store._found(fingerprint(job, hardware), hardware, space)
         return store
 
-    def _await_founding(self) -> None:
-        """Waits until whoever has just made the study has said what it is of."""
-        until = time.monotonic() + _FOUNDING_SECONDS
-        while _LAST_FOUNDED not in self.study.user_attrs and not self.study.get_trials(deepcopy=False):
-            if time.monotonic() > until:
-                return
-            time.sleep(0.1)
-
     def _found(self, mark: dict[str, Any], hardware: Hardware, space: SearchSpace) -> None:
         self._set("fingerprint", mark)
         self._set("hardware", hardware.to_json())
         self._set("space", space.text)
         self._set("python", other_python())
-        self._set(_LAST_FOUNDED, "samples per second, all ranks")
+        self._set(LAST_FOUNDED, "samples per second, all ranks")
 
     @classmethod
     def create_or_resume(
@@ -98,8 +83,12 @@ class StudyStore:
         space: SearchSpace,
         *,
         force: bool = False,
+        shared: bool = False,
     ) -> tuple[StudyStore, bool]:
         """The study and whether it was there before.
+
+        Args:
+            shared: others may be at it, and its machine is theirs until `search.alike` has looked.
 
         Raises:
             UserError: it belongs to another job, machine or package set and `force` is not given.
@@ -113,7 +102,7 @@ class StudyStore:
                 store._found(mark, hardware, space)
                 return store, False
         store = cls(optuna.load_study(study_name=name, storage=database, sampler=here), folder)
-        store._await_founding()
+        await_founding(store.study)
         before = store.attributes.get("fingerprint")
         if before is None:
             raise UserError(
@@ -131,7 +120,8 @@ class StudyStore:
             store._set("fingerprint", known)
         if store.attributes.get("space") != space.text:
             store._set("space", space.text)
-        store._set("hardware", hardware.to_json())
+        if not shared:
+            store.note_hardware(hardware)
         if store.python != other_python():
             store._set("python", other_python())
         return store, True
@@ -182,6 +172,9 @@ class StudyStore:
     @property
     def hardware(self) -> Hardware:
         return Hardware.from_json(self.attributes["hardware"])
+
+    def note_hardware(self, hardware: Hardware) -> None:
+        self._set("hardware", hardware.to_json())
 
     @property
     def versions(self) -> dict[str, str]:
@@ -245,7 +238,7 @@ class StudyStore:
 
     def records(self) -> list[Record]:
         """Every trial, in order."""
-        with _uncollected():
+        with uncollected():
             return [record for trial in self.study.get_trials(deepcopy=False) if (record := record_of(trial))]
 
     def measured(self) -> dict[Candidate, Measurement]:
@@ -290,6 +283,19 @@ class StudyStore:
     def finish(self, number: int, outcome: Outcome) -> None:
         """Stores how it ended. Memory is a graded constraint, never Optuna's FAIL, which samplers ignore and repeat."""
         trial = self._open.pop(number)
+        with kept_if_it_fails(self.folder, trial, outcome):
+            self._end(number, trial, outcome)
+
+    def finish_late(self) -> int:
+        """Stores what earlier calls in this folder measured while the database was away; returns how many trials."""
+        stored = 0
+        for trial, outcome in what_was_kept(self.folder, self.study):
+            self._open[trial.number] = trial
+            self.finish(trial.number, outcome)
+            stored += 1
+        return stored
+
+    def _end(self, number: int, trial: optuna.Trial, outcome: Outcome) -> None:
         if end(self.study, trial, outcome, self.hardware):
             return
         # It was closed by a tuner that took this one for dead: what was measured is kept as a trial of its own.
@@ -307,9 +313,10 @@ class StudyStore:
         closed = 0
         for trial in gone:
             record = record_of(trial)
-            was_running = trial.state is TrialState.RUNNING and record is not None
-            deadly = was_running and record is not None and (record.candidate, record.role) in before
-            closed += close(self.study, trial, self.hardware, deadly) and record is not None
+            died = trial.state is TrialState.RUNNING and self.tuners.died(trial.user_attrs.get(TUNER))
+            deadly = died and record is not None and (record.candidate, record.role) in before
+            outcome = left_outcome(deadly) if died else LET_GO
+            closed += close(self.study, trial, self.hardware, outcome) and record is not None
         return closed
 
     def news(self, known: Container[int]) -> tuple[list[Record], list[Record]]:
@@ -373,9 +380,7 @@ class StudyStore:
     @property
     def winner(self) -> Record | None:
         chosen = self.attributes.get("winner")
-        if not chosen:
-            return None
-        return next((record for record in self.records() if record.number == chosen["number"]), None)
+        return next((one for one in self.records() if one.number == chosen["number"]), None) if chosen else None
 
     def note_extensions(self, folder: str) -> None:
         """Where the ops that DeepSpeed builds at run time lay for the trials."""

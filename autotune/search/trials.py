@@ -17,7 +17,7 @@ from autotune.problem.outcome import Outcome
 from autotune.problem.space import SearchSpace
 from autotune.search.dashboard import flat, tell
 from autotune.search.distributions import distributions
-from autotune.search.records import CANDIDATE, CLAIM, LEFT, OUTCOME, ROLE, TUNER, left_outcome
+from autotune.search.records import CANDIDATE, CLAIM, LEFT, OUTCOME, ROLE, TUNER
 from autotune.search.tuners import Tuners
 
 
@@ -106,16 +106,16 @@ def end_as_stored(study: optuna.Study, trial: optuna.Trial, outcome: Outcome, ha
     tell(study, trial, outcome, hardware)
 
 
-def close(study: optuna.Study, left: FrozenTrial, hardware: Hardware, deadly: bool) -> bool:
-    """Closes what a tuner that is gone has left; whether it was unfinished. One that was finished but for Optuna's state keeps
-    its outcome."""
+def close(study: optuna.Study, left: FrozenTrial, hardware: Hardware, outcome: Outcome) -> bool:
+    """Closes what a tuner that is gone has left with that outcome; whether it was unfinished. One that was finished but for
+    Optuna's state keeps its own."""
     storage, stored = study._storage, left.user_attrs.get(OUTCOME)
     with suppress(UpdateFinishedTrialError, ValueError):  # another tuner was faster, or it was not gone
         if stored is not None:
             end_as_stored(study, optuna.Trial(study, left._trial_id), Outcome.from_json(stored), hardware)
             return False
         # under a name of its own: its tuner may live, and store the outcome in this moment
-        storage.set_trial_user_attr(left._trial_id, LEFT, left_outcome(deadly).to_json())
+        storage.set_trial_user_attr(left._trial_id, LEFT, outcome.to_json())
         storage.set_trial_state_values(left._trial_id, TrialState.FAIL)
         return True
     return False

@@ -236,8 +236,8 @@ class Tuner:
         return outcome
 
     def _excused(self, candidate: Candidate, outcome: Outcome, limit: float | None) -> Outcome:
-        """The Outcome, but where a limit of ours ended the trial that may have been too short the first time: the candidate
-        is tried again with twice as much, and only then is it a timeout.
+        """The Outcome, but where the trial is made again: a limit of ours that ended it may have been too short the first time,
+        or main memory ran out while others ran beside it. With twice as much time, or alone, it counts.
 
         Args:
             limit: the trial's, in seconds; None where the budget's end came first.
@@ -247,6 +247,9 @@ class Tuner:
             outcome = dataclasses.replace(
                 outcome, kind=Kind.TIMEOUT, reason=why, evidence="deadline of the trial", source=Source.LIMIT
             )
+        if outcome.kind is Kind.OOM_HOST and self.crew.set_apart(candidate):
+            again = f"{outcome.reason}, while others ran beside it; it is tried again alone"
+            outcome = dataclasses.replace(outcome, kind=Kind.INTERRUPTED, reason=again)
         if outcome.kind is Kind.TIMEOUT and self.proposer.patience(candidate) == 1.0:
             again = f"{outcome.reason}; it is tried again with twice the time"
             outcome = dataclasses.replace(outcome, kind=Kind.INTERRUPTED, reason=again)

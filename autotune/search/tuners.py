@@ -110,6 +110,15 @@ class Tuners:
             return False
         return sign == _LEFT or silent_seconds > LEASE_SECONDS
 
+    def died(self, tuner: str | None) -> bool:
+        """Of one that is gone: whether its process is known to have ended without a word. One whose lease is over may only
+        have been cut off, and one that said that it leaves came to an end of its own."""
+        if tuner is None or not self.shared:
+            return True
+        with self._look_lock:
+            sign, _ = self._heard.get(tuner, (_NEVER, 0.0))
+        return sign != _LEFT and lives_here(tuner) is False
+
     def _keep_alive(self) -> None:
         while not self._over.wait(BEAT_SECONDS):
             # a database that is away for a while is for the search to complain of

@@ -1,5 +1,6 @@
 """A study as a table, and the table searched in place of the machine."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -49,3 +50,14 @@ def test_nothing_measured_is_nothing_to_record(
     assert (code, "has measured nothing" in err) == (2, True)
     code, _, err = call(monkeypatch, capsys, "record", "nothing")
     assert (code, "no study 'nothing'" in err) == (2, True)
+
+
+def test_a_slice_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = study_of_every_kind(tmp_path / "runs")
+    store._set("hardware", dataclasses.replace(store.hardware, nodes=2, count=4, sliced=True).to_json())
+    code, _, err = call(monkeypatch, capsys, "record", "s")
+    assert (code, "study s is of a slice" in err) == (2, True)
+    assert not list(tmp_path.rglob("*.table.*"))

@@ -17,7 +17,7 @@ from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, 
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
-from autotune.problem.outcome import Kind, Outcome
+from autotune.problem.outcome import Kind, Outcome, Source
 from autotune.search.crew import Crew, host_bound
 from autotune.search.factors import kind_of
 from autotune.search.proposer import Proposer
@@ -233,3 +233,49 @@ def test_with_nobody_beside_it_nothing_is_kept_back(landscape: Landscape) -> Non
     one, store = search(landscape, [Slow(landscape, seconds=0.0)])
     assert one.verified
     assert all(r.outcome and r.outcome.kind in (Kind.OK, Kind.OOM_DEVICE) for r in store.records())
+
+
+class Crowded(Slow):
+    """Main memory is enough for one trial at a time, but for those of one engine: never.
+
+    Args:
+        running: of all executors of the machine.
+    """
+
+    def __init__(self, landscape: Landscape, running: list[Candidate], hungry: Candidate) -> None:
+        super().__init__(landscape)
+        self._running, self._hungry = running, hungry
+
+    def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
+        session, executor = super().session(candidate, name, patience), self
+        measure = session.measure
+
+        def crowded(candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
+            executor._running.append(candidate)
+            try:
+                outcome = measure(candidate, effort, deadline_seconds)
+                if len(executor._running) > 1 or candidate.family == executor._hungry.family:
+                    return Outcome(Kind.OOM_HOST, reason="killed", evidence="SIGKILL", source=Source.SIGNAL)
+            finally:
+                executor._running.remove(candidate)
+            return outcome
+
+        session.measure = crowded  # type: ignore[method-assign]
+        return session
+
+
+def test_main_memory_that_ran_out_beside_others_speaks_against_nobody(landscape: Landscape) -> None:
+    running: list[Candidate] = []
+    hungry = next(one for one in sorted(landscape.rows, key=str) if landscape.rows[one].kind is Kind.OK)
+    executors: list[Slow] = [Crowded(landscape, running, hungry) for _ in range(2)]
+    _, store = search(landscape, executors, max_trials=40)
+    outcomes = [(r.candidate, r.outcome) for r in store.records() if r.role == SEARCH and r.outcome]
+    excused = [one for one, outcome in outcomes if outcome.kind is Kind.INTERRUPTED]
+    assert excused, "it ran out"
+    assert {outcome.reason for _, outcome in outcomes if outcome.kind is Kind.INTERRUPTED} == {
+        "killed, while others ran beside it; it is tried again alone"
+    }
+    assert len(excused) == len(set(excused)), "once"
+    assert {one.family for one, outcome in outcomes if outcome.kind is Kind.OOM_HOST} <= {hungry.family}
+    again = [one for one, outcome in outcomes if one in excused and outcome.kind is Kind.OK]
+    assert again, "alone it runs"

@@ -33,6 +33,8 @@ OK = Outcome(Kind.OK, measurement=Measurement(1.0, 0.1, 3, 8.0, 256.0, 100 * MIB
         ("postgresql://host/db?user=joe&password=s3cr3t", "postgresql://host/db?user=joe&password=***"),
         ("postgresql://host/db?sslpassword=s3cr3t&a=b", "postgresql://host/db?sslpassword=***&a=b"),
         ("postgresql://joe:s3cr3t/db", "postgresql://joe:***/db"),
+        ("postgresql://joe:s3 cr3t@host/db", "postgresql://joe:***@host/db"),
+        ("--storage=mysql+pymysql://joe:s 3@c r3t@host/db", "--storage=mysql+pymysql://joe:***@host/db"),
         ("--storage=postgres://joe:s3cr3t@host/db", "--storage=postgres://joe:***@host/db"),
         ("postgresql://host:5432/db", "postgresql://host:5432/db"),
         ("postgresql://joe@host:5432/db", "postgresql://joe@host:5432/db"),
@@ -54,6 +56,9 @@ def test_a_password_is_hidden_in_what_others_say_of_it() -> None:
     [
         ("postgresql://joe:se@cret@host/db", "%40"),
         ("postgresql://joe:secret@host", "names no database"),
+        ("postgresql://joe:se cret@host", "names no database"),
+        ("postgresql://joe:se cret@127.0.0.1:1/db", "cannot be opened"),
+        ("postgresql://joe:s e@cret@host/db", "%40"),
         ("postgresql://joe:secret/db", "does not parse"),
         ("postgresql+nodriver://joe:secret@host/db", "expected one of the drivers psycopg"),
         ("postgresql://joe:secret@127.0.0.1:1/db", "cannot be opened"),
@@ -132,6 +137,33 @@ def test_a_server_that_comes_back_is_waited_for(postgres: Postgres, tmp_path: Pa
     assert [record.outcome for record in store.records()] == [OK]
     assert lines[0].startswith("the study's database is away")
     assert lines[-1] == "the study's database is back"
+
+
+def test_every_outage_is_waited_for_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that nobody waited out, the lease's thread least of all, leaves no impatience behind."""
+    monkeypatch.setattr(servers, "AWAY_SECONDS", 0.0)
+    database = servers.ServerStorage.__new__(servers.ServerStorage)
+    database.url, database.say, database._patience_seconds = "postgresql://host/db", print, 0.0
+
+    class Dialect:
+        class loaded_dbapi:
+            Error = OSError
+
+        def __init__(self, away: int) -> None:
+            self.away = away
+
+        def connect(self) -> str:
+            self.away -= 1
+            if self.away >= 0:
+                raise OSError("refused")
+            return "connection"
+
+    monkeypatch.setattr(servers.time, "sleep", lambda seconds: None)
+    with pytest.raises(OSError, match="refused"):
+        database._connect(Dialect(10**9), None, (), {})
+    monkeypatch.setattr(servers, "AWAY_SECONDS", 60.0)
+    assert database._connect(Dialect(0), None, (), {}) == "connection"
+    assert database._connect(Dialect(3), None, (), {}) == "connection", "it is waited for again"
 
 
 def test_a_server_that_does_not_is_the_machines_trouble(

@@ -1,6 +1,7 @@
 """Several tuners of one study: who lives, who has which trial, and what becomes of that of one who died."""
 
 import dataclasses
+import json
 import multiprocessing
 import os
 import threading
@@ -8,25 +9,29 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import optuna
 import pytest
 
+from autotune.errors import UserError
 from autotune.executors.base import Effort
 from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, load_landscape
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
-from autotune.problem.hardware import detect
+from autotune.problem.hardware import Hardware, detect
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.space_file import load_space
 from autotune.search import tuners
+from autotune.search.alike import agree_on_memory, unlike_memory
 from autotune.search.lock import hold_a_place
 from autotune.search.proposer import Proposer
-from autotune.search.records import FOUND_RUNNING, SEARCH, VERIFY
+from autotune.search.records import FOUND_RUNNING, LET_GO, SEARCH, VERIFY
 from autotune.search.study import StudyStore
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.search.tuners import Tuners, host_of, lives_here, name_of_this
-from autotune.units import MIB
+from autotune.units import GIB, MIB
 from tests.conftest import make_candidate, make_job, wait_until
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
@@ -104,12 +109,43 @@ def test_the_trial_of_one_who_died_goes_back(shared_url: str, tmp_path: Path) ->
         (record,), running = mine.news([])
         assert not running
         assert record.outcome is not None
-        assert (record.outcome.kind, record.outcome.evidence) == (Kind.INTERRUPTED, FOUND_RUNNING)
+        assert record.outcome == LET_GO, "it may live"
         again = mine.claim(make_candidate(0), SPACE, SEARCH, known=[number])
         assert again is not None, "it is tried again"
         mine.finish(again, OK)
         theirs.finish(number, OK)  # it was but cut off: what it has measured is kept
         assert Counter(r.outcome.kind for r in mine.records() if r.outcome) == {Kind.OK: 2, Kind.INTERRUPTED: 1}
+    finally:
+        mine.leave()
+        theirs.leave()
+
+
+@pytest.mark.usefixtures("quick_leases")
+@pytest.mark.parametrize("how", ["killed", "left", "cut off"])
+def test_only_a_process_that_died_twice_speaks_against_what_it_ran(how: str, shared_url: str, tmp_path: Path) -> None:
+    host, machine, _, word = name_of_this().rsplit("/", 3)
+    mine, theirs = opened(shared_url, tmp_path), opened(shared_url, tmp_path)
+    try:
+        for turn in range(2):
+            theirs.tuners.leave()
+            theirs.tuners.me = (
+                f"{host}/{machine}/{os.getpid()}-1/{word}{turn}" if how != "cut off" else f"{ELSEWHERE}{turn}"
+            )
+            theirs.tuners._beat()
+            if how == "left":
+                mine.study.set_user_attr(f"tuner {theirs.tuners.me}", tuners._LEFT)
+            theirs.start(make_candidate(0), SPACE)
+            mine.tuners._look()
+            wait_until(lambda: mine.close_interrupted() == 1, "what is left", 20)
+        outcomes = [record.outcome for record in mine.records()]
+        assert len(outcomes) == 2
+        if how == "killed":
+            assert [(one.kind, one.evidence) for one in outcomes if one] == [
+                (Kind.INTERRUPTED, FOUND_RUNNING),
+                (Kind.OOM_HOST, FOUND_RUNNING),
+            ]
+        else:
+            assert outcomes == [LET_GO, LET_GO]
     finally:
         mine.leave()
         theirs.leave()
@@ -152,6 +188,100 @@ def test_who_was_stopped_for_long_takes_nobody_for_dead(tmp_path: Path, monkeypa
     store.study.set_user_attr(f"tuner {ELSEWHERE}", 8)
     mine._look()
     assert not mine.is_gone(ELSEWHERE), "it is back"
+
+
+CARDS = Hardware("cuda", "A100", 2, 80 * GIB, None, 1024 * GIB, "a100-80gb", taken_bytes=GIB)
+
+
+@pytest.mark.parametrize(
+    ("other", "beside", "unlike"),
+    [
+        ({}, False, []),
+        ({"taken_bytes": 2 * GIB, "host_memory_bytes": 900 * GIB}, False, []),
+        ({"taken_bytes": 11 * GIB}, False, ["capacity a rank: 79 GiB -> 69 GiB"]),
+        ({"taken_bytes": 11 * GIB}, True, ["capacity a rank: 79 GiB -> 69 GiB"]),
+        ({"host_memory_bytes": 128 * GIB}, False, ["main memory: 1024 GiB -> 128 GiB"]),
+        ({"host_memory_bytes": 128 * GIB}, True, []),
+        ({"headroom": 0.1}, False, ["headroom: 5 % -> 10 %"]),
+    ],
+)
+def test_memory_that_differs_too_far(other: dict[str, Any], beside: bool, unlike: list[str]) -> None:
+    found = unlike_memory(CARDS, dataclasses.replace(CARDS, **other), beside=beside)
+    assert [line.replace(".00 ", " ").replace(".0 ", " ") for line in found] == unlike
+    capped = dataclasses.replace(CARDS, memory_cap_bytes=40 * GIB)
+    assert not unlike_memory(capped, dataclasses.replace(capped, taken_bytes=11 * GIB), beside=False), (
+        "as the line says"
+    )
+
+
+def test_the_studys_machine_is_that_of_who_is_at_it(shared_url: str, tmp_path: Path) -> None:
+    here = detect("cpu", 2)
+    small = dataclasses.replace(
+        here, memory_bytes=here.memory_bytes // 8, host_memory_bytes=here.host_memory_bytes // 8
+    )
+
+    def join(hardware: Hardware, force: bool = False) -> StudyStore:
+        of = ("s", shared_url, tmp_path, make_job(), hardware, SPACE)
+        store, _ = StudyStore.create_or_resume(*of, shared=True)
+        store.share(print)
+        agree_on_memory(store, hardware, force=force)
+        return store
+
+    first = join(here)
+    first.tuners.leave()
+    first.tuners.me = ELSEWHERE
+    first.tuners._beat()
+    with pytest.raises(UserError, match="study 's' is being tuned with other memory"):
+        join(small)
+    forced = join(small, force=True)
+    assert forced.hardware == here, "it is another's"
+    forced.leave()
+    first.study.set_user_attr(f"tuner {ELSEWHERE}", tuners._LEFT)
+    last = join(small)
+    last.leave()
+    assert last.hardware == small, "nobody else is at it"
+
+
+@pytest.mark.usefixtures("quick_leases")
+@pytest.mark.parametrize("closed", [False, True])
+def test_what_could_not_be_stored_is_stored_by_the_next_call(
+    closed: bool, shared_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = opened(shared_url, tmp_path)
+    number = theirs.start(make_candidate(0), SPACE)
+    with monkeypatch.context() as away:
+
+        def fails(*_: object) -> bool:
+            raise optuna.exceptions.StorageInternalError("away")
+
+        away.setattr("autotune.search.study.end", fails)
+        with pytest.raises(optuna.exceptions.StorageInternalError):
+            theirs.finish(number, OK)
+    theirs.leave()
+    mine = opened(shared_url, tmp_path)
+    try:
+        if closed:  # by a call elsewhere
+            wait_until(lambda: mine.close_interrupted() == 1, "its end", 20)
+        assert mine.finish_late() == 1
+        assert mine.measured() == {make_candidate(0): OK.measurement}
+        assert mine.close_interrupted() == 0
+        assert mine.finish_late() == 0, "once"
+        assert len(mine.records()) == 1 + closed
+    finally:
+        mine.leave()
+
+
+def test_what_another_study_left_is_not_stored(shared_url: str, tmp_path: Path) -> None:
+    store = opened(shared_url, tmp_path)
+    try:
+        store.start(make_candidate(0), SPACE)
+        kept = {"number": 0, "tuner": ELSEWHERE, "outcome": OK.to_json()}
+        for name, text in (("a", json.dumps(kept)), ("b", "{"), ("c", json.dumps({**kept, "number": 9}))):
+            (tmp_path / f"unsaved-{name}.json").write_text(text)
+        assert store.finish_late() == 0
+        assert not store.measured()
+    finally:
+        store.leave()
 
 
 def test_several_that_begin_at_once_make_one_study(shared_url: str, tmp_path: Path) -> None:

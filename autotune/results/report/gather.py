@@ -207,7 +207,8 @@ def _verdict(
     exported = Code("DeepSpeed config", json.dumps(deepspeed_config(winner.candidate, job), indent=2))
     if job.script is not None:
         given = (store.threads, environment_of(store, winner.candidate))
-        nodes, hostfile = store.hardware.nodes, hostfile_of(store.folder or Path())
+        nodes = store.hardware.nodes
+        hostfile = None if store.hardware.sliced else hostfile_of(store.folder or Path())  # no nodes were named
         how = train_with(winner.candidate, job, store.name, config, *given, nodes=nodes, hostfile=hostfile)
         commands, instead, hints = how.commands, how.instead, how.hints
     else:

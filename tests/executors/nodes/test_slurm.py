@@ -26,6 +26,7 @@ from autotune.group.group import Group
 from autotune.group.policy import Policy, Stop
 from autotune.group.verdict import judge
 from autotune.problem.outcome import Kind, Source
+from tests.cli_call import call
 from tests.conftest import wait_until
 from tests.executors.nodes.slurm_cluster import WHY_NOT, Slurm, made_slurm
 
@@ -54,6 +55,7 @@ def test_what_sbatch_is_told() -> None:
     [
         ("nodes=3", "autotune sets it"),
         ("wrap=reboot", "autotune sets it"),
+        ("export=NONE", "autotune sets it"),
         ("a b", "expected KEY=VALUE"),
         ("=", "expected"),
     ],
@@ -115,6 +117,47 @@ def test_the_batch_script_passes_the_warning_on_and_keeps_the_code(
     job.send_signal(signal.SIGTERM)
     assert job.wait(timeout=60) == 130
     assert code.read_text() == "130\n"
+
+
+def test_a_job_without_the_storage_that_it_was_promised_ends_before_it_begins(tmp_path: Path) -> None:
+    (tmp_path / "job").write_text(batch_script(["run"], tmp_path / "code", ["AUTOTUNE_STORAGE"]))
+    bare = {key: value for key, value in os.environ.items() if key != "AUTOTUNE_STORAGE"}
+    job = subprocess.run(["bash", str(tmp_path / "job")], env=bare, capture_output=True, text=True, check=False)
+    assert (job.returncode, (tmp_path / "code").read_text()) == (2, "2\n")
+    assert job.stderr.startswith("autotune: Slurm has not handed AUTOTUNE_STORAGE on")
+    assert job.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("typed", [[], ["--storage", "postgresql://joe:typed@host/db"]])
+def test_the_storage_goes_with_the_job_and_not_into_its_file(
+    typed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However it was said: the job would tune alone without it."""
+    seen: list[tuple[str, ...]] = []
+
+    def sbatch(*words: str) -> str:
+        if words[0] != "sbatch":
+            return ""
+        seen.append(words)
+        environments.append(os.environ.get("AUTOTUNE_STORAGE"))
+        Path(words[-1]).with_suffix(".code").write_text("0\n")
+        return "7\n"
+
+    environments: list[str | None] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("autotune.commands.slurm.asked", sbatch)
+    monkeypatch.setenv("AUTOTUNE_STORAGE", "postgresql://joe:exported@host/db")
+    monkeypatch.setenv("SBATCH_EXPORT", "NONE")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    code, _, err = call(
+        monkeypatch, capsys, "run", "--model", "tiny-gemma-2", "--executor", "slurm", "--gpus", "1", *typed
+    )
+    assert code == 0, err
+    assert environments == [typed[-1] if typed else "postgresql://joe:exported@host/db"]
+    assert "--export=ALL" in seen[0]
+    script = Path(seen[0][-1]).read_text()
+    assert "AUTOTUNE_STORAGE" in script, "it looks whether it is there"
+    assert "joe" not in script
 
 
 def test_which_nodes_and_how_long(monkeypatch: pytest.MonkeyPatch) -> None:

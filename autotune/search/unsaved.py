@@ -1,0 +1,46 @@
+"""What was measured and could not be stored, since the database was away: kept in the study's folder for the next call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import optuna
+
+from autotune.files import write_atomically
+from autotune.problem.outcome import Outcome
+from autotune.search.records import OUTCOME, TUNER
+
+_NAME = "unsaved-*.json"
+
+
+@contextmanager
+def kept_if_it_fails(folder: Path | None, trial: optuna.Trial, outcome: Outcome) -> Iterator[None]:
+    """Storing the outcome of a trial: where it fails, the folder keeps it, if that can be written."""
+    number, tuner = trial.number, trial.user_attrs.get(TUNER)
+    try:
+        yield
+    except Exception:
+        if folder is not None and tuner and outcome.kind.says_something_of_the_candidate:
+            kept = {"number": number, "tuner": tuner, "outcome": outcome.to_json()}
+            with suppress(OSError):
+                name = _NAME.replace("*", f"{tuner.rpartition('/')[2]}-{number}")  # its own word
+                write_atomically(folder / name, json.dumps(kept) + "\n")
+        raise
+
+
+def what_was_kept(folder: Path | None, study: optuna.Study) -> Iterator[tuple[optuna.Trial, Outcome]]:
+    """Trials of earlier calls in the folder whose outcome could not be stored, and that; each is given to one call, once. What is
+    of another study of that name is dropped."""
+    for path in sorted(folder.glob(_NAME)) if folder is not None else []:
+        try:
+            kept = json.loads(path.read_text())
+            number, tuner, outcome = int(kept["number"]), kept["tuner"], Outcome.from_json(kept["outcome"])
+            path.unlink()  # should storing it fail again, it is kept anew
+        except (OSError, ValueError, KeyError, TypeError):  # another call was faster, or it is no file of ours
+            continue
+        trial = next((trial for trial in study.get_trials(deepcopy=False) if trial.number == number), None)
+        if trial is not None and trial.user_attrs.get(TUNER) == tuner and OUTCOME not in trial.user_attrs:
+            yield optuna.Trial(study, trial._trial_id), outcome
