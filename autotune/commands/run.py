@@ -43,7 +43,7 @@ from autotune.search.alike import agree_on_memory
 from autotune.search.crew import Crew, host_bound
 from autotune.search.proposer import Proposer
 from autotune.search.records import AS_IS, SEARCH, Record
-from autotune.search.servers import is_server
+from autotune.search.servers import hide_password, is_server
 from autotune.search.storage import default_storage, failures_in_one_line, make_study_folder, open_storage
 from autotune.search.study import StudyStore
 from autotune.search.tuner import SearchSummary, Tuner
@@ -333,6 +333,9 @@ def _summary(
         nodes, hostfile = store.hardware.nodes, None if store.hardware.sliced else hostfile_of(setup.folder)
         about = (found.winner.candidate, store.job, store.name, files[0], *given)
         lines += train_with(*about, nodes=nodes, hostfile=hostfile).lines()
+        if setup.storage is not None:
+            told = hide_password(setup.storage)
+            lines.append(f"  the study is in {told}: launch, report and export need AUTOTUNE_STORAGE or --storage, too")
         counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())
         trials, used = sum(found.by_kind.values()), format_duration(found.used_seconds)
         lines.append(f"  {trials} trials ({counts}) in {used}; {found.ended}")

@@ -106,11 +106,10 @@ class Tuner:
         try:
             ended = self._search()
             winner, verified = self._verify()
-        except UserError:
-            self._save_call("stopped: the job fails by itself")
-            raise
-        except MachineTrouble:
-            self._save_call("stopped: the machine fails")
+        except (UserError, MachineTrouble) as error:
+            self._save_call(
+                f"stopped: the {'job fails by itself' if isinstance(error, UserError) else 'machine fails'}"
+            )
             raise
         if self.cancelled():
             ended = "interrupted"
