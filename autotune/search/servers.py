@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import optuna
 from sqlalchemy import event
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError, PendingRollbackError
 
 from autotune.errors import MachineTrouble, UserError
 
@@ -99,6 +99,8 @@ def _cut_off(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, DBAPIError):
             return error.connection_invalidated
+        if isinstance(error, PendingRollbackError):  # it was lost a statement earlier; Optuna has rolled back meanwhile
+            return True
         error = error.__cause__
     return False
 

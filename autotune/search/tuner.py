@@ -107,9 +107,7 @@ class Tuner:
             ended = self._search()
             winner, verified = self._verify()
         except (UserError, MachineTrouble) as error:
-            self._save_call(
-                f"stopped: the {'job fails by itself' if isinstance(error, UserError) else 'machine fails'}"
-            )
+            self._save_call(f"stopped: the {'job' if isinstance(error, UserError) else 'machine'} fails")
             raise
         if self.cancelled():
             ended = "interrupted"

@@ -190,3 +190,4 @@ def test_a_script_as_a_slice(tmp_path: Path) -> None:
     done = call([*words, "--", *script], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "predicted and not measured" in done.stdout
+    assert "autotune launch s --hostfile HOSTFILE -- " in done.stdout, "which nobody has written"

@@ -5,7 +5,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import optuna
 import pytest
+from sqlalchemy.exc import PendingRollbackError
 
 from autotune.errors import MachineTrouble, UserError
 from autotune.problem.hardware import detect
@@ -137,6 +139,19 @@ def test_a_server_that_comes_back_is_waited_for(postgres: Postgres, tmp_path: Pa
     assert [record.outcome for record in store.records()] == [OK]
     assert lines[0].startswith("the study's database is away")
     assert lines[-1] == "the study's database is back"
+
+
+def test_a_connection_that_was_lost_a_statement_earlier_is_cut_off() -> None:
+    error = optuna.exceptions.StorageInternalError("An exception is raised during the commit.")
+    error.__cause__ = PendingRollbackError("Can't reconnect until invalid transaction is rolled back.")
+    tries = [error, error]
+
+    def method() -> str:
+        if tries:
+            raise tries.pop()
+        return "done"
+
+    assert servers._again(method)() == "done"
 
 
 def test_every_outage_is_waited_for_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -399,6 +399,16 @@ def test_the_data_is_exact_and_whole(tmp_path: Path) -> None:
     assert rows[3]["knob.overlap_comm"] is None, "stage 0 reads no such knob"
 
 
+@pytest.mark.parametrize("sliced", [True, False])
+def test_a_slice_has_no_hostfile_to_train_with(sliced: bool) -> None:
+    profile = {"loader_prepared": False, "flags": [], "through_arguments": True}
+    script = Script(("train.py",), "/work", profile=profile)
+    hardware = dataclasses.replace(machine(), count=4, nodes=2, sliced=sliced)
+    store = StudyStore.in_memory(dataclasses.replace(make_job(4), script=script), hardware, space())
+    commands = " ".join(code.text for code in report_of(everything(store)).verdict.run_now)
+    assert f"--hostfile {'HOSTFILE' if sliced else 'hostfile'} " in commands
+
+
 def test_of_200_trials_it_has_less_than_300_kb(tmp_path: Path) -> None:
     assert page(large(200), tmp_path / "p.html").stat().st_size < 300_000
 
