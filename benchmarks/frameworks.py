@@ -130,6 +130,13 @@ def version(python: Path, command: Command) -> str:
     return subprocess.run([str(python), "-c", asked], capture_output=True, text=True, check=True).stdout.strip()
 
 
+def why(said: str) -> str:
+    """What a command says of its failure, in one line: autotune's own, or the last; its log has the rest."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    own = [line.removeprefix("autotune: ") for line in lines if line.startswith("autotune: ")]
+    return (own or lines or ["it said nothing"])[-1][:240]
+
+
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--only", default="", help="comma-separated parts of commands")
@@ -154,7 +161,7 @@ def main() -> None:
             except (RuntimeError, subprocess.SubprocessError) as error:
                 if arguments.small:
                     raise
-                row = {"command": command.words, "framework": command.framework, "failed": str(error)[-1500:]}
+                row = {"command": command.words, "framework": command.framework, "failed": why(str(error))}
         rows.append(row)
         print(json.dumps(row), flush=True)
         # at once, in place of an earlier row of this command: all of them take an hour

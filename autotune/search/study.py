@@ -54,8 +54,7 @@ class StudyStore:
     def __init__(self, study: optuna.Study, folder: Path | None) -> None:
         self.study, self.folder = study, folder
         self._lock: Any = None
-        self._open: dict[int, optuna.Trial] = {}
-        self.tuners = Tuners(study)
+        self._open, self.tuners = dict[int, optuna.Trial](), Tuners(study)
         self._call: tuple[str, dict[str, Any]] | None = None  # this process's: its attribute and what is in it
 
     @classmethod
@@ -210,8 +209,7 @@ class StudyStore:
         Raises:
             UserError: another run holds it.
         """
-        if self.folder is not None:
-            self._lock = hold(self.folder, self.name)
+        self._lock = hold(self.folder, self.name) if self.folder is not None else None
 
     def share(self, say: Callable[[str], None]) -> None:
         """Tunes it beside others from now on, instead of holding it, until `leave`.
@@ -225,8 +223,10 @@ class StudyStore:
             backend.say = say
 
     def leave(self) -> None:
-        """This tuner is at an end."""
+        """This tuner is at an end: whoever comes next, in this very process too, may hold the study."""
         self.tuners.leave()
+        if self._lock is not None:
+            self._lock.release()
 
     def _set(self, key: str, value: Any) -> None:
         set_attribute(self.study, key, value)

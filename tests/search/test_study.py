@@ -39,6 +39,17 @@ def make_store(folder: Path, name: str = "s", **changes: object) -> tuple[StudyS
     return StudyStore.create_or_resume(name, default_storage(folder), folder, job, detect("cpu", 2), SPACE)
 
 
+def test_the_next_call_in_the_same_process_may_hold_it(tmp_path: Path) -> None:
+    first, _ = make_store(tmp_path)
+    first.lock()
+    second, _ = make_store(tmp_path)
+    with pytest.raises(UserError, match="another autotune run holds study"):
+        second.lock()
+    first.leave()
+    second.lock()
+    second.leave()
+
+
 def test_nothing_finished_is_lost_and_the_trial_in_flight_is_closed(tmp_path: Path, file: str) -> None:
     store, resumed = make_store(tmp_path)
     assert (tmp_path / file).exists()

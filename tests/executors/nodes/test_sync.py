@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -279,10 +280,20 @@ def test_a_text_without_the_old_place_stays(text: str) -> None:
 # -- the package -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Agents' folders where no other test has its own, and whose path is short enough for a socket."""
+    with tempfile.TemporaryDirectory(prefix="at", dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield
+
+
 def sent_folders() -> set[Path]:
     return set(Path(tempfile.gettempdir()).glob("autotune-agent-*/autotune"))
 
 
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("has", [False, True])
 def test_an_agent_from_a_package_that_was_sent(tmp_path: Path, has: bool) -> None:
     before = sent_folders()
@@ -297,6 +308,7 @@ def test_an_agent_from_a_package_that_was_sent(tmp_path: Path, has: bool) -> Non
     assert not made & sent_folders(), (tmp_path / "log").read_text()
 
 
+@pytest.mark.usefixtures("apart")
 def test_what_a_killed_agent_was_sent_goes_with_the_next(tmp_path: Path) -> None:
     before, words = sent_folders(), [sys.executable, "-c", BOOT]
     with closing(Wire("n1", words, tmp_path / "log", preamble(PACKAGE, Path("/nowhere/autotune")))) as wire:
@@ -309,6 +321,7 @@ def test_what_a_killed_agent_was_sent_goes_with_the_next(tmp_path: Path) -> None
         assert not left & sent_folders()
 
 
+@pytest.mark.usefixtures("apart")
 def test_a_stream_that_ends_halfway_leaves_nothing(tmp_path: Path) -> None:
     before = sent_folders()
     half = preamble(PACKAGE, Path("/nowhere/autotune"))[:-1000]
