@@ -260,6 +260,7 @@ def test_the_accelerate_config_trains_under_accelerate_launch(
 # -- studies without a winner --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_when_nothing_fits_it_says_what_came_closest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,6 +80,7 @@ def test_a_launch_builds_first_and_is_stopped(tmp_path: Path, compiler: SlowComp
     assert "Traceback" not in out
 
 
+@pytest.mark.slow
 def test_the_live_view_says_what_is_built(tmp_path: Path, compiler: SlowCompiler) -> None:
     ours, theirs = pty.openpty()
     env = {**compiler.environment(tmp_path / "home"), "TERM": "xterm", "COLUMNS": "140", "LINES": "30"}

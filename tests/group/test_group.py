@@ -205,6 +205,7 @@ def test_a_stopped_rank_is_ended_as_well(fakes: Fakes) -> None:
     assert fakes.left() == []
 
 
+@pytest.mark.slow
 def test_a_trial_whose_ranks_do_not_come_up_says_nothing_of_its_candidate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

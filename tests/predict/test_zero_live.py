@@ -39,11 +39,11 @@ def test_engines_made_now_are_met_too(
 @pytest.mark.parametrize(
     ("model", "task", "precision", "stages"),
     [
-        ("tiny-bert", "classification", "fp32", (0,)),
+        pytest.param("tiny-bert", "classification", "fp32", (0,), marks=pytest.mark.slow),
         ("tiny-bert", "masked-lm", "bf16", (2,)),
         pytest.param("tiny-t5", "seq2seq", "fp32", (1, 3), marks=pytest.mark.slow),
         ("tiny-mixtral", "causal-lm", "fp32", (2,)),
-        ("tiny-llava", "image-text", "fp32", (2,)),
+        pytest.param("tiny-llava", "image-text", "fp32", (2,), marks=pytest.mark.slow),
     ],
 )
 def test_engines_of_other_models_are_met(

@@ -153,7 +153,7 @@ def measure(bench: Bench, job: Job, *stages: int) -> list[Outcome]:
         ("tiny-bert", "masked-lm", (2,), 32),
         pytest.param("tiny-t5", "seq2seq", (0, 3), 64, marks=pytest.mark.slow),
         pytest.param("tiny-mixtral", "causal-lm", (2, 3), 32, marks=pytest.mark.slow),
-        ("tiny-llava", "image-text", (2, 3), 32),
+        pytest.param("tiny-llava", "image-text", (2, 3), 32, marks=pytest.mark.slow),
     ],
 )
 def test_engines_of_every_kind(bench: Bench, model: str, task: str, stages: tuple[int, ...], tokens: int) -> None:
@@ -166,7 +166,7 @@ def test_engines_of_every_kind(bench: Bench, model: str, task: str, stages: tupl
 @pytest.mark.parametrize(
     ("model", "task"),
     [
-        ("tiny-bert", "classification"),
+        pytest.param("tiny-bert", "classification", marks=pytest.mark.slow),
         ("tiny-bert", "masked-lm"),
         pytest.param("tiny-t5", "seq2seq", marks=pytest.mark.slow),
         pytest.param("tiny-mixtral", "causal-lm", marks=pytest.mark.slow),

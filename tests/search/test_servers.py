@@ -181,6 +181,7 @@ def test_every_outage_is_waited_for_anew(tmp_path: Path, monkeypatch: pytest.Mon
     assert database._connect(Dialect(3), None, (), {}) == "connection", "it is waited for again"
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_is_the_machines_trouble(
     postgres: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
