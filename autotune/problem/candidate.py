@@ -37,6 +37,7 @@ from autotune.problem.knobs import (
     short_name,
 )
 from autotune.problem.needs import Value
+from autotune.problem.script_text import under_lightning
 
 __all__ = [  # the names of knobs that whoever has a candidate needs
     "ACCUMULATION",
@@ -154,7 +155,7 @@ class Candidate:
         if self.stage == 3:  # else Trainer saves no model, and accelerate raises, when the training is over
             config["zero_optimization"].setdefault(GATHER_ON_SAVE, True)
         config["train_batch_size"] = self.micro_batch * self.accumulation * job.ranks
-        if job.script is not None and job.script.under_lightning:
+        if job.script is not None and under_lightning(job.script):
             config.pop(ACCUMULATION, None)  # Lightning ends where a config has it: its Trainer says it
         for precision in ("bf16", "fp16"):
             section = config.get(precision)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -151,12 +149,6 @@ class Script:
         if self.program is not None:
             return Path(self.program)
         return None if self.is_module else Path(self.cwd) / self.target
-
-    @cached_property
-    def under_lightning(self) -> bool:
-        """Whether Lightning trains: it was seen to, or the script's text imports it."""
-        text = self.path.read_text(errors="replace") if self.path is not None and self.path.is_file() else ""
-        return bool(self.profile.get("lightning") or re.search(r"(?m)^\s*(from|import)\s+(pytorch_)?lightning\b", text))
 
     @property
     def key(self) -> str:

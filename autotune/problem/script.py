@@ -25,6 +25,7 @@ from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH,
 from autotune.problem.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, CommandLine, started, take_apart, with_option
 from autotune.problem.frameworks import FRAMEWORKS, framework_of
 from autotune.problem.job import Script
+from autotune.problem.script_text import script_text, under_lightning
 
 # Hugging Face's names, in Trainer's arguments and in its examples' own parsers.
 KNOWN_FLAGS = {
@@ -54,9 +55,7 @@ def heavy_imports(script: Script) -> list[str]:
     framework = framework_of(script)
     if framework is not None:
         return sorted(framework.modules)
-    text = script.argv[1] if script.path is None else ""
-    if script.path is not None and script.path.is_file():
-        text = script.path.read_text(errors="replace")
+    text = script.argv[1] if script.path is None else script_text(script) or ""
     words = set(re.findall(r"\w+", text))
     found = {module for name, modules in _HEAVY.items() if name in words for module in modules}
     if found:
@@ -115,7 +114,7 @@ def carried(script: Script) -> bool:
         if not carries_config(script) and not launched:
             return False
     # a loop of DeepSpeed's has its batch from the config, Trainer from its own arguments, Lightning's a half of it
-    theirs = (MICRO_BATCH, ACCUMULATION) if through else (ACCUMULATION,) if script.under_lightning else ()
+    theirs = (MICRO_BATCH, ACCUMULATION) if through else (ACCUMULATION,) if under_lightning(script) else ()
     return all(_flag_of(script, knob)[0] in flags or carries(script, knob) for knob in theirs)
 
 

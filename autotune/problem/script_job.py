@@ -12,6 +12,7 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec
 from autotune.problem.script import candidate_of_config, config_path
+from autotune.problem.script_text import script_text
 
 UNCOUNTED = "the sequences of the script's batches cannot be counted: no tensor is among what its model is given"
 
@@ -72,15 +73,8 @@ def first_candidates(script: Script) -> list[Candidate]:
     path = config_path(script)
     if path is not None:
         return [candidate_of_config(json.loads(path.read_text()))]
-    offloads = re.search("offload_optimizer|CPUAdam", _text(script) or "")
+    offloads = re.search("offload_optimizer|CPUAdam", script_text(script) or "")
     return [Candidate(()), *([Candidate.of({"offload_optimizer": "cpu"})] if offloads else [])]
-
-
-def _text(script: Script) -> str | None:
-    """The script itself; None where it cannot be read."""
-    if script.path is None or not script.path.is_file():
-        return None
-    return script.path.read_text(errors="replace")
 
 
 def unknown_job(script: Script, hardware: Hardware) -> Job:
@@ -91,7 +85,7 @@ def unknown_job(script: Script, hardware: Hardware) -> Job:
     if path is not None:
         optimizer = json.loads(path.read_text()).get("optimizer")
     else:
-        text = _text(script)
+        text = script_text(script)
         optimizer = {"type": "AdamW"} if text is None or re.search("[\"']optimizer[\"']", text) else None
     base = {"optimizer": optimizer} if isinstance(optimizer, dict) else {}
     return Job(model, hardware.count, 1, "fp32", base_config=base, script=script)

@@ -20,6 +20,7 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement
 from autotune.problem.script import carried, command
 from autotune.problem.script_job import other_batch
+from autotune.problem.script_text import under_lightning
 from autotune.problem.tasks import CAUSAL
 from autotune.rank.config import needed_ops
 from autotune.results.lossy import lossy_settings
@@ -129,7 +130,7 @@ def needs(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[
     lines = [f"start it with {assignments(variables)}: it was measured so"]
     if other := other_batch(candidate, job):
         lines.append(other)
-    if job.script is not None and job.script.under_lightning and not carried(job.script):
+    if job.script is not None and under_lightning(job.script) and not carried(job.script):
         lines.append(lightnings_own(candidate))
     if candidate.checkpointing:
         lines.append(

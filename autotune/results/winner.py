@@ -18,6 +18,7 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
 from autotune.problem.script import RELAUNCHED, carried, training_command, typed, variables_for
 from autotune.problem.script_job import other_batch
+from autotune.problem.script_text import under_lightning
 from autotune.results.export import lightnings_own
 from autotune.results.lossy import lossy_settings
 from autotune.results.over_nodes import over_nodes
@@ -154,7 +155,7 @@ def train_with(
     else:
         commands = [("train with", watched)]
         instead = f"or put {config} where the script has its own config"
-        if job.script.under_lightning:
+        if under_lightning(job.script):
             hints += [f"  {lightnings_own(winner)}"]
     started = job.script.profile.get(RELAUNCHED, 0)
     if started not in (0, per_node) and not job.script.launcher and framework_of(job.script) is None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from autotune.problem.argument_files import carries, given, with_copies
-from autotune.problem.candidate import ACCUMULATION
 from autotune.problem.script import line_of, with_configs, with_flag
 from autotune.rank.config import QUIET
 from autotune.rank.hooks.context import Context
@@ -55,10 +54,7 @@ def merged_arguments(context: Context) -> list[str]:
 
     def merged_file(path: Path, at: int) -> str:
         copied = context.folder / f"{path.stem}.{at}.rank{os.environ['RANK']}.json"
-        found = merged(context, json.loads(path.read_text()))
-        if script.under_lightning:  # whatever the study knows of it
-            found.pop(ACCUMULATION, None)
-        copied.write_text(json.dumps(found))
+        copied.write_text(json.dumps(merged(context, json.loads(path.read_text()))))
         return str(copied)
 
     return with_configs(argv, Path(), merged_file)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from autotune.problem.job import Script
+from autotune.problem.script_text import under_lightning
 from autotune.rank.hooks.config import merged_arguments
 from autotune.rank.hooks.lightning import accumulate, trainer_of
 from tests.conftest import make_candidate, make_job
@@ -86,7 +87,7 @@ def test_it_is_known_before_and_after_the_first_run(
 ) -> None:
     if text is not None:
         (tmp_path / "train.py").write_text(text)
-    assert Script(("train.py",), str(tmp_path), profile=profile).under_lightning == known
+    assert under_lightning(Script(("train.py",), str(tmp_path), profile=profile)) == known
 
 
 def test_a_launch_of_a_study_that_knows_no_script_names_a_config_that_it_takes(

@@ -1,0 +1,21 @@
+"""What a script's own text tells of it, whether it has run or not."""
+
+from __future__ import annotations
+
+import re
+
+from autotune.problem.job import Script
+
+_LIGHTNING = re.compile(r"^\s*(?:from|import)\s+(?:pytorch_)?lightning\b", re.MULTILINE)
+
+
+def script_text(script: Script) -> str | None:
+    """The script itself; None where it cannot be read."""
+    if script.path is None or not script.path.is_file():
+        return None
+    return script.path.read_text(errors="replace")
+
+
+def under_lightning(script: Script) -> bool:
+    """Whether Lightning trains: it was seen to, or the script's text imports it."""
+    return bool(script.profile.get("lightning")) or _LIGHTNING.search(script_text(script) or "") is not None
