@@ -284,23 +284,21 @@ def _slots(request: Request, nodes: Nodes | None) -> tuple[Slot, ...]:
         )
     if request.nodes is not None:
         raise UserError(f"--parallel {request.parallel} is of jobs of this machine alone: leave it or --nodes out")
-    cap = parse_bytes(request.memory_cap) if request.memory_cap else None
-    headroom = parse_share(request.headroom or DEFAULT_HEADROOM)
-    found = slots(
-        request.parallel,
-        request.device,
-        request.gpus,
-        memory_cap_bytes=cap,
-        headroom=headroom,
-        offload_beside=request.parallel_offload,
-    )
+    cap, headroom = _limits(request)
+    asked = (request.parallel, request.device, request.gpus)
+    found = slots(*asked, memory_cap_bytes=cap, headroom=headroom, offload_beside=request.parallel_offload)
     return tuple(dataclasses.replace(one, hardware=roomy(one.hardware)) for one in found)
+
+
+def _limits(request: Request) -> tuple[int | None, float]:
+    """Of a device's memory: the bytes that a job may have of it at most, and the share that is kept free."""
+    cap = parse_bytes(request.memory_cap) if request.memory_cap else None
+    return cap, parse_share(request.headroom or DEFAULT_HEADROOM)
 
 
 def _machine(request: Request, nodes: Nodes | None = None) -> Hardware:
     """This machine's devices, or those of nodes, which must have the folder of a script, or of a workload's module."""
-    cap = parse_bytes(request.memory_cap) if request.memory_cap else None
-    headroom = parse_share(request.headroom or DEFAULT_HEADROOM)
+    cap, headroom = _limits(request)
     if nodes is not None:
         path = str(Path.cwd()) if request.script or request.workload else ""
         return roomy(nodes.reach(request.device, request.gpus, cap, headroom, path))
