@@ -22,6 +22,7 @@ from autotune.results.sliced import slice_line
 from autotune.search.fingerprint import identity
 from autotune.search.study import StudyStore
 from tests.conftest import SCRIPTS, Bench, make_candidate, make_job
+from tests.tiny_training import TINY_RUN, trainer_words, write_trainers_config
 
 TWO_STEPS = Effort(min_steps=2, max_steps=2, min_seconds=0)
 
@@ -126,20 +127,7 @@ def call(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_a_study_of_a_slice_says_so_everywhere(tmp_path: Path) -> None:
-    words = [
-        "run",
-        "--model",
-        "tiny-llama",
-        "--device",
-        "cpu",
-        "--gpus",
-        "1",
-        "--nodes",
-        "4",
-        "--seq-len",
-        "32",
-        "--yes",
-    ]
+    words = [*TINY_RUN, "--gpus", "1", "--nodes", "4"]
     words += ["--global-batch-size", "8", "--budget", "200s", "--max-trials", "2", "--no-gallery", "--study", "sliced"]
     done = call(words, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -167,26 +155,10 @@ def test_a_study_of_a_slice_says_so_everywhere(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_script_as_a_slice(tmp_path: Path) -> None:
-    auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto")
-    (tmp_path / "ds.json").write_text(json.dumps({**auto, "zero_optimization": {"stage": 2}}))
-    script = [str(SCRIPTS / "trainer.py"), "--deepspeed", "ds.json", "--output_dir", "out", "--max_steps", "20"]
-    script += ["--per_device_train_batch_size", "2", "--use_cpu", "--report_to", "none", "--save_strategy", "no"]
-    words = [
-        "run",
-        "--device",
-        "cpu",
-        "--gpus",
-        "1",
-        "--nodes",
-        "2",
-        "--budget",
-        "200s",
-        "--max-trials",
-        "2",
-        "--study",
-        "s",
-        "--yes",
-    ]
+    write_trainers_config(tmp_path / "ds.json", 2)
+    script = trainer_words(SCRIPTS / "trainer.py", "ds.json", 20)
+    words = ["run", "--device", "cpu", "--gpus", "1", "--nodes", "2", "--budget", "200s"]
+    words += ["--max-trials", "2", "--study", "s", "--yes"]
     done = call([*words, "--", *script], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "predicted and not measured" in done.stdout

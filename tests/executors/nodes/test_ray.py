@@ -1,6 +1,5 @@
 """Ray: which nodes it is asked for, what is said where it has them not, and a real one of two raylets."""
 
-import json
 import os
 import signal
 import socket
@@ -31,6 +30,7 @@ from autotune.group.verdict import judge
 from autotune.problem.outcome import Kind, Source
 from tests.conftest import SCRIPTS, wait_until
 from tests.executors.nodes.ray_cluster import WHY_NOT, Ray, made_ray, with_ray
+from tests.tiny_training import trainer_words, write_trainers_config
 
 HOUR = 3600.0
 
@@ -312,10 +312,8 @@ def test_a_killed_tuner_leaves_nothing_at_ray(real: Ray, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_script_is_sent_tuned_and_trained(real: Ray, tmp_path: Path) -> None:
-    auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto")
-    (tmp_path / "ds.json").write_text(json.dumps({**auto, "zero_optimization": {"stage": 1}}))
-    script = [str(SCRIPTS / "trainer.py"), "--deepspeed", "ds.json", "--output_dir", "out", "--max_steps", "20"]
-    script += ["--per_device_train_batch_size", "2", "--use_cpu", "--report_to", "none", "--save_strategy", "no"]
+    write_trainers_config(tmp_path / "ds.json", 1)
+    script = trainer_words(SCRIPTS / "trainer.py", "ds.json", 20)
     done = call(
         ["run", *where(real), "--sync", "--max-trials", "1", "--study", "mine", "--yes", "--", *script], tmp_path
     )

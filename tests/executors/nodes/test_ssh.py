@@ -1,6 +1,5 @@
 """Real hosts over real ssh: what is said of those that cannot be used, and what becomes of a group when one is lost."""
 
-import json
 import os
 import signal
 import subprocess
@@ -28,6 +27,7 @@ from autotune.problem.outcome import Kind, Phase, Source
 from autotune.units import MIB
 from tests.conftest import SCRIPTS, make_candidate, make_job, pid_lives, wait_until
 from tests.executors.nodes.hosts import Hosts
+from tests.tiny_training import TINY_RUN, trainer_words, write_trainers_config
 
 HOUR = 3600.0
 QUICK = Effort(min_seconds=0.0, min_steps=2)
@@ -315,18 +315,8 @@ def test_whoever_is_killed_in_a_trial_the_next_one_measures(
 
 @pytest.mark.slow
 def test_a_named_model_is_tuned_and_exported(left_hosts: Hosts, tmp_path: Path) -> None:
-    words = [
-        "run",
-        "--model",
-        "tiny-llama",
-        "--device",
-        "cpu",
-        "--hostfile",
-        str(left_hosts.hostfile()),
-        "--seq-len",
-        "32",
-    ]
-    words += ["--global-batch-size", "4", "--budget", "150s", "--max-trials", "2", "--study", "spread", "--yes"]
+    words = [*TINY_RUN, "--hostfile", str(left_hosts.hostfile())]
+    words += ["--global-batch-size", "4", "--budget", "150s", "--max-trials", "2", "--study", "spread"]
     done = call(words, tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "on 2 nodes" in done.stdout
@@ -335,10 +325,8 @@ def test_a_named_model_is_tuned_and_exported(left_hosts: Hosts, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_script_is_tuned_and_trained(left_hosts: Hosts, tmp_path: Path) -> None:
-    auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto")
-    (tmp_path / "ds.json").write_text(json.dumps({**auto, "zero_optimization": {"stage": 1}}))
-    script = [str(SCRIPTS / "trainer.py"), "--deepspeed", "ds.json", "--output_dir", "out", "--max_steps", "40"]
-    script += ["--per_device_train_batch_size", "2", "--use_cpu", "--report_to", "none", "--save_strategy", "no"]
+    write_trainers_config(tmp_path / "ds.json", 1)
+    script = trainer_words(SCRIPTS / "trainer.py", "ds.json", 40)
     words = ["--device", "cpu", "--hostfile", str(left_hosts.hostfile()), "--budget", "240s", "--max-trials", "2"]
     done = call(["run", *words, "--study", "mine", "--yes", "--", *script], tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout

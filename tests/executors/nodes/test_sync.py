@@ -1,6 +1,5 @@
 """`--sync`: what of a folder is sent, that nothing of the user's is written over, and that what was sent goes again."""
 
-import json
 import os
 import re
 import shutil
@@ -29,6 +28,7 @@ from autotune.executors.nodes.transports import PACKAGE
 from autotune.executors.nodes.wire import NotGreeted, Wire
 from tests.conftest import SCRIPTS, wait_until
 from tests.executors.nodes.hosts import HIDDEN, Hosts
+from tests.tiny_training import trainer_words, write_trainers_config
 
 ROOT = Path(autotune.__file__).parents[1]
 
@@ -396,31 +396,10 @@ def test_package_and_script_are_sent_to_hosts_that_have_neither(hosts: Hosts) ->
     shutil.copytree(ROOT / "search_spaces", package / "search_spaces")
     folder.mkdir()
     shutil.copy(SCRIPTS / "trainer.py", folder / "train.py")
-    auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto")
-    (folder / "ds.json").write_text(json.dumps({**auto, "zero_optimization": {"stage": 1}}))
-    script = [
-        str(folder / "train.py"),
-        "--deepspeed",
-        str(folder / "ds.json"),
-        "--output_dir",
-        "out",
-        "--max_steps",
-        "20",
-    ]
-    script += ["--per_device_train_batch_size", "2", "--use_cpu", "--report_to", "none", "--save_strategy", "no"]
-    words = [
-        "run",
-        "--hostfile",
-        str(hosts.hostfile()),
-        "--device",
-        "cpu",
-        "--budget",
-        "200s",
-        "--max-trials",
-        "1",
-        "--yes",
-    ]
-    words += ["--study", "sent", "--no-gallery"]
+    write_trainers_config(folder / "ds.json", 1)
+    script = trainer_words(folder / "train.py", folder / "ds.json", 20)
+    words = ["run", "--hostfile", str(hosts.hostfile()), "--device", "cpu", "--budget", "200s"]
+    words += ["--max-trials", "1", "--yes", "--study", "sent", "--no-gallery"]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
 
     def call(*more: str) -> subprocess.CompletedProcess[str]:
