@@ -4,6 +4,7 @@ make such, else at loopback addresses of their own. A host's link can be cut whe
 from __future__ import annotations
 
 import getpass
+import itertools
 import os
 import random
 import shutil
@@ -152,7 +153,7 @@ def made_hosts(folder: Path, count: int = 2) -> Iterator[Hosts]:
     wrapper = folder / "bin" / "ssh"
     wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {config} "$@"\n')
     wrapper.chmod(0o755)
-    networks = _Networks()
+    networks = Networks()
     try:
         made.own_links = networks.make(count)
         for number in range(1, count + 1):
@@ -185,7 +186,7 @@ def made_hosts(folder: Path, count: int = 2) -> Iterator[Hosts]:
     finally:
         for host in made.hosts:
             host.stop()
-        networks.remove()
+        networks.close()
 
 
 def self_made_troubles(host: SshHost, folder: Path, known: Path) -> Iterator[str]:
@@ -222,11 +223,14 @@ def _free_net() -> int:
     return next(net for net in random.sample(range(1, 250), 249) if f"10.213.{net}.254" not in taken)
 
 
-class _Networks:
+_MADE = itertools.count()  # a worker has networks of sshds and of Ray at once: each needs names of its own
+
+
+class Networks:
     """A bridge on this machine, with a namespace at the other end of each cable."""
 
     def __init__(self) -> None:
-        self._id = f"{os.getpid() % 0xFFFF:04x}"
+        self._id = f"{os.getpid() % 0xFFFF:04x}{next(_MADE):x}"
         self._net = _free_net()
         self._bridge = f"atb{self._id}"
         self._count = 0
@@ -258,11 +262,11 @@ class _Networks:
                 _call("ip", "-n", space, "link", "set", "eth0", "up")
                 _call("ip", "-n", space, "link", "set", "lo", "up")
         except (OSError, subprocess.SubprocessError):
-            self.remove()
+            self.close()
             return False
         return True
 
-    def remove(self) -> None:
+    def close(self) -> None:
         for number in range(1, self._count + 1):
             with suppress(OSError, subprocess.SubprocessError):
                 _call("ip", "netns", "del", self.namespace(number))

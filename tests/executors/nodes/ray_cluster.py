@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.executors.nodes.hosts import _free_port, _Networks, _runs
+from tests.executors.nodes.hosts import Networks, _free_port, _runs
 
 # Ray's packages, where they lie in a folder of their own: only processes of tests of Ray are to find them.
 PACKAGES = Path(__file__).parents[3] / ".venv-ray"
@@ -31,6 +31,8 @@ def with_ray() -> str:
     return os.pathsep.join(filter(None, [str(PACKAGES) if _APART else "", os.environ.get("PYTHONPATH", "")]))
 
 
+# In the environment of all that a raylet starts: whose it is. Its address would not tell, since Ray puts another for 127.0.0.1.
+_MARK = "TESTS_CLUSTER"
 _START = ["-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--object-store-memory=80000000"]
 
 
@@ -63,6 +65,7 @@ class Ray:
             "RAY_memory_monitor_refresh_ms": "0",
             "OMP_NUM_THREADS": "1",
             "RAY_DISABLE_IMPORT_WARNING": "1",
+            _MARK: str(self.folder),
         }
         with (self.folder / f"ray{number}.log").open("ab") as out:
             self.raylets[number : number + 1] = [
@@ -89,7 +92,8 @@ class Ray:
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.environ().get("AUTOTUNE_REACHED_AT") in self.ips and _runs(process):
+                has = process.environ()
+                if has.get(_MARK) == str(self.folder) and "AUTOTUNE_REACHED_AT" in has and _runs(process):
                     found.append(process)
         return found
 
@@ -105,7 +109,7 @@ class Ray:
 @contextmanager
 def made_ray(nodes: int = 2) -> Iterator[Ray]:
     """A Ray for as long as the `with` lasts."""
-    networks = _Networks()
+    networks = Networks()
     own = networks.make(nodes)
     home = Path(tempfile.mkdtemp(prefix="ray-"))  # sockets' paths are short
     made = Ray(home, own_addresses=own)
@@ -122,5 +126,5 @@ def made_ray(nodes: int = 2) -> Iterator[Ray]:
         for number in reversed(range(len(made.raylets))):
             with suppress(Exception):
                 made.kill(number)
-        networks.remove()
+        networks.close()
         shutil.rmtree(home, ignore_errors=True)
