@@ -118,20 +118,26 @@ def end_marked(variable: str, value: str) -> None:
 
 
 def marked(variable: str, value: str) -> list[psutil.Process]:
-    """Processes of this user that were started with `variable` at this value in their environment."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            if _environment(process).get(variable) == value:
-                found.append(process)
-    return found
-
-
-def _environment(process: psutil.Process) -> dict[str, str]:
-    """A process's environment. One in the middle of `exec` has none yet: whoever has just been started is asked again."""
-    found: dict[str, str] = process.environ()
-    until = time.monotonic() + EXEC_SECONDS
-    while not found and time.time() - process.create_time() < _YOUNG_SECONDS and time.monotonic() < until:
+    """Processes of this user that were started with `variable` at this value in their environment. Those in the middle of
+    `exec` have none yet: they are asked again, half a second in all."""
+    found: list[psutil.Process] = []
+    asked, until = list(psutil.process_iter()), time.monotonic() + EXEC_SECONDS
+    while True:
+        blank = []
+        for process in asked:
+            with suppress(psutil.Error, OSError):
+                environment = process.environ()
+                if environment.get(variable) == value:
+                    found.append(process)
+                elif not environment and _is_starting(process):
+                    blank.append(process)
+        if not blank or time.monotonic() > until:
+            return found
+        asked = blank
         time.sleep(0.002)
-        found = process.environ()
-    return found
+
+
+def _is_starting(process: psutil.Process) -> bool:
+    """Whether it may be in the middle of `exec`. Threads of the kernel never are, of which a busy machine makes many: they have
+    no environment either, and no executable."""
+    return time.time() - process.create_time() < _YOUNG_SECONDS and bool(process.exe())
