@@ -63,7 +63,7 @@ def check(bench: Bench, job: Job, candidates: list[Candidate]) -> None:
     bench.executor.count_live_tensors = True
     bench.executor.load_ops(candidates)
     for candidate in candidates:
-        outcome = bench.run(candidate, effort=Effort(min_steps=2, max_steps=2, min_seconds=0))
+        outcome = bench.run(candidate, effort=Effort(min_steps=3, max_steps=3, min_seconds=0))
         assert outcome.measurement is not None, outcome
         one = bill(job, trace, columns_of([candidate], job, installed_deepspeed()))
         steps = [i for i, name in enumerate(one.moments) if name != "init"]

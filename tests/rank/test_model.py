@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from autotune.rank.config import trial_config
+from autotune.rank.model import lowest
 from tests.conftest import make_candidate, make_job
 from tests.rank.conftest import Parent, Rank, make_spec
 
@@ -149,3 +150,9 @@ def test_a_parent_that_leaves_before_the_spec_ends_the_rank(parent: Parent) -> N
     (rank,) = parent.greet(MODEL)
     rank.channel.close()
     assert rank.exit_status() == 1
+
+
+def test_a_bucket_that_a_thread_kept_for_a_moment_is_no_part_of_a_steps_memory() -> None:
+    steps = [{"backward": 9, "step": 13, "rest": 4}, {"backward": 10, "step": 8, "rest": 5}]
+    assert lowest(steps) == {"backward": 9, "step": 8, "rest": 4}
+    assert lowest([]) == {}
