@@ -385,6 +385,7 @@ class LocalSession:
             reason=reason,
             evidence=said,
             source=verdict.source,
+            exceptions=verdict.exceptions,
             rank=verdict.rank,
             missing_bytes=verdict.missing_bytes,
             peak_bytes=evidence.peaks.worst or None,
