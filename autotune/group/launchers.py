@@ -20,7 +20,7 @@ from autotune.errors import Stopped, UserError
 from autotune.group.ending import below, end_marked, marked
 from autotune.group.protocol import Channel, Message
 from autotune.group.verdict import log_tail
-from autotune.interpreter import current
+from autotune.interpreter import current, module_command
 
 MARK = "AUTOTUNE_RANKS_OF"  # the variable by which what ranks have started is found
 _IMPORT_SECONDS = 1800  # of a slow disk; beyond that it hangs
@@ -72,7 +72,7 @@ class SpawnLauncher:
         output = self.log.open("ab") if self.log is not None else None
         try:
             process = subprocess.Popen(
-                [current().path, "-m", entry, address, str(rank)],
+                module_command(current().path, entry, address, str(rank)),
                 env={**self._env, MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -130,7 +130,7 @@ class ForkLauncher:
         self._channel, theirs = Channel.pair()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [current().path, "-m", "autotune.group.fork_server", str(theirs.fileno())],
+                module_command(current().path, "autotune.group.fork_server", str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 env={**self._env, MARK: self._mark},
                 stdin=subprocess.DEVNULL,
@@ -213,9 +213,7 @@ class ForkLauncher:
             self._statuses[message["pid"]] = message["status"]
 
     def strays(self) -> list[psutil.Process]:
-        with suppress(psutil.NoSuchProcess):  # a server that was killed took them with it
-            return below(psutil.Process(self.server))  # it adopts them
-        return []
+        return below(self.server)  # it adopts them; where it was killed it took them with it
 
     @property
     def server(self) -> int:

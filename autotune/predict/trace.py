@@ -17,7 +17,7 @@ from typing import Any
 
 from autotune.errors import UserError
 from autotune.files import cache_root, write_atomically
-from autotune.interpreter import current
+from autotune.interpreter import current, module_command
 from autotune.predict.closed_form import closed_form_trace, profile_trace
 from autotune.predict.passes import Trace
 from autotune.problem.job import Job
@@ -154,7 +154,7 @@ def trace_jobs(jobs: Sequence[tuple[Job, str]], told: Callable[[int, int], None]
         return
     paths = list(missing)
     with subprocess.Popen(
-        [current().path, "-m", "autotune.predict.tracer", "--many"],
+        module_command(current().path, "autotune.predict.tracer", "--many"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -194,7 +194,7 @@ def _ask_tracer(job: Job, options: list[str], timeout_seconds: float) -> dict[st
     """
     try:
         done = subprocess.run(
-            [current().path, "-m", "autotune.predict.tracer", *options],
+            module_command(current().path, "autotune.predict.tracer", *options),
             input=json.dumps(job.to_json()),
             env=_tracer_environment(sees_gpus="--sizes" in options),
             text=True,
