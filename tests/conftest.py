@@ -252,7 +252,8 @@ def tracer_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _trace_here(command: list[str], *, input: str, **_: object) -> subprocess.CompletedProcess[str]:
     """What `subprocess.run` of the tracer's command answers, from this process."""
-    tracer = importlib.import_module(command[2])
+    at = command.index("autotune.predict.tracer")
+    tracer = importlib.import_module(command[at])
     out, err = io.StringIO(), ""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         trace_model = tracer.trace_model
@@ -264,7 +265,7 @@ def _trace_here(command: list[str], *, input: str, **_: object) -> subprocess.Co
             return trace_model(job, **{**options, "workers": 1})
 
         patch.setattr(tracer, "trace_model", one_worker)
-        patch.setattr(sys, "argv", command[2:])
+        patch.setattr(sys, "argv", command[at:])
         patch.setattr(sys, "stdin", io.StringIO(input))
         try:
             tracer.main()
