@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import psutil
 
 from autotune.errors import Stopped, UserError
-from autotune.group.ending import below, end_marked, marked
+from autotune.group.ending import REAP_SECONDS, below, end_marked, marked
 from autotune.group.protocol import Channel, Message
 from autotune.group.verdict import log_tail
 from autotune.interpreter import current, module_command
@@ -51,7 +51,7 @@ class Launcher(Protocol):
         """What ranks have started and left running when they died."""
 
     def close(self) -> None:
-        """Ends whatever still runs."""
+        """Ends whatever still runs. What the kernel does not let go is not waited for longer than a few seconds."""
 
 
 class SpawnLauncher:
@@ -95,9 +95,11 @@ class SpawnLauncher:
 
     def close(self) -> None:
         for process in self._processes.values():
-            with suppress(ProcessLookupError):
-                process.kill()
-            process.wait()
+            process.kill()
+        until = time.monotonic() + REAP_SECONDS
+        for process in self._processes.values():
+            with suppress(subprocess.TimeoutExpired):  # a rank in a dead driver or disk is the kernel's for as long as it likes
+                process.wait(timeout=max(0.0, until - time.monotonic()))
 
 
 class ForkLauncher:
@@ -247,4 +249,5 @@ class ForkLauncher:
             self._process.wait(timeout=3)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=REAP_SECONDS)

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from autotune.executors.base import SEARCH
 from autotune.executors.local import LocalExecutor
 from autotune.group import ending, launchers
-from autotune.group.ending import end_ranks, marked
+from autotune.group.ending import REAP_SECONDS, end_ranks, marked
 from autotune.group.environment import trial_environment
 from autotune.group.gpu_meter import make_meter
 from autotune.group.group import Group
@@ -304,3 +305,35 @@ def test_a_process_in_the_middle_of_exec_is_found(monkeypatch: pytest.MonkeyPatc
     finally:
         process.kill()
         process.wait()
+
+
+class Stuck:
+    """A process that SIGKILL does not reach: it sits in a dead driver. Waiting for it passes the time of a clock."""
+
+    def __init__(self, clock: list[float], told: list[str]) -> None:
+        self._clock, self._told = clock, told
+
+    def kill(self) -> None:
+        self._told.append("kill")
+
+    def wait(self, timeout: float) -> int:
+        self._told.append("wait")
+        self._clock[0] += timeout
+        raise subprocess.TimeoutExpired("rank", timeout)
+
+
+def test_ranks_that_cannot_be_killed_are_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, told = [0.0], list[str]()
+    launcher = SpawnLauncher({})
+    stuck = {pid: Stuck(clock, told) for pid in (1, 2, 3)}
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as killable:
+        monkeypatch.setattr(launcher, "_processes", {**stuck, killable.pid: killable})
+        monkeypatch.setattr(launchers.time, "monotonic", lambda: clock[0])
+        try:
+            launcher.close()
+            monkeypatch.undo()
+            assert killable.wait(timeout=60) == -signal.SIGKILL
+        finally:
+            killable.kill()
+    assert told == ["kill"] * 3 + ["wait"] * 3
+    assert clock[0] == REAP_SECONDS, "one deadline for all"
