@@ -57,5 +57,7 @@ def test_every_room_says_what_it_does_not_know() -> None:
 
 def test_a_missing_module_and_one_too_many_are_found() -> None:
     """That the reader above reads."""
-    text = "### `autotune/`\n| `cli.py` | x |\n### `group/`\n| `a.py`, `b.py` | beside `c.py` |\n## Else\n| `d.py` | y |\n"
+    text = (
+        "### `autotune/`\n| `cli.py` | x |\n### `group/`\n| `a.py`, `b.py` | beside `c.py` |\n## Else\n| `d.py` | y |\n"
+    )
     assert named_modules(text) == ["cli.py", "group/a.py", "group/b.py"]
