@@ -7,6 +7,7 @@ one of FIGURES. Without `--write` the command says what differs and exits with 1
 from __future__ import annotations
 
 import argparse
+import csv
 import difflib
 import json
 import re
@@ -14,11 +15,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import yaml
 from common import HERE, RESULTS
 from docs_stages import own_rows, published_rows
 from search import times_fewer
 
 ROOT = HERE.parent
+DATA = HERE / "data"
+LEANING = 15.0  # percent
 MARKED = re.compile(r"(<!-- benchmark: (?P<name>[\w-]+) -->)(?P<text>.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -93,6 +97,15 @@ def predictor_rows12() -> str:
     return text + (f"; it stays at {listed(missed)}" if missed else "")
 
 
+def predictor_older() -> str:
+    """Live tensors under earlier versions of DeepSpeed."""
+    rows: dict[str, list[str]] = {}
+    for row in result("predictor"):
+        if row["part"] == "live" and row["against"].startswith("real DeepSpeed 0."):
+            rows.setdefault(row["against"].removeprefix("real DeepSpeed "), []).append(row["ours"])
+    return table(["deepspeed", "median", "worst"], ([name, *errors] for name, errors in rows.items()))
+
+
 GROUPS = ("held-out sources", "fitted sources", "all")
 
 
@@ -123,6 +136,22 @@ def published() -> str:
 def published_sources() -> str:
     """Each source."""
     return _published_rows(lambda source: source not in GROUPS)
+
+
+def published_count() -> str:
+    with (DATA / "published" / "gpu_published.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return f"{len(rows)} rows of {len({row['source_repo_or_url'] for row in rows})} places"
+
+
+def published_leaning() -> str:
+    """Sources whose steps are predicted too long or too short by more than LEANING, without calibration."""
+    told = []
+    for row in result("published")["uncalibrated"]:
+        bias = float(row["bias %"] or 0)
+        if row["kind"] == "step" and row["source"] not in GROUPS and abs(bias) > LEANING:
+            told.append(f"{row['source']} {abs(bias):.0f} % too {'long' if bias > 0 else 'short'}")
+    return listed(told)
 
 
 def published_targets() -> str:
@@ -356,13 +385,39 @@ def shortened(command: str, most: int = 90) -> str:
     return command if len(command) <= most else f"{command[:most].rpartition(' ')[0]} …"
 
 
+# -- tests -------------------------------------------------------------------------------------------------------------
+
+
+def failures() -> str:
+    """Texts of public threads that the judge is tested with."""
+    texts = yaml.safe_load((ROOT / "tests" / "data" / "failures.yaml").read_text())
+    return f"{len(texts)} texts, of which it has {sum('missed' in one for one in texts)} wrong"
+
+
+# Functions that have run before mutmut switches a mutant on: the table of knobs, and texts' patterns.
+IMPORTED = re.compile(r"\.(?:knobs\.x_(?:facts|_at|_under|_with|_stage3|_placed)|texts\.x__faces)__mutmut_")
+
+
+def mutants() -> str:
+    found = result("mutants")
+    return f"{found['killed']:,} of {found['total']:,} ({100 * found['share']:.1f} %)"
+
+
+def mutants_imported() -> str:
+    survivors = result("mutants")["survivors"]
+    return f"{sum(bool(IMPORTED.search(name)) for name in survivors)} of {len(survivors):,}"
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "predictor": predictor,
     "predictor-short": predictor_short,
     "predictor-rows12": predictor_rows12,
+    "predictor-older": predictor_older,
     "published": published,
     "published-sources": published_sources,
     "published-targets": published_targets,
+    "published-rows": published_count,
+    "published-leaning": published_leaning,
     "search": search,
     "search-minutes": search_minutes,
     "search-ooms": search_ooms,
@@ -381,6 +436,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "gallery-constants": gallery_constants,
     "report": report,
     "frameworks": frameworks,
+    "failures": failures,
+    "mutants": mutants,
+    "mutants-imported": mutants_imported,
 }
 
 

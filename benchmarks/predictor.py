@@ -40,6 +40,7 @@ from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.space_file import load_space
 from autotune.search.beliefs import HOPELESS_SIGMAS
 from autotune.units import GIB
+from autotune.versions import release
 
 DATA = Path(__file__).parent / "data"
 INTER_NODE_BYTES = 1600e9 / 8  # 1600 Gbit/s a node: a ring over nodes enters each of them once, over all its links
@@ -121,9 +122,25 @@ def live_tensors(amount: Amount, measure: bool) -> list[dict[str, Any]]:
             at_most("live bytes at peak, median error", statistics.median(of_adapters), 0.02),
             at_most("live bytes at peak, worst error", max(of_adapters), 0.08),
         ),
+        *older_deepspeed(amount),
         *about(f"DeepSpeed's estimate_zero2/3, {len(on_same)} of those rows", five_times(deepspeed, on_same)),
         *about(f"accelerate estimate-memory, {len(rows)} rows", five_times(accelerate, ours)),
     ]
+
+
+def older_deepspeed(amount: Amount) -> list[dict[str, Any]]:
+    """Against real engines of earlier versions, as they were counted then."""
+    found = []
+    for path in sorted(DATA.glob("live_tensors_deepspeed-*_cpu.json")):
+        counted = json.loads(path.read_text())
+        rows = counted["rows"][: amount.live_rows]
+        errors = [abs(live_error(row, release(counted["deepspeed"]))) for row in rows]
+        found += about(
+            f"real DeepSpeed {counted['deepspeed']}, {len(rows)} candidates",
+            at_most("live bytes at peak, median error", statistics.median(errors), 0.02),
+            at_most("live bytes at peak, worst error", max(errors), 0.08),
+        )
+    return found
 
 
 def five_times(theirs: list[float], ours: list[float]) -> dict[str, Any]:
