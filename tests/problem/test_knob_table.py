@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import re
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from autotune.problem import knobs
 from autotune.problem.knobs import KNOBS, ZERO, facts, refusal
+from tests.conftest import made_anew
 
 RATIO, SUPER_OFFLOAD = ZERO + "offload_optimizer.ratio", ZERO + "offload_optimizer.super_offload"
 STATES, ACTIVATIONS = "compile.offload_opt_states", "compile.offload_activation"
@@ -23,14 +22,8 @@ SWITCHES = (True, False, "fp32", "bf16")
 
 
 @pytest.fixture
-def made() -> ModuleType:
-    """The module, run once more: mutmut switches a mutant on after all modules are imported, when the table stands already."""
-    spec = importlib.util.spec_from_file_location(knobs.__name__, knobs.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def made() -> Any:
+    return made_anew(knobs)
 
 
 def stages_in(words: str) -> set[int]:
@@ -47,7 +40,7 @@ def stages_in(words: str) -> set[int]:
     return set(range(low, high + 1))
 
 
-def test_a_knob_is_read_where_its_words_say(made: ModuleType) -> None:
+def test_a_knob_is_read_where_its_words_say(made: Any) -> None:
     """`autotune spaces` and every refusal print these words."""
     form = re.compile(
         r"(?P<stages>stages? \d(?: (?:and|to) \d)?)?(?: with )?(?:(?P<other>\S+) (?P<values>\S+(?: or \S+)*))?"
@@ -70,7 +63,7 @@ def test_a_knob_is_read_where_its_words_say(made: ModuleType) -> None:
     assert checked > 300
 
 
-def test_every_knob_is_in_the_table_under_its_path_with_what_it_was_given(made: ModuleType) -> None:
+def test_every_knob_is_in_the_table_under_its_path_with_what_it_was_given(made: Any) -> None:
     assert list(made.KNOBS) == list(KNOBS)
     for name, knob in made.KNOBS.items():
         assert name in made.SHORT_NAMED or knob.path == name
@@ -112,7 +105,7 @@ def test_every_knob_is_in_the_table_under_its_path_with_what_it_was_given(made: 
         ("wall_clock_breakdown", {"zero_stage": 0}, True),
     ],
 )
-def test_what_is_read_under_others(made: ModuleType, name: str, knobs: dict[str, Any], read: bool) -> None:
+def test_what_is_read_under_others(made: Any, name: str, knobs: dict[str, Any], read: bool) -> None:
     assert made.is_read(name, knobs) is read
 
 
