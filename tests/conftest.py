@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -166,6 +167,17 @@ def wait_until(true: Callable[[], Any], what: str, seconds: float = 120.0) -> No
     while not true():
         assert time.monotonic() < until, f"still waiting after {seconds:.0f} s: {what}"
         time.sleep(0.05)
+
+
+def made_anew(module: types.ModuleType) -> Any:
+    """The module, run once more, and known to nobody else. mutmut switches a mutant on after all modules are imported: what
+    a module makes while it is imported, a table, stands by then, and only one that is made again shows the change."""
+    spec = importlib.util.spec_from_file_location(module.__name__, module.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
 
 
 def lives(process: psutil.Process) -> bool:
