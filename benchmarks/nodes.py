@@ -63,6 +63,7 @@ def fail(ground: Ground, name: str, number: int) -> dict[str, Any]:
     session = ground.executor.session(ONE, f"{name}-{number}")
     told = dict([trial(ground, session, strike)])
     (outcome,), ended, ready = told.values(), time.monotonic(), list[float]()
+    assert struck, outcome
     ranks = set(session._group._workers.values())
     following = ground.executor.session(ONE, f"{name}-{number}-next")
     told |= [trial(ground, following, lambda phase: ready.append(time.monotonic()) if phase == "forward" else None)]
