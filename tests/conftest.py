@@ -24,7 +24,6 @@ import subprocess
 import sys
 import time
 import traceback
-import types
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -251,21 +250,22 @@ def traces_of_this_run(shared_folder: Path) -> Iterator[None]:
     where torch is imported once; `python -m …` for each of them costs five times as much. See `tracer_process`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOTUNE_CACHE", str(shared_folder / "cache"))
-        stand_in = types.SimpleNamespace(run=_trace_here, TimeoutExpired=subprocess.TimeoutExpired)
-        patch.setattr(tracing, "subprocess", stand_in)
+        patch.setattr(tracing, "_run_tracer", _trace_here)
         yield
 
 
 @pytest.fixture
 def tracer_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces are made as users' are, each in a process of its own."""
-    monkeypatch.setattr(tracing, "subprocess", subprocess)
+    monkeypatch.setattr(tracing, "_run_tracer", _RUN_TRACER)
 
 
-def _trace_here(command: list[str], *, input: str, **_: object) -> subprocess.CompletedProcess[str]:
-    """What `subprocess.run` of the tracer's command answers, from this process."""
-    at = command.index("autotune.predict.tracer")
-    tracer = importlib.import_module(command[at])
+_RUN_TRACER = tracing._run_tracer
+
+
+def _trace_here(options: list[str], asked: str, timeout_seconds: float) -> tuple[str, str]:
+    """What a tracer's process writes, from this process."""
+    tracer = importlib.import_module("autotune.predict.tracer")
     out, err = io.StringIO(), ""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         trace_model = tracer.trace_model
@@ -277,13 +277,13 @@ def _trace_here(command: list[str], *, input: str, **_: object) -> subprocess.Co
             return trace_model(job, **{**options, "workers": 1})
 
         patch.setattr(tracer, "trace_model", one_worker)
-        patch.setattr(sys, "argv", command[at:])
-        patch.setattr(sys, "stdin", io.StringIO(input))
+        patch.setattr(sys, "argv", ["tracer", *options])
+        patch.setattr(sys, "stdin", io.StringIO(asked))
         try:
             tracer.main()
         except Exception:
             err = traceback.format_exc()
-    return subprocess.CompletedProcess(command, int(bool(err)), out.getvalue(), err)
+    return out.getvalue(), err
 
 
 # -- engines -------------------------------------------------------------------------------------------------------------

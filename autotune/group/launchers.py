@@ -23,7 +23,7 @@ from autotune.group.verdict import log_tail
 from autotune.interpreter import current, module_command
 
 MARK = "AUTOTUNE_RANKS_OF"  # the variable by which what ranks have started is found
-_IMPORT_SECONDS = 1800  # of a slow disk; beyond that it hangs
+IMPORT_SECONDS = 1800  # of a slow disk; beyond that it hangs
 _BUILDING_SECONDS = 1800  # one op of a slow machine; beyond that a compiler hangs
 _LOOK_SECONDS = 0.1
 _LEAVE_SECONDS = 1.0  # for a server that builds to end its compilers
@@ -144,7 +144,7 @@ class ForkLauncher:
             )
         theirs.close()
         self._channel.send("hello", **self._preload)
-        self._await("ready", _IMPORT_SECONDS, lambda message: None)
+        self._await("ready", IMPORT_SECONDS, lambda message: None)
 
     def load_ops(self, names: list[str], tell: Callable[[Message | None], None]) -> Message:
         """Has the server load DeepSpeed's ops, which may mean minutes of building; ranks that are forked later have them.
