@@ -213,6 +213,7 @@ def test_the_words_that_decided_are_quoted_shortly() -> None:
         ("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)", True),
         ("NCCL error: remote process exited or there was a network error, ncclRemoteError", True),
         ("peer access is not supported between these two devices", False),
+        ("[Errno 104] CONNECTION RESET BY PEER", True),  # in any letters
         ("peer mapping resources exhausted", False),
         ("NCCL watchdog thread terminated with exception: CUDA error: out of memory. Socket closed", False),
         ("CUDA error: device-side assert triggered. Connection closed by peer", False),

@@ -362,7 +362,7 @@ def test_a_batch_script_trains_the_studys_own_script(tmp_path: Path, through_tor
 def test_a_batch_script_of_no_script_is_where_it_lies(tmp_path: Path) -> None:
     write_export(winner(), make_job(), tmp_path / "w.sbatch", {"study": "s", "environment": {}}, style="sbatch")
     lines = (tmp_path / "w.sbatch").read_text().splitlines()
-    assert "cd ." in lines
+    assert {"cd .", "#SBATCH --gpus-per-node=2"} <= {*lines}, "GPUs unless said otherwise"
     assert lines[-1].endswith(f" train.py --deepspeed {tmp_path / 'w.json'}")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.group.extensions import FOLDER
-from autotune.problem.hardware import Hardware, named_hardware
+from autotune.problem.hardware import Hardware, detect, named_hardware
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.space_file import load_space
 from autotune.results.export import (
@@ -114,6 +114,12 @@ def test_a_training_finds_the_ops_that_its_config_needs(
     found = environment_of(store, make_candidate(2, offload_optimizer=offload))
     assert found == {**order, **({FOLDER: BUILT} if named else {})}
     assert order == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def test_ranks_on_cpus_share_memory_by_an_op_whatever_the_config() -> None:
+    store = study_of(detect("cpu", 2))
+    store.note_extensions(BUILT)
+    assert environment_of(store, make_candidate(0)) == {FOLDER: BUILT}
 
 
 def exported(store: StudyStore, folder: Path, style: str = "deepspeed") -> tuple[Path, dict[str, Any]]:
