@@ -77,6 +77,10 @@ class Ground:
     cluster: Cluster | None = None
     forbidden: Mapping[str, str] = field(default_factory=dict)  # failure -> why this machine does not allow it
 
+    def wire(self) -> Any:
+        """The one to the second node; None where there are no nodes."""
+        return self.cluster.nodes[1].wire if self.cluster else None
+
     def processes(self) -> set[psutil.Process]:
         """The nodes' agents that the tuner knows, with all that they have started."""
         found: set[psutil.Process] = set()

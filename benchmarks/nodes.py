@@ -44,14 +44,21 @@ Rows = list[dict[str, Any]]
 
 def fail(ground: Ground, name: str, number: int) -> dict[str, Any]:
     """One failure in a trial, and the trial after it: seconds, what is left of the first, and outcomes that the study lacks."""
-    blow, struck, back = ground.blows[name], list[float](), list[float]()
-    before = ground.processes()
+    blow, struck, back, lost = ground.blows[name], list[float](), list[float](), list[float]()
+    before, wire, over = ground.processes(), ground.wire(), threading.Event()
 
     def mend() -> None:
         blow.mend()
         back.append(time.monotonic())
 
-    mender = threading.Thread(target=mend)
+    def await_loss() -> None:
+        while not over.wait(0.01):
+            if wire is not None and wire.down:
+                lost.append(time.monotonic())
+                return
+
+    mender, watcher = (threading.Thread(target=work, daemon=True) for work in (mend, await_loss))
+    watcher.start()
 
     def strike(phase: str) -> None:
         if phase == "forward" and not struck:
@@ -68,14 +75,18 @@ def fail(ground: Ground, name: str, number: int) -> dict[str, Any]:
     following = ground.executor.session(ONE, f"{name}-{number}-next")
     told |= [trial(ground, following, lambda phase: ready.append(time.monotonic()) if phase == "forward" else None)]
     mender.join()
+    over.set()
+    watcher.join()
     assert ready, told
+    # a rank may notice a lost node long before its transport does, which the next trial waits for
+    noticed = [at for at in (session.failed_at, *lost) if at]
     stored = {record.number: record.outcome for record in ground.store.records()}
     return {
         "failure": name,
         "outcome": outcome.kind.value,
-        "noticed": session.failed_at and session.failed_at - struck[0],
+        "noticed": max(noticed) - struck[0] if noticed else None,
         "next": ready[0] - struck[0],
-        "beyond": ready[0] - max(at for at in (session.failed_at or ended, *back) if at <= ready[0]),
+        "beyond": ready[0] - max(at for at in (*(noticed or [ended]), *back) if at <= ready[0]),
         "left": left(ground, before, ranks),
         "lost": sum(stored.get(at) != one for at, one in told.items()),
     }
