@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path

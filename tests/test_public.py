@@ -32,11 +32,63 @@ def test_an_import_statement_of_an_old_path_says_the_new_one(name: str) -> None:
 
 
 # All modules of version 0.1 (b92ed20).
-OLD = """callback candidate cli doctor errors executors executors.base executors.local executors.replay export hardware job ladder
-launcher models outcome plan predict predict.allocator predict.closed_form predict.fit predict.flops predict.knobs predict.live
-predict.predictor predict.roofline predict.trace predict.zero probe report run script search search.dominance search.proposer
-search.sampler search.study search.tuner space training trial trial.checkpoints trial.config trial.devices trial.gauge trial.hooks
-trial.ops trial.protocol trial.rank trial.script_rank trial.server trial.train_rank trial.verdict trial.workload units""".split()
+OLD = [
+    "callback",
+    "candidate",
+    "cli",
+    "doctor",
+    "errors",
+    "executors",
+    "executors.base",
+    "executors.local",
+    "executors.replay",
+    "export",
+    "hardware",
+    "job",
+    "ladder",
+    "launcher",
+    "models",
+    "outcome",
+    "plan",
+    "predict",
+    "predict.allocator",
+    "predict.closed_form",
+    "predict.fit",
+    "predict.flops",
+    "predict.knobs",
+    "predict.live",
+    "predict.predictor",
+    "predict.roofline",
+    "predict.trace",
+    "predict.zero",
+    "probe",
+    "report",
+    "run",
+    "script",
+    "search",
+    "search.dominance",
+    "search.proposer",
+    "search.sampler",
+    "search.study",
+    "search.tuner",
+    "space",
+    "training",
+    "trial",
+    "trial.checkpoints",
+    "trial.config",
+    "trial.devices",
+    "trial.gauge",
+    "trial.hooks",
+    "trial.ops",
+    "trial.protocol",
+    "trial.rank",
+    "trial.script_rank",
+    "trial.server",
+    "trial.train_rank",
+    "trial.verdict",
+    "trial.workload",
+    "units",
+]
 
 
 @pytest.mark.parametrize("old", OLD)

@@ -18,12 +18,8 @@ from typing import Any
 
 from autotune.errors import UserError
 from autotune.files import cache_root, write_atomically
-<<<<<<< HEAD
-from autotune.interpreter import current, module_command
-=======
 from autotune.group.launchers import IMPORT_SECONDS
-from autotune.interpreter import current
->>>>>>> h-hosts
+from autotune.interpreter import current, module_command
 from autotune.predict.closed_form import closed_form_trace, profile_trace
 from autotune.predict.passes import IMPORTED, Trace
 from autotune.problem.job import Job
@@ -200,22 +196,9 @@ def _ask_tracer(job: Job, options: list[str], timeout_seconds: float) -> dict[st
     It sees no GPU, unless only sizes are asked for: those of a model that insists on one.
     """
     try:
-<<<<<<< HEAD
-        done = subprocess.run(
-            module_command(current().path, "autotune.predict.tracer", *options),
-            input=json.dumps(job.to_json()),
-            env=_tracer_environment(sees_gpus="--sizes" in options),
-            text=True,
-            capture_output=True,
-            timeout=timeout_seconds,
-        )
-    except subprocess.TimeoutExpired:
-        return {"untraceable": f"no trace within {timeout_seconds:.0f} s"}
-=======
         said, complaint = _run_tracer(options, json.dumps(job.to_json()), timeout_seconds)
     except TimeoutError as error:
         return {"untraceable": str(error)}
->>>>>>> h-hosts
     with contextlib.suppress(ValueError, IndexError):  # the last line: a model's code may print, too
         answer = json.loads(said.strip().splitlines()[-1])
         if isinstance(answer, dict):
@@ -230,7 +213,7 @@ def _run_tracer(options: list[str], asked: str, timeout_seconds: float) -> tuple
         TimeoutError: it does not end; in one line.
     """
     with subprocess.Popen(
-        [current().path, "-m", "autotune.predict.tracer", *options],
+        module_command(current().path, "autotune.predict.tracer", *options),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from autotune.interpreter import module_command
 from autotune.problem.candidate import ZERO_DEFAULTS
 from autotune.problem.cpus import usable_cpus
 from autotune.problem.host import host_available_bytes
@@ -223,16 +224,8 @@ def convert(folder: Path, universal: Path, ranks: int) -> None:
         RuntimeError: DeepSpeed's converter fails; the message ends with its last line.
     """
     shutil.rmtree(universal, ignore_errors=True)  # of a launch that was killed meanwhile
-    command = [
-        sys.executable,
-        "-m",
-        "deepspeed.checkpoint.ds_to_universal",
-        "--input_folder",
-        str(folder),
-        "--output_folder",
-        str(universal),
-        *_workers(folder),
-    ]
+    folders = ("--input_folder", str(folder), "--output_folder", str(universal))
+    command = module_command(sys.executable, "deepspeed.checkpoint.ds_to_universal", *folders, *_workers(folder))
     flat = (folder / _MODEL_STATES).exists()
     if flat:  # the converter expects what Megatron-DeepSpeed adds to its checkpoints
         command.append("--inject_missing_state")
