@@ -61,18 +61,23 @@ class Size:
 
     steps: int = 60
     long_steps: tuple[int, ...] = (7, 19, 40)
+    ranks: int = 2
+
+    @property
+    def ladder(self) -> list[Rung]:
+        return [rung(size, self.ranks) for size in (4, 2, 1)]
 
 
-SMALL = Size(12, (7,))
+SMALL = Size(12, (7,), ranks=1)  # half of the starts, which are most of its time
 
 seen_samples = runpy.run_path(str(SCRIPT), run_name="read")["seen_samples"]
 
 
-def rung(micro_batch: int) -> Rung:
+def rung(micro_batch: int, ranks: int) -> Rung:
     knobs = {
         "zero_stage": 1,
         MICRO_BATCH: micro_batch,
-        ACCUMULATION: BATCH // 2 // micro_batch,
+        ACCUMULATION: BATCH // ranks // micro_batch,
         "reduce_bucket_size": 500_000,
         "allgather_bucket_size": 500_000,
         "overlap_comm": False,
@@ -85,12 +90,15 @@ def argv(steps: int, long_steps: tuple[int, ...] = (), tokens: int = 512) -> lis
     return [str(SCRIPT), *FLAGS, "--max_steps", str(steps), "--long_steps", long, "--long", str(tokens)]
 
 
-def launch(folder: Path, words: list[str], ladder: list[Rung], cap: int | None, restarts: int) -> LaunchSummary:
+def training(words: list[str], folder: Path, ranks: int) -> Job:
+    return Job(ModelSpec("long", {}, str(SCRIPT)), ranks, 32, "fp32", script=Script(tuple(words), str(folder)))
+
+
+def launch(folder: Path, words: list[str], size: Size, cap: int | None, restarts: int) -> LaunchSummary:
     folder.mkdir(exist_ok=True)
     (folder / "ds.json").write_text(json.dumps(AUTO))
-    job = Job(ModelSpec("long", {}, str(SCRIPT)), 2, 32, "fp32", script=Script(tuple(words), str(folder)))
-    hardware = detect("cpu", 2, memory_cap_bytes=cap)
-    return launch_training(job, hardware, ladder, folder, max_restarts=restarts)
+    job, hardware = training(words, folder, size.ranks), detect("cpu", size.ranks, memory_cap_bytes=cap)
+    return launch_training(job, hardware, size.ladder, folder, max_restarts=restarts)
 
 
 def trained(folder: Path) -> tuple[int, int]:
@@ -141,21 +149,21 @@ def killed(folder: Path, size: Size, kills: int, seed: int) -> LaunchSummary:
 
     thread = threading.Thread(target=kill, daemon=True)
     thread.start()
-    summary = launch(folder, argv(size.steps), [rung(4), rung(2), rung(1)], None, kills + 5)
+    summary = launch(folder, argv(size.steps), size, None, kills + 5)
     done.set()
     thread.join()
     return summary
 
 
-def overhead(folder: Path, turns: int) -> dict[str, Any]:
+def overhead(folder: Path, turns: int, ranks: int) -> dict[str, Any]:
     """Seconds of a step under launch and under torchrun, as the training's own log has them."""
     folder.mkdir()
     (folder / "ds.json").write_text(json.dumps(AUTO))
     words = argv(100_000)
     words[words.index("--save_steps") + 1] = "100000"
-    job = Job(ModelSpec("long", {}, str(SCRIPT)), 2, 32, "fp32", script=Script(tuple(words), str(folder)))
-    ours = under_autotune("launch", job, rung(4).candidate, folder)
-    theirs = torchrun("torchrun", [*words, "--per_device_train_batch_size", "4"], folder, 2)
+    micro_batch = BATCH // ranks
+    ours = under_autotune("launch", training(words, folder, ranks), rung(micro_batch, ranks).candidate, folder)
+    theirs = torchrun("torchrun", [*words, "--per_device_train_batch_size", str(micro_batch)], folder, ranks)
     take_turns([ours, theirs], turns)
     slower, spread = ratio(theirs, ours)
     return {"case": f"overhead, {turns} turns each", "launch / torchrun, step": slower, "±": spread}
@@ -180,9 +188,9 @@ def main() -> None:
             rows.append(judged(what, folder, size.steps, summary, time.monotonic() - began))
             left, part = left - met, part + 1
         if not peak:
-            _, peak = peak_of_ranks(partial(launch, root / "calm", argv(size.steps), [rung(4)], None, 0))
+            _, peak = peak_of_ranks(partial(launch, root / "calm", argv(size.steps), size, None, 0))
         rows.insert(0, out_of_memory(root / "long", size, peak))
-        rows.append(overhead(root / "overhead", arguments.turns))
+        rows.append(overhead(root / "overhead", arguments.turns, size.ranks))
     print_table("training under autotune launch", rows)
     write_json(arguments.json, rows)
 
@@ -191,7 +199,7 @@ def out_of_memory(folder: Path, size: Size, peak_bytes: int) -> dict[str, Any]:
     """Batches that are too long for the cap, in a training that fits otherwise."""
     began = time.monotonic()
     words = argv(size.steps, size.long_steps, tokens=1024)
-    summary = launch(folder, words, [rung(4), rung(2), rung(1)], peak_bytes + 250 * MIB, 10)
+    summary = launch(folder, words, size, peak_bytes + 250 * MIB, 10)
     *before, last = [f"{step}th" for step in size.long_steps]
     what = f"{', '.join(before)} and {last} batch too long" if before else f"{last} batch too long"
     return judged(what, folder, size.steps, summary, time.monotonic() - began)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from common import HERE, WIDTH
+from common import CANNOT_RUN, HERE, WIDTH
 from run_all import EXEMPT, FULL, OF_THE_TESTS, SMALL, result_path
 
 BORDERS = "┏┃┡│└"
@@ -25,6 +25,8 @@ def run_small(command: str, *options: str) -> str:
     done = subprocess.run(
         [sys.executable, str(HERE / command), *options], cwd=HERE.parent, capture_output=True, text=True, timeout=840
     )
+    if done.returncode == CANNOT_RUN:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -39,8 +41,6 @@ def test_the_small_form_gives_a_table_and_the_full_result_s_columns(name: str, t
     assert table
     assert max(map(len, table)) <= WIDTH
     small = columns(json.loads(path.read_text()))
-    if not result_path(name).exists():  # not yet written in this form
-        return
     for part, names in columns(json.loads(result_path(name).read_text())).items():
         assert names <= small[part], part
 

@@ -53,10 +53,10 @@ class InOrder(Trainer):
 def seen_samples(folder: Path) -> dict[int, set[int]]:
     """Samples of each step, as the attempt that kept the step saw them."""
     steps: dict[int, set[int]] = {}
-    for rank in range(2):
+    for seen in sorted(folder.glob("seen.rank*.jsonl")):
         mine: dict[int, list[int]] = {}
         started = False
-        for line in (folder / f"seen.rank{rank}.jsonl").read_text().splitlines():
+        for line in seen.read_text().splitlines():
             entry = json.loads(line)
             if "started" in entry:
                 started = True
@@ -66,7 +66,7 @@ def seen_samples(folder: Path) -> dict[int, set[int]]:
                 started = False
             mine.setdefault(entry["step"], []).extend(entry["samples"])
         for step, found in mine.items():
-            assert len(found) == len(set(found)), f"rank {rank} saw a sample of step {step} twice"
+            assert len(found) == len(set(found)), f"{seen.name} has a sample of step {step} twice"
             steps.setdefault(step, set()).update(found)
     return steps
 
