@@ -81,6 +81,7 @@ from autotune.cli_parts import STORAGE_VARIABLE, Json, console, emit, fail, of_a
 from autotune.cli_spaces import spaces_app
 from autotune.cli_study import export, record, report, show
 from autotune.errors import MachineTrouble, NothingFits, Stopped, UserError
+from autotune.streams import is_watched, lasting_streams
 from autotune.version import __version__
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def _in_one_job(request: Request, **where: Any) -> None:
 def _tune(request: Request, yes: bool, as_json: bool) -> None:
     from autotune.commands.run import run_study
 
-    ask = None if yes or as_json or not sys.stdin.isatty() else (lambda text: typer.confirm(text, default=True))
+    ask = None if yes or as_json or not is_watched(sys.stdin) else (lambda text: typer.confirm(text, default=True))
     summary = run_study(request, console(stderr=as_json), quiet=as_json, confirm=ask)
     if as_json:
         emit(summary.to_json())
@@ -312,6 +313,11 @@ def top(version: Annotated[bool, option("Print the version.", "--version")] = Fa
 
 def main() -> None:
     """Exit codes: 0 done, 2 bad input, 3 nothing feasible, 4 the machine fails, 130 interrupted."""
+    with lasting_streams():
+        _call()
+
+
+def _call() -> None:
     try:
         code = app(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
@@ -325,8 +331,6 @@ def main() -> None:
         fail(str(stopped), 130)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
-    except BrokenPipeError:
-        sys.exit(0)
     except Exception as error:
         if hasattr(error, "format_message"):  # click's usage errors
             fail(f"{error.format_message()} (`autotune --help`)", 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -58,29 +59,51 @@ def _sync_folder(folder: Path) -> None:
 
 
 class SocketFolder:
-    """A new temporary folder in which a Unix socket can be bound: not under a TMPDIR whose path is too long for that, as
-    batch systems like to give. Whoever makes the next one also removes those whose process was killed.
+    """A new temporary folder in which a Unix socket can be bound and a file locked: not under a TMPDIR whose path is too long
+    for that, as batch systems like to give, nor on a file system that refuses either (some FUSE, Lustre without `flock`).
+    Whoever makes the next one also removes those whose process was killed.
 
     Args:
         prefix: of its name; folders of one prefix have one sort of owner.
+
+    Raises:
+        OSError: no temporary folder can be written to.
     """
 
     def __init__(self, prefix: str) -> None:
         usual = tempfile.gettempdir()
-        short = [base for base in (usual, "/tmp", "/var/tmp") if len(os.fsencode(base)) <= _LONGEST_BASE_BYTES]
-        base = next((base for base in short if os.access(base, os.W_OK | os.X_OK)), usual)
+        bases = [base for base in (usual, "/tmp", "/var/tmp") if len(os.fsencode(base)) <= _LONGEST_BASE_BYTES]
+        for base in bases:
+            with suppress(OSError):
+                self._make(prefix, base)
+                return
+        self._make(prefix, usual, strict=False)  # what is missing is met, and said, where it is needed
+
+    def _make(self, prefix: str, base: str, strict: bool = True) -> None:
+        """Makes it in a temporary folder; `strict`: or leaves nothing where no socket or no lock can be had."""
         for left in Path(base).glob(f"{prefix}*/{_HELD}"):
             with suppress(OSError):
                 _remove_if_left(left)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
         self._held = os.open(self.path / "new", os.O_CREAT | os.O_RDWR)  # locked as long as this process lives
-        with suppress(OSError):  # a file system without locks: then nobody else removes the folder either
+        try:
             fcntl.flock(self._held, fcntl.LOCK_EX)
             os.rename(self.path / "new", self.path / _HELD)  # whoever finds it by this name finds it locked
+            _try_socket(self.path / "try")
+        except OSError:
+            if strict:
+                self.close()
+                raise
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._held)
+
+
+def _try_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as tried:
+        tried.bind(str(path))
+    path.unlink()
 
 
 def _remove_if_left(held: Path) -> None:

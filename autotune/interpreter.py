@@ -38,11 +38,13 @@ _LAUNCHERS = {
 NVML_FILE = "AUTOTUNE_NVML"  # the variable that tells a rank of nvidia-ml-py's one file, see `problem.gpus`
 _PACKAGE = Path(__file__).parent
 _INSTALLED = ("site-packages", "dist-packages")
-# Every Python since 2.4 can run this: the oldest say their version and no more. A module of the user's in the current folder
-# must not stand in for one of the standard library's.
+# A file of the user's own in the folder that autotune is called from, like random.py, must not stand in for a library's; -P is
+# of Python 3.11.
+APART = "import sys; sys.path[:] = [p for p in sys.path if p not in ('', '.')]; "
+_RUN = f"{APART}import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+# Every Python since 2.4 can run this: the oldest say their version and no more.
 _ASK = (
-    "import sys; sys.path[:] = [p for p in sys.path if p not in ('', '.')]; "
-    "print('PYTHON %d.%d.%d' % sys.version_info[:3]); "
+    f"{APART}print('PYTHON %d.%d.%d' % sys.version_info[:3]); "
     f"sys.version_info >= {LEAST_PYTHON} and __import__('runpy').run_path(sys.argv.pop(1), run_name='__main__')"
 )
 
@@ -178,6 +180,11 @@ def running_in(interpreter: Interpreter) -> Iterator[Interpreter]:
         yield interpreter
     finally:
         _current = before
+
+
+def module_command(python: str, module: str, *arguments: str) -> list[str]:
+    """The words that run a module of ours as `-m` does, but never look for anything in the folder that they are run in."""
+    return [python, "-c", _RUN, module, *arguments]
 
 
 def which(command: str) -> str | None:

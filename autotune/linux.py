@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 _SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36  # prctl(2)
 _DEAD = ("Z", "X")  # states of a process that has ended: proc_pid_stat(5)
-_LONGEST_NAME = 15  # characters of a name that the kernel keeps
+_LONGEST_NAME = 15  # bytes of a name that the kernel keeps
 
 
 class MainMemory(NamedTuple):
@@ -38,7 +38,7 @@ def main_memory() -> MainMemory:
 def runs(pid: int) -> bool:
     """Whether a process is there and has not ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in _DEAD
+        return _text(f"/proc/{pid}/stat").rpartition(")")[2].split()[0] not in _DEAD
     except (OSError, IndexError):
         return False
 
@@ -47,7 +47,7 @@ def started_at(pid: int) -> int:
     """When a process that is there began, in clock ticks since the machine did; 0 where it is gone. With its id it names a
     process, since ids are given again."""
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
         return 0 if state in _DEAD else int(fields[18])  # the 22nd of all: proc_pid_stat(5)
     except (OSError, IndexError, ValueError):
         return 0
@@ -56,14 +56,13 @@ def started_at(pid: int) -> int:
 def name_of(pid: int) -> str | None:
     """A process's name, in full where its command line has it; None where it is gone or another's."""
     try:
-        name = Path(f"/proc/{pid}/comm").read_text().rstrip("\n")
-        if len(name) >= _LONGEST_NAME:
-            command = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0])
-            longer = os.path.basename(command)
-            return longer if longer.startswith(name) else name
+        name = Path(f"/proc/{pid}/comm").read_bytes().rstrip(b"\n")
+        if len(name) >= _LONGEST_NAME:  # cut, perhaps in the middle of a character
+            longer = os.path.basename(Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0])
+            name = longer if longer.startswith(name) else name
     except OSError:
         return None
-    return name
+    return name.decode(errors="replace")
 
 
 def is_open(file: Path) -> bool:
@@ -78,15 +77,15 @@ def is_open(file: Path) -> bool:
     return False
 
 
-def descendants(pid: int) -> list[int]:
-    """The process ids of what a process has started and that runs still, and of what these have."""
+def descendants(*pids: int) -> list[int]:
+    """The process ids of what these processes have started and that runs still, and of what these have; /proc is read once."""
     children: dict[int, list[int]] = {}
     for one in _pids():
         with suppress(OSError, IndexError, ValueError):
-            state, parent = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[:2]
+            state, parent = _text(f"/proc/{one}/stat").rpartition(")")[2].split()[:2]
             if state not in _DEAD:
                 children.setdefault(int(parent), []).append(one)
-    found = list(children.get(pid, ()))
+    found = [child for pid in dict.fromkeys(pids) for child in children.get(pid, ())]
     for one in found:  # which grows meanwhile
         found += children.get(one, ())
     return found
@@ -100,6 +99,11 @@ def working_in(folder: Path) -> list[int]:
             if pid != os.getpid() and os.readlink(f"/proc/{pid}/cwd") == path:
                 found.append(pid)
     return found
+
+
+def _text(file: str) -> str:
+    """A name of 15 bytes may end in the middle of a character."""
+    return Path(file).read_text(errors="replace")
 
 
 def _pids() -> list[int]:

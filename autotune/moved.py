@@ -31,6 +31,7 @@ MOVED = {
         "autotune.rank (checkpoints, config, devices, hooks, workload; rank is model, script_rank is script, train_rank "
         "is train) and autotune.group (gauge, ops, protocol, verdict; server is fork_server)"
     ),
+    "autotune.predict.allocator": "benchmarks/allocator.py of the repository; autotune.predict needs it no more",
     "autotune.predict.live": "autotune.rank.live",
 }
 

@@ -15,6 +15,9 @@ from rich.table import Table
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 WIDTH = 100  # columns of a printed table
+CANNOT_RUN = (
+    77  # exit status where the machine lacks what a benchmark needs, which its last line names; automake's, meson's
+)
 
 
 # -- the command line ------------------------------------------------------------------------------------------------

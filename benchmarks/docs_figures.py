@@ -9,16 +9,16 @@ from __future__ import annotations
 import argparse
 import csv
 import difflib
-import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import docs_search
 import yaml
-from common import HERE, RESULTS
+from common import HERE
 from docs_stages import own_rows, published_rows
-from search import times_fewer
+from docs_writing import listed, number, percent, result, span, table
 
 ROOT = HERE.parent
 DATA = HERE / "data"
@@ -28,35 +28,6 @@ MARKED = re.compile(r"(<!-- benchmark: (?P<name>[\w-]+) -->)(?P<text>.*?)(<!-- e
 
 def documents() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def result(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-# -- how a figure is written -----------------------------------------------------------------------------------------
-
-
-def table(header: list[str], rows: Iterable[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def number(value: float | None) -> str:
-    return "—" if value is None else f"{value:.3g}"
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
-
-
-def listed(words: list[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def span(values: list[float], show: Callable[[float], str]) -> str:
-    low, high = show(min(values)), show(max(values))
-    return low if low == high else f"{low} to {high}"
 
 
 # -- the predictor ---------------------------------------------------------------------------------------------------
@@ -161,117 +132,6 @@ def published_targets() -> str:
         for row in result("published")["targets"]
     ]
     return table(["measure", "ours", "target"], rows)
-
-
-# -- the search ------------------------------------------------------------------------------------------------------
-
-
-def search() -> str:
-    header = ["landscape", "strategy", "reach 95 %", "98 %", "rungs", "processes", "OOMs", "minutes", "90th percentile"]
-    columns = ("trials95", "processes95", "ooms95", "minutes95", "minutes95_p90")
-    rows = [
-        [row["landscape"], row["strategy"], percent(row["share95"]), percent(row["share98"])]
-        + [number(row[column]) for column in columns]
-        for row in result("search")
-    ]
-    return table(header, rows)
-
-
-def search_minutes() -> str:
-    return f"{times_fewer(result('search')) or 0:.1f}"
-
-
-def search_ooms() -> str:
-    """Median out-of-memories of a whole study of ours, over the landscapes."""
-    return span([row["ooms"] for row in result("search") if row["strategy"] == "autotune"], number)
-
-
-def search_tpe() -> str:
-    """Where TPE needs fewer minutes than random."""
-    minutes: dict[str, dict[str, float]] = {}
-    for row in result("search"):
-        minutes.setdefault(row["landscape"], {})[row["strategy"]] = row["minutes95"] or float("inf")
-    faster = [name for name, by in minutes.items() if by["tpe"] < by["random"]]
-    slower = [name for name in minutes if name not in faster]
-    text = f"TPE needs fewer minutes than random on {len(faster)} of the {len(minutes)} landscapes"
-    return text + (f" (not on {listed(slower)})" if slower else "")
-
-
-def search_own() -> str:
-    rows = {row["strategy"]: row for row in result("search-own")}
-    said = [
-        f"{name} after {rows[of]['trials95']} rungs and {rows[of]['minutes95']:.2f}"
-        for of, name in (("autotune", "`autotune` reaches 95 %"), ("tpe", "TPE"), ("random", "random"))
-    ]
-    first, *others = said
-    return f"{first} simulated minutes, {', '.join(others)} ({rows['autotune']['seeds']} seeds)"
-
-
-def by_landscape(name: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Landscape -> strategy -> row."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in result(name):
-        found.setdefault(row["landscape"], {})[row["strategy"]] = row
-    return found
-
-
-def ablation() -> str:
-    parts = ("autotune", "no-predictor", "no-ladder", "no-dominance", "no-sampler")
-    header = ["landscape", "whole", *(part.replace("no-", "without ") for part in parts[1:])]
-
-    def cell(row: dict[str, Any]) -> str:
-        return ", ".join([percent(row["share95"]), *(number(row[k]) for k in ("trials95", "minutes95", "ooms"))])
-
-    rows = [[name, *(cell(rows[part]) for part in parts)] for name, rows in by_landscape("search-ablation").items()]
-    return table(header, rows)
-
-
-def spaces() -> str:
-    """Trials and minutes to 95 % of each space's best."""
-    rows = result("search-spaces")
-
-    def cells(row: dict[str, Any]) -> list[str]:
-        at_all = "" if row["share95"] == 1 else f" ({percent(row['share95'])})"
-        faster = f"{row['faster']:.3f}"
-        keys = ("trials95_of_default", "minutes95_of_default", "trials95", "minutes95")
-        told = [number(row[key]) + (at_all if key == "trials95" else "") for key in keys]
-        return [row["landscape"], row["space"], str(row["candidates"]), faster, *told]
-
-    header = ["table", "space", "candidates", "its best, times default's", "trials to default's", "minutes"]
-    header += ["trials to its own", "minutes"]
-    return table(header, [cells(row) for row in rows])
-
-
-def alone() -> dict[str, int | None]:
-    """Landscape -> median rungs to 95 % of plain TPE."""
-    rows = [row for row in [*result("search"), *result("search-own")] if row["strategy"] == "tpe"]
-    return {row["landscape"]: row["trials95"] for row in rows}
-
-
-def wrong() -> str:
-    """Median rungs to 95 % under each predictor, a column a landscape; TPE's last."""
-    landscapes = by_landscape("search-wrong")
-    strategies = dict.fromkeys(row["strategy"] for row in result("search-wrong"))
-
-    def cell(row: dict[str, Any]) -> str:
-        reached = "" if row["share95"] == 1 else f" ({percent(row['share95'])})"
-        return ("—" if row["trials95"] is None else number(row["trials95"])) + reached
-
-    rows = [[name, *(cell(of[name]) for of in landscapes.values())] for name in strategies]
-    tpe = ["plain TPE", *(number(alone()[name] or float("nan")) for name in landscapes)]
-    return table(["predictor", *landscapes], [*rows, tpe])
-
-
-def wrong_bound() -> str:
-    """How many cells of that table are within twice TPE's rungs, and which are not."""
-    rows, tpe = result("search-wrong"), alone()
-    beyond = [
-        f"{row['strategy']} on {row['landscape']}"
-        for row in rows
-        if row["trials95"] is None or row["trials95"] > 2 * (tpe[row["landscape"]] or float("inf"))
-    ]
-    text = f"Within twice TPE's median: {len(rows) - len(beyond)} of {len(rows)} ({rows[0]['seeds']} seeds each)"
-    return text + (f"; beyond it: {listed(beyond)}." if beyond else ".")
 
 
 # -- real trainings --------------------------------------------------------------------------------------------------
@@ -418,15 +278,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "published-targets": published_targets,
     "published-rows": published_count,
     "published-leaning": published_leaning,
-    "search": search,
-    "search-minutes": search_minutes,
-    "search-ooms": search_ooms,
-    "search-tpe": search_tpe,
-    "search-own": search_own,
-    "search-spaces": spaces,
-    "search-ablation": ablation,
-    "search-wrong": wrong,
-    "search-wrong-bound": wrong_bound,
+    **docs_search.FIGURES,
     "launch-overhead": launch_overhead,
     "launch-kills": launch_kills,
     "storage": storage,

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from common import command_line, parse, print_table, write_json
-from predictor import spearman
+from predictor_rows import spearman
 from ranks import LocalExecutor, opened, plain_words, train_plainly
 
 from autotune.commands.probe import probe

@@ -25,6 +25,9 @@ WRONG = (
 # Name of the result -> the command and its options. The first writes what the second reads.
 FULL: dict[str, list[str]] = {
     "live_tensors_cpu": ["live_tensors.py"],
+    "live_tensors_keys_cpu": ["live_tensors.py", "--own-keys"],
+    "live_tensors_knobs_cpu": ["live_tensors.py", "--knobs"],
+    "live_tensors_lora_cpu": ["live_tensors.py", "--lora"],
     "predictor": ["predictor.py"],
     "predictor-rows12": ["predictor.py", "--skip", "live,traces,published,speed", "--rows", "12", "--seeds", "10"],
     "published": ["published.py"],
@@ -54,13 +57,16 @@ FULL: dict[str, list[str]] = {
     "recovery-cpu": ["recovery.py"],
     "vs-deepspeed-cpu": ["vs_deepspeed.py"],
     "parallel-cpu": ["parallel.py"],
+    "nodes": ["nodes.py"],
 }
 # The small form of each command, by the full result that it has the shape of.
 SMALL: dict[str, list[str]] = {
     name: [command, "--small"]
     for command, name in {options[0]: name for name, options in reversed(FULL.items())}.items()
 }
-PLACES = {"live_tensors_cpu": HERE / "data"}  # of what is not in results/
+# Of what is not in results/. Older DeepSpeeds' beside them come from environments with these (docs/versions.md):
+# `python benchmarks/live_tensors.py --only tiny-llama,2,bf16 --json benchmarks/data/live_tensors_deepspeed-VERSION_cpu.json`.
+PLACES = {name: HERE / "data" for name in FULL if name.startswith("live_tensors")}
 # Files that have no result here, and why.
 EXEMPT = {
     "gallery_entries.py": "writes gallery/entries, which tests check",
@@ -88,7 +94,13 @@ EXEMPT = {
     "published_error.py": "writes autotune/data/predictor_error.json from published.json; measures nothing",
     "docs_figures.py": "writes documents from results; measures nothing",
     "docs_stages.py": "imported by docs_figures.py: tables of the ZeRO stages",
-    "nodes.py": "needs root and an sshd: by hand, on a machine where `make cluster-tests` runs",
+    "node_grounds.py": "imported by nodes.py: nodes over ssh, Slurm and Ray, and what is killed there",
+    "search_baselines.py": "imported by search.py: what other tuners do",
+    "search_parts.py": "imported by search.py: predictors and proposers in place of ours",
+    "predictor_published.py": "imported by predictor.py: against published throughputs",
+    "predictor_rows.py": "imported by predictor.py and fidelity.py: a measure beside its target",
+    "docs_search.py": "imported by docs_figures.py: figures of searches",
+    "docs_writing.py": "imported by docs_figures.py: how a figure is written",
     "gpu_acceptance.py": "`make gpu-acceptance`: names its results for the GPU; tests of its own rehearse it",
 }
 # Commands that ask whether the code can be trusted, and go on where they were stopped: `make flakes`, `mutants`, `faults`.

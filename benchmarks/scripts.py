@@ -83,33 +83,19 @@ WORDS = [
 
 def make_inputs(folder: Path) -> None:
     """A tokenizer, a causal and a classifying model, and texts for each script."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from transformers import (
-        BertConfig,
-        BertForSequenceClassification,
-        LlamaConfig,
-        LlamaForCausalLM,
-        PreTrainedTokenizerFast,
-    )
+    make_models(folder)
+    make_texts(folder, random.Random(0))
+    (folder / "auto.json").write_text(json.dumps(AUTO))
+    (folder / "plain.json").write_text(json.dumps(PLAIN))
+    (folder / "accelerate.json").write_text(json.dumps({**AUTO, "gradient_accumulation_steps": 1}))
+    (folder / "space.yaml").write_text(SPACE)
 
-    chosen = random.Random(0)
 
-    def text(words: int) -> str:
-        return " ".join(chosen.choice(WORDS) for _ in range(words))
+def make_models(folder: Path) -> None:
+    """Each with the tokenizer beside it."""
+    from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
-    raw = Tokenizer(models.WordLevel(unk_token="[UNK]"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = ["[UNK]", "[PAD]", "[BOS]", "[EOS]"]
-    raw.train_from_iterator([" ".join(WORDS)], trainers.WordLevelTrainer(special_tokens=special))
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw,
-        unk_token="[UNK]",
-        pad_token="[PAD]",
-        bos_token="[BOS]",
-        eos_token="[EOS]",
-        model_max_length=128,
-        chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
-    )
+    tokenizer = made_tokenizer()
     shape = {
         "vocab_size": 2048,
         "hidden_size": 128,
@@ -124,6 +110,31 @@ def make_inputs(folder: Path) -> None:
     ):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+
+
+def made_tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = ["[UNK]", "[PAD]", "[BOS]", "[EOS]"]
+    raw.train_from_iterator([" ".join(WORDS)], trainers.WordLevelTrainer(special_tokens=special))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        unk_token="[UNK]",
+        pad_token="[PAD]",
+        bos_token="[BOS]",
+        eos_token="[EOS]",
+        model_max_length=128,
+        chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
+    )
+
+
+def make_texts(folder: Path, chosen: random.Random) -> None:
+    def text(words: int) -> str:
+        return " ".join(chosen.choice(WORDS) for _ in range(words))
+
     tables = {
         "texts": [{"text": text(chosen.randint(10, 60))} for _ in range(1200)],
         "pairs": [
@@ -143,10 +154,6 @@ def make_inputs(folder: Path) -> None:
         "---\nconfigs:\n- config_name: mrpc\n  data_files:\n  - split: train\n    path: train.jsonl\n"
         "  - split: validation\n    path: validation.jsonl\n---\n"
     )
-    (folder / "auto.json").write_text(json.dumps(AUTO))
-    (folder / "plain.json").write_text(json.dumps(PLAIN))
-    (folder / "accelerate.json").write_text(json.dumps({**AUTO, "gradient_accumulation_steps": 1}))
-    (folder / "space.yaml").write_text(SPACE)
 
 
 def shipped(package: str, path: str) -> str:

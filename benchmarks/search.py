@@ -8,195 +8,33 @@ follows deepspeed/autotuning: stage by stage, micro-batch first, then a grid, fi
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import multiprocessing
 import random
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import optuna
 from common import HERE, command_line, parse, print_table, write_json
+from search_baselines import STRATEGIES as BASELINES
+from search_baselines import Strategy
+from search_parts import ABLATIONS
 
 from autotune.executors.base import SEARCH, Effort
 from autotune.executors.replay import Landscape, ReplayExecutor, load_landscape
 from autotune.predict.passes import Trace
-from autotune.predict.predictor import Predictor, Table
 from autotune.predict.trace import trace_job
-from autotune.predict.zero import SUMS, TABLES
-from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind, Outcome
-from autotune.search.proposer import Proposer
-from autotune.search.start import Proposal, Start
+from autotune.search.start import Start
 from autotune.search.study import StudyStore
 from autotune.search.tuner import Tuner
-from autotune.units import GIB, parse_duration
+from autotune.units import parse_duration
 
 DATA = HERE / "data"
-FULL = Effort(full=True, min_steps=5)  # what DeepSpeed's autotuner runs
-Run = Callable[[Candidate, Effort], Outcome]
-
-
-class Biased(Predictor):
-    """A predictor that is wrong on purpose: by 30 % in memory and 50 % in time, one way or the other by stage and batch."""
-
-    memory_salt: tuple[int, ...] = ()
-    time_salt: tuple[int, ...] = (7,)
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._context_bytes = self.constants()["overhead"] * GIB  # as expected before any calibration
-
-    def prepare(self, candidates: Sequence[Candidate]) -> Any:
-        """Wrong before any calibration, which may find out; a step's seconds are proportional to its work."""
-        prepared = super().prepare(candidates)
-        memory = 1 + 0.3 * signs(candidates, self.memory_salt)
-        seconds = 1.5 ** signs(candidates, self.time_salt)
-        bill = {name: getattr(prepared.bill, name) * memory for name in (*SUMS, *TABLES)}
-        bill["parameters"] += (memory - 1) * self._context_bytes
-        work = {name: value * seconds for name, value in vars(prepared.work).items() if name not in SHARES}
-        return dataclasses.replace(
-            prepared, bill=dataclasses.replace(prepared.bill, **bill), work=dataclasses.replace(prepared.work, **work)
-        )
-
-
-SHARES = ("forward_share", "recompute_share", "hides", "adam_beside")  # fields of Work that are no seconds
-
-
-def signs(candidates: Sequence[Candidate], salt: tuple[int, ...]) -> Any:
-    """1.0 or -1.0 for each candidate, as the hash of its stage and micro-batch has it."""
-    return np.array([1.0 if hash((c.stage, c.micro_batch, *salt)) % 2 else -1.0 for c in candidates])
-
-
-def misled(number: int) -> type[Biased]:
-    """Another way of being as wrong."""
-    return type(f"Misled{number}", (Biased,), {"memory_salt": (number,), "time_salt": (100 + number,)})
-
-
-class Wrong(Predictor):
-    """A predictor that no measurement calibrates, because what it says is bent on its way out."""
-
-    bends_memory = bends_time = True
-
-    def bend(self, logs: Any) -> Any:
-        """The logarithms of a predicted quantity, bent."""
-        raise NotImplementedError
-
-    def prepared_table(self, prepared: Any) -> Table:
-        table = super().prepared_table(prepared)
-        if self.bends_time:
-            samples = np.exp(self.bend(np.log(table.samples)))
-            table = dataclasses.replace(table, samples=samples, step=table.step * table.samples / samples)
-        if self.bends_memory:
-            factor = np.exp(self.bend(np.log(table.peak))) / table.peak
-            names = ("peak", "peak_sigma", "allocated", "allocated_sigma", "needed")
-            table = dataclasses.replace(table, **{name: getattr(table, name) * factor for name in names})
-        return table
-
-
-class Inverted(Wrong):
-    """What is fast it holds for slow, and what is large for small."""
-
-    def bend(self, logs: Any) -> Any:
-        return 2 * np.median(logs) - logs
-
-
-class WrongTime(Inverted):
-    """Right in memory, inverted in time."""
-
-    bends_memory = False
-
-
-class WrongMemory(Inverted):
-    """Right in time, inverted in memory."""
-
-    bends_time = False
-
-
-class Constant(Wrong):
-    """Every candidate is as fast and as large as any, and it is sure of it."""
-
-    def bend(self, logs: Any) -> Any:
-        return np.full(len(logs), np.median(logs))
-
-
-class Drawn(Wrong):
-    """At random, over the range that is right, and sure of it."""
-
-    def bend(self, logs: Any) -> Any:
-        return np.random.default_rng(len(logs)).permutation(logs)
-
-
-class Ignorant(Predictor):
-    """A predictor that knows nothing: every candidate may fit and is as fast as any."""
-
-    def prepared_table(self, prepared: Any) -> Table:
-        one = np.ones(len(prepared.columns.stage))
-        samples = prepared.columns.micro_batch * prepared.columns.accumulation * self.job.ranks
-        capacity = float(self.hardware.capacity_bytes)
-        half, width, nothing = 0.5 * capacity * one, capacity * one, 0.0 * one
-        return Table(
-            peak=half,
-            peak_sigma=width,
-            allocated=half,
-            allocated_sigma=width,
-            needed=half,
-            host=nothing,
-            step=samples,
-            step_sigma=one,
-            samples=one,
-        )
-
-
-class WithoutLadder(Proposer):
-    """Every rung in an engine of its own."""
-
-    def next_rung(self, current: Candidate) -> None:
-        return None
-
-
-class WithoutDominance(Proposer):
-    """What ran out of memory says nothing of other candidates but through the predictor."""
-
-    def observe(self, candidate: Candidate, outcome: Outcome) -> None:
-        before = self._openings.open.copy()
-        super().observe(candidate, outcome)
-        self._openings.open[:] = before
-        self._openings.too_large[:] = False
-        if outcome.kind.says_something_of_the_candidate:
-            self._openings.close(candidate)
-
-
-class WithoutSampler(Proposer):
-    """The model alone, even where measurements refute the predictor."""
-
-    def _advised(self) -> Proposal:
-        return Proposal(self.candidates[int(self._worth()[0].argmax())], "best predicted")
-
-
-WRONG: dict[str, type[Predictor]] = {
-    "inverted": Inverted,
-    "constant": Constant,
-    "drawn": Drawn,
-    "wrong-time": WrongTime,
-    "wrong-memory": WrongMemory,
-}
-MISLED = {f"misled-{number}": misled(number) for number in range(1, 6)}
-# One part taken away each, or made wrong.
-ABLATIONS: dict[str, tuple[type[Predictor], type[Proposer]]] = {
-    "autotune": (Predictor, Proposer),
-    "adversarial": (Biased, Proposer),
-    "no-predictor": (Ignorant, Proposer),
-    "no-ladder": (Predictor, WithoutLadder),
-    "no-dominance": (Predictor, WithoutDominance),
-    "no-sampler": (Predictor, WithoutSampler),
-    **{name: (predictor, Proposer) for name, predictor in (MISLED | WRONG).items()},
-}
 
 
 def autotune(
@@ -238,7 +76,7 @@ def autotune(
     }
 
 
-def baseline(landscape: Landscape, seed: int, budget: float, strategy: Callable[..., Iterator[None]]) -> dict[str, Any]:
+def baseline(landscape: Landscape, seed: int, budget: float, strategy: Strategy) -> dict[str, Any]:
     """A strategy that starts a process for every trial."""
     executor = ReplayExecutor(landscape, seed)
 
@@ -252,131 +90,6 @@ def baseline(landscape: Landscape, seed: int, budget: float, strategy: Callable[
         if executor.now() >= budget:
             break
     return judge(landscape, executor, budget)
-
-
-def at_random(landscape: Landscape, seed: int, run: Run) -> Iterator[None]:
-    order = sorted(landscape.rows, key=str)
-    random.Random(seed).shuffle(order)
-    for candidate in order:
-        run(candidate, SEARCH)
-        yield
-
-
-def by_optuna(make: Callable[[int], optuna.samplers.BaseSampler]) -> Callable[..., Iterator[None]]:
-    """Any of Optuna's samplers over the table's knobs; an out-of-memory is a violated constraint, in GiB."""
-
-    def strategy(landscape: Landscape, seed: int, run: Run) -> Iterator[None]:
-        study = optuna.create_study(direction="maximize", sampler=make(seed))
-        space = landscape.space()
-        seen: dict[Candidate, tuple[float, float]] = {}
-        for _ in range(3000):
-            trial = study.ask()
-            knobs = {
-                name: trial.suggest_categorical(name, domain.values)
-                for name, domain in space.knobs.items()
-                if name != ACCUMULATION
-            }
-            batch = landscape.facts.get("global_batch_size")
-            if batch:
-                knobs[ACCUMULATION] = batch // int(landscape.facts["n_gpus"]) // int(knobs[MICRO_BATCH])
-            elif ACCUMULATION in space.knobs:
-                knobs[ACCUMULATION] = trial.suggest_categorical(ACCUMULATION, space.knobs[ACCUMULATION].values)
-            candidate = Candidate.of(knobs)
-            if candidate not in landscape.rows:
-                study.tell(trial, state=optuna.trial.TrialState.FAIL)
-                continue
-            if candidate not in seen:
-                outcome = run(candidate, SEARCH)
-                speed = outcome.measurement.samples_per_second if outcome.measurement else 0.0
-                seen[candidate] = speed, (outcome.missing_bytes or 0) / GIB if not outcome.ok else 0.0
-                yield
-            speed, short = seen[candidate]
-            trial.set_user_attr("short", short)
-            study.tell(trial, speed)
-
-    return strategy
-
-
-def short_of_memory(trial: optuna.trial.FrozenTrial) -> list[float]:
-    return [float(trial.user_attrs.get("short", 0.0))]
-
-
-def tpe(seed: int) -> optuna.samplers.BaseSampler:
-    return optuna.samplers.TPESampler(seed=seed, multivariate=True, constraints_func=short_of_memory)
-
-
-def gp(seed: int) -> optuna.samplers.BaseSampler:
-    return optuna.samplers.GPSampler(seed=seed, constraints_func=short_of_memory)
-
-
-def like_deepspeed(landscape: Landscape, seed: int, run: Run) -> Iterator[None]:
-    """The order of deepspeed/autotuning/autotuner.py (0.19.8) over what of its grid the table has. It tunes neither
-    offload nor checkpointing; where the table fixes the global batch, accumulation follows from the micro-batch."""
-
-    def speed(candidate: Candidate) -> float:
-        outcome = run(candidate, FULL)
-        return outcome.measurement.samples_per_second if outcome.measurement else 0.0
-
-    own = [
-        c for c in landscape.rows if c.offload_optimizer == "none" and c.offload_param == "none" and not c.checkpointing
-    ]
-    best_before, largest_before, metric_before = 0, 0, 0.0
-    for stage in (0, 1, 2, 3):
-        mine = [c for c in own if c.stage == stage]
-        # templates: buckets of 5e8, no overlap, contiguous off; sub_group_size as large as the table has
-        first = [
-            c
-            for c in mine
-            if c.get("reduce_bucket_size", 5e8) == 5e8
-            and not c.get("overlap_comm", False)
-            and not c.get("contiguous_gradients", False)
-        ]
-        top = max((c.get("sub_group_size", 0) for c in first), default=0)
-        first = [c for c in first if c.get("sub_group_size", top) == top]
-        sizes = sorted({c.micro_batch for c in first})
-        metrics: dict[int, float] = {}
-        for size in [s for s in sizes if s >= max(1, largest_before)][:1] + sizes[::-1]:
-            if size in metrics:
-                continue
-            candidate = max((c for c in first if c.micro_batch == size), key=lambda c: c.accumulation)
-            metrics[size] = speed(candidate)
-            yield
-            if not metrics[size] and len(metrics) == 1:
-                break  # not even the smallest runs: the stage is left
-        ran = {size: metric for size, metric in metrics.items() if metric}
-        if not ran or max(ran) < largest_before:
-            continue
-        best = max(ran, key=ran.__getitem__)
-        if stage and (best <= best_before or ran[best] < metric_before):
-            largest_before = max(largest_before, *ran)
-            continue
-        if stage:
-            grid = [
-                c
-                for c in mine
-                if c.micro_batch in ran
-                and c.get("sub_group_size", top) == top
-                and c.get("reduce_bucket_size", 5e8) in (5e7, 5e8, 1e9)
-            ]
-            since = 0
-            for candidate in sorted(
-                grid,
-                key=lambda c: (
-                    -c.get("overlap_comm", 0),
-                    c.get("reduce_bucket_size", 0),
-                    c.get("contiguous_gradients", 0),
-                    c.micro_batch,
-                ),
-            ):
-                found = speed(candidate)
-                since = 0 if found > ran[best] else since + 1
-                if found > ran[best]:
-                    best = candidate.micro_batch
-                    ran[best] = found
-                yield
-                if since >= 5:  # tuner_early_stopping
-                    break
-        best_before, largest_before, metric_before = best, max(ran), ran[best]
 
 
 def judge(landscape: Landscape, executor: ReplayExecutor, budget: float) -> dict[str, Any]:
@@ -408,8 +121,7 @@ def one(task: tuple[Path, str, int, float, bool]) -> dict[str, Any]:
     landscape = load_landscape(path)
     if strategy in ABLATIONS:
         return autotune(landscape, trace_job(landscape.job()), seed, budget, strategy, until_found)
-    kind = {"tpe": by_optuna(tpe), "gp": by_optuna(gp), "random": at_random, "deepspeed": like_deepspeed}[strategy]
-    return baseline(landscape, seed, budget, kind)
+    return baseline(landscape, seed, budget, BASELINES[strategy])
 
 
 def middle(values: list[float], share: float = 0.5) -> float | None:
@@ -440,7 +152,6 @@ def summarise(name: str, strategy: str, runs: list[dict[str, Any]]) -> dict[str,
     }
 
 
-BASELINES = ("tpe", "gp", "random", "deepspeed")
 STRATEGIES = (*ABLATIONS, *BASELINES)
 
 

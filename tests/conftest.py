@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -23,7 +24,6 @@ import subprocess
 import sys
 import time
 import traceback
-import types
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -168,6 +168,17 @@ def wait_until(true: Callable[[], Any], what: str, seconds: float = 120.0) -> No
         time.sleep(0.05)
 
 
+def made_anew(module: types.ModuleType) -> Any:
+    """The module, run once more, and known to nobody else. mutmut switches a mutant on after all modules are imported: what
+    a module makes while it is imported, a table, stands by then, and only one that is made again shows the change."""
+    spec = importlib.util.spec_from_file_location(module.__name__, module.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
 def lives(process: psutil.Process) -> bool:
     """Whether it runs: one that has ended and that nobody has waited for yet does not."""
     try:
@@ -239,20 +250,22 @@ def traces_of_this_run(shared_folder: Path) -> Iterator[None]:
     where torch is imported once; `python -m …` for each of them costs five times as much. See `tracer_process`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOTUNE_CACHE", str(shared_folder / "cache"))
-        stand_in = types.SimpleNamespace(run=_trace_here, TimeoutExpired=subprocess.TimeoutExpired)
-        patch.setattr(tracing, "subprocess", stand_in)
+        patch.setattr(tracing, "_run_tracer", _trace_here)
         yield
 
 
 @pytest.fixture
 def tracer_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces are made as users' are, each in a process of its own."""
-    monkeypatch.setattr(tracing, "subprocess", subprocess)
+    monkeypatch.setattr(tracing, "_run_tracer", _RUN_TRACER)
 
 
-def _trace_here(command: list[str], *, input: str, **_: object) -> subprocess.CompletedProcess[str]:
-    """What `subprocess.run` of the tracer's command answers, from this process."""
-    tracer = importlib.import_module(command[2])
+_RUN_TRACER = tracing._run_tracer
+
+
+def _trace_here(options: list[str], asked: str, timeout_seconds: float) -> tuple[str, str]:
+    """What a tracer's process writes, from this process."""
+    tracer = importlib.import_module("autotune.predict.tracer")
     out, err = io.StringIO(), ""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         trace_model = tracer.trace_model
@@ -264,13 +277,13 @@ def _trace_here(command: list[str], *, input: str, **_: object) -> subprocess.Co
             return trace_model(job, **{**options, "workers": 1})
 
         patch.setattr(tracer, "trace_model", one_worker)
-        patch.setattr(sys, "argv", command[2:])
-        patch.setattr(sys, "stdin", io.StringIO(input))
+        patch.setattr(sys, "argv", ["tracer", *options])
+        patch.setattr(sys, "stdin", io.StringIO(asked))
         try:
             tracer.main()
         except Exception:
             err = traceback.format_exc()
-    return subprocess.CompletedProcess(command, int(bool(err)), out.getvalue(), err)
+    return out.getvalue(), err
 
 
 # -- engines -------------------------------------------------------------------------------------------------------------

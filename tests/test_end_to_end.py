@@ -139,7 +139,8 @@ def test_ctrl_c_exports_the_best_so_far_and_exits_130(finished_study: FinishedSt
 def test_resumed_it_ends_with_a_verified_winner(finished_study: FinishedStudy) -> None:
     report, store = finished_study.report, finished_study.store
     assert report["verified"] is True
-    assert 0 < report["used_seconds"] < 600
+    stored_seconds = finished_study.finished.calls[-1]  # in tenths, of the same clock, read before
+    assert report["used_seconds"] > stored_seconds - 0.1 > 0
     records = [record for record in store.records() if record.outcome]
     kinds = {record.outcome.kind for record in records if record.outcome}
     assert Kind.OOM_DEVICE in kinds, "256 sequences do not fit into 700 MiB"

@@ -1,3 +1,5 @@
+import errno
+import fcntl
 import os
 import socket
 import stat
@@ -5,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,6 +91,64 @@ def test_a_socket_can_be_bound_however_long_the_temporary_folder(
     finally:
         folder.close()
     assert not folder.path.exists()
+
+
+class NoSockets(socket.socket):
+    """As where TMPDIR lies on a file system that has no sockets."""
+
+    def bind(self, address: Any) -> None:
+        if str(address).startswith(tempfile.gettempdir() + "/"):
+            raise OSError(errno.EPERM, "Operation not permitted")
+        super().bind(address)
+
+
+@pytest.mark.parametrize("lacks", ["sockets", "locks", "rights"])
+def test_a_temporary_folder_that_lacks_what_ranks_need_is_passed_over(
+    lacks: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tmp_path_factory.mktemp("base")
+    flock, make = fcntl.flock, tempfile.mkdtemp
+
+    def no_locks(descriptor: int, operation: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"{base}/"):
+            raise OSError(errno.ENOSYS, "Function not implemented")
+        flock(descriptor, operation)
+
+    def no_rights(prefix: str, dir: str) -> str:
+        if dir == str(base):
+            raise PermissionError(dir)
+        return make(prefix=prefix, dir=dir)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(base))
+    if lacks == "sockets":
+        monkeypatch.setattr(socket, "socket", NoSockets)
+    elif lacks == "locks":
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    else:
+        monkeypatch.setattr(tempfile, "mkdtemp", no_rights)
+    folder = SocketFolder("autotune-")
+    try:
+        assert str(folder.path.parent) in ("/tmp", "/var/tmp")
+        assert not list(base.iterdir()), "nothing is left in the other"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folder.path / "home.sock"))
+    finally:
+        folder.close()
+
+
+def test_a_machine_without_any_locks_has_a_folder_all_the_same(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    base = tmp_path_factory.mktemp("base")
+    monkeypatch.setattr(tempfile, "tempdir", str(base))
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    folder = SocketFolder("autotune-")
+    assert folder.path.parent == base
+    folder.close()
+    assert not list(base.iterdir())
 
 
 def test_what_a_killed_process_left_goes_with_the_next(

@@ -10,7 +10,17 @@ import pytest
 
 from autotune import interpreter
 from autotune.errors import UserError
-from autotune.interpreter import Beside, Own, current, interpreter_at, launched, other_python, running_in, which
+from autotune.interpreter import (
+    Beside,
+    Own,
+    current,
+    interpreter_at,
+    launched,
+    module_command,
+    other_python,
+    running_in,
+    which,
+)
 from tests.conftest import pid_lives, wait_until
 
 FACTS = {
@@ -79,6 +89,19 @@ def test_a_module_of_the_current_folder_is_found_and_stands_in_for_no_library(
     assert interpreter._asked(sys.executable, "origin", "mine")[1] == str(tmp_path / "mine.py")
     assert Own().origin("mine") == str(tmp_path / "mine.py")
     assert Own().origin("mine.nothing") is None
+
+
+def test_a_module_of_ours_is_run_apart_from_the_folder_it_is_called_from(tmp_path: Path) -> None:
+    """A `random.py` at the root of somebody's repository is no reason for a rank to fail."""
+    for name in ("random", "argparse", "datasets", "runpy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not the library')")
+    command = module_command(sys.executable, "json.tool", "--compact", "given.json")
+    (tmp_path / "given.json").write_text('{"a": 1}')
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ('{"a":1}\n', "")
+    told = subprocess.run([*command[:-1], "--none"], cwd=tmp_path, capture_output=True, text=True)
+    assert told.returncode == 2
+    assert "--none" in told.stderr
 
 
 def test_it_is_the_current_one_for_as_long_as_it_is_asked_for(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What is read of /proc, against psutil."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -8,8 +9,9 @@ from pathlib import Path
 
 import psutil
 
-from autotune.linux import is_open, main_memory, name_of, runs
+from autotune.linux import descendants, is_open, main_memory, name_of, runs
 from autotune.units import GIB
+from tests.conftest import wait_until
 
 
 def test_main_memory_is_as_psutil_has_it() -> None:
@@ -40,6 +42,36 @@ def test_a_name_that_the_kernel_cuts_is_whole(tmp_path: Path) -> None:
             assert name_of(process.pid) == long.name == psutil.Process(process.pid).name()
         finally:
             process.kill()
+
+
+def test_a_name_that_is_cut_in_the_middle_of_a_character(tmp_path: Path) -> None:
+    long = tmp_path / "fourteen-bytesé"
+    long.symlink_to("/bin/sleep")
+    with subprocess.Popen([long, "600"]) as process:
+        try:
+            wait_until(lambda: name_of(process.pid) == long.name, "exec")  # Popen returns in the middle of it
+            comm = Path(f"/proc/{process.pid}/comm").read_bytes()
+            assert comm == "fourteen-bytesé".encode()[:15] + b"\n"
+            assert runs(process.pid)
+        finally:
+            process.kill()
+
+
+def test_descendants_of_several() -> None:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    with (
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as one,
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as two,
+    ):
+        try:
+            wait_until(lambda: len(descendants(one.pid, two.pid)) == 2, "both children")
+            apart = descendants(one.pid), descendants(two.pid)
+            assert [len(found) for found in apart] == [1, 1]
+            assert descendants(one.pid, two.pid, one.pid) == [*apart[0], *apart[1]]
+            assert descendants(apart[0][0]) == []
+        finally:
+            for pid in descendants(one.pid, two.pid):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_a_file_is_open_as_long_as_anybody_has_it(tmp_path: Path) -> None:

@@ -31,6 +31,23 @@ def test_an_import_statement_of_an_old_path_says_the_new_one(name: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+# All modules of version 0.1 (b92ed20).
+OLD = """callback candidate cli doctor errors executors executors.base executors.local executors.replay export hardware job ladder
+launcher models outcome plan predict predict.allocator predict.closed_form predict.fit predict.flops predict.knobs predict.live
+predict.predictor predict.roofline predict.trace predict.zero probe report run script search search.dominance search.proposer
+search.sampler search.study search.tuner space training trial trial.checkpoints trial.config trial.devices trial.gauge trial.hooks
+trial.ops trial.protocol trial.rank trial.script_rank trial.server trial.train_rank trial.verdict trial.workload units""".split()
+
+
+@pytest.mark.parametrize("old", OLD)
+def test_every_module_of_version_0_1_is_there_or_says_where_it_went(old: str) -> None:
+    name = f"autotune.{old}"
+    try:
+        assert importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        assert str(error).count(" is now ") == 1
+
+
 @pytest.mark.parametrize("name", TOP)
 def test_the_attribute_of_an_old_path_says_the_new_one(name: str) -> None:
     with pytest.raises(AttributeError, match=re.escape(f"{name} is now ")):

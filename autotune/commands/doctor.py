@@ -19,7 +19,7 @@ from autotune.group.ending import end_marked
 from autotune.group.environment import trial_environment
 from autotune.group.launchers import MARK
 from autotune.group.locks import holder_of
-from autotune.interpreter import Own, current
+from autotune.interpreter import APART, Own, current
 from autotune.problem.cpus import usable_cpus
 from autotune.problem.gpus import (
     Gpu,
@@ -37,7 +37,8 @@ from autotune.problem.host import host_available_bytes, host_total_bytes
 from autotune.units import GIB, MIB, format_bytes
 from autotune.versions import Versions, complaint, newer
 
-_LEAST_SHM_BYTES = 64 * MIB  # NCCL's and gloo's shared segments, a data loader's batches
+_LEAST_SHM_BYTES = 60 * MIB  # NCCL's and gloo's shared segments, a data loader's batches
+_SPARE_SHM_BYTES = GIB  # Docker gives a container 64 MiB where nobody asks for more
 _BUILD_SECONDS = 1200
 
 
@@ -142,6 +143,9 @@ def _memory() -> Iterator[Finding]:
             "ranks die by SIGBUS or NCCL fails",
             "docker run --shm-size=8g (or --ipc=host)",
         )
+    elif shared.free < _SPARE_SHM_BYTES:
+        cost = "NCCL among many GPUs, or many workers of a data loader, may fail"
+        yield Finding("warn", "shared memory", found, cost, "docker run --shm-size=8g (or --ipc=host)")
     else:
         yield Finding("good", "shared memory", found)
 
@@ -245,7 +249,7 @@ def _libraries() -> Iterator[Finding]:
     device, mark = "cuda" if visible_gpus() else "cpu", uuid.uuid4().hex
     try:
         done = subprocess.run(
-            [current().path, "-c", _EXAMINATION, *_OPS],
+            [current().path, "-c", APART + _EXAMINATION, *_OPS],
             env={**trial_environment(device, usable_cpus()), MARK: mark},
             stdin=subprocess.DEVNULL,
             capture_output=True,

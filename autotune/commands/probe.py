@@ -38,8 +38,8 @@ _THRIFTY: dict[str, Value] = {
 }
 _ANY_OPTIMIZER = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}  # the script's, as it is
 
-_UNREACHED = re.compile(
-    r"exception (urllib\.error\.URLError|socket\.gaierror|builtins\.Connection\w+|(requests|httpx|httpcore)\.\S*Connect\w+)"
+_UNREACHED = re.compile(  # types of exceptions
+    r"urllib\.error\.URLError|socket\.gaierror|builtins\.Connection\w+|(requests|httpx|httpcore)\.\S*Connect\w+"
 )
 
 
@@ -146,20 +146,20 @@ def _in_one_line(outcome: Outcome, target: str, reached: bool) -> str:
     Args:
         reached: whether it has called `deepspeed.initialize`.
     """
-    said = f"{outcome.evidence}\n{outcome.reason}"
+    raised = set(outcome.exceptions)
     log = f"log: {outcome.log}/rank{outcome.rank or 0}.log"
-    if "EOFError" in said and "reading a line" in said:
+    if "builtins.EOFError" in raised and "reading a line" in outcome.reason:  # as `input` says it
         return f"{target} asks for input, and ranks have nobody to ask: give the answer as an argument ({log})"
-    if "bdb.BdbQuit" in said:
+    if "bdb.BdbQuit" in raised:
         return f"{target} stops at a breakpoint, and ranks have nobody to ask: take it out ({log})"
-    if re.search("Address already in use|EADDRINUSE", said):
+    if re.search("Address already in use|EADDRINUSE", f"{outcome.reason}\n{outcome.evidence}"):
         return (
             f"{target} opens a port that is taken, by itself, another of its ranks or another process: open it once, on one "
             f"rank alone, or a free one (port 0) on each ({outcome.reason}; {log})"
         )
-    if "builtins.FileNotFoundError" in said:
+    if "builtins.FileNotFoundError" in raised:
         return f"{target} reads what is not there, as seen from the folder in which you call autotune ({outcome.reason}; {log})"
-    if _UNREACHED.search(said):
+    if any(map(_UNREACHED.match, raised)):
         return (
             f"{target} cannot reach what it reads over the network ({outcome.reason}): put it on this machine ({log})"
         )

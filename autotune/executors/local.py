@@ -258,10 +258,8 @@ class LocalSession:
             if stop is not Stop.ARRIVED:
                 return self._failed(stop)
             if not all(answer["checkpointed"] for answer in self._answers.values()):
-                why = f"{folder.parent} has no room for a checkpoint"
-                return Outcome(
-                    Kind.INTERRUPTED, Phase.SAVE, reason=why, evidence="disk's free bytes", source=Source.LIMIT
-                )
+                why, said = f"{folder.parent} has no room for a checkpoint", "disk's free bytes"
+                return Outcome(Kind.INTERRUPTED, Phase.SAVE, reason=why, evidence=said, source=Source.LIMIT)
             group.end()
             self._checkpoint = folder
             self._ready.clear()
@@ -319,9 +317,8 @@ class LocalSession:
         job = executor.job
         what: dict[str, Any] = {"config": trial_config(candidate, job), "checkpointing": candidate.checkpointing}
         if job.script:
-            scratch = (
-                str(scratch_folder(self._folder, job, candidate)) if executor.here else None
-            )  # a node makes its own
+            # a node makes its own
+            scratch = str(scratch_folder(self._folder, job, candidate)) if executor.here else None
             what = {"candidate": candidate.as_dict, "scratch": scratch}
         return {
             **what,
@@ -369,6 +366,8 @@ class LocalSession:
             return out_of_time(group.phase, group.waited_seconds)
         evidence = group.evidence()
         self.close()
+        if self._executor.cancelled():  # `scancel` ends tuner and ranks together: they may be seen to die first
+            return interrupted(group.phase)
         if unusable := [error for error in evidence.errors if error.get("cause")]:
             text, cause = unusable[0]["text"], Cause(unusable[0]["cause"])
             if cause is not Cause.BATCH:
@@ -385,6 +384,7 @@ class LocalSession:
             reason=reason,
             evidence=said,
             source=verdict.source,
+            exceptions=verdict.exceptions,
             rank=verdict.rank,
             missing_bytes=verdict.missing_bytes,
             peak_bytes=evidence.peaks.worst or None,

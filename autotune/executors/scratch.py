@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -18,8 +19,12 @@ def scratch_folder(folder: Path, job: Job, candidate: Candidate) -> Path:
     scratch = folder.resolve() / "scratch"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    for entry in Path(script.cwd).iterdir():
-        if entry.resolve() not in scratch.parents:
-            (scratch / entry.name).symlink_to(entry)
+    holding = {scratch, *scratch.parents}
+    cwd = Path(script.cwd)
+    own = next((one.name for one in holding if one.parent == cwd.resolve()), None)
+    with os.scandir(cwd) as entries:  # thousands of files on a network disk: only links are asked where they lead
+        for entry in entries:
+            if entry.name != own and not (entry.is_symlink() and Path(entry.path).resolve() in holding):
+                (scratch / entry.name).symlink_to(cwd / entry.name)
     write_trial_files(job, candidate, scratch, quiet=True)
     return scratch

@@ -10,16 +10,16 @@ from typing import Any
 
 from autotune.errors import MachineTrouble
 from autotune.group.group import Group
-from autotune.group.launchers import Launcher
+from autotune.group.launchers import IMPORT_SECONDS, Launcher
 from autotune.group.policy import Policy, Stop
+from autotune.group.protocol import Message
 from autotune.group.squad import Spread
 from autotune.group.verdict import judge
 from autotune.problem.hardware import Hardware
-from autotune.problem.outcome import Phase
 
 ENTRY = "autotune.rank.check"
 _POLICY = Policy(90.0, lambda phase: 90.0, settle_seconds=1.0, may_leave=False)
-_DEADLINE_SECONDS = 240.0  # ranks that wait for each other on GPUs spin, and look alive
+_DEADLINE_SECONDS = 240.0  # once all is imported; ranks that wait for each other on GPUs spin, and look alive
 _NCCL_SAID = re.compile(r"NCCL WARN\s+(.*)")
 # What people do about what is met most often; the first that matches is said.
 _REMEDIES = (
@@ -32,7 +32,11 @@ _REMEDIES = (
     ),
     (r"shm|/dev/shm|Bus error|SIGBUS|No space left", "docker run --shm-size=8g (or --ipc=host)"),
     (r"out of memory", "other processes hold the devices' memory: end them, or hide those GPUs"),
-    (r"no sign of life|hang|deadline", "peer access may be broken: NCCL_P2P_DISABLE=1 tells; check IOMMU and ACS"),
+)
+_HANG = r"no sign of life|hang|deadline"
+_REMEDY_OF_A_HANG = "peer access may be broken: NCCL_P2P_DISABLE=1 tells; check IOMMU and ACS"
+_REMEDY_OF_IMPORTS = (
+    "the disk that Python's packages lie on may be slow or away: `python -X importtime -c 'import torch'` tells"
 )
 
 
@@ -53,34 +57,39 @@ def check_group(
     Raises:
         MachineTrouble: they do not; in one line with NCCL's own last words and what to do.
     """
+    imported: set[int] = set()
     answers: set[int] = set()
+
+    def take(rank: int, message: Message) -> None:
+        if message["type"] == "imported":
+            imported.add(rank)
+        elif message["type"] == "measured":
+            answers.add(rank)
+
     folder.mkdir(parents=True, exist_ok=True)
-    group = Group(
-        launcher,
-        hardware,
-        None,
-        _POLICY,
-        cancelled=cancelled,
-        on_message=lambda rank, message: answers.add(rank) if message["type"] == "measured" else None,
-    )
-    deadline = time.monotonic() + _DEADLINE_SECONDS
+    group = Group(launcher, hardware, None, _POLICY, cancelled=cancelled, on_message=take)
+    deadline = time.monotonic() + IMPORT_SECONDS
     try:
         stop = group.start(ENTRY, ranks, spec, deadline=deadline, logs=folder)
         if stop is Stop.ARRIVED:
-            stop = group.watch(lambda: len(answers) == ranks, deadline)
+            stop = group.watch(lambda: len(imported) == ranks, deadline)
+        if stop is Stop.ARRIVED:
+            stop = group.watch(lambda: len(answers) == ranks, time.monotonic() + _DEADLINE_SECONDS)
         if stop in (Stop.ARRIVED, Stop.CANCELLED):
             return
-        raise MachineTrouble(_complaint(stop, group, folder))
+        raise MachineTrouble(_complaint(stop, group, folder, importing=len(imported) < ranks))
     except OSError as error:
         raise MachineTrouble(f"ranks cannot be started on this machine: {error}") from None
     finally:
         group.end()
 
 
-def _complaint(stop: Stop, group: Group, folder: Path) -> str:
+def _complaint(stop: Stop, group: Group, folder: Path, importing: bool) -> str:
+    """What went wrong, in one line; `importing`: before the ranks had anything to do with each other."""
     if stop is Stop.DEADLINE:
-        where = Phase.START if not group.greeted else group.phase
-        reason = f"no end within {_DEADLINE_SECONDS:.0f} s, in {where.value}: the ranks hang"
+        reason = f"no end within {_DEADLINE_SECONDS:.0f} s, in {group.phase.value}: the ranks hang"
+        if importing:
+            reason = f"no torch and deepspeed imported by the deadline of {IMPORT_SECONDS} s"
         logs = ""
     else:
         evidence = group.evidence()
@@ -88,6 +97,7 @@ def _complaint(stop: Stop, group: Group, folder: Path) -> str:
         logs = "\n".join(evidence.logs.values()) + "\n".join(str(error.get("text")) for error in evidence.errors)
     said = _NCCL_SAID.findall(logs)
     text = f"{reason}; NCCL: {said[-1].strip()[:200]}" if said else reason
-    remedy = next((what for pattern, what in _REMEDIES if re.search(pattern, f"{text}\n{logs}")), "")
+    remedies = (*_REMEDIES, (_HANG, _REMEDY_OF_IMPORTS if importing else _REMEDY_OF_A_HANG))
+    remedy = next((what for pattern, what in remedies if re.search(pattern, f"{text}\n{logs}")), "")
     hint = f"; {remedy}" if remedy else "; `autotune doctor` looks at the machine"
     return f"the ranks do not work together on this machine, before any config is tried: {text}{hint} (logs: {folder})"

@@ -31,7 +31,7 @@ def entry_of(store: StudyStore) -> Entry:
     Raises:
         UserError: it has measured nothing.
     """
-    if store.table or any("replay:" in command for command in store.commands):
+    if store.table:
         raise UserError(f"study {store.name} searches a recorded table: only what was measured can be shared")
     told = _told(store.records(), store.winner)
     if not any(outcome.measurement for outcome in told.values()):

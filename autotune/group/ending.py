@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import psutil
 
 from autotune.group.along import BUILD_GRACE_SECONDS
+from autotune.linux import descendants
 
 KILL_GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
 KILL_SECONDS = 10.0  # for a process group after SIGKILL
@@ -29,8 +30,8 @@ def end_ranks(
         strays: what dead ranks have left running.
     """
     # of those that live: the number of one that was waited for may be somebody else's by now
-    ranks = [process for pid in pids if status(pid) is None and (process := _process(pid)) is not None]
-    started = [child for rank in ranks for child in below(rank)]
+    ranks = processes(pid for pid in pids if status(pid) is None)
+    started = below(*(rank.pid for rank in ranks))
     _kill_groups(pids, status)
     started += strays()
     for process in started:
@@ -55,19 +56,18 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def _process(pid: int) -> psutil.Process | None:
-    try:
-        return psutil.Process(pid)
-    except psutil.Error:
-        return None
+def processes(pids: Iterable[int]) -> list[psutil.Process]:
+    """Those that are there."""
+    found = []
+    for pid in pids:
+        with suppress(psutil.Error):
+            found.append(psutil.Process(pid))
+    return found
 
 
-def below(process: psutil.Process) -> list[psutil.Process]:
-    """Everything that descends from a process; nothing where it is gone."""
-    try:
-        return process.children(recursive=True)
-    except psutil.Error:
-        return []
+def below(*pids: int) -> list[psutil.Process]:
+    """Everything that descends from these processes; /proc is read once, however many they are."""
+    return processes(descendants(*pids))
 
 
 def _kill_groups(pids: list[int], status: Callable[[int], int | None]) -> None:

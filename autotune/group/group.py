@@ -343,11 +343,25 @@ class Group:
         for squad in self._squads:
             squad.signal(signal.SIGKILL, squad.pids)
 
-    def wait_left(self, seconds: float) -> None:
-        """Hears the ranks until all have ended, or the time is up."""
-        until = time.monotonic() + seconds
-        while len(self.statuses()) < len(self.pids) and time.monotonic() < until:
-            self._hear(0.1)
+    def wait_left(self, seconds: float, longest_seconds: float) -> None:
+        """Hears the ranks until all have ended, or none has shown life for `seconds`: saving takes as long as it takes. Once
+        one has ended that is the time that the others have, whatever they do: they may wait for it in a collective, and spin.
+
+        Args:
+            longest_seconds: that it takes in all.
+        """
+        began = last_alive = last_look = time.monotonic()
+        for squad in self._squads:
+            squad.look_anew()
+        while (ended := len(self.statuses())) < len(self.pids):
+            now = time.monotonic()
+            if now - last_alive > seconds or now - began > longest_seconds:
+                break
+            alive = self._hear(0.1)
+            if now - last_look > min(_LOOK_SECONDS, 0.4 * seconds):
+                last_look, alive = now, self._get_on() or alive
+            if alive and not ended:
+                last_alive = now
         self._hear(0.0)
 
     def end(self) -> None:

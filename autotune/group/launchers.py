@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import psutil
 
 from autotune.errors import Stopped, UserError
-from autotune.group.ending import below, end_marked, marked
+from autotune.group.ending import REAP_SECONDS, below, end_marked, marked
 from autotune.group.protocol import Channel, Message
 from autotune.group.verdict import log_tail
-from autotune.interpreter import current
+from autotune.interpreter import current, module_command
 
 MARK = "AUTOTUNE_RANKS_OF"  # the variable by which what ranks have started is found
-_IMPORT_SECONDS = 1800  # of a slow disk; beyond that it hangs
+IMPORT_SECONDS = 1800  # of a slow disk; beyond that it hangs
 _BUILDING_SECONDS = 1800  # one op of a slow machine; beyond that a compiler hangs
 _LOOK_SECONDS = 0.1
 _LEAVE_SECONDS = 1.0  # for a server that builds to end its compilers
@@ -51,7 +51,7 @@ class Launcher(Protocol):
         """What ranks have started and left running when they died."""
 
     def close(self) -> None:
-        """Ends whatever still runs."""
+        """Ends whatever still runs. What the kernel does not let go is not waited for longer than a few seconds."""
 
 
 class SpawnLauncher:
@@ -72,7 +72,7 @@ class SpawnLauncher:
         output = self.log.open("ab") if self.log is not None else None
         try:
             process = subprocess.Popen(
-                [current().path, "-m", entry, address, str(rank)],
+                module_command(current().path, entry, address, str(rank)),
                 env={**self._env, MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -95,9 +95,13 @@ class SpawnLauncher:
 
     def close(self) -> None:
         for process in self._processes.values():
-            with suppress(ProcessLookupError):
-                process.kill()
-            process.wait()
+            process.kill()
+        until = time.monotonic() + REAP_SECONDS
+        for process in self._processes.values():
+            with suppress(
+                subprocess.TimeoutExpired
+            ):  # a rank in a dead driver or disk is the kernel's for as long as it likes
+                process.wait(timeout=max(0.0, until - time.monotonic()))
 
 
 class ForkLauncher:
@@ -130,7 +134,7 @@ class ForkLauncher:
         self._channel, theirs = Channel.pair()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [current().path, "-m", "autotune.group.fork_server", str(theirs.fileno())],
+                module_command(current().path, "autotune.group.fork_server", str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 env={**self._env, MARK: self._mark},
                 stdin=subprocess.DEVNULL,
@@ -140,7 +144,7 @@ class ForkLauncher:
             )
         theirs.close()
         self._channel.send("hello", **self._preload)
-        self._await("ready", _IMPORT_SECONDS, lambda message: None)
+        self._await("ready", IMPORT_SECONDS, lambda message: None)
 
     def load_ops(self, names: list[str], tell: Callable[[Message | None], None]) -> Message:
         """Has the server load DeepSpeed's ops, which may mean minutes of building; ranks that are forked later have them.
@@ -213,9 +217,7 @@ class ForkLauncher:
             self._statuses[message["pid"]] = message["status"]
 
     def strays(self) -> list[psutil.Process]:
-        with suppress(psutil.NoSuchProcess):  # a server that was killed took them with it
-            return below(psutil.Process(self.server))  # it adopts them
-        return []
+        return below(self.server)  # it adopts them; where it was killed it took them with it
 
     @property
     def server(self) -> int:
@@ -249,4 +251,5 @@ class ForkLauncher:
             self._process.wait(timeout=3)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=REAP_SECONDS)

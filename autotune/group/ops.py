@@ -146,7 +146,7 @@ def _end_left(place: Path) -> None:
 def wait_for_lock(lock: Path, lively_seconds: float = LIVELY_SECONDS) -> None:
     """Returns when nobody builds behind `lock`, having removed the file if whoever made it is gone."""
     while lock.exists():
-        if not is_open(lock) and time.time() - _last_change(lock.parent) > lively_seconds:
+        if time.time() - _last_change(lock.parent) > lively_seconds and not is_open(lock):
             lock.unlink(missing_ok=True)
             print(f"removed {lock}: the build that made it is gone", flush=True)
             return

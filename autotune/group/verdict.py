@@ -43,6 +43,7 @@ class Verdict:
     rank: int | None = None
     missing_bytes: int | None = None
     signal: int | None = None  # that the rank died of
+    exceptions: tuple[str, ...] = ()  # as an Outcome has them
 
 
 _INVALID_TYPES = ("DeepSpeedConfigError", "pydantic_core._pydantic_core.ValidationError", "ZeRORuntimeException")
@@ -110,7 +111,8 @@ def is_memory_error(error: dict[str, Any], device: str) -> bool:
 
 
 def _of_error(error: dict[str, Any], evidence: Evidence) -> Verdict:
-    name, text = (error.get("kinds") or ["Exception"])[0], error.get("text", "")
+    kinds = tuple(error.get("kinds") or ())
+    name, text = kinds[0] if kinds else "Exception", error.get("text", "")
     account = Account.of(text, error.get("numbers"))
     kind, why = _class_of_error(error, Scene(evidence.device, account, _host_ran_out(evidence, account)))
     if kind is Kind.OOM_DEVICE:
@@ -119,7 +121,8 @@ def _of_error(error: dict[str, Any], evidence: Evidence) -> Verdict:
         why = f"{why}; {counted}"
     reason = f"{name.split('.')[-1]}: {_first_line(text) or name}"
     missing = Account.of(text).missing if kind.is_oom else None  # what is counted later is another state
-    return Verdict(kind, _phase(error.get("phase")), reason, why, Source.EXCEPTION, error.get("rank"), missing)
+    phase, rank = _phase(error.get("phase")), error.get("rank")
+    return Verdict(kind, phase, reason, why, Source.EXCEPTION, rank, missing, exceptions=kinds)
 
 
 def _class_of_error(error: dict[str, Any], scene: Scene) -> tuple[Kind, str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from autotune.group.ending import below
+from autotune.group.ending import below, processes
 from autotune.units import MIB
 
 _ANSWER_SECONDS = 0.5  # a driver answers within milliseconds
@@ -83,13 +83,11 @@ class _Aside:
 
 def _sample(ranks: Iterable[int], waiting: set[int]) -> _Sample:
     cpu_seconds, io_bytes = 0.0, 0
-    for pid in ranks:
-        with suppress(psutil.Error):
-            rank = psutil.Process(pid)
-            for process in [*([] if pid in waiting else [rank]), *below(rank)]:
-                with suppress(psutil.Error, OSError):  # gone, or of another user
-                    times = process.cpu_times()
-                    cpu_seconds += times.user + times.system
-                    moved = process.io_counters()
-                    io_bytes += moved.read_chars + moved.write_chars
+    pids = list(ranks)
+    for process in [*processes(pid for pid in pids if pid not in waiting), *below(*pids)]:
+        with suppress(psutil.Error, OSError):  # gone, or of another user
+            times = process.cpu_times()
+            cpu_seconds += times.user + times.system
+            moved = process.io_counters()
+            io_bytes += moved.read_chars + moved.write_chars
     return _Sample(time.monotonic(), cpu_seconds, io_bytes)

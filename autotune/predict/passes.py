@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 FORWARD, BACKWARD = 0, 1
+IMPORTED = "autotune: imported"  # a line of the tracer's, from which on its time counts
 
 
 @dataclass

@@ -148,12 +148,6 @@ class Predictor:
         self.calibrate()
         return self._time.noise
 
-    @property
-    def memory_noise(self) -> float:
-        """What the fit leaves unexplained of a peak, as a share of it."""
-        self.calibrate()
-        return self._memory.noise
-
     def constants(self) -> dict[str, float]:
         """What the calibration believes: overhead in GiB, factors on full rates."""
         self.calibrate()

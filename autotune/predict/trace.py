@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,9 +18,14 @@ from typing import Any
 
 from autotune.errors import UserError
 from autotune.files import cache_root, write_atomically
+<<<<<<< HEAD
+from autotune.interpreter import current, module_command
+=======
+from autotune.group.launchers import IMPORT_SECONDS
 from autotune.interpreter import current
+>>>>>>> h-hosts
 from autotune.predict.closed_form import closed_form_trace, profile_trace
-from autotune.predict.passes import Trace
+from autotune.predict.passes import IMPORTED, Trace
 from autotune.problem.job import Job
 from autotune.problem.tasks import CAUSAL, IMAGE_TEXT, SEQ2SEQ
 
@@ -33,6 +39,7 @@ __all__ = ["LOSSES", "VERSION", "Trace", "cache_folder", "cache_key", "trace_job
 LOSSES = ("own", "fused", "chunked", "shifted32", "held32", "shifted16", "shifted-cast")
 
 _RUNS_IT = ("torch", "transformers")
+_LOOK_SECONDS = 0.5  # between looks at what the tracer says
 VERSION = 6  # of what the tracer finds: raise it when that changes
 
 
@@ -154,7 +161,7 @@ def trace_jobs(jobs: Sequence[tuple[Job, str]], told: Callable[[int, int], None]
         return
     paths = list(missing)
     with subprocess.Popen(
-        [current().path, "-m", "autotune.predict.tracer", "--many"],
+        module_command(current().path, "autotune.predict.tracer", "--many"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -193,8 +200,9 @@ def _ask_tracer(job: Job, options: list[str], timeout_seconds: float) -> dict[st
     It sees no GPU, unless only sizes are asked for: those of a model that insists on one.
     """
     try:
+<<<<<<< HEAD
         done = subprocess.run(
-            [current().path, "-m", "autotune.predict.tracer", *options],
+            module_command(current().path, "autotune.predict.tracer", *options),
             input=json.dumps(job.to_json()),
             env=_tracer_environment(sees_gpus="--sizes" in options),
             text=True,
@@ -203,11 +211,53 @@ def _ask_tracer(job: Job, options: list[str], timeout_seconds: float) -> dict[st
         )
     except subprocess.TimeoutExpired:
         return {"untraceable": f"no trace within {timeout_seconds:.0f} s"}
+=======
+        said, complaint = _run_tracer(options, json.dumps(job.to_json()), timeout_seconds)
+    except TimeoutError as error:
+        return {"untraceable": str(error)}
+>>>>>>> h-hosts
     with contextlib.suppress(ValueError, IndexError):  # the last line: a model's code may print, too
-        answer = json.loads(done.stdout.strip().splitlines()[-1])
+        answer = json.loads(said.strip().splitlines()[-1])
         if isinstance(answer, dict):
             return answer
-    return {"untraceable": (done.stderr.strip().splitlines() or ["no answer"])[-1][:300]}
+    return {"untraceable": (complaint.strip().splitlines() or ["no answer"])[-1][:300]}
+
+
+def _run_tracer(options: list[str], asked: str, timeout_seconds: float) -> tuple[str, str]:
+    """What a tracing process writes to its two outputs, given these options and a job.
+
+    Raises:
+        TimeoutError: it does not end; in one line.
+    """
+    with subprocess.Popen(
+        [current().path, "-m", "autotune.predict.tracer", *options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=_tracer_environment(sees_gpus="--sizes" in options),
+        text=True,
+    ) as tracing:
+        try:
+            return _outputs(tracing, asked, timeout_seconds)
+        finally:
+            tracing.kill()
+
+
+def _outputs(tracing: subprocess.Popen[str], asked: str | None, timeout_seconds: float) -> tuple[str, str]:
+    """What the process has written at its end. Its time begins once it has imported all: from a network's disk that takes
+    minutes, and says nothing of the model."""
+    imported, until = False, time.monotonic() + IMPORT_SECONDS
+    while True:
+        try:
+            return tracing.communicate(asked, timeout=min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))
+        except subprocess.TimeoutExpired as so_far:
+            asked = None  # it has been given
+            if not imported and IMPORTED.encode() in (so_far.output or b"").splitlines():
+                imported, until = True, time.monotonic() + timeout_seconds
+            elif time.monotonic() >= until:
+                if imported:
+                    raise TimeoutError(f"no trace within {timeout_seconds:.0f} s") from None
+                raise TimeoutError(f"torch and transformers not imported within {IMPORT_SECONDS} s") from None
 
 
 def traceable(profile: dict[str, Any]) -> bool:

@@ -12,6 +12,7 @@ imports it.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import multiprocessing
 import signal
@@ -28,7 +29,7 @@ from autotune.predict.counters import Counters, follow, follow_encoder, joined
 from autotune.predict.depth import Extrapolation, at_depth, depths_of, extrapolate, extrapolation
 from autotune.predict.losses import autocast, blank_batch, loss_of, uncounted_flops
 from autotune.predict.operators import CountedTensors
-from autotune.predict.passes import BACKWARD, Pass, Trace
+from autotune.predict.passes import BACKWARD, IMPORTED, Pass, Trace
 from autotune.predict.stand_ins import plain_conversion, shapes_alone
 from autotune.problem.job import Job
 from autotune.problem.tasks import IMAGE_TEXT, SEQ2SEQ
@@ -338,6 +339,9 @@ def main() -> None:
         for answer in answer_all(json.loads(sys.stdin.read()), workers=2):
             print(json.dumps(answer), flush=True)
         return
+    with contextlib.suppress(Exception):  # what fails is met again, and said, where it is needed
+        importlib.import_module("transformers.modeling_utils")
+    print(IMPORTED, flush=True)
     job = Job.from_json(json.loads(sys.stdin.read()))
     print(json.dumps(answer_to(job, sys.argv[1:])))
 

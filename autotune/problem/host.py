@@ -26,7 +26,7 @@ class _Controller:
     filesystem: str
     limits: tuple[str, ...]  # above `high` the kernel does not kill, but slows the group to a crawl
     used: str
-    reclaimable: str  # line of memory.stat: cached files that the kernel gives back first
+    reclaimable: tuple[str, str]  # lines of memory.stat: cached files, which the kernel gives back
     inherited: str  # line of memory.stat: the tightest limit above, also of groups that a container does not see
     events: str  # counts the kernel's kills
 
@@ -35,11 +35,13 @@ _V1 = _Controller(
     "cgroup",
     ("memory.limit_in_bytes",),
     "memory.usage_in_bytes",
-    "total_inactive_file",
+    ("total_active_file", "total_inactive_file"),
     "hierarchical_memory_limit",
     "memory.oom_control",
 )
-_V2 = _Controller("cgroup2", ("memory.max", "memory.high"), "memory.current", "inactive_file", "", "memory.events")
+_V2 = _Controller(
+    "cgroup2", ("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file"), "", "memory.events"
+)
 
 
 def host_total_bytes() -> int:
@@ -68,13 +70,15 @@ def _limited(machine_bytes: int) -> Iterator[tuple[int, int]]:
     """(limit, used) in bytes of every cgroup above this process that has less than the machine. Cached files that the
     kernel would simply give back are not used."""
     for folder, controller in _groups():
-        stat = dict(line.partition(" ")[::2] for line in _lines(folder / "memory.stat"))
         limits = [_number(line) for file in controller.limits for line in _lines(folder / file)]
         # version 1 says "no limit" by a number that no machine has, version 2 by a word
-        limit = min([_number(stat.get(controller.inherited, "")), *limits])
+        limit = min(limits, default=math.inf)
+        if controller.inherited or limit < machine_bytes:  # to read it has the kernel add up what all CPUs count
+            stat = dict(line.partition(" ")[::2] for line in _lines(folder / "memory.stat"))
+            limit = min(limit, _number(stat.get(controller.inherited, "")))
         if limit < machine_bytes:
             used = sum(_number(line) for line in _lines(folder / controller.used))
-            yield int(limit), int(used - _number(stat.get(controller.reclaimable, "0")))
+            yield int(limit), int(used - sum(_number(stat.get(line, "0")) for line in controller.reclaimable))
 
 
 @functools.cache

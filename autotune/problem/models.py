@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError, near
-from autotune.interpreter import current
+from autotune.interpreter import current, module_command
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,7 @@ def _from_path(path: Path, trust_remote_code: bool) -> ModelSpec:
 def _from_hub(name: str, trust_remote_code: bool) -> ModelSpec:
     """Reads the configuration in a process of its own: this one never imports transformers."""
     flags = ["--trust-remote-code"] if trust_remote_code else []
-    # -P: a file of the user's own, like tokenizers.py, does not stand in for the library
-    safe = ["-P"] if current().python >= (3, 11) else []  # before that `rank.hub` itself sees to it
-    command = [current().path, *safe, "-m", "autotune.rank.hub", *flags, name]
+    command = module_command(current().path, "autotune.rank.hub", *flags, name)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=current().environment())
     try:
         answer = json.loads(done.stdout.splitlines()[-1])

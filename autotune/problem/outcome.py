@@ -55,7 +55,8 @@ class Source(StrEnum):
     NODE = "node"  # a machine of several is gone, or cut off
     BUDGET = "budget"  # its share of the budget ended
     LIMIT = "limit"  # a limit of ours, which may have been too short
-    STOP = "stop"  # the tuner was stopped, or ended
+    STOP = "stop"  # the tuner was stopped
+    DEATH = "death"  # the tuner's process was gone
     TABLE = "table"  # a replay's row
     BATCH = "batch"  # the sequences that were seen in a script's steps
 
@@ -73,7 +74,7 @@ class Source(StrEnum):
             "deadline of": cls.BUDGET,
             "deadline:": cls.SILENCE,
             "stop": cls.STOP,
-            "found running": cls.STOP,
+            "found running": cls.DEATH,
             "replay": cls.TABLE,
         }
         return next((source for start, source in starts.items() if text.startswith(start)), None)
@@ -120,7 +121,10 @@ class Outcome:
     phase: Phase = Phase.STEP
     measurement: Measurement | None = None
     reason: str = ""  # one line for people
-    evidence: str = ""  # what decided the kind: exception type, exit status, counter, or log text
+    evidence: str = ""  # what decided the kind, in words: exception type, exit status, counter, or log text
+    exceptions: tuple[
+        str, ...
+    ] = ()  # the full names of the exception's types, its own first; empty where there was none
     source: Source | None = None
     missing_bytes: int | None = None  # by how much an allocation failed, where an allocator said so
     peak_bytes: int | None = None  # the highest the gauge saw, also of a failed trial
@@ -134,7 +138,7 @@ class Outcome:
         return self.kind is Kind.OK
 
     def to_json(self) -> dict[str, Any]:
-        return {key: value for key, value in dataclasses.asdict(self).items() if value not in (None, "")}
+        return {key: value for key, value in dataclasses.asdict(self).items() if value not in (None, "", ())}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Outcome:
@@ -142,6 +146,7 @@ class Outcome:
         known = {f.name for f in dataclasses.fields(cls)}
         values = {key: value for key, value in data.items() if key in known}
         values["kind"] = Kind(values["kind"])
+        values["exceptions"] = tuple(values.get("exceptions", ()))
         values["phase"] = Phase(values.get("phase", Phase.STEP))
         said = values.get("source")
         values["source"] = Source(said) if said else Source.of_evidence(values.get("evidence", ""))

@@ -7,16 +7,26 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from typing import TYPE_CHECKING
 
 from autotune.problem.outcome import Phase
 from autotune.rank.base import BaseRank
 from autotune.rank.measuring import measure_as, run_as
 
+if TYPE_CHECKING:
+    from autotune.rank.devices import Device
+
 ELEMENTS = 16 * 2**20  # of fp32: more than any protocol for small messages takes
 
 
 class CheckRank(BaseRank):
-    """Answers with one `measured` message: the seconds of an all-reduce."""
+    """Says `imported` once all is, and answers with one `measured` message: the seconds of an all-reduce."""
+
+    def _join_group(self, device: Device) -> None:
+        import deepspeed  # noqa: F401  # what meeting the others takes begins after it: a network's disk may take minutes
+
+        self.channel.send("imported")
+        super()._join_group(device)
 
     def run(self) -> None:
         self.begin()

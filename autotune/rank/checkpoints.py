@@ -3,21 +3,30 @@ converted to DeepSpeed's universal format."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from autotune.problem.candidate import ZERO_DEFAULTS
+from autotune.problem.cpus import usable_cpus
+from autotune.problem.host import host_available_bytes
 from autotune.rank.universal import every_sub_group
 from autotune.rank.versions import deepspeed_release, knows_every_sub_group, takes_states_in_dicts
 
 SUFFIX = "_universal"
 _MODEL_STATES = "mp_rank_00_model_states.pt"
+_LOOK_SECONDS = 1.0  # between looks of ranks that wait for the first
+_DONE = itertools.count()  # what the first rank has done alone; all ranks count alike
+_WELL = "done"
+_MOST_WORKERS = 16  # more are in each other's way at one disk
 
 
 def layout(config: dict[str, Any]) -> tuple[object, ...]:
@@ -133,8 +142,7 @@ def _load_converted(
     first = torch.distributed.get_rank() == 0
     if first:
         say(f"converting {folder} for stage 3; it was written under stage {stage}")
-        convert(folder, universal, torch.distributed.get_world_size())
-    torch.distributed.barrier()
+    _by_the_first(lambda: convert(folder, universal, torch.distributed.get_world_size()))
     settings = engine._config
     settings.load_universal_checkpoint = True
     whole = nullcontext() if knows_every_sub_group(deepspeed_release()) else every_sub_group(engine)
@@ -150,6 +158,34 @@ def _load_converted(
         shutil.rmtree(universal, ignore_errors=True)
         (folder.parent / "latest_universal").unlink(missing_ok=True)
     return found
+
+
+def _by_the_first(do: Callable[[], None]) -> None:
+    """Has the first rank do what may take hours; the others look into the store for its end. A collective that was pending
+    meanwhile would time out, and NCCL's watchdog then ends its rank.
+
+    Raises:
+        RuntimeError: it failed, as the first rank says; on every rank.
+    """
+    import torch
+
+    store = torch.distributed.distributed_c10d._get_default_store()
+    key = f"autotune/done-by-the-first/{next(_DONE)}"
+    if torch.distributed.get_rank() == 0:
+        end = "the first rank was stopped"
+        try:
+            do()
+            end = _WELL
+        except Exception as error:
+            end = f"{error} (on the first rank)"
+            raise
+        finally:
+            store.set(key, end)
+        return
+    while not store.check([key]):
+        time.sleep(_LOOK_SECONDS)
+    if (end := store.get(key).decode()) != _WELL:
+        raise RuntimeError(end)
 
 
 def settings_of(engine: Any) -> list[dict[str, Any]]:
@@ -195,10 +231,7 @@ def convert(folder: Path, universal: Path, ranks: int) -> None:
         str(folder),
         "--output_folder",
         str(universal),
-        "--num_extract_workers",
-        "2",
-        "--num_merge_workers",
-        "1",
+        *_workers(folder),
     ]
     flat = (folder / _MODEL_STATES).exists()
     if flat:  # the converter expects what Megatron-DeepSpeed adds to its checkpoints
@@ -211,6 +244,18 @@ def convert(folder: Path, universal: Path, ranks: int) -> None:
         _name_for_stage3(universal, ranks)
         if not takes_states_in_dicts(deepspeed_release()):
             _bare_states(universal)
+
+
+def _workers(folder: Path) -> list[str]:
+    """The converter's options that say how many processes share its work, as CPUs and free memory allow: an extracting one
+    holds a whole file of optimizer states and a copy of its largest slice, a merging one a parameter three times in 32 bits."""
+    most, free = min(usable_cpus(), _MOST_WORKERS), host_available_bytes() // 2  # half: the ranks grow meanwhile
+    files = [file.stat().st_size for file in folder.glob("*optim_states.pt")]
+    shapes = _model_states(folder).get("param_shapes") or []
+    parameters = [math.prod(shape) for group in shapes for shape in group.values()]
+    extract = min(most, len(files), free // (2 * max(files, default=1)))
+    merge = min(most, len(parameters), free // (3 * 4 * max(parameters, default=1)))
+    return ["--num_extract_workers", str(max(1, extract)), "--num_merge_workers", str(max(1, merge))]
 
 
 def _name_for_stage3(universal: Path, ranks: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
 from typing import Any
 
@@ -42,8 +41,6 @@ def main() -> None:
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("name")
     given = parser.parse_args()
-    if os.getcwd() in sys.path[:1]:  # a file of the user's own, like tokenizers.py, does not stand in for the library
-        del sys.path[0]
     print(json.dumps(answer(given.name, trust_remote_code=given.trust_remote_code), default=str))
 
 

@@ -39,7 +39,7 @@ from autotune.units import format_bytes, format_duration
 
 TRAIN_RANK = "autotune.rank.train"
 HELLO_SECONDS = 60.0  # for a rank's interpreter to come up
-LEAVE_SECONDS = 30.0  # for ranks to end after a signal was passed on
+LEAVE_SECONDS = 30.0  # for ranks that show no life to end, after a signal was passed on
 SETTLE_SECONDS = 0.5  # after the first failure: the other ranks' reports
 _NEAR_FULL = 0.97  # of the capacity: a hang this near to it is memory's
 
@@ -150,6 +150,7 @@ class Supervisor:
         assert job.script is not None
         self.job, self.hardware, self.ladder, self.folder = job, hardware, ladder, folder
         self.max_restarts, self.convert, self._say = max_restarts, convert, say
+        self._silent_seconds = silent_seconds
         self._policy = Policy(HELLO_SECONDS, lambda phase: silent_seconds, SETTLE_SECONDS, may_leave=True)
         self.threads = threads or hardware.threads or threads_per_rank(job.ranks)
         self._env = training_environment(hardware.device, self.threads)
@@ -337,7 +338,8 @@ class Supervisor:
         assert self._signal is not None
         group.signal(self._signal)
         if group.greeted:
-            group.wait_left(LEAVE_SECONDS)
+            self.say(f"{self._signal.name} is passed on, and the ranks may save; a second one ends them at once")
+            group.wait_left(LEAVE_SECONDS, max(LEAVE_SECONDS, self._silent_seconds))
         codes = [code for code in group.exit_codes().values() if code > 0]
         code = codes[0] if codes else 0 if group.all_left else 128 + self._signal
         return heard.end(code, None, f"stopped by {self._signal.name}")

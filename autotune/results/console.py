@@ -18,6 +18,7 @@ from autotune.problem.outcome import Kind, Outcome
 from autotune.results.winner import speed, winner_lines
 from autotune.search.records import RESUME, VERIFY, Record
 from autotune.search.study import StudyStore
+from autotune.streams import is_watched
 from autotune.units import format_bytes, format_duration
 
 _STYLE = {
@@ -150,7 +151,7 @@ class LiveObserver(PlainObserver):
 def make_observer(hardware: Hardware, budget_seconds: float, console: Console, quiet: bool) -> PlainObserver:
     if quiet:
         return PlainObserver(Console(quiet=True))
-    if console.is_terminal:
+    if console.is_terminal and is_watched(console.file):  # colours may be forced into a pipe
         return LiveObserver(console, hardware, budget_seconds)
     return PlainObserver(console)
 

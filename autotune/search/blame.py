@@ -34,7 +34,7 @@ class Blame:
         """
         if outcome.kind in (Kind.INFRASTRUCTURE, Kind.FOREIGN):
             if candidate in self._retried:
-                self._proposer.give_up(candidate, f"{outcome.kind.value}: {outcome.reason}")
+                self._proposer.give_up(candidate)
             self._retried.add(candidate)
         self.machine_failures = self.machine_failures + 1 if outcome.kind is Kind.INFRASTRUCTURE else 0
         if self.machine_fails and not self._standings.measured:

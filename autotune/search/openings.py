@@ -13,8 +13,6 @@ from autotune.problem.candidate import Candidate, Value
 from autotune.problem.outcome import Kind, Outcome, Source
 from autotune.search.dominance import Dominance, Rules
 
-GIVEN_UP = "given up: "  # how the reason begins of a candidate that was tried, to no end
-
 
 class Openings:
     """The candidates of a study, those that are ruled out marked with their reason."""
@@ -63,7 +61,7 @@ class Openings:
             self._worked.append(candidate)
         elif outcome.kind is Kind.OOM_DEVICE:
             self._rule_out_larger(candidate)
-        elif outcome.source is Source.STOP:
+        elif outcome.source is Source.DEATH:
             self.rule_out(self.alike(candidate), f"same engine as {candidate}, which the tuner did not survive")
         elif outcome.kind is Kind.INVALID:
             self._learn_refusal(candidate, outcome.reason, "DeepSpeed refuses")
@@ -71,11 +69,6 @@ class Openings:
             self._learn_refusal(candidate, outcome.reason, "crashes")
         else:  # a hang, a signal or the host's memory: the same engine would end the same way
             self.rule_out(self.alike(candidate), f"same engine as {candidate}: {outcome.kind.value}")
-
-    def give_up(self, candidate: Candidate, why: str) -> None:
-        """The candidate is not tried again in this call, whatever it would have shown."""
-        self.close(candidate)
-        self.skipped[f"{GIVEN_UP}{why[:160]}"] += 1
 
     def alike(self, candidate: Candidate) -> Flags:
         """The candidates of the same engine."""

@@ -150,9 +150,9 @@ class Proposer:
         """The factor on limits of a candidate: 2 once one of them has ended it."""
         return 2.0 if self._overran[candidate] else 1.0
 
-    def give_up(self, candidate: Candidate, why: str) -> None:
+    def give_up(self, candidate: Candidate) -> None:
         """The candidate is not tried again in this call, whatever it would have shown."""
-        self._openings.give_up(candidate, why)
+        self._openings.close(candidate)
 
     def skips(self) -> dict[str, int]:
         """How many candidates were not tried, by reason: what followed from measurements, and what the predictor says."""

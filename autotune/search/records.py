@@ -15,7 +15,6 @@ from autotune.problem.outcome import Kind, Outcome, Source
 AS_IS = "the script as it is"  # the note of the trial of its own config
 SEARCH, VERIFY, RESUME = "search", "verify", "resume"  # a trial's roles; the last: it goes on from a checkpoint
 TRAINING = "training"  # recorded by `autotune.recovery.callback`
-FOUND_RUNNING = "found running"  # the evidence of a trial whose tuner was gone
 
 # a trial's attributes
 CANDIDATE, ROLE, OUTCOME, TUNER = "candidate", "role", "outcome", "tuner"
@@ -47,7 +46,7 @@ def found_running(records: list[Record]) -> set[tuple[Candidate, str]]:
     for record in records:
         if record.outcome is None:
             continue
-        if record.outcome.evidence == FOUND_RUNNING:
+        if record.outcome.source is Source.DEATH:
             found.add((record.candidate, record.role))
         elif record.outcome.kind is not Kind.INTERRUPTED:
             found -= {(record.candidate, role) for role in (SEARCH, VERIFY, RESUME)}
@@ -65,8 +64,8 @@ def left_outcome(deadly: bool) -> Outcome:
     return Outcome(
         Kind.OOM_HOST if deadly else Kind.INTERRUPTED,
         reason=why if deadly else "the tuner's process ended meanwhile",
-        evidence=FOUND_RUNNING,
-        source=Source.STOP,
+        evidence="found running",
+        source=Source.DEATH,
     )
 
 

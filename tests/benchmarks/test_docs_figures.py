@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import docs_figures
+import docs_writing
 import pytest
 from common import RESULTS
 from docs_figures import FIGURES, MARKED, brought_up_to_date, documents
@@ -51,7 +52,7 @@ def test_a_paragraph_about_a_benchmark_has_no_figure_without_a_marker(path: Path
 def test_another_result_makes_a_document_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in RESULTS.glob("*.json"):
         shutil.copy(path, tmp_path)
-    monkeypatch.setattr(docs_figures, "RESULTS", tmp_path)
+    monkeypatch.setattr(docs_writing, "RESULTS", tmp_path)
     text = (docs_figures.ROOT / "docs" / "predictor.md").read_text()
     assert brought_up_to_date(text) == text
     rows = json.loads((tmp_path / "predictor.json").read_text())

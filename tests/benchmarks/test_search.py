@@ -2,7 +2,8 @@ import math
 
 import numpy as np
 import pytest
-from search import ABLATIONS, DATA, MISLED, WRONG, Biased, one, times_fewer
+from search import DATA, one, times_fewer
+from search_parts import ABLATIONS, MISLED, WRONG, Biased
 
 from autotune.executors.replay import load_landscape
 from autotune.predict.closed_form import closed_form_trace

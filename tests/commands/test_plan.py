@@ -45,6 +45,7 @@ def test_more_memory_is_never_worse() -> None:
 
 def test_a_global_batch_is_kept() -> None:
     (plan,) = plans(Request("llama-3.2-1b", 2, seq_len=1024, global_batch_size=48), ["rtx4090"])
+    assert plan.best
     for one in plan.best:
         assert one.candidate.micro_batch * one.candidate.accumulation * 2 == 48
 
@@ -179,7 +180,9 @@ def test_your_own_price_and_memory_count() -> None:
 
 
 def test_several_gpus_side_by_side_are_not_told_of_others() -> None:
-    for plan in plans(Request("llama-3.2-1b", 2, seq_len=1024), ["rtx4090", "a100"]):
+    both = plans(Request("llama-3.2-1b", 2, seq_len=1024), ["rtx4090", "a100"])
+    assert len(both) == 2
+    for plan in both:
         assert plan.outlook is not None
         assert plan.cards == ()
         assert plan.own is None

@@ -7,21 +7,21 @@ from autotune.problem.outcome import Kind, Outcome, Phase, Source
 
 BUSY = "The server socket has failed to listen on any local network address. port: 29511, code: -98, name: EADDRINUSE"
 CASES = [
-    (Kind.CRASH, "EOF when reading a line", "exception builtins.EOFError", "asks for input"),
-    (Kind.CRASH, "BdbQuit", "exception bdb.BdbQuit", "stops at a breakpoint"),
-    (Kind.CRASH, "[Errno 98] Address already in use", "exception builtins.OSError", "opens a port that is taken"),
-    (Kind.CRASH, "[Errno 2] No such file or directory: 'ds.json'", "exception builtins.FileNotFoundError", "'ds.json'"),
-    (Kind.CRASH, "<urlopen error [Errno 111]>", "exception urllib.error.URLError", "over the network"),
-    (Kind.CRASH, "Max retries exceeded", "exception requests.exceptions.ConnectionError", "over the network"),
-    (Kind.CRASH, "timed out", "exception httpx.ConnectTimeout", "over the network"),
-    (Kind.INFRASTRUCTURE, BUSY, "exception torch.distributed.DistNetworkError", "port: 29511"),
+    (Kind.CRASH, "EOF when reading a line", "builtins.EOFError", "asks for input"),
+    (Kind.CRASH, "BdbQuit", "bdb.BdbQuit", "stops at a breakpoint"),
+    (Kind.CRASH, "[Errno 98] Address already in use", "builtins.OSError", "opens a port that is taken"),
+    (Kind.CRASH, "[Errno 2] No such file or directory: 'ds.json'", "builtins.FileNotFoundError", "'ds.json'"),
+    (Kind.CRASH, "<urlopen error [Errno 111]>", "urllib.error.URLError", "over the network"),
+    (Kind.CRASH, "Max retries exceeded", "requests.exceptions.ConnectionError", "over the network"),
+    (Kind.CRASH, "timed out", "httpx.ConnectTimeout", "over the network"),
+    (Kind.INFRASTRUCTURE, BUSY, "torch.distributed.DistNetworkError", "port: 29511"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "reason", "evidence", "line"), CASES)
-def test_what_is_known_is_said_in_one_line(kind: Kind, reason: str, evidence: str, line: str) -> None:
+@pytest.mark.parametrize(("kind", "reason", "exception", "line"), CASES)
+def test_what_is_known_is_said_in_one_line(kind: Kind, reason: str, exception: str, line: str) -> None:
     outcome = Outcome(
-        kind, Phase.INIT, reason=reason, evidence=evidence, source=Source.EXCEPTION, log="runs/s/1", rank=1
+        kind, Phase.INIT, reason=reason, exceptions=(exception,), source=Source.EXCEPTION, log="runs/s/1", rank=1
     )
     said = _in_one_line(outcome, "train.py", reached=False)
     assert said.startswith("train.py ")
@@ -39,7 +39,7 @@ def test_a_script_that_never_gets_to_deepspeed() -> None:
 
 
 def test_any_other_error_is_the_scripts_own() -> None:
-    outcome = Outcome(Kind.CRASH, Phase.INIT, reason="no such column", evidence="exception builtins.KeyError")
+    outcome = Outcome(Kind.CRASH, Phase.INIT, reason="no such column", exceptions=("builtins.KeyError",))
     assert not _in_one_line(outcome, "train.py", reached=False)
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from autotune.commands.slurm import words_without_password
-from autotune.problem.outcome import Kind
-from autotune.search.records import FOUND_RUNNING, SEARCH, VERIFY
+from autotune.problem.outcome import Kind, Source
+from autotune.search.records import SEARCH, VERIFY
 from autotune.search.study import StudyStore
 from tests.cli_call import call
 from tests.conftest import processes_in, wait_until
@@ -78,7 +78,7 @@ def test_two_calls_share_a_study_and_one_is_killed_in_mid_trial(
         for number in lost:
             outcome = found[number].outcome
             assert outcome is not None
-            assert (outcome.kind, outcome.evidence) == (Kind.INTERRUPTED, FOUND_RUNNING)
+            assert (outcome.kind, outcome.source) == (Kind.INTERRUPTED, Source.DEATH)
         measured = Counter(r.candidate for r in found.values() if r.role == SEARCH and r.outcome and r.outcome.ok)
         assert len(measured) == 6, "what was lost was tried again"
         assert set(measured.values()) == {1}, "and nothing else"

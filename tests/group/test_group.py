@@ -4,9 +4,11 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from autotune.executors.base import SEARCH
 from autotune.executors.local import LocalExecutor
 from autotune.group import ending, launchers
-from autotune.group.ending import end_ranks, marked
+from autotune.group.ending import REAP_SECONDS, end_ranks, marked
 from autotune.group.environment import trial_environment
 from autotune.group.gpu_meter import make_meter
 from autotune.group.group import Group
@@ -194,8 +196,55 @@ def test_signals_reach_every_rank_once(fakes: Fakes) -> None:
     group, _ = fakes.run(policy(may_leave=True))
     group.signal(signal.SIGTERM)
     group.signal(signal.SIGTERM)
-    group.wait_left(60.0)
+    group.wait_left(60.0, 60.0)
     assert group.statuses() == {0: -signal.SIGTERM, 1: -signal.SIGTERM}
+
+
+class Leaving:
+    """Two ranks that leave at these seconds of a clock, and get on until another; between looks the clock goes on."""
+
+    pids: ClassVar = [1, 2]
+
+    def __init__(self, clock: list[float], works_until: float, left_at: tuple[float, float]) -> None:
+        self._clock, self._works_until, self._left_at = clock, works_until, left_at
+
+    def look_anew(self) -> None:
+        pass
+
+    def get_on(self, waiting: set[int]) -> bool:
+        return self._clock[0] < self._works_until
+
+    def statuses(self) -> dict[int, int]:
+        return {rank: 0 for rank, at in enumerate(self._left_at) if self._clock[0] >= at}
+
+
+@pytest.mark.parametrize(
+    ("works_until", "left_at", "waited"),
+    [
+        (0.0, (HOUR, HOUR), 30.0),
+        (0.0, (20.0, 25.0), 25.0),
+        (400.0, (400.0, 401.0), 401.0),
+        (100.0, (HOUR, HOUR), 130.0),
+        (HOUR, (400.0, HOUR), 430.0),
+        (HOUR, (HOUR, HOUR), 1800.0),
+    ],
+    ids=["mute", "at once", "saves", "saves and hangs", "waits for one that is gone", "never leaves"],
+)
+def test_ranks_that_save_after_a_signal_are_waited_for(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch, works_until: float, left_at: tuple[float, float], waited: float
+) -> None:
+    clock = [0.0]
+
+    def hear(seconds: float) -> bool:
+        clock[0] += 10 * seconds
+        return False
+
+    group = fakes.make(policy(may_leave=True))
+    monkeypatch.setattr(group, "_squads", [Leaving(clock, works_until, left_at)])
+    monkeypatch.setattr(group, "_hear", hear)
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    group.wait_left(30.0, 1800.0)
+    assert waited - 7 <= clock[0] <= waited + 7  # it looks every five seconds
 
 
 def test_a_stopped_rank_is_ended_as_well(fakes: Fakes) -> None:
@@ -304,3 +353,35 @@ def test_a_process_in_the_middle_of_exec_is_found(monkeypatch: pytest.MonkeyPatc
     finally:
         process.kill()
         process.wait()
+
+
+class Stuck:
+    """A process that SIGKILL does not reach: it sits in a dead driver. Waiting for it passes the time of a clock."""
+
+    def __init__(self, clock: list[float], told: list[str]) -> None:
+        self._clock, self._told = clock, told
+
+    def kill(self) -> None:
+        self._told.append("kill")
+
+    def wait(self, timeout: float) -> int:
+        self._told.append("wait")
+        self._clock[0] += timeout
+        raise subprocess.TimeoutExpired("rank", timeout)
+
+
+def test_ranks_that_cannot_be_killed_are_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, told = [0.0], list[str]()
+    launcher = SpawnLauncher({})
+    stuck = {pid: Stuck(clock, told) for pid in (1, 2, 3)}
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as killable:
+        monkeypatch.setattr(launcher, "_processes", {**stuck, killable.pid: killable})
+        monkeypatch.setattr(launchers.time, "monotonic", lambda: clock[0])
+        try:
+            launcher.close()
+            monkeypatch.undo()
+            assert killable.wait(timeout=60) == -signal.SIGKILL
+        finally:
+            killable.kill()
+    assert told == ["kill"] * 3 + ["wait"] * 3
+    assert clock[0] == REAP_SECONDS, "one deadline for all"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from autotune.group import ops
 from autotune.group.ops import wait_for_lock
 
 
@@ -25,8 +26,11 @@ def test_a_killed_builds_lock_is_broken(tmp_path: Path, capsys: pytest.CaptureFi
     assert str(lock) in capsys.readouterr().out
 
 
-def test_no_lock_no_wait(tmp_path: Path) -> None:
+def test_no_lock_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    naps: list[float] = []
+    monkeypatch.setattr(ops.time, "sleep", naps.append)
     wait_for_lock(tmp_path / "lock")
+    assert naps == []
 
 
 def test_a_held_lock_is_waited_for(tmp_path: Path) -> None:

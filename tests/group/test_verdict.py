@@ -111,9 +111,16 @@ def test_a_verdict_whole() -> None:
         Source.EXCEPTION,
         rank=3,
         missing_bytes=int(2.93 * GIB) - int(1.21 * GIB),
+        exceptions=("torch.OutOfMemoryError", "builtins.RuntimeError"),
     )
     assert judge(Evidence("cpu", [error("builtins.KeyError", "x" * 400 + " tried to allocate 5 bytes")])) == Verdict(
-        Kind.CRASH, Phase.FORWARD, f"KeyError: {'x' * 300}", "exception builtins.KeyError", Source.EXCEPTION, rank=0
+        Kind.CRASH,
+        Phase.FORWARD,
+        f"KeyError: {'x' * 300}",
+        "exception builtins.KeyError",
+        Source.EXCEPTION,
+        rank=0,
+        exceptions=("builtins.KeyError", "builtins.RuntimeError"),
     )
 
 

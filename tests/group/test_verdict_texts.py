@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from autotune.group import texts
 from autotune.group.account import Account
 from autotune.group.texts import Scene, is_echo, recognise
 from autotune.group.verdict import is_secondary
 from autotune.problem.outcome import Kind
 from autotune.units import GIB, MIB
+from tests.conftest import made_anew
 
 DEVICE = 80 * GIB
 FULL = Account(free=DEVICE // 100, total=DEVICE, reserved=78 * GIB)
@@ -63,6 +65,25 @@ def kind(text: str, account: Account = UNKNOWN, device: str = "cuda", host_ran_o
 def test_texts(text: str, on_cuda: Kind | None, on_cpu: Kind | None) -> None:
     for device, expected in (("cuda", on_cuda), ("cpu", on_cpu)):
         assert kind(f"before\n{text}\nafter", device=device) is expected
+
+
+def test_faces_are_known_in_any_letters_over_lines_and_by_their_frames() -> None:
+    made = made_anew(texts)
+
+    def found(text: str, *files: str) -> Kind | None:
+        kind_and_words = made.recognise(text, Scene("cuda"), list(files))
+        return kind_and_words[0] if kind_and_words else None
+
+    assert found("DISK QUOTA EXCEEDED") is Kind.INFRASTRUCTURE
+    assert found("disk quota exceeded") is Kind.INFRASTRUCTURE
+    assert found("nothing of the kind") is None
+    assert (
+        found("unhandled cuda error, NCCL version 2\nncclUnhandledCudaError\nlast error: out of memory")
+        is Kind.OOM_DEVICE
+    )
+    for pins in ("/site/torch/utils/data/_utils/pin_memory.py", "/mine/Pin_Memory.py"):
+        assert found("CUDA error: invalid argument", pins) is Kind.OOM_HOST
+    assert found("CUDA error: invalid argument", "/mine/train.py") is None
 
 
 _CUBLAS = "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
@@ -192,6 +213,7 @@ def test_the_words_that_decided_are_quoted_shortly() -> None:
         ("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)", True),
         ("NCCL error: remote process exited or there was a network error, ncclRemoteError", True),
         ("peer access is not supported between these two devices", False),
+        ("[Errno 104] CONNECTION RESET BY PEER", True),  # in any letters
         ("peer mapping resources exhausted", False),
         ("NCCL watchdog thread terminated with exception: CUDA error: out of memory. Socket closed", False),
         ("CUDA error: device-side assert triggered. Connection closed by peer", False),

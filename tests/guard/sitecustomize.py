@@ -19,4 +19,4 @@ def guarded(name, globals=None, locals=None, fromlist=(), level=0):  # type: ign
 builtins.__import__ = guarded
 if log := os.environ.get("AUTOTUNE_GUARDED"):
     with open(log, "a") as file:
-        file.write(" ".join(sys.orig_argv[1:3]) + "\n")
+        file.write(" ".join(sys.orig_argv[1:]) + "\n")

@@ -22,3 +22,5 @@ def test_what_is_shipped_can_be_read() -> None:
     found = known_errors(make_job(), Candidate.of({"zero_stage": 2}), named_hardware("t4", 1))
     for error in (found.peak, found.step, found.all_peak, found.all_step):
         assert error is None or (error.rows > 0 and error.median >= 0 and 0 <= error.inside <= 1)
+    assert found.all_peak is not None, "rows of a table that is there"
+    assert found.all_step is not None

@@ -11,7 +11,7 @@ from autotune.errors import UserError
 from autotune.predict import trace as tracing
 from autotune.predict import tracer
 from autotune.predict.closed_form import untraced_note
-from autotune.predict.passes import BACKWARD, FORWARD, Trace
+from autotune.predict.passes import BACKWARD, FORWARD, IMPORTED, Trace
 from autotune.predict.trace import LOSSES, trace_job, trace_jobs
 from autotune.predict.tracer import Untraceable, trace_model
 from autotune.problem.job import parse_lora
@@ -73,7 +73,7 @@ def test_a_trace_is_cached_by_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     files = list((tmp_path / "autotune" / "traces").iterdir())
     assert len(files) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(tracing.subprocess, "run", lambda *a, **k: pytest.fail("traced again"))
+        patch.setattr(tracing, "_run_tracer", lambda *a: pytest.fail("traced again"))
         again = trace_job(make_job(ranks=1))  # ranks do not matter to a trace
     assert again == made
     assert Trace.from_json(json.loads(json.dumps(made.to_json()))) == made
@@ -94,7 +94,6 @@ def test_many_jobs_are_traced_by_one_process(
     jobs = [(make_job(), "own"), (make_job(ranks=1), "own"), (make_job(), "fused"), (broken, "own"), (lora, "own")]
     trace_jobs(jobs, lambda made, of: told.append((made, of)))
     assert told == [(n, 4) for n in range(1, 5)]
-    monkeypatch.setattr(tracing.subprocess, "run", lambda *a, **k: pytest.fail("traced again"))
     monkeypatch.setattr(tracing.subprocess, "Popen", lambda *a, **k: pytest.fail("traced again"))
     trace_jobs([job for job in jobs if job[0] is not broken])
     assert trace_job(make_job()).exact
@@ -114,6 +113,58 @@ def test_a_batch_of_large_images_does_not_keep_the_tracer_waiting(
     small = make_job(model="tiny-llava", seq_len=512, task="image-text")
     config = {**small.model.config, "vision_config": {**small.model.config["vision_config"], "image_size": 224}}
     assert trace_job(replace(small, model=replace(small.model, config=config)), timeout_seconds=300).exact
+
+
+class SlowTracer:
+    """A tracer's process by a clock of its own."""
+
+    returncode = 0
+
+    def __init__(self, clock: list[float], imported: float, ended: float) -> None:
+        self._clock, self._imported, self._ended = clock, imported, ended
+
+    def __call__(self, *_: object, **__: object) -> "SlowTracer":
+        return self
+
+    def __enter__(self) -> "SlowTracer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def communicate(self, asked: str | None = None, timeout: float = 0.0) -> tuple[str, str]:
+        if self._clock[0] + timeout >= self._ended:
+            return f'{IMPORTED}\n{{"trace": 1}}\n', ""
+        self._clock[0] += timeout
+        said = f"a warning\n{IMPORTED}\n".encode() if self._clock[0] >= self._imported else None
+        raise subprocess.TimeoutExpired("tracer", timeout, output=said)
+
+    def kill(self) -> None:
+        self.returncode = -9
+
+    def poll(self) -> int:
+        return self.returncode
+
+    def wait(self) -> int:
+        return self.returncode
+
+
+@pytest.mark.parametrize(
+    ("imported", "ended", "answer"),
+    [
+        (1000.0, 1299.0, {"trace": 1}),
+        (0.0, 301.0, {"untraceable": "no trace within 300 s"}),
+        (1000.0, 1302.0, {"untraceable": "no trace within 300 s"}),
+        (1900.0, 2000.0, {"untraceable": "torch and transformers not imported within 1800 s"}),
+    ],
+)
+def test_slow_imports_are_no_reason_against_a_trace(
+    imported: float, ended: float, answer: dict[str, object], monkeypatch: pytest.MonkeyPatch, tracer_process: None
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(subprocess, "Popen", SlowTracer(clock, imported, ended))
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    assert tracing._ask_tracer(make_job(), [], 300.0) == answer
 
 
 @pytest.mark.slow
@@ -156,11 +207,8 @@ def test_what_cannot_be_traced_falls_back_to_the_closed_form_and_says_so(
     monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
     traced = trace_job(make_job(model="llama-3.2-1b", precision="bf16", seq_len=1024))
 
-    class Done:
-        stdout = json.dumps({"untraceable": "operator nonzero needs values"})
-        stderr = ""
-
-    monkeypatch.setattr(tracing.subprocess, "run", lambda *a, **k: Done())
+    said = json.dumps({"untraceable": "operator nonzero needs values"})
+    monkeypatch.setattr(tracing, "_run_tracer", lambda *a: (said, ""))
     monkeypatch.setattr(tracing, "cache_key", lambda *arguments: "other")
     closed = trace_job(make_job(model="llama-3.2-1b", precision="bf16", seq_len=1024))
     assert not closed.exact

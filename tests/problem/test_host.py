@@ -38,8 +38,8 @@ class Machine:
         folder = self.mount / path.strip("/")
         folder.mkdir(parents=True, exist_ok=True)
         names = ("memory.max", "memory.current") if self.version == 2 else (*host._V1.limits, host._V1.used)
-        inactive = "inactive_file" if self.version == 2 else "total_inactive_file"
-        stat = f"cache 1\n{inactive} {cached}\n"
+        total = "" if self.version == 2 else "total_"
+        stat = f"cache 1\n{total}inactive_file {cached // 4}\n{total}active_file {cached - cached // 4}\n"
         for name, text in zip((*names, "memory.stat"), (limit, str(used), stat), strict=True):
             (folder / name).write_text(f"{text}\n")
         for name, text in extra.items():

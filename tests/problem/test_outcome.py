@@ -31,6 +31,7 @@ measurements = st.builds(
         source=st.sampled_from(Source),
         missing_bytes=st.none() | st.integers(1, 2**40),
         rank=st.none() | st.integers(0, 7),
+        exceptions=st.just(()) | st.just(("builtins.KeyError", "builtins.LookupError")),
         seconds=st.floats(0, 1e6),
     )
 )
@@ -64,7 +65,7 @@ def test_fields_of_a_newer_version_are_dropped() -> None:
         ("deadline of 30 s", Source.BUDGET),
         ("deadline: forward: nothing heard for 9 s", Source.SILENCE),
         ("stopped", Source.STOP),
-        ("found running by a later start", Source.STOP),
+        ("found running by a later start", Source.DEATH),
         ("replayed", Source.TABLE),
         ("an exception", None),  # only how it begins counts
         ("", None),

@@ -1,12 +1,26 @@
 """Which checkpoints load as they are, and what a converted one must not lose. tests/test_scripts.py loads real ones."""
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
-from autotune.rank.checkpoints import _bare_states, _keep_groups, convert, convertible, layout, written_under
+from autotune.rank import checkpoints
+from autotune.rank.checkpoints import (
+    _bare_states,
+    _keep_groups,
+    _load_converted,
+    _workers,
+    convert,
+    convertible,
+    layout,
+    written_under,
+)
 
 NVME = {"device": "nvme", "nvme_path": "/tmp"}
 
@@ -67,6 +81,72 @@ def test_what_is_no_checkpoint_is_said_in_one_line(tmp_path: Path) -> None:
     assert written_under(tmp_path) is None
     with pytest.raises(RuntimeError, match="cannot be converted: FileNotFoundError"):
         convert(tmp_path, tmp_path / "universal", 2)
+
+
+class Ranks:
+    """Ranks of one process, one at a time, with a store between them. What each does is noted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, convert: Callable[..., None]) -> None:
+        self.done: list[str] = []
+        self._monkeypatch, store = monkeypatch, HashStore()
+        distributed = torch.distributed
+        monkeypatch.setattr(distributed.distributed_c10d, "_get_default_store", lambda: store)
+        monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+        monkeypatch.setattr(distributed, "barrier", lambda: self.done.append("barrier"))
+        monkeypatch.setattr(checkpoints, "knows_every_sub_group", lambda release: True)
+        monkeypatch.setattr(checkpoints, "convert", convert)
+
+    def load(self, rank: int) -> None:
+        self._monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+        self._monkeypatch.setattr(checkpoints, "_DONE", itertools.count(), raising=False)
+        own = [{"lr": 1.0}]
+        settings = SimpleNamespace(load_universal_checkpoint=False)
+        optimizer = SimpleNamespace(param_groups=[{**own[0], "params": []}])
+        engine = SimpleNamespace(_config=settings, optimizer=optimizer, module=torch.nn.Module())
+        _load_converted(lambda *args: self.done.append("load"), engine, Path("/none/step5"), 2, own, lambda text: None)
+
+
+def test_no_collective_is_pending_while_the_first_rank_converts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's watchdog ends a rank that sits in one for longer than its timeout."""
+    ranks = Ranks(monkeypatch, lambda *args: ranks.done.append("convert"))
+    looks = itertools.count()
+
+    def sleep(seconds: float) -> None:
+        ranks.done.append("sleep")
+        if next(looks) == 1:
+            ranks.load(0)
+            ranks.done.append("the other")
+
+    monkeypatch.setattr("time.sleep", sleep)
+    ranks.load(1)
+    assert ranks.done == ["sleep", "sleep", "convert", "load", "barrier", "the other", "load", "barrier"]
+
+
+def test_every_rank_hears_why_a_checkpoint_cannot_be_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no space left")
+
+    ranks = Ranks(monkeypatch, fail)
+    for rank in (0, 1):
+        with pytest.raises(RuntimeError, match="no space left"):
+            ranks.load(rank)
+    assert not ranks.done
+
+
+@pytest.mark.parametrize(
+    ("cpus", "free_bytes", "extract", "merge"),
+    [(2, 10**12, 2, 2), (64, 10**12, 4, 3), (8, 2 * 2 * 2_000, 2, 3), (8, 2 * 2 * 12 * 100, 1, 2), (8, 0, 1, 1)],
+)
+def test_a_conversion_takes_the_processes_that_cpus_and_memory_allow(
+    cpus: int, free_bytes: int, extract: int, merge: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "usable_cpus", lambda: cpus)
+    monkeypatch.setattr(checkpoints, "host_available_bytes", lambda: free_bytes)
+    shapes = [{"a": torch.Size([10, 10]), "b": torch.Size([7])}, {"c": torch.Size([])}]
+    torch.save({"param_shapes": shapes}, tmp_path / "mp_rank_00_model_states.pt")
+    for rank in range(4):
+        (tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").write_bytes(b"x" * 1_000)
+    assert _workers(tmp_path) == ["--num_extract_workers", str(extract), "--num_merge_workers", str(merge)]
 
 
 def test_states_lose_their_dicts_and_steps_stay(tmp_path: Path) -> None:

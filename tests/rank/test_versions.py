@@ -30,9 +30,14 @@ def test_what_a_library_does_not_have_is_none() -> None:
 
 
 def test_hooks_of_libraries_that_do_not_import_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("transformers", "accelerate", "accelerate.utils.deepspeed", "accelerate.state"):
+    gone = ("transformers", "accelerate", "accelerate.utils.deepspeed", "accelerate.state")
+    for name in gone:
         monkeypatch.setitem(sys.modules, name, None)
     context, _ = make_context(str(tmp_path))
+    wrapped: list[tuple[object, ...]] = []
+    monkeypatch.setattr(context.patches, "wrap", lambda *about: wrapped.append(about))
     for hook in (accelerate, tokenizers, transformers):
         hook.install(context)
+        assert wrapped == [], f"nothing of {hook.__name__} is there to be replaced"
     accelerate.begin_anew(context)
+    assert all(sys.modules[name] is None for name in gone), "nor was any imported for it"

@@ -1,51 +1,96 @@
 """Real training, recorded into its study."""
 
-import time
+import types
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from autotune.problem.hardware import detect
 from autotune.problem.space_file import load_space
+from autotune.recovery import callback as recording
 from autotune.recovery.callback import WARMUP_STEPS, StudyCallback
-from autotune.search.records import TRAINING
+from autotune.search.records import TRAINING, Record
 from autotune.search.storage import default_storage
 from autotune.search.study import StudyStore
 from tests.conftest import make_job
 
+CONFIG = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e5}, "train_micro_batch_size_per_gpu": "auto"}
+WARMUP_SECONDS = (900.0,) * WARMUP_STEPS
 
-def test_a_training_is_a_trial_of_its_study(tmp_path: Path) -> None:
-    folder = tmp_path / "s"
-    folder.mkdir()
-    job = make_job(2)
-    StudyStore.create_or_resume("s", default_storage(folder), folder, job, detect("cpu", 2), load_space("cpu_demo"))
-    config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e5}, "train_micro_batch_size_per_gpu": "auto"}
-    args = SimpleNamespace(
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a study that has no trial yet, of a job of two ranks."""
+    found = tmp_path / "s"
+    found.mkdir()
+    StudyStore.create_or_resume(
+        "s", default_storage(found), found, make_job(2), detect("cpu", 2), load_space("cpu_demo")
+    )
+    return found
+
+
+def arguments(config: dict[str, Any] | None = CONFIG) -> SimpleNamespace:
+    return SimpleNamespace(
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
         gradient_checkpointing=False,
-        hf_deepspeed_config=SimpleNamespace(config=config),
+        hf_deepspeed_config=None if config is None else SimpleNamespace(config=config),
     )
-    state = SimpleNamespace(is_world_process_zero=True)
+
+
+def recorded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, args: SimpleNamespace, seconds: Sequence[float], first: bool = True
+) -> list[Record]:
+    """The study's trials after a training whose steps took so long by its clock; `first`: in the process of rank 0."""
+
+    def clock() -> Iterator[float]:
+        now = 1000.0
+        yield now  # the first step begins
+        for took in seconds:
+            now += took
+            yield now
+
+    times = clock()
+    monkeypatch.setattr(recording, "time", types.SimpleNamespace(perf_counter=lambda: next(times)))
+    state = SimpleNamespace(is_world_process_zero=first)
     callback = StudyCallback(str(folder))
-    for _ in range(WARMUP_STEPS + 4):
+    for _ in seconds:
         callback.on_step_begin(args, state, None)
-        time.sleep(0.01)
         callback.on_step_end(args, state, None)
     callback.on_train_end(args, state, None)
-    (record,) = StudyStore.load(str(folder)).records()
+    return StudyStore.load(str(folder)).records()
+
+
+def test_a_training_is_a_trial_of_its_study(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (record,) = recorded(folder, monkeypatch, arguments(), (*WARMUP_SECONDS, 2.0, 1.0, 70.0, 3.0, 2.5))
     assert record.role == TRAINING
     assert (record.candidate.stage, record.candidate.micro_batch, record.candidate.accumulation) == (2, 4, 2)
-    measured = record.outcome.measurement if record.outcome else None
+    assert record.outcome is not None
+    assert record.outcome.seconds == sum(WARMUP_SECONDS) + 78.5
+    measured = record.outcome.measurement
     assert measured is not None
-    assert measured.steps == 4
-    assert measured.step_seconds > 0.009
-    assert measured.samples_per_second * measured.step_seconds == pytest.approx(16)
+    assert (measured.steps, measured.step_seconds) == (5, 2.5), "the median of those after the warm-up"
+    assert measured.samples_per_second == pytest.approx(16 / 2.5)
     assert measured.peak_bytes > 2**20
 
 
-def test_a_training_without_deepspeed_is_not_recorded(tmp_path: Path) -> None:
-    callback = StudyCallback(str(tmp_path))
-    state = SimpleNamespace(is_world_process_zero=True)
-    callback.on_train_end(SimpleNamespace(), state, None)
+@pytest.mark.parametrize(
+    ("args", "timed", "first"),
+    [
+        pytest.param(arguments(None), 2, True, id="without DeepSpeed"),
+        pytest.param(SimpleNamespace(), 2, True, id="arguments that know no DeepSpeed"),
+        pytest.param(arguments(), 1, True, id="too short to tell"),
+        pytest.param(arguments(), 2, False, id="another rank"),
+    ],
+)
+def test_what_is_no_training_with_deepspeed_is_not_recorded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, args: SimpleNamespace, timed: int, first: bool
+) -> None:
+    assert recorded(folder, monkeypatch, args, (*WARMUP_SECONDS, *[1.0] * timed), first) == []
+
+
+def test_two_steps_after_the_warm_up_are_enough(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(recorded(folder, monkeypatch, arguments(), (*WARMUP_SECONDS, 1.0, 1.0))) == 1

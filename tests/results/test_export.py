@@ -1,5 +1,6 @@
 """What is written of a winner, and that nothing is in it that was neither tuned nor asked for."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,8 +9,8 @@ import yaml
 
 from autotune import __version__
 from autotune.group.environment import variables_of
-from autotune.problem.candidate import ALLOCATOR_VARIABLES, Candidate
-from autotune.problem.job import Lora, Script
+from autotune.problem.candidate import ACCUMULATION, ALLOCATOR_VARIABLES, Candidate
+from autotune.problem.job import ArgumentFile, Lora, Script
 from autotune.problem.outcome import Measurement
 from autotune.results.export import (
     accelerate_config,
@@ -109,6 +110,8 @@ def test_arguments_of_a_trainer() -> None:
     assert training_arguments(winner(), job, "cpu") == {**plain, "use_cpu": True}
     compiled = training_arguments(winner(compile=True), job)
     assert compiled["torch_compile"] is True
+    assert "use_liger_kernel" not in compiled
+    assert training_arguments(winner(), make_job(precision="bf16", liger=True)) == {**plain, "use_liger_kernel": True}
     spared = training_arguments(winner(activation_checkpointing=True), make_job(precision="fp16"))
     assert spared["gradient_checkpointing"] is True
     assert spared["gradient_checkpointing_kwargs"] == {"use_reentrant": False}
@@ -174,12 +177,41 @@ def test_accelerate_points_at_the_config() -> None:
             ],
         ),
         ({"offload_optimizer": "cpu"}, {"base_config": OWN}, []),
+        (
+            {},
+            {"base_config": OWN, "liger": True, "task": "classification"},
+            [
+                "train the model with its head for classification: it was measured with it",
+                "use Liger's kernels (Trainer: use_liger_kernel=True): it was measured with them",
+            ],
+        ),
     ],
 )
 def test_what_a_config_cannot_carry_is_said(knobs: dict, job: dict, lines: list[str]) -> None:
     variables = {"OMP_NUM_THREADS": "3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     first = "start it with OMP_NUM_THREADS=3 CUDA_DEVICE_ORDER=PCI_BUS_ID: it was measured so"
     assert needs(winner(**knobs), make_job(**job), variables) == [first, *lines]
+
+
+def of_a_script(folder: Path, **profile: object) -> Script:
+    """A run of `train.py --deepspeed ds.json`, at 2 x 2 samples a rank."""
+    (folder / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    seen = {"micro_batch": 2, "accumulation": 2, "through_arguments": False, **profile}
+    return Script(("train.py", "--deepspeed", "ds.json"), str(folder), profile=seen)
+
+
+def test_what_a_script_must_see_to(tmp_path: Path) -> None:
+    def said(knobs: dict[str, object], script: Script) -> list[str]:
+        return needs(winner(**knobs), make_job(base_config=OWN, script=script), {"A": "1"})[1:]
+
+    same = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
+    (other,) = said({}, of_a_script(tmp_path))
+    assert other.startswith("its steps are of 24 samples, the script's own of 8: ")
+    assert said(same, of_a_script(tmp_path)) == []
+    (lightning,) = said(same, of_a_script(tmp_path, lightning=True))
+    assert lightning == "with accumulate_grad_batches=4 in its Trainer, which takes it from no config"
+    told = dataclasses.replace(of_a_script(tmp_path, lightning=True), flags=((ACCUMULATION, "--accumulate"),))
+    assert said(same, told) == [], "its own flag says it"
 
 
 def test_the_environment_that_it_was_measured_in_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,6 +328,42 @@ def test_accelerates_config_of_a_trainers_script_is_trainers(tmp_path: Path, thr
     write_export(winner(), job, tmp_path / "w.yaml", {}, style="accelerate")
     written = json.loads((tmp_path / "w.deepspeed.json").read_text())
     assert written == (hf_deepspeed_config if through_arguments else deepspeed_config)(winner(), job)
+
+
+def test_copies_of_a_scripts_files_of_arguments_are_beside_the_config(tmp_path: Path) -> None:
+    text = "deepspeed: ds.json\nper_device_train_batch_size: 2\nseed: 7  # mine\n"
+    file = ArgumentFile(1, "x.yaml", text, yaml.safe_load(text))
+    script = Script(("train.py", "x.yaml"), str(tmp_path), files=(file,))
+    config, copy, about = tmp_path / "w.json", tmp_path / "w.x.yaml", tmp_path / "w.meta.json"
+    assert write_export(winner(), make_job(script=script), config, {}) == [config, copy, about]
+    assert yaml.safe_load(copy.read_text())["deepspeed"] == str(config)
+    assert "per_device_train_batch_size: 4\nseed: 7  # mine\n" in copy.read_text()
+
+
+@pytest.mark.parametrize("through_torchrun", [True, False])
+def test_a_batch_script_trains_the_studys_own_script(tmp_path: Path, through_torchrun: bool) -> None:
+    script = dataclasses.replace(of_a_script(tmp_path), flags=((ACCUMULATION, "--accumulate"),))
+    if not through_torchrun:
+        script = dataclasses.replace(script, argv=("mytrain", *script.argv[1:]), program="mytrain")
+    about = {"study": "night", "environment": {"OMP_NUM_THREADS": "3"}}
+    out = tmp_path / "w.sbatch"
+    write_export(winner(), make_job(8, script=script), out, about, style="sbatch", device="cuda", nodes=2)
+    lines = out.read_text().splitlines()
+    words = (
+        f"{'train.py' if through_torchrun else '--no-python mytrain'} --deepspeed {tmp_path / 'w.json'} --accumulate 3"
+    )
+    assert lines[-1].strip() == f'--rdzv-endpoint "$first:29500" {words}'
+    assert {f"cd {tmp_path}", "export OMP_NUM_THREADS=3", "#SBATCH --job-name=night", "#SBATCH --gpus-per-node=4"} <= {
+        *lines
+    }
+    assert any(line.startswith("srun torchrun --nnodes 2 --nproc-per-node 4 ") for line in lines)
+
+
+def test_a_batch_script_of_no_script_is_where_it_lies(tmp_path: Path) -> None:
+    write_export(winner(), make_job(), tmp_path / "w.sbatch", {"study": "s", "environment": {}}, style="sbatch")
+    lines = (tmp_path / "w.sbatch").read_text().splitlines()
+    assert {"cd .", "#SBATCH --gpus-per-node=2"} <= {*lines}, "GPUs unless said otherwise"
+    assert lines[-1].endswith(f" train.py --deepspeed {tmp_path / 'w.json'}")
 
 
 def test_every_knob_of_a_real_winner_reaches_the_file(tmp_path: Path) -> None:

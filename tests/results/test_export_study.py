@@ -4,13 +4,26 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autotune.errors import UserError
-from autotune.results.export import deepspeed_config, export_record, export_study, training_arguments
-from autotune.search.records import VERIFY
+from autotune.group.extensions import FOLDER
+from autotune.problem.hardware import Hardware, detect, named_hardware
+from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.space_file import load_space
+from autotune.results.export import (
+    FORMATS,
+    deepspeed_config,
+    environment_of,
+    export_record,
+    export_study,
+    training_arguments,
+)
+from autotune.search.records import RESUME, VERIFY
 from autotune.search.study import StudyStore
+from tests.conftest import make_candidate, make_job
 from tests.studies import study_of_every_kind
 
 
@@ -71,6 +84,74 @@ def test_a_study_in_another_storage(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(folder / "elsewhere")
     storage = f"sqlite:///{folder}/runs/s/study.db"
     assert export_study("s", storage, "deepspeed", Path("here.json"), None)[0] == Path("here.json")
+
+
+# -- what a study knows besides ------------------------------------------------------------------------------------------
+
+GPUS = named_hardware("rtx3090", 4, nodes=2)
+BUILT = "/home/me/.cache/torch_extensions/autotune-1"
+
+
+def study_of(hardware: Hardware, **job: object) -> StudyStore:
+    return StudyStore.in_memory(make_job(hardware.count, **job), hardware, load_space("cpu_demo"))
+
+
+@pytest.mark.parametrize(
+    ("folder_of_ops", "offload", "optimizer", "named"),
+    [
+        (BUILT, "cpu", "adamw", True),
+        (BUILT, "none", "adamw", False),  # torch's own
+        (BUILT, "cpu", "sgd", False),  # DeepSpeed has none of it
+        ("", "cpu", "adamw", False),
+    ],
+)
+def test_a_training_finds_the_ops_that_its_config_needs(
+    folder_of_ops: str, offload: str, optimizer: str, named: bool
+) -> None:
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    store = study_of(dataclasses.replace(GPUS, environment=order), optimizer=optimizer)
+    store.note_extensions(folder_of_ops)
+    found = environment_of(store, make_candidate(2, offload_optimizer=offload))
+    assert found == {**order, **({FOLDER: BUILT} if named else {})}
+    assert order == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def test_ranks_on_cpus_share_memory_by_an_op_whatever_the_config() -> None:
+    store = study_of(detect("cpu", 2))
+    store.note_extensions(BUILT)
+    assert environment_of(store, make_candidate(0)) == {FOLDER: BUILT}
+
+
+def exported(store: StudyStore, folder: Path, style: str = "deepspeed") -> tuple[Path, dict[str, Any]]:
+    """A measured trial's file, and what is said beside it; it has also gone on from a checkpoint, at 321 bytes."""
+    candidate, space = make_candidate(2, offload_optimizer="cpu"), load_space("cpu_demo")
+    measured = Measurement(2.0, 0.01, 5, 4.0, 128.0, 200, predicted_seconds=0.5)
+    number = store.start(candidate, space)
+    store.finish(number, Outcome(Kind.OK, measurement=measured))
+    store.finish(store.start(candidate, space, RESUME), Outcome(Kind.OK, measurement=measured, peak_bytes=321))
+    record = next(one for one in store.records() if one.number == number)
+    file, *_, about = export_record(store, record, folder / f"x{FORMATS[style]}", style, False)
+    return file, json.loads(about.read_text())
+
+
+def test_the_meta_file_has_what_the_study_measured_with(tmp_path: Path) -> None:
+    store = study_of(GPUS)
+    store.note_extensions(BUILT)
+    _, told = exported(store, tmp_path)
+    assert (told["resume_peak_bytes"], told["threads_per_rank"]) == (321, store.threads)
+    assert told["environment"][FOLDER] == BUILT
+    assert told["environment"]["OMP_NUM_THREADS"] == str(store.threads)
+    assert "slice" not in told
+
+
+def test_of_a_slice_it_says_what_was_not_measured(tmp_path: Path) -> None:
+    _, told = exported(study_of(dataclasses.replace(GPUS, sliced=True)), tmp_path)
+    assert told["slice"].startswith("a slice: memory and computation measured on 2 of 4 ranks; 25 % of the step is ")
+
+
+def test_the_nodes_are_the_studys(tmp_path: Path) -> None:
+    file, _ = exported(study_of(GPUS), tmp_path, "sbatch")
+    assert "#SBATCH --nodes=2" in file.read_text().splitlines()
 
 
 def test_what_cannot_be_exported(folder: Path) -> None:

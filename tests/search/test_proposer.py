@@ -93,13 +93,15 @@ def test_a_kernel_that_crashes_everywhere_is_given_up() -> None:
 
 
 def test_rungs_of_one_engine_ascend(landscape: Landscape) -> None:
-    proposer = make_proposer(landscape, tolerance=0.0001)
-    for _ in range(12):
+    proposer = make_proposer(landscape, exhaustive=True)
+    climbed = 0
+    for _ in range(60):
         proposal = proposer.next()
         if proposal is None:
             break
         batch = 0
         while proposal is not None:
+            climbed += batch > 0
             assert proposal.candidate.micro_batch > batch
             batch = proposal.candidate.micro_batch
             family = proposal.candidate.family
@@ -107,6 +109,7 @@ def test_rungs_of_one_engine_ascend(landscape: Landscape) -> None:
             proposer.observe(proposal.candidate, outcome)
             proposal = proposer.next_rung(proposal.candidate) if outcome.ok else None
             assert proposal is None or proposal.candidate.family == family
+    assert climbed > 20
 
 
 def test_the_first_proposal_fits(landscape: Landscape) -> None:

@@ -21,13 +21,13 @@ from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Kind, Measurement, Outcome, Source
 from autotune.problem.space_file import load_space
 from autotune.search import tuners
 from autotune.search.alike import agree_on_memory, unlike_memory
 from autotune.search.lock import hold_a_place
 from autotune.search.proposer import Proposer
-from autotune.search.records import FOUND_RUNNING, LET_GO, SEARCH, VERIFY
+from autotune.search.records import LET_GO, SEARCH, VERIFY
 from autotune.search.study import StudyStore
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.search.tuners import Tuners, host_of, lives_here, name_of_this
@@ -140,9 +140,9 @@ def test_only_a_process_that_died_twice_speaks_against_what_it_ran(how: str, sha
         outcomes = [record.outcome for record in mine.records()]
         assert len(outcomes) == 2
         if how == "killed":
-            assert [(one.kind, one.evidence) for one in outcomes if one] == [
-                (Kind.INTERRUPTED, FOUND_RUNNING),
-                (Kind.OOM_HOST, FOUND_RUNNING),
+            assert [(one.kind, one.source) for one in outcomes if one] == [
+                (Kind.INTERRUPTED, Source.DEATH),
+                (Kind.OOM_HOST, Source.DEATH),
             ]
         else:
             assert outcomes == [LET_GO, LET_GO]

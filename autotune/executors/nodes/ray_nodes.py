@@ -23,6 +23,7 @@ from autotune.executors.nodes.wire import NotGreeted
 from autotune.files import SocketFolder
 from autotune.group.protocol import Message, Stream
 from autotune.group.verdict import log_tail
+from autotune.interpreter import module_command
 
 _RELAY = Path(__file__).with_name("ray_relay.py")
 _PLACE_SECONDS = 180.0  # imports, joining the cluster, and the minute in which a placement must be had
@@ -104,7 +105,7 @@ class RayNodes:
         log = self.folder / "ray.log"
         with log.open("ab") as errors:
             self._driver = subprocess.Popen(
-                [self.python, "-m", "autotune.executors.nodes.ray_driver"],
+                module_command(self.python, "autotune.executors.nodes.ray_driver"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -162,4 +162,4 @@ class RemoteSquad:
             for rank, text in by_rank(answer["logs"]).items():
                 with suppress(OSError):
                     self._logs.mkdir(parents=True, exist_ok=True)
-                    (self._logs / f"rank{rank}.log").write_text(text)
+                    (self._logs / f"rank{rank}.log").write_text(text, encoding="utf-8")

@@ -119,4 +119,4 @@ def agents_complaint(node: str, failure: NotGreeted, python: str, package: Path)
             "autotune needs, at the same place on every node"
         )
     last = f" ({log[-1].strip()[:200]})" if log else ""
-    return f"node {node}: no agent was heard: {str(failure).partition(': ')[2]}{last}"
+    return f"node {node}: no agent was heard: {failure.why}{last}"

@@ -29,12 +29,12 @@ class NodeDown(Exception):
 
 
 class NotGreeted(NodeDown):
-    """It was never heard. `said` is what came over the stream instead, `log` the end of what the transport wrote, `code` its
-    exit status where it ended."""
+    """It was never heard. `why` is said without the node's name, `said` is what came over the stream instead, `log` the end of
+    what the transport wrote, `code` its exit status where it ended."""
 
-    def __init__(self, text: str, said: str, log: str, code: int | None) -> None:
-        super().__init__(text)
-        self.said, self.log, self.code = said, log, code
+    def __init__(self, node: str, why: str, said: str, log: str, code: int | None) -> None:
+        super().__init__(f"{node}: {why}")
+        self.why, self.said, self.log, self.code = why, said, log, code
 
 
 class Wire:
@@ -129,7 +129,7 @@ class Wire:
         if code is not None:
             why = f"the way to it ended with exit status {code}"
         self.down = f"{self.name}: {why}"
-        return NotGreeted(self.down, text, log, code)
+        return NotGreeted(self.name, why, text, log, code)
 
     # -- threads -----------------------------------------------------------------------------------------------------
 

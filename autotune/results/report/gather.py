@@ -25,7 +25,6 @@ from autotune.results.report.memory_bars import memory_bars, of_interest
 from autotune.results.report.memory_map import memory_map
 from autotune.results.sliced import slice_line
 from autotune.results.winner import closest_lines, measured_alike, train_with, unlike_steps
-from autotune.search.openings import GIVEN_UP
 from autotune.search.records import AS_IS, RESUME, SEARCH, TRAINING, VERIFY, Record
 from autotune.search.study import StudyStore
 from autotune.units import format_bytes
@@ -157,7 +156,7 @@ def _skips(store: StudyStore, known: AbstractSet[Candidate]) -> tuple[tuple[str,
     """(why candidates were not tried, how many), the rest last: what is tried and these are together the whole space."""
     told = sorted(store.skips.items(), key=lambda item: -item[1])
     untried = len(known - {record.candidate for record in store.records()})
-    rest = untried - sum(count for reason, count in told if not reason.startswith(GIVEN_UP))  # which was tried
+    rest = untried - sum(count for _, count in told)
     ended = store.calls()[-1].ended if store.calls() else ""
     why = (
         f"the search ended first ({ended}), the gain predicted was too small, or it cannot be had on this machine"

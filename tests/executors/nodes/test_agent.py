@@ -4,8 +4,7 @@ import json
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -324,10 +323,8 @@ def test_a_wire_does_not_hang_where_nobody_reads(tmp_path: Path, monkeypatch: py
     deaf = 'print(\'{"type": "agent", "version": "", "protocol": 1}\', flush=True); import time; time.sleep(600)'
     wire = Wire("n1", [python, "-c", deaf], tmp_path / "log")
     wire.greet(60)
-    began: Callable[[], float] = time.monotonic
-    before = began()
     wire.tell("much", text="x" * 2**21)
-    assert began() - before < 300
+    assert wire._process.poll() is None, "what nobody has read was not waited for"
     wait_until(lambda: wire.down, "the silence to be noticed")
     assert wire.down.startswith("n1: ")
     monkeypatch.setattr(wires, "_LEAVE_SECONDS", 0.2)

@@ -173,7 +173,7 @@ def test_a_relay_without_a_driver(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (1, "ray: the driver is gone\n")
     nodes = RayNodes("auto", tmp_path)
-    text = nodes.complaint("n1", NotGreeted("n1: ended", "", done.stderr.strip(), 1))
+    text = nodes.complaint("n1", NotGreeted("n1", "ended", "", done.stderr.strip(), 1))
     assert text == "node n1: Ray carries no agent there (the driver is gone)"
 
 

@@ -188,7 +188,7 @@ def test_a_machine_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_srun_says() -> None:
     said = "srun: error: Unable to create step for job 5: Invalid node name specified"
-    text = Srun("5").complaint("n9", NotGreeted("n9: ended", "", said, 1))
+    text = Srun("5").complaint("n9", NotGreeted("n9", "ended", "", said, 1))
     assert (
         text
         == "node n9: Slurm starts no agent there (error: Unable to create step for job 5: Invalid node name specified)"

@@ -11,7 +11,7 @@ from autotune.executors.nodes.wire import NotGreeted
 
 def said(log: str, code: int | None = 255, came: str = "") -> str:
     text = Ssh("/usr/bin/python3", PACKAGE).complaint(
-        "worker-1", NotGreeted("worker-1: the way to it ended with exit status 127", came, log, code)
+        "worker-1", NotGreeted("worker-1", "the way to it ended with exit status 127", came, log, code)
     )
     assert "\n" not in text
     assert text.startswith("node worker-1")

@@ -1,0 +1,68 @@
+"""Who reads what we say may go: `tee` that Ctrl-C ends too, a terminal whose connection is cut. What is said then is lost, and
+nothing else: a study still has its winner, a training goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
+
+_GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)  # a pipe without reader, a terminal that hung up
+
+
+class Lasting:
+    """A text stream of which a reader that has gone is no error: from then on it writes to nowhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._outlasting():
+            self._stream.write(text)
+        return len(text)
+
+    def writelines(self, lines: list[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        with self._outlasting():
+            self._stream.flush()
+
+    @contextmanager
+    def _outlasting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _GONE:  # a full disk is said
+                raise
+            with suppress(OSError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())  # what is buffered goes there, too, and what children write
+                os.close(nowhere)
+
+
+@contextmanager
+def lasting_streams() -> Iterator[None]:
+    """Standard output and standard error are such streams meanwhile."""
+    before = sys.stdout, sys.stderr
+    # a process may have been started without them
+    sys.stdout, sys.stderr = (cast(TextIO, Lasting(stream)) if stream else stream for stream in before)
+    try:
+        yield
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+        sys.stdout, sys.stderr = before
+
+
+def is_watched(stream: Any) -> bool:
+    """Whether somebody looks at the stream as it is written, at a terminal that moves its cursor: a notebook shows every
+    picture of a live view below the one before, and nobody can answer there."""
+    return bool(stream and stream.isatty()) and "JPY_PARENT_PID" not in os.environ

@@ -1,0 +1,102 @@
+"""Whoever reads what we say may go: the work goes on."""
+
+import errno
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from autotune.streams import Lasting, is_watched, lasting_streams
+
+# Says much more than a pipe holds, waits until nobody reads, says it again, and then does what counts.
+WORKS = """
+import sys, time
+from pathlib import Path
+from rich.console import Console
+from autotune.streams import lasting_streams
+with lasting_streams():
+    print("begun", flush=True)
+    sys.stdin.read()
+    for _ in range(10_000):
+        print("x" * 100)
+    Console(force_terminal=True).print("[bold]seen by nobody")
+    print("nor this", file=sys.stderr, flush=True)
+    Path(sys.argv[1]).write_text("done")
+"""
+
+
+def test_a_pipe_whose_reader_has_gone(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WORKS, str(tmp_path / "result")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin
+    assert process.stdout
+    assert process.stderr
+    assert process.stdout.readline() == b"begun\n"
+    process.stdout.close()
+    process.stderr.close()
+    process.stdin.close()
+    assert process.wait(timeout=120) == 0
+    assert (tmp_path / "result").read_text() == "done"
+
+
+def test_a_terminal_that_hung_up(tmp_path: Path) -> None:
+    master, slave = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", WORKS, str(tmp_path / "result")],
+        stdin=subprocess.PIPE,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+    )
+    os.close(slave)
+    assert os.read(master, 5) == b"begun"
+    os.close(master)
+    assert process.stdin
+    process.stdin.close()
+    assert process.wait(timeout=120) == 0
+    assert (tmp_path / "result").read_text() == "done"
+
+
+class Full(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_is_said() -> None:
+    with pytest.raises(OSError, match="No space left"):
+        Lasting(Full()).write("x")
+
+
+def test_the_streams_are_put_back_and_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", None)
+    with lasting_streams():
+        print("said")
+        assert sys.stdout is not out
+        assert sys.stderr is None
+    assert sys.stdout is out
+    assert out.getvalue() == "said\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_who_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
+    assert is_watched(Terminal())
+    assert is_watched(cast(Any, Lasting(Terminal())))
+    assert not is_watched(io.StringIO())
+    assert not is_watched(None)
+    monkeypatch.setenv("JPY_PARENT_PID", "1")
+    assert not is_watched(Terminal()), "a notebook's cell moves no cursor"
