@@ -13,8 +13,9 @@ _NAME = re.compile(r"`((?:[\w-]+/)*\w+\.py)`")
 
 def holds_code(path: Path) -> bool:
     """Not so an `__init__.py` that is empty or a docstring."""
-    lines = ast.parse(path.read_text()).body
-    return path.name != "__init__.py" or any(not isinstance(line, ast.Expr) for line in lines)
+    if path.name != "__init__.py":
+        return True
+    return any(not isinstance(line, ast.Expr) for line in ast.parse(path.read_text()).body)
 
 
 def named_modules(text: str) -> list[str]:
