@@ -74,7 +74,7 @@ def first_candidates(script: Script) -> list[Candidate]:
     if path is not None:
         return [candidate_of_config(json.loads(path.read_text()))]
     offloads = re.search("offload_optimizer|CPUAdam", script_text(script) or "")
-    return [Candidate(()), *([Candidate.of({"offload_optimizer": "cpu"})] if offloads else [])]
+    return [Candidate(()), *([Candidate.of({"zero_stage": 2, "offload_optimizer": "cpu"})] if offloads else [])]
 
 
 def unknown_job(script: Script, hardware: Hardware) -> Job:

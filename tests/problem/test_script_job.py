@@ -72,9 +72,6 @@ def test_a_script_that_has_not_run(tmp_path: Path, config: dict | None, base: di
 
 
 ADAM = {"optimizer": {"type": "AdamW"}}
-NOT_YET = pytest.mark.xfail(
-    strict=True, reason="first_candidates names no stage, and at stage 0 a Candidate drops offload_optimizer"
-)
 
 
 @pytest.mark.parametrize(
@@ -220,12 +217,7 @@ def test_a_first_run_is_its_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "offloads"),
-    [
-        ("config = {}", False),
-        pytest.param("{'offload_optimizer': {}}", True, marks=NOT_YET),
-        pytest.param("DeepSpeedCPUAdam(p)", True, marks=NOT_YET),
-        (None, False),
-    ],
+    [("config = {}", False), ("{'offload_optimizer': {}}", True), ("DeepSpeedCPUAdam(p)", True), (None, False)],
 )
 def test_a_first_run_without_a_config_is_what_the_text_speaks_of(
     tmp_path: Path, text: str | None, offloads: bool
