@@ -13,7 +13,14 @@ from typing import Any
 from autotune.errors import Cause, MachineTrouble, Stopped, Unusable
 from autotune.executors.base import Effort, Ground
 from autotune.executors.deadlines import SCRIPT_DEADLINES, Deadlines
-from autotune.executors.measurement import inside_bytes, interrupted, machines_fault, measurement_of, out_of_time
+from autotune.executors.measurement import (
+    inside_bytes,
+    interrupted,
+    judged,
+    machines_fault,
+    measurement_of,
+    out_of_time,
+)
 from autotune.executors.ops import Ops
 from autotune.executors.scratch import scratch_folder
 from autotune.executors.selftest import check_group
@@ -25,7 +32,6 @@ from autotune.group.launchers import Launcher
 from autotune.group.policy import Policy, Stop
 from autotune.group.protocol import Message
 from autotune.group.squad import Spread
-from autotune.group.verdict import judge
 from autotune.predict.startup import size_seconds
 from autotune.problem.candidate import Candidate, under
 from autotune.problem.cpus import threads_per_rank
@@ -373,22 +379,8 @@ class LocalSession:
             if cause is not Cause.BATCH:
                 raise Unusable(text, cause)
             return Outcome(Kind.INVALID, group.phase, reason=text, evidence="its steps", source=Source.BATCH)
-        kind, reason, said = (verdict := judge(evidence)).kind, verdict.reason, verdict.evidence
-        if kind is Kind.FOREIGN and evidence.peaks.neighbours:
-            said = f"{said} ({evidence.peaks.neighbours})"
-        if not group.greeted:  # nothing of the candidate had reached the ranks
-            kind, reason = Kind.INFRASTRUCTURE, f"the ranks did not come up: {verdict.reason}"
-        return Outcome(
-            kind,
-            verdict.phase,
-            reason=reason,
-            evidence=said,
-            source=verdict.source,
-            exceptions=verdict.exceptions,
-            rank=verdict.rank,
-            missing_bytes=verdict.missing_bytes,
-            peak_bytes=evidence.peaks.worst or None,
-        )
+        server_lives = not self._executor.here or not self._executor.ground.broken
+        return judged(evidence, greeted=group.greeted, server_lives=server_lives)
 
     def close(self) -> None:
         """Ends every rank and waits until nothing of them is left."""

@@ -1,4 +1,4 @@
-"""From what the ranks of a trial report to its Measurement."""
+"""From what the ranks of a trial report, or from how they failed, to its Outcome."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from autotune.group.gauge import Peaks
 from autotune.group.gpu_meter import clock_limits, clock_mhz
 from autotune.group.protocol import Message
+from autotune.group.verdict import Evidence, judge
 from autotune.predict.flops import model_flops_per_token
 from autotune.problem.candidate import Candidate, samples, under
 from autotune.problem.hardware import Hardware
@@ -106,6 +107,34 @@ def median_spread(values: list[float]) -> float:
         return max(values) - min(values)
     low, _, high = statistics.quantiles(sorted(values), n=4, method="inclusive")
     return float(1.96 * 1.2533 * (high - low) / 1.349 / len(values) ** 0.5)
+
+
+def judged(evidence: Evidence, *, greeted: bool, server_lives: bool) -> Outcome:
+    """Of a trial whose ranks have failed.
+
+    Args:
+        greeted: whether all ranks had come up; before that nothing of the candidate has reached them.
+        server_lives: whether what forked them does.
+    """
+    verdict = judge(evidence)
+    kind, reason, said = verdict.kind, verdict.reason, verdict.evidence
+    if kind is Kind.FOREIGN and evidence.peaks.neighbours:
+        said = f"{said} ({evidence.peaks.neighbours})"
+    if kind is Kind.CRASH and not server_lives:
+        kind, reason = Kind.INFRASTRUCTURE, "the fork server was killed from outside, and its ranks with it"
+    if not greeted:
+        kind, reason = Kind.INFRASTRUCTURE, f"the ranks did not come up: {verdict.reason}"
+    return Outcome(
+        kind,
+        verdict.phase,
+        reason=reason,
+        evidence=said,
+        source=verdict.source,
+        exceptions=verdict.exceptions,
+        rank=verdict.rank,
+        missing_bytes=verdict.missing_bytes,
+        peak_bytes=evidence.peaks.worst or None,
+    )
 
 
 def interrupted(phase: Phase) -> Outcome:

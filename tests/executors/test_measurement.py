@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from autotune.executors.measurement import measurement_of
+from autotune.executors.measurement import judged, measurement_of
 from autotune.group.gauge import Peaks
+from autotune.group.verdict import Evidence
 from autotune.problem.hardware import Hardware, named_hardware
-from autotune.problem.outcome import Measurement, Outcome
+from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.units import GIB, MIB
 from tests.conftest import make_candidate, make_job
 
@@ -58,3 +59,26 @@ def test_clocks_are_recorded_and_survive_the_study() -> None:
     assert (found.sm_clock_mhz, found.clock_limits) == (1410, ["power cap", "temperature (hardware)"])
     data = Outcome.from_json(Outcome("ok", measurement=found).to_json())  # type: ignore[arg-type]
     assert data.measurement == found
+
+
+KILLED = Evidence("cpu", statuses={0: -9, 1: -9})
+
+
+def test_ranks_that_died_with_their_server_say_nothing_of_the_candidate() -> None:
+    assert judged(KILLED, greeted=True, server_lives=True).kind is Kind.CRASH
+    gone = judged(KILLED, greeted=True, server_lives=False)
+    assert (gone.kind, gone.reason) == (
+        Kind.INFRASTRUCTURE,
+        "the fork server was killed from outside, and its ranks with it",
+    )
+
+
+def test_where_main_memory_ran_out_the_kernel_chose_the_server() -> None:
+    found = judged(Evidence("cpu", statuses={0: -9}, peaks=Peaks(oom_kills=1)), greeted=True, server_lives=False)
+    assert found.kind is Kind.OOM_HOST
+
+
+def test_ranks_that_never_came_up() -> None:
+    found = judged(KILLED, greeted=False, server_lives=False)
+    assert found.kind is Kind.INFRASTRUCTURE
+    assert found.reason.startswith("the ranks did not come up: ")
