@@ -220,11 +220,19 @@ def ray(folder: Path) -> Iterator[Ground]:
         raise Unavailable(ray_cluster.WHY_NOT)
     with made_here(ray_cluster.made_ray) as made, variables(PYTHONPATH=ray_cluster.with_ray()):
 
+        def deaths() -> int:
+            """How many nodes Ray holds for dead. It places anew what was there only then, after five of its checks, 3 s apart."""
+            (log,) = (made.folder / "ray").glob("session_2*/logs/gcs_server.out")
+            return log.read_text().count("Node is dead because the health check failed")
+
         def start_raylet() -> None:
-            number = made_of()
+            number, before = made_of(), deaths()
             (made.folder / f"ray{number}.log").write_text("")  # in which `wait` looks for what it says once it is up
             made.start(number)
             made.wait(number)
+            until = time.monotonic() + 60
+            while deaths() == before and time.monotonic() < until:
+                time.sleep(0.1)
 
         def made_of() -> int:
             """The number of the raylet that the second node is: Ray places them as it likes."""

@@ -73,7 +73,7 @@ SMALL = Size(12, (7,), ranks=1)  # half of the starts, which are most of its tim
 seen_samples = runpy.run_path(str(SCRIPT), run_name="read")["seen_samples"]
 
 
-def rung(micro_batch: int, ranks: int) -> Rung:
+def rung(micro_batch: int, ranks: int = 2) -> Rung:
     knobs = {
         "zero_stage": 1,
         MICRO_BATCH: micro_batch,

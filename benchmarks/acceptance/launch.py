@@ -32,7 +32,6 @@ def run(ground: Ground) -> Iterator[Row]:
     folder, steps = ground.folder, ground.choose(STEPS, 3)
     os.chdir(folder)
     (folder / "ds.json").write_text(json.dumps(AUTO))
-    (folder / "seen.rank1.jsonl").touch()  # `seen_samples` reads two ranks
     options = {**_OPTIONS, "deepspeed": "ds.json", "max_steps": str(steps), "long": str(TOKENS)}
     options["long_steps"] = ground.choose(LONG_STEPS, "")
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
