@@ -155,6 +155,38 @@ def launch_kills() -> str:
 # -- what a study is kept in -----------------------------------------------------------------------------------------
 
 
+def nodes() -> str:
+    def seconds(row: dict[str, Any], median: str, worst: str) -> str:
+        return f"{row[median]:.1f} ({row[worst]:.1f})"
+
+    header = [
+        "failure",
+        "over",
+        "times",
+        "s to the next trial",
+        "of it beyond the transport's own",
+        "left running",
+        "lost",
+    ]
+    rows = [
+        [
+            row["failure"],
+            row["over"],
+            str(row["count"]),
+            seconds(row, "next trial, s", "worst"),
+            seconds(row, "beyond, s", "worst beyond"),
+            str(row["left"]),
+            str(row["lost"]),
+        ]
+        for row in result("nodes")["failures"]
+    ]
+    return table(header, rows)
+
+
+def node_trials() -> str:
+    return listed([f"{row['more, s']:.2f} s over {row['over']}" for row in result("nodes")["trials"]])
+
+
 def storage() -> str:
     rows = {row["kept in"]: row for row in result("storage")}
     database, journal = rows["study.db"], rows["study.journal"]
@@ -281,6 +313,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     **docs_search.FIGURES,
     "launch-overhead": launch_overhead,
     "launch-kills": launch_kills,
+    "nodes": nodes,
+    "node-trials": node_trials,
     "storage": storage,
     "stages-own": stages_own,
     "stages-published": stages_published,
