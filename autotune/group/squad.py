@@ -41,7 +41,7 @@ class Squad(Protocol):
 
     @property
     def pids(self) -> list[int]:
-        """Of its ranks, in order, as the machine's launcher knows them."""
+        """The process ids of its ranks, in their order, as the machine's launcher gave them."""
 
     def launch(self, entry: str, numbers: Sequence[int], *, deadline: float, cancelled: Callable[[], bool]) -> None:
         """Launches ranks that run module `entry`, once the devices have room. Of another machine it may only be asked for:

@@ -41,10 +41,13 @@ def uneven_shares(job: Job, c: Columns, activations: Floats) -> tuple[Floats, Fl
 def kept_records(
     lengths: Sequence[tuple[int, int]], micro_batch: Floats, batches: int = BATCHES
 ) -> tuple[Floats, Floats]:
-    """(mean, standard deviation), (n,) each, of the sum of the lengths of all batches that were the longest so far, but for
-    the longest of all, as multiples of the longest; `lengths` are (tokens, how often), and a batch is as long as its longest row.
+    """(mean, standard deviation), (n,) each, of the summed lengths of the records, in multiples of the longest length.
 
-    A length is a record if the first batch that is at least as long is exactly as long; that of one tells nothing of others.
+    A batch is as long as its longest row. A record is a batch that is longer than all before it; the longest of all is not
+    counted. A length is a record if the first batch that is at least as long is exactly as long, independently of others.
+
+    Args:
+        lengths: (tokens, how often).
     """
     tokens, counts = np.array(sorted(lengths), dtype=np.float64).T
     sizes, place = np.unique(micro_batch, return_inverse=True)

@@ -37,8 +37,8 @@ class Openings:
         return self.open & ~self._kept_back
 
     def keep_back(self, running: Iterable[Candidate], kinds: NDArray[np.intp]) -> None:
-        """What runs elsewhere is not handed out, nor is, until `let_alike`, what is like it: the same engine, which measures one
-        micro-batch after the other there, and the same kind.
+        """Holds back what runs elsewhere and, until `let_alike`, what is like it: candidates of the same engine, which
+        measures them one after the other there, and of the same kind.
 
         Args:
             kinds: (n,) each candidate's.

@@ -32,8 +32,10 @@ def kept_if_it_fails(folder: Path | None, trial: optuna.Trial, outcome: Outcome)
 
 
 def what_was_kept(folder: Path | None, study: optuna.Study) -> Iterator[tuple[optuna.Trial, Outcome]]:
-    """Trials of earlier calls in the folder whose outcome could not be stored, and that; each is given to one call, once. What is
-    of another study of that name is dropped."""
+    """(trial, its Outcome) of earlier calls that could not store it and left it in the folder.
+
+    Each is given to one call, once. Files of another study of that name are dropped.
+    """
     for path in sorted(folder.glob(_NAME)) if folder is not None else []:
         try:
             kept = json.loads(path.read_text())

@@ -78,7 +78,7 @@ class Carrier:
         return found
 
     def write(self, data: bytes) -> None:
-        """Gives the agent something to read; of one that has ended nothing is said here."""
+        """Gives the agent something to read. That it has ended is no error here: `read` tells."""
         with suppress(OSError, ValueError, AttributeError):
             while data:
                 data = data[self._process.stdin.write(data) :]

@@ -67,7 +67,7 @@ class Ray:
             "RAY_DISABLE_IMPORT_WARNING": "1",
             _MARK: str(self.folder),
         }
-        with (self.folder / f"ray{number}.log").open("ab") as out:
+        with (self.folder / f"ray{number}.log").open("wb") as out:  # anew: `wait` looks for what this one says
             self.raylets[number : number + 1] = [
                 subprocess.Popen(
                     words, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
