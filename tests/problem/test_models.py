@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import UserError
+from autotune.interpreter import module_command
 from autotune.problem import models
 from autotune.problem.models import ModelSpec, resolve_model, shipped_models, workload_spec
 
@@ -126,8 +127,7 @@ def test_a_hub_id_is_read_by_another_process(monkeypatch: pytest.MonkeyPatch, tr
     assert resolve_model("me/my-llama", trust_remote_code=trust) == ModelSpec(
         "my-llama", {"model_type": "llama"}, "me/my-llama", None, trust
     )
-    safe = ["-P"] if sys.version_info >= (3, 11) else []
-    assert hub.command == [sys.executable, *safe, "-m", "autotune.rank.hub", *flags, "me/my-llama"]
+    assert hub.command == module_command(sys.executable, "autotune.rank.hub", *flags, "me/my-llama")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.executors.nodes.hosts import Networks, _free_port, _runs
+from tests.executors.nodes.hosts import Networks, _free_port, _runs, tests_alone
 
 # Ray's packages, where they lie in a folder of their own: only processes of tests of Ray are to find them.
 PACKAGES = Path(__file__).parents[3] / ".venv-ray"
@@ -26,9 +26,9 @@ _APART = (PACKAGES / "ray").is_dir()
 WHY_NOT = "" if _APART or importlib.util.find_spec("ray") else "no ray here: `make cluster-tests` installs it"
 
 
-def with_ray() -> str:
+def with_ray(also: str = "") -> str:
     """A PYTHONPATH by which other processes find it."""
-    return os.pathsep.join(filter(None, [str(PACKAGES) if _APART else "", os.environ.get("PYTHONPATH", "")]))
+    return os.pathsep.join(filter(None, [str(PACKAGES) if _APART else "", also, os.environ.get("PYTHONPATH", "")]))
 
 
 # In the environment of all that a raylet starts: whose it is. Its address would not tell, since Ray puts another for 127.0.0.1.
@@ -61,7 +61,7 @@ class Ray:
             words = ["ip", "netns", "exec", self.spaces[number], *words]
         env = {
             **os.environ,
-            "PYTHONPATH": with_ray(),
+            "PYTHONPATH": with_ray(tests_alone(self.folder)),
             "RAY_memory_monitor_refresh_ms": "0",
             "OMP_NUM_THREADS": "1",
             "RAY_DISABLE_IMPORT_WARNING": "1",
