@@ -157,12 +157,14 @@ def launch_kills() -> str:
 
 def parallel() -> str:
     alone, beside = result("parallel-cpu")
-    near = "s until 95% of the best"
+    speed, least, most = (number(beside[name]) for name in ("speed of alone, median", "least", "most"))
+    near, whole = (
+        [number(one[name]) for one in (beside, alone)] for name in ("s until 95% of the best", "s until all")
+    )
     return (
-        f"{beside['candidates']} candidates beside each other have {number(beside['speed of alone, median'])}x the speed they have "
-        f"alone ({number(beside['least'])}x to {number(beside['most'])}x), the same one is the fastest, and a study comes within 5 % "
-        f"of it in {number(beside[near])} instead of {number(alone[near])} s, through all in {number(beside['s until all'])} instead of "
-        f"{number(alone['s until all'])} s"
+        f"{beside['candidates']} candidates beside each other have {speed}x the speed they have alone ({least}x to {most}x), the "
+        f"same one is the fastest, and a study comes within 5 % of it in {near[0]} instead of {near[1]} s, through all in "
+        f"{whole[0]} instead of {whole[1]} s"
     )
 
 

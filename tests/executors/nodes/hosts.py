@@ -223,9 +223,9 @@ def _free_net() -> int:
     return next(net for net in random.sample(range(1, 250), 249) if f"10.213.{net}.254" not in taken)
 
 
-def tests_alone(folder: Path) -> str:
+def only_tests(folder: Path) -> str:
     """A folder in which the package `tests` is found, whose ranks these tests start, and not the one that is sent to nodes."""
-    alone = folder / "tests-alone"
+    alone = folder / "only-tests"
     alone.mkdir(exist_ok=True)
     with suppress(FileExistsError):
         (alone / "tests").symlink_to(Path(__file__).parents[2])

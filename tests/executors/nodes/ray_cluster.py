@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.executors.nodes.hosts import Networks, _free_port, _runs, tests_alone
+from tests.executors.nodes.hosts import Networks, _free_port, _runs, only_tests
 
 # Ray's packages, where they lie in a folder of their own: only processes of tests of Ray are to find them.
 PACKAGES = Path(__file__).parents[3] / ".venv-ray"
@@ -61,7 +61,7 @@ class Ray:
             words = ["ip", "netns", "exec", self.spaces[number], *words]
         env = {
             **os.environ,
-            "PYTHONPATH": with_ray(tests_alone(self.folder)),
+            "PYTHONPATH": with_ray(only_tests(self.folder)),
             "RAY_memory_monitor_refresh_ms": "0",
             "OMP_NUM_THREADS": "1",
             "RAY_DISABLE_IMPORT_WARNING": "1",

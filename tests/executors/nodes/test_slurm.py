@@ -29,7 +29,7 @@ from autotune.group.verdict import judge
 from autotune.problem.outcome import Kind, Source
 from tests.cli_call import call
 from tests.conftest import wait_until
-from tests.executors.nodes.hosts import tests_alone
+from tests.executors.nodes.hosts import only_tests
 from tests.executors.nodes.slurm_cluster import WHY_NOT, Slurm, made_slurm
 
 HOUR = 3600.0
@@ -218,7 +218,7 @@ def real(_slurm_of_this_worker: Slurm, monkeypatch: pytest.MonkeyPatch) -> Slurm
 @pytest.mark.slow
 def test_agents_of_an_allocation(real: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that is killed is a lost node, which comes back; at the end nothing is left. The package is sent (`--sync`)."""
-    monkeypatch.setenv("PYTHONPATH", tests_alone(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", only_tests(tmp_path))
     with real.allocation() as job:
         hosts = allocated_hosts(1, job)
         assert [host.name for host in hosts] == ["n1", "n2"]
