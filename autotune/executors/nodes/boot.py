@@ -16,9 +16,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from autotune.interpreter import APART
+
 SENT_FOLDER = "AUTOTUNE_SENT_FOLDER"  # tells an agent which folder to remove at its end
-# A line of hexadecimal digits, read byte by byte, so that nothing that follows it is taken; no character that any shell minds.
-BOOT = "import os;exec(bytes.fromhex(b''.join(iter(lambda:os.read(0,1),b'\\n')).decode()))"
+# Apart from the folder that a login begins in, where a random.py may lie. A line of hexadecimal digits, read byte by byte, so that
+# nothing that follows it is taken; no character that any shell minds.
+BOOT = APART + "import os;exec(bytes.fromhex(b''.join(iter(lambda:os.read(0,1),b'\\n')).decode()))"
 
 
 def _on_the_node() -> None:

@@ -309,6 +309,16 @@ def test_an_agent_from_a_package_that_was_sent(tmp_path: Path, has: bool) -> Non
 
 
 @pytest.mark.usefixtures("apart")
+def test_a_file_in_the_folder_of_a_login_stands_in_for_no_library(tmp_path: Path) -> None:
+    for name in ("random", "tarfile", "json"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not the library')")
+    there = ["sh", "-c", 'cd "$0" && exec "$@"', str(tmp_path), sys.executable, "-c", BOOT]
+    with closing(Wire("n1", there, tmp_path / "log", preamble(PACKAGE, Path("/nowhere/autotune")))) as wire:
+        wire.greet(60)
+        assert wire.ask("exists", 20, path="/")["there"]
+
+
+@pytest.mark.usefixtures("apart")
 def test_what_a_killed_agent_was_sent_goes_with_the_next(tmp_path: Path) -> None:
     before, words = sent_folders(), [sys.executable, "-c", BOOT]
     with closing(Wire("n1", words, tmp_path / "log", preamble(PACKAGE, Path("/nowhere/autotune")))) as wire:
