@@ -57,8 +57,10 @@ def lasting_streams() -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
+        for stream in (sys.stdout, sys.stderr):  # else the interpreter flushes the plain ones at its end, and complains
+            if stream is not None:
+                with suppress(OSError, ValueError):
+                    stream.flush()
         sys.stdout, sys.stderr = before
 
 

@@ -146,6 +146,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
 # -- plain helpers -------------------------------------------------------------------------------------------------------
 
 
+class Terminal(io.StringIO):
+    """Somebody looks at it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 def make_job(ranks: int = 2, **changes: object) -> Job:
     values = {"seq_len": 32, "precision": "fp32", **changes}
     return Job(resolve_model(str(values.pop("model", "tiny-llama"))), ranks, **values)  # type: ignore[arg-type]

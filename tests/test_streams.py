@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from autotune.streams import Lasting, is_watched, lasting_streams
+from tests.conftest import Terminal
 
 # Says much more than a pipe holds, waits until nobody reads, says it again, and then does what counts.
 WORKS = """
@@ -85,11 +86,10 @@ def test_the_streams_are_put_back_and_may_be_missing(monkeypatch: pytest.MonkeyP
         assert sys.stderr is None
     assert sys.stdout is out
     assert out.getvalue() == "said\n"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+    monkeypatch.setattr(sys, "stdout", None)  # `>&-`
+    with lasting_streams():
+        print("said to nobody")
+    assert sys.stdout is None
 
 
 def test_who_watches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,8 @@ from rich.console import Console
 
 from autotune.problem.hardware import detect
 from autotune.results.console import LiveObserver, make_observer
-from tests.conftest import make_candidate
+from tests.conftest import Terminal, make_candidate
 from tests.studies import study_of_every_kind
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_a_pipe_into_which_colours_are_forced_has_no_live_view() -> None:
