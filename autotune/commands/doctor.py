@@ -37,7 +37,7 @@ from autotune.problem.host import host_available_bytes, host_total_bytes
 from autotune.units import GIB, MIB, format_bytes
 from autotune.versions import Versions, complaint, newer
 
-_LEAST_SHM_BYTES = 60 * MIB  # NCCL's and gloo's shared segments, a data loader's batches
+_LEAST_SHM_BYTES = 64 * MIB  # NCCL's and gloo's shared segments, a data loader's batches
 _SPARE_SHM_BYTES = GIB  # Docker gives a container 64 MiB where nobody asks for more
 _BUILD_SECONDS = 1200
 

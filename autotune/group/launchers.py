@@ -98,9 +98,8 @@ class SpawnLauncher:
             process.kill()
         until = time.monotonic() + REAP_SECONDS
         for process in self._processes.values():
-            with suppress(
-                subprocess.TimeoutExpired
-            ):  # a rank in a dead driver or disk is the kernel's for as long as it likes
+            # a rank in a dead driver or disk is the kernel's for as long as it likes
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(0.0, until - time.monotonic()))
 
 

@@ -122,9 +122,7 @@ class Outcome:
     measurement: Measurement | None = None
     reason: str = ""  # one line for people
     evidence: str = ""  # what decided the kind, in words: exception type, exit status, counter, or log text
-    exceptions: tuple[
-        str, ...
-    ] = ()  # the full names of the exception's types, its own first; empty where there was none
+    exceptions: tuple[str, ...] = ()  # full names of its types, the exception's own first; none where none was raised
     source: Source | None = None
     missing_bytes: int | None = None  # by how much an allocation failed, where an allocator said so
     peak_bytes: int | None = None  # the highest the gauge saw, also of a failed trial
