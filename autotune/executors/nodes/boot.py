@@ -19,8 +19,8 @@ from typing import Any
 from autotune.interpreter import APART
 
 SENT_FOLDER = "AUTOTUNE_SENT_FOLDER"  # tells an agent which folder to remove at its end
-# Apart from the folder that a login begins in, where a random.py may lie. A line of hexadecimal digits, read byte by byte, so that
-# nothing that follows it is taken; no character that any shell minds.
+# Apart from the folder that a login begins in, where a random.py may lie. A line of hexadecimal digits, read byte by byte, so
+# that nothing that follows it is taken; no character that any shell minds.
 BOOT = APART + "import os;exec(bytes.fromhex(b''.join(iter(lambda:os.read(0,1),b'\\n')).decode()))"
 
 
