@@ -128,6 +128,7 @@ class Work:
     loop: Floats
     hides: Floats  # 1 where communication runs beside computation
     adam_beside: Floats  # 1 where the host's Adam does
+    queued: Floats  # 1 where kernels are started beside those that run: a CPU rank does both itself
 
 
 def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
@@ -156,6 +157,7 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
         + STEP_SECONDS
         + len(trace.parameters) * np.where(c.stage == 0, TENSOR_SECONDS, PART_SECONDS),
         hides=np.where(c.overlap > 0, 1.0, 0.0),  # at every stage: without it one stream does both
+        queued=np.full(len(c), float(hardware.device == "cuda")),
         **_sent(job, hardware, trace, c, rates),
         **_stepped(job, hardware, trace, c, rates),
     )
@@ -277,10 +279,14 @@ def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
     micro = k["comm"] * (w.gather_micro + k["reduce"] * w.reduce_micro)
     step = k["comm"] * (w.gather_step + k["reduce"] * w.reduce_step)
     hidden = k["hidden"] * w.hides
-    compute = _larger(gpu, starts)
+
+    def started(running: Floats) -> Floats:
+        return np.where(w.queued > 0, _larger(running, starts), running + starts)
+
+    compute = started(gpu)
     # what the GPU waits for while it would compute; a processor that is slower than both hides it
     waits = np.maximum(micro - hidden * gpu, (1 - hidden) * micro)
-    exposed = (_larger(gpu + waits, starts) - compute) * c.accumulation
+    exposed = (started(gpu + waits) - compute) * c.accumulation
     # what a step sends once runs beside the last backward; the gathering of what was updated does not
     exposed = exposed + np.maximum(step - hidden * compute * 0.66, (1 - hidden * 0.66) * step)
     total = compute * c.accumulation

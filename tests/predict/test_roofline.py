@@ -14,7 +14,7 @@ from autotune.predict.passes import Trace
 from autotune.predict.predictor import Predictor
 from autotune.predict.roofline import Rates, Spent, Work, spend, work
 from autotune.problem.candidate import Candidate
-from autotune.problem.hardware import Hardware, gpu_table, named_hardware
+from autotune.problem.hardware import Hardware, detect, gpu_table, named_hardware
 from autotune.problem.job import Job, Lora
 from autotune.units import GIB
 from tests.conftest import make_job
@@ -81,6 +81,19 @@ def test_zero_3_works_in_python_for_every_module_and_pass() -> None:
     # an adapter: two trained tensors, four modules and four kernels
     adapted = work_of({"zero_stage": 3}, hardware, lora=Lora(8)).starts[0]
     assert adapted - zero == pytest.approx(2 * (200 + roofline.MODULES_AN_OPERATOR * 100) * roofline.MODULE_SECONDS)
+
+
+def test_a_gpu_computes_meanwhile_and_a_cpu_rank_does_not() -> None:
+    for hardware, hidden in ((named_hardware("a100", 1), True), (detect("cpu", 1), False)):
+        spent = [spent_of({"zero_stage": stage, "train_micro_batch_size_per_gpu": 64}, hardware) for stage in (0, 3)]
+        computing = [float(one.forward[0] + one.backward[0] + one.recompute[0]) for one in spent]
+        starts = [float(work_of({"zero_stage": stage}, hardware).starts[0]) for stage in (0, 3)]
+        hooks = starts[1] - starts[0]
+        assert hooks > 0
+        if hidden:  # behind products that take longer
+            assert computing[1] - computing[0] < 0.1 * hooks
+        else:
+            assert computing[1] - computing[0] == pytest.approx(hooks)
 
 
 def test_the_loop_costs_a_micro_batch_and_a_step() -> None:
