@@ -70,6 +70,7 @@ def _facts(store: StudyStore) -> dict[str, Any]:
         "optimizer": job.optimizer,
         **({"task": job.task, "image_size": job.image_size} if job.task != CAUSAL else {}),
         "global_batch_size": job.global_batch_size,
+        "job": job.to_json(),  # whole: the words above are for people, and for who reads tables without autotune
         "device": hardware.device,
         "gpu": hardware.name,
         "gpu_memory_gib": hardware.capacity_bytes / GIB,

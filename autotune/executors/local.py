@@ -205,10 +205,10 @@ class LocalSession:
     def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
         if candidate.family != self._candidate.family:
             raise ValueError("a session holds one family")
-        began = time.monotonic()
+        began, started = time.monotonic(), self._group is None
         deadline = began + deadline_seconds
         try:
-            stop = self._start(deadline) if self._group is None else Stop.ARRIVED
+            stop = self._start(deadline) if started else Stop.ARRIVED
             if stop is Stop.ARRIVED:
                 stop = self._ask_measure(candidate, effort, deadline, 0.6 * deadline_seconds)
             if stop is Stop.ARRIVED and effort.certify:
@@ -228,7 +228,10 @@ class LocalSession:
             self.close()
         seconds = time.monotonic() - began
         inside = max(float(answer["measured_seconds"]) for answer in self._results) if outcome.ok else 0.0
-        return dataclasses.replace(outcome, log=str(self._folder), seconds=seconds, outside_seconds=seconds - inside)
+        outside = seconds - inside
+        return dataclasses.replace(
+            outcome, log=str(self._folder), seconds=seconds, outside_seconds=outside, started=started
+        )
 
     def _ask_measure(self, candidate: Candidate, effort: Effort, deadline: float, most_seconds: float) -> Stop:
         """Has the ranks measure; their answers are then `_results`."""

@@ -1,7 +1,8 @@
 """A table instead of a machine: what a trial would give is looked up, what it would cost moves a simulated clock.
 
 A table is `NAME.csv.gz` (or `NAME.csv`) with one row a candidate: its knobs, then `peak_gib`, `step_seconds`,
-`startup_seconds` and `outcome`; `NAME.json` beside it says which job and machine. `autotune record` writes such tables.
+`startup_seconds` and `outcome`; `NAME.json` beside it says which job and machine, the job whole under `job`, or else in a few
+words. `autotune record` writes such tables.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class Landscape:
 
     def job(self) -> Job:
         facts = self.facts
+        if "job" in facts:
+            return Job.from_json(facts["job"])
         config, name = facts.get("model_config"), str(facts["model"])
         model = ModelSpec(name, config, "the table's JSON") if isinstance(config, dict) else resolve_model(name)
         batch = facts.get("global_batch_size")
@@ -334,7 +337,15 @@ class ReplaySession:
             peak_bytes=peak,
             extrapolated=candidate.accumulation > 3,
         )
-        return Outcome(Kind.OK, Phase.STEP, measurement, peak_bytes=peak, seconds=seconds, outside_seconds=outside)
+        return Outcome(
+            Kind.OK,
+            Phase.STEP,
+            measurement,
+            peak_bytes=peak,
+            seconds=seconds,
+            outside_seconds=outside,
+            started=outside > 0,
+        )
 
     def close(self) -> None:
         self._ended = True

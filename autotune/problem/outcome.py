@@ -130,10 +130,18 @@ class Outcome:
     log: str | None = None
     seconds: float = 0.0  # wall time the trial cost
     outside_seconds: float = 0.0  # of it, outside measured steps
+    started: bool = False  # whether an engine was started for it: a rung of a living one costs less
 
     @property
     def ok(self) -> bool:
         return self.kind is Kind.OK
+
+    @property
+    def may_end_otherwise(self) -> bool:
+        """Whether it says nothing of the candidate, and its trial may end otherwise the next time."""
+        return self.kind in (Kind.INFRASTRUCTURE, Kind.FOREIGN) or (
+            self.kind is Kind.INTERRUPTED and self.source in (Source.LIMIT, Source.SILENCE)
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {key: value for key, value in dataclasses.asdict(self).items() if value not in (None, "", ())}

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autotune.executors.base import Effort, Executor
+from autotune.problem.candidate import Candidate, Value
 from autotune.problem.checkpoint import checkpoint_seconds
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome
 from autotune.search.proposer import Proposer
+from autotune.search.records import RESUME, SEARCH, VERIFY
 from autotune.units import format_duration
 
 FIRST_TRIAL_SECONDS = 5.0  # a budget below this cannot hold one trial
+MOST_RESERVED = 0.4  # of the budget, for verification
+SLACK = 1.2  # times what is expected is kept
+WARMUP_STEPS = 3  # of a trial, before what is measured
 CHECKPOINT_SHARE = 0.2  # of the budget, at most, for writing a checkpoint and reading it
 
 
@@ -19,7 +24,7 @@ class Clock:
 
     Args:
         spent_seconds: of the budget, before the loop: imports, the fork server.
-        best: the measurement of the best so far; None where there is none.
+        best: the best so far and its measurement; None where there is none.
     """
 
     def __init__(
@@ -29,12 +34,14 @@ class Clock:
         verify_effort: Effort,
         budget_seconds: float,
         spent_seconds: float,
-        best: Callable[[], Measurement | None],
+        best: Callable[[], tuple[Candidate, Measurement] | None],
     ) -> None:
         self.executor, self.proposer, self.verify_effort = executor, proposer, verify_effort
         self.budget_seconds, self._best = budget_seconds, best
         self._spent_seconds = spent_seconds
-        self._outside: list[float] = []  # seconds outside measured steps of trials that started an engine
+        # seconds outside measured steps, of families (`Candidate.family`) whose engine was started
+        self._starts: dict[tuple[tuple[str, Value], ...], float] = {}
+        self._share: dict[str, float] = {}  # of what was expected of a role, what it took
         self.begin()
 
     def begin(self) -> None:
@@ -49,27 +56,34 @@ class Clock:
     def left_seconds(self) -> float:
         return self.budget_seconds - self.used_seconds
 
-    def note(self, outcome: Outcome) -> None:
-        """Takes in a trial of the search."""
-        if outcome.kind in (Kind.OK, Kind.OOM_DEVICE) and outcome.outside_seconds > 0:
-            self._outside.append(outcome.outside_seconds)
+    def note(self, candidate: Candidate, outcome: Outcome, role: str) -> None:
+        """Takes in a trial. How much of what was expected verification really took is expected of the next one."""
+        if not outcome.ok:
+            return
+        if role == SEARCH:
+            if outcome.started:
+                self._starts[candidate.family] = outcome.outside_seconds
+        elif expected := self._expected_seconds(role):
+            self._share[role] = min(1.0, SLACK * outcome.seconds / expected)
 
     @property
     def verification_seconds(self) -> float:
         """Seconds that verifying the best so far should take."""
-        best = self._best()
-        steps = 9 * best.step_seconds if best else 3.0
-        return 1.2 * (self._startup_seconds + max(steps, self.verify_effort.min_seconds)) + 1.0
+        return self._share.get(VERIFY, 1.0) * self._expected_seconds(VERIFY)
 
     @property
     def resume_seconds(self) -> float:
-        """Seconds that a checkpoint and going on from it should take: two starts, each with two steps to warm up and one, and
-        its bytes written and read."""
-        best = self._best()
-        if not self.tries_resuming or best is None:
+        """Seconds that a checkpoint and going on from it should take."""
+        return self._share.get(RESUME, 1.0) * self._expected_seconds(RESUME)
+
+    def _expected_seconds(self, role: str) -> float:
+        """Of a verification, whole steps; of going on from a checkpoint two starts, and its bytes written and read."""
+        if role == VERIFY:
+            measuring = max(5 * self._step_seconds, self.verify_effort.min_seconds)
+            return SLACK * (self._startup_seconds + measuring) + 0.5
+        if not self.tries_resuming or self._best() is None:
             return 0.0
-        starts = 1.2 * 2 * (self._startup_seconds + 3 * best.step_seconds) + 1.0
-        return starts + self.checkpoint_seconds
+        return SLACK * 2 * self._startup_seconds + 0.5 + self.checkpoint_seconds
 
     @property
     def checkpoint_seconds(self) -> float:
@@ -81,23 +95,44 @@ class Clock:
         return self.executor.resumes and self.checkpoint_seconds <= CHECKPOINT_SHARE * self.budget_seconds
 
     @property
+    def _step_seconds(self) -> float:
+        best = self._best()
+        return best[1].step_seconds if best else 0.6
+
+    @property
     def _startup_seconds(self) -> float:
-        return max(self._outside[-8:], default=FIRST_TRIAL_SECONDS)
+        """Seconds until the best is measured, its warm-up included; where none of its family was started in this call the most
+        of what others took."""
+        best = self._best()
+        own = self._starts.get(best[0].family) if best else None
+        took = max(self._starts.values(), default=FIRST_TRIAL_SECONDS) if own is None else own
+        # what warmed up with a shortened accumulation does so with whole steps next time
+        return took + (WARMUP_STEPS * best[1].step_seconds if best and best[1].extrapolated else 0.0)
 
     @property
     def reserve_seconds(self) -> float:
-        """Seconds that searching leaves for verification.
-
-        Enough for two if they are cheap, since the best may turn out slower than it was measured.
-        """
-        one = self.verification_seconds
-        verifying = max(one, min(2 * one, 0.2 * self.budget_seconds))
-        return min(0.4 * self.budget_seconds, verifying + self.resume_seconds)
+        """Seconds that searching leaves for verification: with going on from a checkpoint, or where that would take too large a
+        share of the budget without, since a part of it is of no use."""
+        most = MOST_RESERVED * self.budget_seconds
+        whole = self.verification_seconds + self.resume_seconds
+        return whole if whole <= most else min(most, self.verification_seconds)
 
     @property
     def least_trial_seconds(self) -> float:
-        """Of those that started an engine."""
-        return min(self._outside, default=0.0)
+        """Of one that starts an engine; 0 where none did."""
+        return min(self._starts.values()) + 1.0 if self._starts else 0.0
+
+    @property
+    def time_for_another(self) -> bool:
+        """Whether one more can be verified, where something has passed: what going on from a checkpoint takes is kept, if there
+        is enough for it."""
+        left, resuming = self.left_seconds, self.resume_seconds
+        return left >= self.verification_seconds + (resuming if left >= resuming else 0.0)
+
+    def verification_limit(self, trial_seconds: float, step_seconds: float) -> float:
+        """Seconds that a verification may take at the most: a trial's, and whole steps of a long accumulation, two starts, and a
+        checkpoint on a slow disk."""
+        return 2 * trial_seconds + 20 * step_seconds + self.verify_effort.max_seconds + 4 * self.checkpoint_seconds
 
 
 def too_short(budget_seconds: float) -> str | None:

@@ -15,13 +15,13 @@ import numpy as np
 
 from autotune.predict.knobs import Flags, Floats
 from autotune.predict.predictor import Predictor, Table
-from autotune.predict.startup import size_seconds
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
-from autotune.problem.outcome import Kind, Outcome, Phase, Source
+from autotune.problem.outcome import Kind, Outcome
 from autotune.problem.space import SearchSpace
 from autotune.search.beliefs import RECALLED, Beliefs, Forecast, normal_cdf
+from autotune.search.costs import Costs
 from autotune.search.dominance import Rules
 from autotune.search.factors import Kinds, Screen
 from autotune.search.openings import Openings
@@ -29,7 +29,6 @@ from autotune.search.sampler import FAILED, Answer, Sampler
 from autotune.search.start import Proposal, Start
 from autotune.units import GIB, format_bytes
 
-STARTUP_SECONDS = 15.0  # an engine's start, until one was measured
 RISK_STEP = 0.25  # by which every out-of-memory raises the least probability of fitting
 MOST_CAUTIOUS = 0.8  # up to this
 LAST_RESORTS = 4  # engines tried although nothing is predicted to fit
@@ -71,9 +70,8 @@ class Proposer:
         self._micro_batch = np.array([c.micro_batch for c in candidates])
         self._accumulation = np.array([c.accumulation for c in candidates])
         self.speed: dict[Candidate, float] = {}
-        self._startup: list[float] = []
+        self._costs = Costs(job)
         self._overran: Counter[Candidate] = Counter()  # how often a limit of ours has ended it
-        self._slow_start = 0.0  # seconds that an engine had been starting when such a limit ended it
         self._ran_out = 0
         self._last_resorts = 0
         self._proposed = 0  # candidates in this call
@@ -108,10 +106,7 @@ class Proposer:
         at = self._index.get(candidate)
         self._beliefs.observe(candidate, at, outcome)
         self._openings.observe(candidate, outcome)
-        if outcome.kind is Kind.TIMEOUT:
-            self._note_slow_start(outcome)
-        if outcome.outside_seconds > 1.0 and outcome.kind in (Kind.OK, Kind.OOM_DEVICE):
-            self._startup.append(outcome.outside_seconds)
+        self._costs.observe(outcome)
         foreign = self._start is not None and candidate == self._start.candidate  # no prediction of ours
         self._ran_out += outcome.kind is Kind.OOM_DEVICE and not foreign
         speed = outcome.measurement.samples_per_second if outcome.measurement else 0.0
@@ -130,6 +125,11 @@ class Proposer:
             if outcome.measurement:
                 self._kinds.note(at, math.log(speed))
 
+    def settle(self, candidate: Candidate, samples_per_second: float) -> None:
+        """Verification's measurement of a candidate counts in place of the search's."""
+        if candidate in self.speed:
+            self.speed[candidate] = samples_per_second
+
     def expect(self, left: int) -> None:
         """Has the predictor say what it expects before the next Outcome, so that it can be charged for it. A search has it say
         so anyhow; while a study is recalled, of which `left` Outcomes are yet to be observed, for the last of these."""
@@ -140,11 +140,7 @@ class Proposer:
         """A limit of ours has ended the candidate's trial: from now on it has twice as long, and what still was starting
         raises what all others have to start."""
         self._overran[candidate] += 1
-        self._note_slow_start(outcome)
-
-    def _note_slow_start(self, outcome: Outcome) -> None:
-        if outcome.phase in (Phase.START, Phase.INIT) and outcome.source is Source.LIMIT:
-            self._slow_start = max(self._slow_start, outcome.seconds)
+        self._costs.note_slow_start(outcome)
 
     def patience(self, candidate: Candidate) -> float:
         """The factor on limits of a candidate: 2 once one of them has ended it."""
@@ -190,8 +186,7 @@ class Proposer:
         return bool(worthwhile and self._start.believed(at, self._beliefs.forecast(), worth))
 
     def next(self) -> Proposal | None:
-        """A candidate for a new engine, or None where none is left or none is worth its time (`stopped_early`): now, while
-        others are measured elsewhere."""
+        """A candidate for a new engine, or None where none is left or worth its time now (`stopped_early`)."""
         proposal = self._next()
         return self._next() if proposal is None and self._openings.let_alike() else proposal
 
@@ -271,7 +266,7 @@ class Proposer:
         """What measurements alone, without the predictor, hold for the most worth a trial; None where that is nothing."""
         worth, gain = self._worth(self._beliefs.forecast(rival=True))
         best = int(worth.argmax())
-        if not np.isfinite(worth[best]) or gain[best] < WORTHWHILE * self.tolerance:
+        if not gain[best] >= WORTHWHILE * self.tolerance or not np.isfinite(worth[best]):
             return None
         self._audited += 1
         return Proposal(self.candidates[best], "most promising by measurements alone, whatever is predicted")
@@ -340,11 +335,7 @@ class Proposer:
         at = self._index.get(candidate)
         forecast = self._beliefs.forecast()
         step = float(forecast.step[at] * np.exp(2 * forecast.sigma[at])) if at is not None else 10.0
-        measuring = 12 * step + 30.0
-        starting = 4 * max(self._startup, default=STARTUP_SECONDS) + size_seconds(self.job, candidate)
-        usual = self.patience(candidate) * (starting + measuring)
-        # what was ended while it started shows only that starting takes longer than that
-        return max(usual, 3 * self._slow_start + measuring if self._slow_start else 0.0)
+        return self._costs.limit_seconds(candidate, step, self.patience(candidate))
 
     def _predictions(self) -> Table:
         return self._beliefs.table()
@@ -370,8 +361,8 @@ class Proposer:
         gain = sigma * (z * normal_cdf(z) + np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)) * forecast.fits
         if not self.exhaustive:
             barred = barred | ~seen & (forecast.fits < min(MOST_CAUTIOUS, RISK_STEP * self._ran_out))
-        startup = float(np.median(self._startup[-8:])) if self._startup else STARTUP_SECONDS
-        measuring = forecast.step * np.minimum(4.0, 6.0 / self._accumulation) + 1.0
+        startup = self._costs.startup_seconds
+        measuring = self._costs.measuring_seconds(forecast.step, self._accumulation)
         seconds = measuring + np.where(alive, 0.0, startup) if alive is not None else measuring + startup
         return np.where(barred, -np.inf, gain / seconds), gain
 

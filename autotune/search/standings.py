@@ -12,6 +12,7 @@ from autotune.search.records import RESUME, VERIFY
 RIVAL_SHARE = 0.05  # verified candidates nearer than this are measured in turn: clocks drift by as much within minutes
 RETRY_SHARE = 0.02  # a candidate with allocator retries must be faster by this to win
 THRIFT_SHARE = 0.03  # what a winner with a lower peak may be slower by, where intervals overlap
+THRIFT = 0.97  # of the fastest's peak, at the most, is one that is worth that
 NOT_VERIFIED = "not verified"
 
 Measured = tuple[int, Measurement]  # of the trial of this number
@@ -100,11 +101,17 @@ class Standings:
         if not passed:
             return next(iter(contenders), None)
         measured = self.verified[passed[0]][1]
+        # a search measures a second, verification three: a rival that is nearer than both are sure of has its turn, too
+        near = 1 - RIVAL_SHARE if len(self._turns) == 1 else 1.0
         for candidate in contenders:
             other = self.measured[candidate][1]
-            if other.samples_per_second > measured.samples_per_second:
+            if other.samples_per_second > near * measured.samples_per_second:
                 return candidate
-            if overlap(other, measured) and as_fast(other, measured) and other.peak_bytes < 0.97 * measured.peak_bytes:
+            if (
+                overlap(other, measured)
+                and as_fast(other, measured)
+                and other.peak_bytes < THRIFT * measured.peak_bytes
+            ):
                 return candidate
         return None
 
@@ -120,11 +127,13 @@ class Standings:
         return min(ranked, key=list(self._turns).index)
 
     def thriftiest(self, passed: list[Candidate]) -> Candidate:
-        """Among those whose throughput intervals overlap the fastest's, the one with the lowest peak."""
+        """Among those whose throughput intervals overlap the fastest's and whose peak is clearly lower, the one with the lowest;
+        else the fastest."""
         fastest = max(passed, key=lambda c: self.verified[c][1].samples_per_second)
         best = self.verified[fastest][1]
         rivals = [c for c in passed if overlap(self.verified[c][1], best) and as_fast(self.verified[c][1], best)]
-        return min(rivals, key=lambda c: (self.verified[c][1].peak_bytes, -self.verified[c][1].samples_per_second))
+        saving = [c for c in rivals if self.verified[c][1].peak_bytes < THRIFT * best.peak_bytes]
+        return min(saving, key=lambda c: self.verified[c][1].peak_bytes, default=fastest)
 
 
 def averaged(turns: list[Measurement]) -> Measurement:

@@ -32,6 +32,7 @@ from autotune.search.start import Proposal
 from autotune.search.study import StudyStore
 from autotune.units import format_duration
 
+BUDGET_USED = "budget used"
 MAX_VERIFIED = 4
 _LOOK_SECONDS = 0.5  # between two looks at what others have under way
 
@@ -82,9 +83,9 @@ class Tuner:
         self._tried = 0
         self.company = Company(store)
 
-    def _best(self) -> Measurement | None:
+    def _best(self) -> tuple[Candidate, Measurement] | None:
         best = self.standings.best
-        return self.standings.measured[best][1] if best else None
+        return (best, self.standings.measured[best][1]) if best else None
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -104,8 +105,7 @@ class Tuner:
         self.standings.begin_call()
         self.store.begin_call(self.clock.budget_seconds)
         try:
-            ended = self._search()
-            winner, verified = self._verify()
+            ended, winner, verified = self._search_and_verify()
         except (UserError, MachineTrouble) as error:
             self._save_call(f"stopped: the {'job' if isinstance(error, UserError) else 'machine'} fails")
             raise
@@ -121,6 +121,15 @@ class Tuner:
     def _save_call(self, ended: str = "") -> None:
         self.store.update_call(self.clock.used_seconds, ended)
         self.observer.clock(self.clock.used_seconds, self.clock.budget_seconds)
+
+    def _search_and_verify(self) -> tuple[str, Record | None, bool]:
+        """(why the search ended, the winner, whether it is verified). What verification leaves of the budget goes back to the
+        search, as long as it is enough for one more trial and its verification."""
+        while True:
+            ended = self._search()
+            winner, verified = self._verify()
+            if ended != BUDGET_USED or not verified or self._beside or self._why_stop() is not None:
+                return ended, winner, verified
 
     def _search(self) -> str:
         """Searches with all executors; verification has the first to itself afterwards. Returns why it ended."""
@@ -206,7 +215,7 @@ class Tuner:
             return f"the machine failed {self.blame.machine_failures} times in a row"
         least = self.clock.least_trial_seconds if self.standings.measured else 0.0
         if self.clock.left_seconds <= self.clock.reserve_seconds + least:
-            return "budget used"
+            return BUDGET_USED
         return None
 
     def _session_name(self) -> str:
@@ -258,8 +267,7 @@ class Tuner:
         self.observer.trial_finished(number, candidate, role, outcome)
         self._save_call()
         self._counts[outcome.kind.value] += 1
-        if role == SEARCH:
-            self.clock.note(outcome)
+        self.clock.note(candidate, outcome, role)
         self._learn(number, candidate, outcome, role)
         self.blame.take(candidate, outcome)
 
@@ -269,6 +277,8 @@ class Tuner:
         if role not in (VERIFY, RESUME):
             self.proposer.observe(candidate, outcome)
         self.standings.learn(number, candidate, outcome, role)
+        if role == VERIFY and candidate in self.standings.verified:
+            self.proposer.settle(candidate, self.standings.verified[candidate][1].samples_per_second)
 
     # -- the winner --------------------------------------------------------------------------------------------------
 
@@ -294,7 +304,7 @@ class Tuner:
                 continue
             tried += 1
             outcome = self._verification(candidate, VERIFY)
-            if self._again(outcome) and self.clock.left_seconds > self.clock.verification_seconds:
+            if outcome.may_end_otherwise and self.clock.left_seconds > self.clock.verification_seconds:
                 outcome = self._verification(candidate, VERIFY)
             if why := standings.why_not(candidate):
                 why = why if why != NOT_VERIFIED else f"{outcome.kind.value}: {outcome.reason}"
@@ -312,17 +322,14 @@ class Tuner:
         """The next candidate to verify, or None where what passed is good enough or no time is left."""
         if self.cancelled() or self.clock.left_seconds < 1.0 or self.blame.machine_fails:
             return None
-        if (
-            self.standings.passed()
-            and self.clock.left_seconds < self.clock.verification_seconds + self.clock.resume_seconds
-        ):
+        if self.standings.passed() and not self.clock.time_for_another:
             return None
         return self.standings.contender()
 
     def _rival(self) -> Candidate | None:
         """The candidate to measure once more, where two are so near that the machine's drift may decide; None where no time
         is left for it."""
-        if self.cancelled() or self.clock.left_seconds < self.clock.verification_seconds + self.clock.resume_seconds:
+        if self.cancelled() or not self.clock.time_for_another:
             return None
         return self.standings.next_turn()
 
@@ -349,12 +356,6 @@ class Tuner:
             self.observer.say(f"whether it goes on from a checkpoint is not known: {outcome.reason}")
         return True
 
-    def _again(self, outcome: Outcome) -> bool:
-        """Whether it says nothing of the candidate, and may end otherwise the next time."""
-        return outcome.kind in (Kind.INFRASTRUCTURE, Kind.FOREIGN) or (
-            outcome.kind is Kind.INTERRUPTED and outcome.source in (Source.LIMIT, Source.SILENCE)
-        )
-
     def _verification(self, candidate: Candidate, role: str) -> Outcome:
         """One trial in a fresh process, in the role of VERIFY or RESUME; of several tuners one makes it."""
         note = "verification in a fresh process" if role == VERIFY else "goes on from a checkpoint"
@@ -363,7 +364,9 @@ class Tuner:
                 return theirs
         self.observer.trial_started(number, candidate, role, note)
         session = self.executor.session(candidate, f"{number:04d}-{role}", self.proposer.patience(candidate))
-        left, limit = max(1.0, self.clock.left_seconds), self._verification_limit(candidate)
+        step_seconds = self.standings.measured[candidate][1].step_seconds
+        limit = self.clock.verification_limit(self.proposer.trial_seconds(candidate), step_seconds)
+        left = max(1.0, self.clock.left_seconds)
         effort = self.verify_effort if role == VERIFY else RESUME_EFFORT
         try:
             outcome = session.measure(candidate, effort, min(left, limit))
@@ -388,12 +391,6 @@ class Tuner:
             if not self.company.are_at(candidate, role):
                 return None
             time.sleep(_LOOK_SECONDS)
-
-    def _verification_limit(self, candidate: Candidate) -> float:
-        """Seconds: a trial's, and whole steps of a long accumulation, two starts, and a checkpoint on a slow disk."""
-        step = self.standings.measured[candidate][1].step_seconds
-        around = self.verify_effort.max_seconds + 4 * self.clock.checkpoint_seconds
-        return 2 * self.proposer.trial_seconds(candidate) + 20 * step + around
 
     def _as_record(self, candidate: Candidate, measured: tuple[int, Measurement], role: str) -> Record:
         found = (record for record in self.store.records() if record.number == measured[0])

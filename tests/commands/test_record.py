@@ -27,7 +27,7 @@ def test_a_study_becomes_a_table_that_is_searched(
     assert "(4 candidates)" in out, "two that ran, two that ran out of memory"
     landscape = load_landscape(Path("runs/s/s.table.csv.gz"))
     assert landscape.facts["recorded_from"] == "s"
-    assert landscape.job().seq_len == store.job.seq_len
+    assert landscape.job() == store.job
     row = landscape.rows[make_candidate(0, 7)]
     assert (row.kind, row.step_seconds) == (Kind.OK, 2.0)
     ran_out = landscape.rows[make_candidate(1, 2)]

@@ -21,6 +21,7 @@ from autotune.search.records import RESUME, SEARCH, VERIFY
 from autotune.search.standings import Standings, overlap
 from autotune.search.study import StudyStore
 from autotune.search.tuner import SearchSummary, Tuner
+from autotune.units import MIB
 from tests.conftest import make_candidate
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
@@ -116,6 +117,33 @@ class Scripted(ReplayExecutor):
                 return super().measure(candidate, effort, deadline_seconds)
 
         return Session(self, candidate)
+
+
+class QuicklyVerified(ReplayExecutor):
+    """Verification takes a second, however long it was expected to take."""
+
+    def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
+        executor = self
+
+        class Session(ReplaySession):
+            def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
+                began = executor.now()
+                outcome = super().measure(candidate, effort, deadline_seconds)
+                if not effort.full:
+                    return outcome
+                executor.advance(began + 1.0 - executor.now())
+                return dataclasses.replace(outcome, seconds=1.0)
+
+        return Session(self, candidate)
+
+
+def test_what_verification_leaves_goes_back_to_the_search(landscape: Landscape) -> None:
+    result, executor, store = search(landscape, 90, executor=QuicklyVerified(landscape))
+    roles = [record.role for record in store.records()]
+    assert SEARCH in roles[roles.index(VERIFY) :]
+    assert result.verified
+    assert result.ended == "budget used"
+    assert executor.now() <= 90
 
 
 def test_trouble_of_the_machine_is_retried_once(landscape: Landscape) -> None:
@@ -315,6 +343,36 @@ def test_rivals_are_measured_in_turn(landscape: Landscape) -> None:
     verified(fastest, 1.0)
     verified(rival, 1.2)
     assert slow.next_turn() is None, "one is clearly faster"
+
+
+def of_peak(standings: Standings, candidate: Candidate, speed: float, mib: int, role: str = VERIFY) -> None:
+    measurement = Measurement(1 / speed, 0.1 / speed, 9, speed, speed, mib * MIB)
+    standings.learn(0, candidate, Outcome(Kind.OK, measurement=measurement), role)
+
+
+def test_a_rival_that_is_nearer_than_a_search_is_sure_of_has_its_turn(landscape: Landscape) -> None:
+    winner, near, far = (make_candidate(0, size) for size in (1, 2, 4))
+    standings = Standings(landscape.hardware())
+    of_peak(standings, near, 108.0, 500, SEARCH)
+    of_peak(standings, far, 90.0, 500, SEARCH)
+    of_peak(standings, winner, 110.0, 500)
+    assert standings.contender() == near
+    of_peak(standings, near, 100.0, 500)
+    of_peak(standings, far, 105.0, 500, SEARCH)
+    assert standings.contender() is None, "one such rival is enough, and none is faster than what has passed"
+
+
+def test_thrift_is_worth_something_only_where_something_is_saved(landscape: Landscape) -> None:
+    fast, slower = make_candidate(0, 1), make_candidate(0, 2)
+    standings = Standings(landscape.hardware())
+    of_peak(standings, fast, 105.0, 500)
+    of_peak(standings, slower, 103.0, 499)
+    assert standings.thriftiest([fast, slower]) == fast
+    of_peak(standings, slower, 103.0, 400)
+    assert standings.thriftiest([fast, slower]) == fast, "the highest peak of any turn counts"
+    frugal = make_candidate(0, 4)
+    of_peak(standings, frugal, 103.0, 400)
+    assert standings.thriftiest([fast, frugal]) == frugal
 
 
 class Inverted(Predictor):
