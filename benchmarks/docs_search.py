@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from docs_writing import listed, number, percent, result, span, table
-from search import times_fewer
+from search import BASELINES, times_fewer
 
 
 def search() -> str:
@@ -116,7 +117,102 @@ def wrong_bound() -> str:
     return text + (f"; beyond it: {listed(beyond)}." if beyond else ".")
 
 
+def real() -> str:
+    """Each recorded table: what is in it, ours and the best other strategy's way to 95 %."""
+    header = [
+        "table",
+        "candidates",
+        "that fit",
+        "reach 95 %",
+        "trials",
+        "minutes",
+        "the best other",
+        "its minutes",
+        "ours / its",
+    ]
+    lines = []
+    for name, rows in by_landscape("search-real").items():
+        mine, (minutes, other) = rows["autotune"], best_other(rows)
+        ratio = mine["minutes95"] / minutes if mine["minutes95"] and minutes < float("inf") else None
+        sizes = [str(mine["candidates"]), str(mine["fit"])]
+        cells = [percent(mine["share95"]), *(number(mine[column]) for column in ("trials95", "minutes95"))]
+        lines.append([name, *sizes, *cells, other, number(minutes), number(ratio)])
+    return table(header, lines)
+
+
+def best_other(rows: dict[str, dict[str, Any]]) -> tuple[float, str]:
+    """(minutes to 95 %, name) of the soonest strategy that is not ours."""
+    return min((row["minutes95"] or float("inf"), name) for name, row in rows.items() if name in BASELINES)
+
+
+def real_summary() -> str:
+    tables = by_landscape("search-real")
+    sure = sum(rows["autotune"]["share95"] == 1 for rows in tables.values())
+    seeds = next(iter(tables.values()))["autotune"]["seeds"]
+    third = sum(3 * (rows["autotune"]["minutes95"] or float("inf")) <= best_other(rows)[0] for rows in tables.values())
+    fewer = times_fewer(result("search-real")) or 0
+    return (
+        f"all {seeds} seeds reach 95 % on {sure} of {len(tables)} tables; a third of the best other strategy's minutes or less "
+        f"on {third}; in the geometric mean {fewer:.1f} times fewer"
+    )
+
+
+def contest() -> str:
+    header = ["script", "our winner", "seconds", "DeepSpeed's", "seconds", "trained, ours / its", "wall clock"]
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        times = [number(row["our s"]), number(row["its s"])]
+        trained = f"{row['trained, ours / its']:.3f} ± {row['±']:.3f}"
+        winners = row["our winner"], row["DeepSpeed's winner"]
+        return [
+            row["script"],
+            winners[0],
+            times[0],
+            winners[1],
+            times[1],
+            trained,
+            number(row["wall clock, ours / its"]),
+        ]
+
+    return table(header, [cells(row) for row in result("vs-deepspeed-cpu")])
+
+
+def contest_means() -> str:
+    rows = result("vs-deepspeed-cpu")
+    means = [
+        statistics.geometric_mean(row[name] for row in rows)
+        for name in ("trained, ours / its", "wall clock, ours / its")
+    ]
+    return f"{means[0]:.3f} and {means[1]:.3f}"
+
+
+def real_tables() -> str:
+    ratios = [row["measured twice, ratio"] - 1 for row in result("real-tables")]
+    plain = [row["by torchrun"] for row in result("real-tables")]
+    return (
+        f"{percent(min(ratios))} to {percent(max(ratios))} (a table's median), and torchrun itself trains one candidate of each "
+        f"at {min(plain):.2f} to {max(plain):.2f} of the table's speed"
+    )
+
+
+def own_time() -> str:
+    proposals = {row["trials in the study"]: row["ours"] for row in result("proposer") if "proposal" in row["measure"]}
+    resumed = next(row["ours"] for row in result("proposer") if "resume" in row["measure"])
+    steps = [row["Enter to first measured step, median s"] for row in result("first-step-cpu")]
+    said = ", ".join(f"{seconds:.3f} s at {trials:,} trials" for trials, seconds in proposals.items())
+    return (
+        f"A proposal takes {said}; resuming {max(proposals):,} trials {resumed:.1f} s; from Enter to the first measured step "
+        f"of a tiny model on CPU ranks {span(steps, number)} s"
+    )
+
+
 FIGURES = {
+    "real-tables": real_tables,
+    "own-time": own_time,
+    "search-real": real,
+    "search-real-summary": real_summary,
+    "vs-deepspeed": contest,
+    "vs-deepspeed-means": contest_means,
     "search": search,
     "search-minutes": search_minutes,
     "search-ooms": search_ooms,

@@ -16,6 +16,7 @@ from pathlib import Path
 from common import HERE, RESULTS
 
 OWN = str(HERE / "data" / "landscapes_own")
+REAL = str(HERE / "data" / "landscapes_real")
 SHARED = str(HERE / "data" / "landscapes")
 ABLATIONS = "autotune,no-predictor,no-ladder,no-dominance,no-sampler"
 WRONG = (
@@ -42,10 +43,13 @@ FULL: dict[str, list[str]] = {
         "--strategies",
         "autotune,tpe,random,adversarial",
     ],
+    "search-real": ["search.py", "--landscapes", REAL, "--seeds", "10"],
     "search-ablation": ["search.py", "--seeds", "3", "--strategies", ABLATIONS],
     "search-wrong": ["search.py", "--landscapes", SHARED, OWN, "--until-found", "--seeds", "3", "--strategies", WRONG],
     "search-spaces": ["spaces.py"],
     "proposer": ["proposer.py"],
+    "first-step-cpu": ["first_step.py"],
+    "real-tables": ["real_tables.py"],
     "gallery-starts": ["gallery_starts.py"],
     "gallery-constants": ["gallery_constants.py"],
     "report": ["report.py"],
@@ -72,7 +76,8 @@ EXEMPT = {
     "gallery_entries.py": "writes gallery/entries, which tests check",
     "common.py": "imported: the command line, tables, JSON files",
     "ranks.py": "imported: executor, supervisor, torchrun",
-    "inturn.py": "imported by scripts.py and recovery.py, which start it as one side of a comparison",
+    "table_ranks.py": "started by real_tables.py: ranks of plain trainings",
+    "inturn.py": "imported by scripts.py, recovery.py and vs_deepspeed.py, which start it as one side of a comparison",
     "framework_environments.py": "makes the frameworks' environments: `make test-frameworks`, frameworks.py",
     "framework_commands.py": "imported by frameworks.py: the commands, and the files that they name",
     "framework_inputs.py": "started by frameworks.py in a framework's environment: model, tokenizer, data",
@@ -88,7 +93,6 @@ EXEMPT = {
     "published_sources.py": "imported by published.py: what each source says beyond the columns",
     "timed.py": "started by inturn.py around a training script",
     "train_plain.py": "started by ranks.py under torchrun",
-    "train_for_autotuner.py": "started by DeepSpeed's autotuner for vs_deepspeed.py",
     "caching_allocator.py": "imported by allocator.py",
     "run_all.py": "this file",
     "published_error.py": "writes autotune/data/predictor_error.json from published.json; measures nothing",

@@ -120,8 +120,18 @@ def one(task: tuple[Path, str, int, float, bool]) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     landscape = load_landscape(path)
     if strategy in ABLATIONS:
-        return autotune(landscape, trace_job(landscape.job()), seed, budget, strategy, until_found)
+        return autotune(landscape, traced(landscape), seed, budget, strategy, until_found)
     return baseline(landscape, seed, budget, BASELINES[strategy])
+
+
+def sizes(path: Path) -> dict[str, int]:
+    """Candidates of a table, and how many of them fit."""
+    kinds = [row.kind for row in load_landscape(path).rows.values()]
+    return {"candidates": len(kinds), "fit": kinds.count(Kind.OK)}
+
+
+def traced(landscape: Landscape) -> Trace:
+    return trace_job(landscape.job(), device=landscape.hardware().device)
 
 
 def middle(values: list[float], share: float = 0.5) -> float | None:
@@ -187,7 +197,7 @@ def main() -> None:
         parser.error(f"no tables (*.csv.gz) in {' '.join(map(str, arguments.landscapes))}")
     budget = parse_duration(arguments.budget)
     for path in tables:
-        trace_job(load_landscape(path).job())  # once, before the processes share the cache
+        traced(load_landscape(path))  # once, before the processes share the cache
     tasks = [
         (path, s, seed, budget, arguments.until_found)
         for path in tables
@@ -200,7 +210,7 @@ def main() -> None:
     for path in tables:
         for strategy in strategies:
             mine = [run for task, run in zip(tasks, runs, strict=True) if task[:2] == (path, strategy)]
-            rows.append(summarise(path.name.split(".csv")[0], strategy, mine))
+            rows.append({**summarise(path.name.split(".csv")[0], strategy, mine), **sizes(path)})
     print_table(f"simulated, {arguments.seeds} seeds, {arguments.budget} each", rows, keys=2)
     if times := times_fewer(rows):
         print(f"minutes to 95 %, best other strategy / autotune, geometric mean: {times:.2f}")

@@ -14,7 +14,14 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
+
+HEADS = {
+    "causal-lm": transformers.AutoModelForCausalLM,
+    "masked-lm": transformers.AutoModelForMaskedLM,
+    "classification": transformers.AutoModelForSequenceClassification,
+    "seq2seq": transformers.AutoModelForSeq2SeqLM,
+}
 
 parser = argparse.ArgumentParser()
 parser.add_argument("config")
@@ -23,32 +30,49 @@ parser.add_argument("seq_len", type=int)
 parser.add_argument("steps", type=int)
 parser.add_argument("--checkpointing", action="store_true")
 parser.add_argument("--precision", default="fp32")
+parser.add_argument("--task", choices=HEADS, default="causal-lm")
+parser.add_argument("--lora", type=int, help="rank of the adapters on every linear layer")
 arguments = parser.parse_args()
 
 config = json.loads(Path(arguments.config).read_text())
 described = json.loads(Path(arguments.model_config).read_text())
 dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[arguments.precision]
-model = AutoModelForCausalLM.from_config(AutoConfig.for_model(described.pop("model_type"), **described), dtype=dtype)
+made = transformers.AutoConfig.for_model(described.pop("model_type"), **described)
+model = HEADS[arguments.task].from_config(made, dtype=dtype)
 model.config.use_cache = False
+if arguments.lora:
+    from peft import LoraConfig, get_peft_model
+
+    adapters = LoraConfig(r=arguments.lora, lora_alpha=2 * arguments.lora, target_modules="all-linear")
+    model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
 if arguments.checkpointing:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 zero = config.get("zero_optimization", {})
 if "optimizer" in config:
     optimizer = None
 elif zero.get("offload_optimizer", {}).get("device", "none") != "none":
-    optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), lr=1e-5)
+    optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(trained, lr=1e-5)
 else:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-parameters = model.parameters() if optimizer is None else None
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+parameters = trained if optimizer is None else None
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=config)
 micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
 vocabulary = model.config.get_text_config().vocab_size
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, vocabulary, (micro, arguments.seq_len)).to(engine.device)
+    if arguments.task == "classification":
+        return {"input_ids": ids, "labels": torch.randint(0, model.config.num_labels, (micro,)).to(engine.device)}
+    return {"input_ids": ids, "labels": ids}
+
+
 times = []
 for _ in range(arguments.steps):
     began = time.perf_counter()
     for _ in range(accumulation):
-        ids = torch.randint(0, vocabulary, (micro, arguments.seq_len)).to(engine.device)
-        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.backward(engine(**batch()).loss)
         engine.step()
     if engine.device.type == "cuda":
         torch.cuda.synchronize()

@@ -1,8 +1,11 @@
-"""The real `deepspeed --autotuning tune` against `autotune run`: same model, machine and rank, one after the other.
+"""The real `deepspeed --autotuning tune` against `autotune run`, on six training scripts (`benchmarks/contest/`), one CPU rank.
 
-`python benchmarks/vs_deepspeed.py [--rounds 1] [--json FILE]`. Both winners are then trained by plain DeepSpeed for 50
-steps, in turn. On CPU it needs `pip install deepspeed[autotuning]` and Debian's pdsh; without them the small form leaves
-DeepSpeed's tuner out and says so.
+`python benchmarks/vs_deepspeed.py [--only decoder,lora] [--turns 10] [--json FILE]`, whose rows of other scripts are kept
+
+Both tune the same knobs, ZeRO stage, micro-batch and accumulation, one after the other on a machine that does nothing
+else. DeepSpeed's tuner goes first; ours is held to the global batch that it chose, so that both winners train the same.
+Then both trainings take turns under plain torchrun (`benchmarks/inturn.py`). It needs `pip install deepspeed[autotuning]` and
+Debian's pdsh; without them the small form leaves DeepSpeed's tuner out and says so.
 """
 
 from __future__ import annotations
@@ -20,150 +23,186 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import HERE, command_line, parse, print_table, write_json
-from ranks import autotune_run, train_plainly
+from common import HERE, command_line, kept_rows, parse, print_table, write_json
+from inturn import Side, ratio, samples_per_second, take_turns, torchrun
+from ranks import autotune_run, threads_per_rank, training_environment
 
 from autotune.problem.candidate import Candidate
-from autotune.problem.job import Job
-from autotune.problem.models import resolve_model
+from autotune.problem.script import command
+from autotune.search.study import StudyStore
 
-WARMUP_STEPS = 5  # of train_plain.py
+GLOBAL_BATCH = 32  # sequences a step, at the most
+OWN_MICRO_BATCH = 4
+SHARE = 0.25  # of the seconds that DeepSpeed's tuner takes, as our budget
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
+PLAIN = {"optimizer": ADAMW, "zero_allow_untested_optimizer": True}
+BF16 = {**PLAIN, "bf16": {"enabled": True}}
+# Script -> what its config says beside batch and stage. Trainer brings an optimizer of its own.
+SCRIPTS: dict[str, dict[str, Any]] = {
+    "decoder": PLAIN,
+    "loss_backward": BF16,
+    "encoder": PLAIN,
+    "lora": BF16,
+    "images": PLAIN,
+    "trainer": {"zero_allow_untested_optimizer": True},
+}
+TRAINER_FLAGS = {
+    "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
+    "gradient_accumulation_steps": "--gradient_accumulation_steps",
+}
+SPACE = f"""
+knobs:
+  zero_stage: [0, 1, 2, 3]
+  train_micro_batch_size_per_gpu: {{from: 1, to: {GLOBAL_BATCH}}}
+  gradient_accumulation_steps: {{from: 1, to: {GLOBAL_BATCH}}}
+"""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What one tuner found."""
+    """What a tuner found: the training with its winner, ready to start."""
 
-    config: dict[str, Any]
+    argv: list[str]
     seconds: float
     winner: str
-    experiments: int | None = None
-    checkpointing: bool = False
 
 
-def autotuner_config(stages: list[int], micro_batches: int) -> dict[str, Any]:
-    return {
+def arguments_of(name: str, config: Path, micro_batch: int, accumulation: int) -> list[str]:
+    """The script and its arguments, with a batch where it stands in them."""
+    script = str(HERE / "contest" / f"{name}.py")
+    if name != "trainer":
+        return [script, "--deepspeed", "--deepspeed_config", str(config)]
+    batch = dict(zip(TRAINER_FLAGS.values(), (micro_batch, accumulation), strict=True))
+    flags = [str(word) for pair in batch.items() for word in pair]
+    lasting = ["--max_steps", "100000", "--save_strategy", "no", "--report_to", "none", "--output_dir", "out"]
+    return [script, "--deepspeed", str(config), *flags, *lasting, "--use_cpu"]
+
+
+def by_deepspeed(name: str, folder: Path) -> tuple[Found, int]:
+    """What DeepSpeed's tuner finds, and the global batch of it.
+
+    Raises:
+        RuntimeError: it found nothing; with the end of what it said.
+    """
+    config = {
+        **SCRIPTS[name],
         "train_micro_batch_size_per_gpu": "auto",
-        "zero_optimization": {"stage": stages},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
-        "zero_allow_untested_optimizer": True,
+        "gradient_accumulation_steps": "auto" if name == "trainer" else 1,
+        "zero_optimization": {"stage": [0, 1, 2, 3]},
         "autotuning": {
             "enabled": True,
             "fast": True,
             "metric": "throughput",
             "start_profile_step": 3,
             "end_profile_step": 5,
-            "max_train_batch_size": 64,
-            "num_tuning_micro_batch_sizes": micro_batches,
+            "max_train_batch_size": GLOBAL_BATCH,
+            "num_tuning_micro_batch_sizes": 3,
+            **({"arg_mappings": TRAINER_FLAGS} if name == "trainer" else {}),
         },
     }
-
-
-def by_deepspeed(job: Job, folder: Path, config: dict[str, Any]) -> Found:
-    (folder / "model.json").write_text(json.dumps(job.model.config))
-    (folder / "ds.json").write_text(json.dumps(config))
+    start = folder / "ds.json"
+    start.write_text(json.dumps(config))
     env = {
-        **os.environ,
+        **training_environment("cpu", threads_per_rank(1)),
         "DS_ACCELERATOR": "cpu",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])),
-        "OMP_NUM_THREADS": "2",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    command = [
-        *["deepspeed", "--autotuning", "tune", "--num_gpus", "1", str(HERE / "train_for_autotuner.py")],
-        *[str(folder / "model.json"), str(job.seq_len), "--deepspeed", "--deepspeed_config", str(folder / "ds.json")],
-    ]
+    words = ["deepspeed", "--autotuning", "tune", "--num_gpus", "1", *arguments_of(name, start, OWN_MICRO_BATCH, 1)]
     began = time.monotonic()
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=1500)
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=1500)
     seconds = time.monotonic() - began
     found = folder / "autotuning_results" / "ds_config_optimal.json"
     if not found.exists():
-        raise SystemExit(f"DeepSpeed's autotuner gave no config: {done.stdout[-3000:]} {done.stderr[-3000:]}")
+        raise RuntimeError(f"DeepSpeed's autotuner gave no config: {done.stdout[-2000:]} {done.stderr[-2000:]}")
     best = json.loads(found.read_text())
-    best.pop("autotuning", None)
-    experiments = len([p for p in (folder / "autotuning_results").iterdir() if p.is_dir()])
-    winner = f"z{best['zero_optimization']['stage']} mb{best['train_micro_batch_size_per_gpu']}"
-    return Found(best, seconds, winner, experiments)
+    micro, accumulation = best["train_micro_batch_size_per_gpu"], best["gradient_accumulation_steps"]
+    (folder / "found.json").write_text(json.dumps(best))
+    winner = f"z{best['zero_optimization']['stage']} mb{micro} ga{accumulation}"
+    return Found(arguments_of(name, folder / "found.json", micro, accumulation), seconds, winner), micro * accumulation
 
 
-def by_autotune(job: Job, folder: Path, global_batch: int, *limits: str) -> Found:
+def by_autotune(name: str, folder: Path, global_batch: int, limits: list[str]) -> Found:
+    """What `autotune run` finds for a script that begins with a small micro-batch.
+
+    Raises:
+        RuntimeError: it found nothing; with the end of what it said.
+    """
+    micro = min(OWN_MICRO_BATCH, global_batch)
+    batch = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": global_batch // micro}
+    own = folder / "own.json"
+    own.write_text(json.dumps({**SCRIPTS[name], **batch, "zero_optimization": {"stage": 0}}))
+    (folder / "space.yaml").write_text(SPACE)
+    options = ["--device", "cpu", "--gpus", "1", "--space", "space.yaml", "--study", name, *limits]
+    options += ["--global-batch-size", str(global_batch)]
     began = time.monotonic()
-    done = autotune_run(
-        *["--model", job.model.name, "--device", "cpu", "--gpus", "1", "--seq-len", str(job.seq_len)],
-        *["--study", "vs", "--global-batch-size", str(global_batch), *limits],
-        cwd=folder,
-    )
+    done = autotune_run(*options, script=arguments_of(name, own, *batch.values()), cwd=folder)
     seconds = time.monotonic() - began
     if done.code:
-        raise SystemExit(done.stderr[-3000:])
+        raise RuntimeError(f"autotune run: exit {done.code}: {done.stderr[-3000:]}")
+    script = StudyStore.load(str(folder / "runs" / name)).job.script
+    assert script is not None
     winner = Candidate.of(done.report["winner"]["candidate"])
-    config = json.loads((folder / done.report["files"][0]).read_text())
-    return Found(config, seconds, str(winner), checkpointing=winner.checkpointing)
+    exported = (folder / done.report["files"][0]).resolve()
+    return Found(list(command(script, winner, str(exported))), seconds, str(winner))
 
 
-def row(tuner: str, found: list[Found], trained: list[float]) -> dict[str, Any]:
-    last = found[-1]
-    return {
-        "tuner": tuner,
-        "wall s": statistics.median(one.seconds for one in found),
-        "experiments": last.experiments,
-        "winner": last.winner,
-        "trained samples/s": statistics.median(trained),
-    }
+def contest(name: str, folder: Path, with_theirs: bool, limits: list[str], turns: int) -> dict[str, Any]:
+    """A row: what each tool took and found, and how fast both trainings are."""
+    global_batch, theirs = GLOBAL_BATCH, None
+    if with_theirs:
+        theirs, global_batch = by_deepspeed(name, made(folder / "theirs"))
+        limits = limits or ["--budget", f"{theirs.seconds * SHARE:.0f}s"]
+    ours = by_autotune(name, made(folder / "ours"), global_batch, limits)
+    sides = [torchrun("ours", ours.argv, folder / "ours", 1)]
+    if theirs is not None:
+        sides.append(torchrun("theirs", theirs.argv, folder / "theirs", 1))
+    take_turns(sides, turns)
+    row = {"script": name, "our winner": ours.winner, "our s": ours.seconds, "samples/s": samples_per_second(sides[0])}
+    return row | (against(ours, theirs, *sides) if theirs is not None else dict.fromkeys(AGAINST))
+
+
+AGAINST = ("DeepSpeed's winner", "its s", "its samples/s", "trained, ours / its", "±", "wall clock, ours / its")
+
+
+def against(ours: Found, theirs: Found, our_side: Side, their_side: Side) -> dict[str, Any]:
+    trained = ratio(our_side, their_side)
+    wall = ours.seconds / theirs.seconds
+    return dict(
+        zip(AGAINST, (theirs.winner, theirs.seconds, samples_per_second(their_side), *trained, wall), strict=True)
+    )
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder
 
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--model", default="tiny-gemma-2")
-    parser.add_argument("--seq-len", type=int, default=64)
-    parser.add_argument("--budget", default="40s")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=50, help="of each winner's training")
-    parser.add_argument("--trainings", type=int, default=3)
-    arguments = parse(parser, model="tiny-llama", seq_len=32, budget="5m", steps=3, trainings=1)
+    parser.add_argument("--only", default="", help=f"comma-separated, of {', '.join(SCRIPTS)}")
+    parser.add_argument("--budget", help="of ours; default: a quarter of what DeepSpeed's tuner took")
+    parser.add_argument("--turns", type=int, default=10)
+    arguments = parse(parser, only="images", budget="5m", turns=2)
     tuner = shutil.which("pdsh") is not None and importlib.util.find_spec("tabulate") is not None
-    if not tuner:
+    if not tuner or arguments.small:
         print("DeepSpeed's autotuner needs pdsh and tabulate (apt-get install pdsh; pip install deepspeed[autotuning])")
         if not arguments.small:
             raise SystemExit(1)
-    job = Job(resolve_model(arguments.model), 1, arguments.seq_len, "fp32")
-    limits = ["--budget", arguments.budget, *(["--max-trials", "1"] if arguments.small else [])]
-    asked = autotuner_config([0], 1) if arguments.small else autotuner_config([0, 1, 2, 3], 3)
-    theirs: list[Found] = []
-    ours: list[Found] = []
-    with tempfile.TemporaryDirectory() as name:
-        if not arguments.small:  # builds DeepSpeed's ops for both, once a machine
-            by_autotune(job, made(Path(name) / "ops"), 8, "--budget", "20s")
-        for at in range(arguments.rounds):
-            batch = 8
-            if tuner:
-                theirs.append(by_deepspeed(job, made(Path(name) / f"theirs{at}"), asked))
-                print("deepspeed:", theirs[-1], flush=True)
-                batch = int(theirs[-1].config["train_batch_size"])  # the same batches for both
-            ours.append(by_autotune(job, made(Path(name) / f"ours{at}"), batch, *limits))
-            print("autotune:", ours[-1], flush=True)
-    found = {"deepspeed": theirs, "autotune": ours} if tuner else {"autotune": ours}
-    rates: dict[str, list[float]] = {which: [] for which in found}
-    for _ in range(arguments.trainings):
-        for which, all_found in found.items():
-            one, steps = all_found[-1], arguments.steps + WARMUP_STEPS
-            trained = train_plainly(job, one.config, one.checkpointing, steps, "cpu")
-            rates[which].append(trained["samples_per_second"])
-    rows = [row("autotune run", ours, rates["autotune"])]
-    if tuner:
-        rows.insert(0, row("deepspeed --autotuning tune", theirs, rates["deepspeed"]))
-        against = {name: rows[1][name] / rows[0][name] for name in ("wall s", "trained samples/s")}
-        target = "target: wall 0.2, trained 1"
-        rows.append({"tuner": "autotune / deepspeed", "experiments": None, "winner": target, **against})
-    title = f"{arguments.model}, one CPU rank, {arguments.steps} steps by plain DeepSpeed in turn"
-    print_table(title, rows)
-    config = theirs[-1].config if theirs else None
-    write_json(arguments.json, {"rows": rows, "trained": rates, "config": config, "winner": ours[-1].config})
-
-
-def made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
+    names = [name for name in SCRIPTS if not arguments.only or name in arguments.only.split(",")]
+    if not names:
+        parser.error(f"--only {arguments.only}: none of {', '.join(SCRIPTS)}")
+    limits = ["--budget", arguments.budget] if arguments.budget else []
+    limits += ["--max-trials", "1"] if arguments.small else []
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in names:
+            rows.append(contest(name, Path(scratch) / name, not arguments.small, limits, arguments.turns))
+            print(json.dumps(rows[-1]), flush=True)
+            write_json(arguments.json, [*kept_rows(arguments.json, "script", names), *rows])
+    print_table("DeepSpeed's autotuner and autotune, one CPU rank, both winners trained in turn", rows)
+    for measure, target in (("trained, ours / its", ">= 1.05"), ("wall clock, ours / its", "<= 0.33")):
+        if found := [row[measure] for row in rows if row[measure]]:
+            print(f"{measure}, geometric mean: {statistics.geometric_mean(found):.3f} (target {target})")
 
 
 if __name__ == "__main__":
