@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -236,11 +237,20 @@ def by_torchrun(recipe: Recipe, job: Job, candidate: Candidate, folder: Path) ->
     return statistics.median(b - a for a, b in itertools.pairwise(ends[3:]))
 
 
+def capacity_gib(peaks: list[float], fits: float) -> float:
+    """Where memory ends: at most this share of the ascending peaks fits. It lies in the widest gap of two of them near there,
+    since a per cent of a peak is noise."""
+    if fits == 1:
+        return 1.5 * peaks[-1]
+    most = int(fits * len(peaks)) - 1
+    least = max(0, most - len(peaks) // 4)
+    at = max(range(least, most + 1), key=lambda at: peaks[at + 1] / peaks[at])
+    return math.sqrt(peaks[at] * peaks[at + 1])
+
+
 def table_rows(found: Measured, fits: float) -> tuple[float, dict[Candidate, Row]]:
     """(the capacity in GiB, the table's rows)."""
-    peaks = sorted(middle(times, "data_bytes") / GIB for times in found.values())
-    at = min(len(peaks) - 1, int(fits * len(peaks)))
-    capacity = peaks[at] if fits < 1 else 1.5 * peaks[-1]
+    capacity = capacity_gib(sorted(middle(times, "data_bytes") / GIB for times in found.values()), fits)
     rows = {}
     for candidate, times in found.items():
         peak, startup = middle(times, "data_bytes") / GIB, middle(times, "startup_seconds")

@@ -4,7 +4,8 @@ Memory is not monotone in every setting that looks thriftier. What was seen, on 
 therefore no rule:
 
 - Stage 2 may need more than stage 1: with large buckets, or in 32 bits on one rank.
-- On CPU ranks, whose host and device are one, offloading needs more.
+- On CPU ranks, whose host and device are one, offloading needs more; and at stage 2 malloc may keep more of many small micro-batches
+  than a few larger ones need (the table of the encoder's script).
 - An offloaded optimizer has a whole gradient staged on its way out: more than its states are where many ranks share them.
 - Stage 1 keeps gradients that are larger than its bucket in place, so that a larger bucket may need less.
 - Overlap takes a second bucket at stages 1 and 2 alone; on CPU ranks peaks repeat no better than by that bucket.
@@ -41,6 +42,7 @@ class Rules:
     """Which rules hold for a job on a machine."""
 
     spared_by: tuple[str, ...] = OFFLOADING  # the kinds of offloading that surely spare memory of the device
+    counts_steps: bool = False  # whether stage 2 may need less where it accumulates less
     overlap_doubles: bool = True  # whether the second bucket of stages 1 and 2 is more than what peaks repeat within
 
     @classmethod
@@ -51,7 +53,7 @@ class Rules:
             trace: of the model; None: nothing is known of its sizes.
         """
         if device != "cuda":
-            return cls((), overlap_doubles=False)
+            return cls((), counts_steps=True, overlap_doubles=False)
         states = _STATES * sum(trace.parameters) / ranks if trace else 0.0
         return cls(OFFLOADING if trace and states / 2 > _STAGED * trace.largest else ("offload_param",))
 
@@ -98,6 +100,8 @@ class Dominance:
         found = self._others == self._others[at]  # the stage among them
         # accumulating may need a gradient buffer of its own
         found &= (self._accumulation == self._accumulation[at]) | (self._accumulation > 1)
+        if self._rules.counts_steps and self._stage[at] == 2:
+            found &= self._accumulation >= self._accumulation[at]
         for name, more in self._more.items():
             keeps = name == "reduce_bucket_size" and self._stage[at] == 1
             found &= more == more[at] if keeps or more[at] < 0 else more >= more[at]

@@ -46,7 +46,7 @@ def test_what_ran_out_rules_out_nothing_that_ran(path: Path) -> None:
             larger = dominance.needs_no_less(candidate)
             assert not [candidates[at] for at in np.flatnonzero(larger & fits)], candidate
             ruled_out |= larger
-    assert ruled_out.sum() > 9
+    assert ruled_out.sum() >= min(10, int((~fits).sum()))
 
 
 def counted() -> dict[str, dict[Candidate, float]]:

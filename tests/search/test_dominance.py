@@ -144,3 +144,12 @@ def test_it_is_a_preorder(all_of_them: list[Candidate]) -> None:
         for j, more in enumerate(all_of_them):
             if rows[one][j]:
                 assert not (rows[more] & ~rows[one]).any(), "what needs no less than the greater does of the lesser"
+
+
+def test_on_cpu_ranks_many_small_micro_batches_of_stage_2_may_need_more() -> None:
+    for stage, larger_is_ruled_out in ((1, True), (2, False)):
+        many, few, as_many = (make_candidate(stage, size, steps) for size, steps in ((1, 16), (4, 4), (4, 16)))
+        found = Dominance([many, few, as_many], Rules.of("cpu")).needs_no_less(many)
+        assert found.tolist() == [True, larger_is_ruled_out, True]
+        on_gpus = Dominance([many, few, as_many]).needs_no_less(many)
+        assert on_gpus.all()
