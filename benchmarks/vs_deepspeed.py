@@ -46,6 +46,7 @@ SCRIPTS: dict[str, dict[str, Any]] = {
     "images": PLAIN,
     "trainer": {"zero_allow_untested_optimizer": True},
 }
+OWN_STAGE = {"loss_backward": 1}  # DeepSpeed refuses it at stage 0
 TRAINER_FLAGS = {
     "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
     "gradient_accumulation_steps": "--gradient_accumulation_steps",
@@ -130,7 +131,7 @@ def by_autotune(name: str, folder: Path, global_batch: int, limits: list[str]) -
     micro = min(OWN_MICRO_BATCH, global_batch)
     batch = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": global_batch // micro}
     own = folder / "own.json"
-    own.write_text(json.dumps({**SCRIPTS[name], **batch, "zero_optimization": {"stage": 0}}))
+    own.write_text(json.dumps({**SCRIPTS[name], **batch, "zero_optimization": {"stage": OWN_STAGE.get(name, 0)}}))
     (folder / "space.yaml").write_text(SPACE)
     options = ["--device", "cpu", "--gpus", "1", "--space", "space.yaml", "--study", name, *limits]
     options += ["--global-batch-size", str(global_batch)]
