@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import Unusable
+from autotune.problem.ds_file import named_config
 from autotune.problem.outcome import Phase
 from autotune.rank.hooks import lightning
 from autotune.rank.hooks.batches import batch_of, padded, sizes_of
@@ -92,8 +93,7 @@ def _config_of(given: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     if through_args:
         config = given["args"].deepspeed_config
     if isinstance(config, str | Path):
-        with open(config) as file:
-            config = json.load(file)
+        config = named_config(config)
     return (config if isinstance(config, dict) else {}), through_args
 
 
@@ -223,6 +223,7 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
         "client_optimizer": optimizer is not None,
         "untested_optimizer": not _zero_supports(optimizer),
         "flags": sorted(context.flags),
+        "spellings": context.spellings,
     }
 
 

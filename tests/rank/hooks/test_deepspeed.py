@@ -1,5 +1,6 @@
 """Real engines of one CPU rank, under the hooks and without."""
 
+import base64
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -50,10 +51,13 @@ def initialize(way: str, net: Any, folder: str) -> Any:
 
     path = Path(folder) / "ds.json"
     path.write_text(json.dumps(CONFIG))
+    path.with_name("commented.json").write_text(f"# ours\n{json.dumps(CONFIG)[:-1]},}} // commas to spare")
     args = SimpleNamespace(deepspeed_config=str(path), local_rank=0)
     given: dict[str, Any] = {
         "dict": {"config": CONFIG},
         "file": {"config": str(path)},
+        "commented": {"config": path.with_name("commented.json")},
+        "base64": {"config": base64.urlsafe_b64encode(path.read_bytes()).decode()},
         "config_params": {"config_params": CONFIG},
         "args": {"args": args},
     }[way]
@@ -90,7 +94,7 @@ def train(folder: str, way: str, candidate: dict[str, Any] | None) -> dict[str, 
     }
 
 
-@pytest.mark.parametrize("way", ["dict", "file", "config_params", "args"])
+@pytest.mark.parametrize("way", ["dict", "file", "commented", "base64", "config_params", "args"])
 def test_the_engine_is_the_candidates(in_rank: Callable[..., Any], tmp_path: Path, way: str) -> None:
     candidate = make_candidate(2, 4, 3, activation_checkpointing=True)
     found = in_rank(train, str(tmp_path), way, candidate.as_dict)
