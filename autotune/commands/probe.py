@@ -195,9 +195,8 @@ def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
             "flags",
         )
     }
-    for key in ("lightning", "spellings"):  # only where there is any, so that studies of earlier versions are of the same job
-        if facts.get(key):
-            kept[key] = facts[key]
+    # these only where there is any, so that studies of earlier versions are of the same job
+    kept |= {key: facts[key] for key in ("lightning", "spellings") if facts.get(key)}
     batch = batch_seen(facts if own else {**facts, "micro_batch": 1, "accumulation": 1})
     samples = batch["micro_batch"] * batch["accumulation"]
     saved = facts.get("saved_bytes") if batch["counted"] else None

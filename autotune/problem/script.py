@@ -276,7 +276,7 @@ def with_flag(argv: list[str], flag: str, value: Value) -> list[str]:
     return [*found, *([flag, str(value)] if flag.startswith("-") else [f"{flag}={value}"])]
 
 
-SPELLINGS = "spellings"  # of a profile: flag -> the words for no and yes, where they are not `flag False` and `flag True`
+SPELLINGS = "spellings"  # of a profile: flag -> words for [no, yes], where these are not `flag False` and `flag True`
 
 
 def with_setting(script: Script, argv: list[str], flag: str, value: Value) -> list[str]:

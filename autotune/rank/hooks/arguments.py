@@ -58,9 +58,8 @@ def _spelt(parser: Any, flag: str) -> list[str | None] | None:
 
 def _read(parser: Any, action: Any, word: str) -> bool | None:
     """A word as a flag of the parser's reads it; None where it is refused or is neither yes nor no."""
-    read = parser._registry_get("type", action.type, action.type)
     try:
-        value = read(word)
+        value = parser._registry_get("type", action.type, action.type)(word)
     except Exception:  # whatever a script's own type raises
         return None
     refused = action.choices is not None and value not in action.choices

@@ -97,7 +97,9 @@ def yes_or_no_parser(kind: str) -> argparse.ArgumentParser:
 @pytest.mark.parametrize("value", [True, False])
 @pytest.mark.parametrize("typed", [False, True])
 @pytest.mark.parametrize("kind", list(YES_OR_NO))
-def test_a_command_says_yes_or_no_as_its_parser_takes_it(context: Callable, kind: str, typed: bool, value: bool) -> None:
+def test_a_command_says_yes_or_no_as_its_parser_takes_it(
+    context: Callable, kind: str, typed: bool, value: bool
+) -> None:
     """What a command says is read by a parser that nothing hooks, as in a training without autotune."""
     given = [*(YES_OR_NO[kind][1] if typed else []), "--lr", "1"]
     made, _ = context(argv=("train.py", *given), flags=(("overlap_comm", "--oc"),))

@@ -3,6 +3,7 @@
 import base64
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -193,6 +194,38 @@ def pipeline(folder: str) -> list[str]:
 
 def test_a_pipeline_is_refused(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     assert in_rank(pipeline, str(tmp_path)) == []
+
+
+def share(folder: str, ranks: int, how: str) -> list[str]:
+    """Says that there are so many ranks, of which this one is the only that trains on samples of its own."""
+    import deepspeed as library
+
+    context, watcher = set_up(folder, None)
+    context.job = replace(context.job, ranks=ranks)
+    mpu = SimpleNamespace(
+        get_data_parallel_world_size=lambda: 1 if how == "mpu" else ranks,
+        get_model_parallel_world_size=lambda: 1 if how == "mpu" else ranks,
+        get_data_parallel_group=library.comm.get_world_group,
+        get_model_parallel_group=library.comm.get_world_group,
+        get_data_parallel_rank=lambda: 0,
+        get_model_parallel_rank=lambda: 0,
+    )
+    net = make_net()
+    given = {"model": net, "model_parameters": net.parameters(), "config": CONFIG, "mpu": mpu}
+    library.init_distributed()
+    if ranks == 1:
+        library.initialize(**given)
+    else:
+        with pytest.raises(Unusable, match=f"{ranks} ranks train on 1 micro-batches at a time"):
+            library.initialize(**given)
+    return watcher.names()
+
+
+@pytest.mark.parametrize(("ranks", "how"), [(1, "mpu"), (2, "mpu"), (4, "tensor")])
+def test_ranks_that_share_their_samples_are_refused(
+    in_rank: Callable[..., Any], tmp_path: Path, ranks: int, how: str
+) -> None:
+    assert ("built" in in_rank(share, str(tmp_path), ranks, how)) == (ranks == 1)
 
 
 def save(folder: str, quiet: bool) -> dict[str, Any]:
