@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -21,7 +22,7 @@ from autotune.problem.fitting import for_job
 from autotune.problem.hardware import detect
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Source
-from autotune.problem.script import carried
+from autotune.problem.script import carried, training_command
 from autotune.problem.script_job import job_of, other_batch, own_candidate, unknown_job
 from autotune.problem.space_file import load_space
 from autotune.recovery.ladder import Rung
@@ -764,3 +765,37 @@ def test_a_port_is_free_again_for_the_next_trial(scripts: Scripts, tmp_path: Pat
     found = scripts.probe([name, "--deepspeed_config", "ds.json"], tmp_path, flags)
     for _ in range(2):
         assert scripts.measure(found, make_candidate(1, 4, 1)).ok
+
+
+def test_a_script_that_starts_its_ranks_by_a_function(scripts: Scripts, tmp_path: Path) -> None:
+    """Its ranks would meet at a port of its own choice, which somebody else listens at: another job of the same script."""
+    (tmp_path / "ds.json").write_text(f"// comments, as DeepSpeed reads them\n{json.dumps(CONFIG)}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        name = write(
+            tmp_path,
+            "spawning.py",
+            f"""
+            import os, sys
+            import deepspeed, torch
+
+            def train(rank, world):
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="{taken.getsockname()[1]}")
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+                torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
+                deepspeed.init_distributed("gloo", distributed_port={taken.getsockname()[1]})
+                assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (rank, world)
+                sys.path.insert(0, {str(SCRIPTS)!r})
+                import plain
+                plain.main()
+
+            if __name__ == "__main__":
+                torch.multiprocessing.spawn(train, args=(2,), nprocs=2)
+            """,
+        )
+        flags = (("train_micro_batch_size_per_gpu", "--batch_size"),)
+        found = scripts.probe([name, "--deepspeed_config", "ds.json"], tmp_path, flags)
+        assert scripts.measure(found, make_candidate(2, 4, 3)).ok
+    assert found.script.profile["relaunched"] == 2
+    assert training_command(found.script, make_candidate(2, 4, 3), 2, "best.json") == [
+        *("python", name, "--deepspeed_config", "best.json", "--batch_size", "4")
+    ]

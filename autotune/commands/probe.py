@@ -195,8 +195,8 @@ def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
             "flags",
         )
     }
-    if facts.get("lightning"):  # only then, so that studies of earlier versions are of the same job
-        kept["lightning"] = True
+    # these only where there is any, so that studies of earlier versions are of the same job
+    kept |= {key: facts[key] for key in ("lightning", "spellings") if facts.get(key)}
     batch = batch_seen(facts if own else {**facts, "micro_batch": 1, "accumulation": 1})
     samples = batch["micro_batch"] * batch["accumulation"]
     saved = facts.get("saved_bytes") if batch["counted"] else None

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
+from autotune.problem.ds_file import read_config
 from autotune.problem.frameworks import framework_of
 from autotune.problem.job import ArgumentFile, Script
 
@@ -24,6 +24,7 @@ NAMES = {
 CONFIG, CONFIG_FLAG = "deepspeed", "--deepspeed"  # of Hugging Face's arguments: the config's file
 # One of these at the top makes a JSON object a DeepSpeed config.
 _DS_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
+_CONFIG_SUFFIXES = (".json", ".hjson", ".jsonc")
 OUTPUT = "output_dir"
 # In a trial's folder, which has links to all that the user's has: names that no link of theirs has.
 OUTPUT_FOLDER, COPIES_FOLDER = ".autotune-output", ".autotune-arguments"
@@ -146,10 +147,10 @@ def renamed(word: str, path: str) -> str:
 
 def is_ds_config(path: Path) -> bool:
     """Whether the file is a DeepSpeed config."""
-    if path.suffix != ".json" or not path.is_file():
+    if path.suffix not in _CONFIG_SUFFIXES or not path.is_file():
         return False
     try:
-        data = json.loads(path.read_text())
+        data = read_config(path)
     except (OSError, ValueError):
         return False
     return isinstance(data, dict) and not _DS_KEYS.isdisjoint(data)
@@ -230,7 +231,7 @@ def _find_config(script: Script, data: Any, above: Place = ()) -> Place | None:
     for key, value in data.items():
         if not isinstance(key, str):
             continue
-        if isinstance(value, str) and value.endswith(".json") and is_ds_config(Path(script.cwd) / value):
+        if isinstance(value, str) and is_ds_config(Path(script.cwd) / value):
             return (*above, key)
         if isinstance(value, dict) and not _DS_KEYS.isdisjoint(value):
             return (*above, key)

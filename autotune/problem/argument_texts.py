@@ -27,6 +27,7 @@ from autotune.problem.argument_files import (
     winners_copy,
 )
 from autotune.problem.candidate import Candidate
+from autotune.problem.ds_file import read_config
 from autotune.problem.job import ArgumentFile, Job, Script
 from autotune.problem.yaml_edit import edited, parsed
 
@@ -121,7 +122,7 @@ def _merged_config(job: Job, candidate: Candidate, path: Path) -> str | None:
     own = own_config(job.script)
     if own is None:
         return None
-    known = own if isinstance(own, dict) else json.loads(own.read_text())
+    known = own if isinstance(own, dict) else read_config(own)
     base = {**known, **{key: value for key, value in job.base_config.items() if key not in known}}
     path.write_text(json.dumps(candidate.ds_config(dataclasses.replace(job, base_config=base))))
     return str(path)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
+from autotune.problem.ds_file import read_config
 from autotune.problem.models import ModelSpec
 from autotune.problem.tasks import CAUSAL, SEQ2SEQ, TASKS
 
@@ -377,7 +378,7 @@ def load_ds_config(path: Path) -> dict[str, Any]:
         UserError: the file cannot be read or is no JSON object.
     """
     try:
-        data = json.loads(path.read_text())
+        data = read_config(path)
     except FileNotFoundError:
         raise UserError(f"--ds-config {path}: no such file; expected a DeepSpeed config JSON") from None
     except json.JSONDecodeError as error:

@@ -21,7 +21,7 @@ from autotune.problem.argument_files import (
     renamed,
     winners_copy,
 )
-from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value, knobs_of
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, KNOBS, MICRO_BATCH, Candidate, Value, knobs_of
 from autotune.problem.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, CommandLine, started, take_apart, with_option
 from autotune.problem.frameworks import FRAMEWORKS, framework_of
 from autotune.problem.job import Script
@@ -73,6 +73,12 @@ def settings(script: Script, candidate: Candidate) -> dict[str, Value]:
     return found
 
 
+def yes_or_no_flags(script: Script) -> set[str]:
+    """The flags of knobs that are on or off."""
+    declared = (flag for knob, flag in script.flags if KNOBS[knob].kind is bool)
+    return {KNOWN_FLAGS[CHECKPOINTING], *_NEGATED_FLAGS, *declared}
+
+
 def candidate_of_config(config: dict[str, Any]) -> Candidate:
     """What a DeepSpeed config says, as a Candidate; without a stage it is stage 0."""
     return Candidate.of({"zero_stage": 0, **knobs_of(config)})
@@ -94,7 +100,7 @@ def command(script: Script, candidate: Candidate, config: str) -> list[str]:
     for knob, value in candidate.knobs:
         flag, negated = _flag_of(script, knob)
         if flag in flags and not (carries(script, knob) and flag not in given(script.argv)):
-            argv = with_flag(argv, flag, not value if negated else value)
+            argv = with_setting(script, argv, flag, not value if negated else value)
     return argv
 
 
@@ -268,3 +274,26 @@ def with_flag(argv: list[str], flag: str, value: Value) -> list[str]:
             found[at] = f"{flag}={value}"
             return found
     return [*found, *([flag, str(value)] if flag.startswith("-") else [f"{flag}={value}"])]
+
+
+SPELLINGS = "spellings"  # of a profile: flag -> words for [no, yes], where these are not `flag False` and `flag True`
+
+
+def with_setting(script: Script, argv: list[str], flag: str, value: Value) -> list[str]:
+    """The arguments with the flag set, as the script's own parser takes it where it was seen to (`rank/hooks/arguments.py`)."""
+    words: list[str | None] | None = script.profile.get(SPELLINGS, {}).get(flag)
+    if words is None or not isinstance(value, bool):
+        return with_flag(argv, flag, value)
+    takes_value = f"{flag}=" in str(words[True])
+    found: list[str] = []
+    place, follows = None, False  # where it stood; whether the word before was the flag, whose value comes
+    for word in argv:
+        mine = word in (flag, *words) or word.startswith(f"{flag}=")
+        if mine and place is None:
+            place = len(found)
+        if not mine and not (follows and not word.startswith("-")):
+            found.append(word)
+        follows = word == flag and takes_value
+    place = len(found) if place is None else place
+    said = words[value]
+    return [*found[:place], *([said] if said else []), *found[place:]]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
+from autotune.problem.ds_file import read_config
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec
@@ -72,7 +72,7 @@ def first_candidates(script: Script) -> list[Candidate]:
     its text speaks of."""
     path = config_path(script)
     if path is not None:
-        return [candidate_of_config(json.loads(path.read_text()))]
+        return [candidate_of_config(read_config(path))]
     offloads = re.search("offload_optimizer|CPUAdam", script_text(script) or "")
     return [Candidate(()), *([Candidate.of({"zero_stage": 2, "offload_optimizer": "cpu"})] if offloads else [])]
 
@@ -83,7 +83,7 @@ def unknown_job(script: Script, hardware: Hardware) -> Job:
     model = ModelSpec(script.name, {}, " ".join(script.argv))
     path = config_path(script)
     if path is not None:
-        optimizer = json.loads(path.read_text()).get("optimizer")
+        optimizer = read_config(path).get("optimizer")
     else:
         text = script_text(script)
         optimizer = {"type": "AdamW"} if text is None or re.search("[\"']optimizer[\"']", text) else None

@@ -308,7 +308,7 @@ def test_the_users_own_config(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": 2}}')
     assert load_ds_config(file) == {"zero_optimization": {"stage": 2}}
-    file.write_text("{}")
+    file.write_text("{} // nothing yet")
     assert load_ds_config(file) == {}
 
 

@@ -289,6 +289,12 @@ def test_what_starts_its_ranks(ds_config: str | None, profile: dict, expected: l
         ("a.json", '{"output_dir": "out", "gradient_accumulation_steps": 2}', False),  # TrainingArguments
         ("a.json", '["train_batch_size"]', False),
         ("a.json", "{", False),
+        ("a.json", '{\n  // ours\n  "train_batch_size": 8, # all ranks\n}', True),
+        ("a.hjson", "zero_optimization: {stage: 2}", True),
+        ("a.json", '{\n  // arguments\n  "gradient_accumulation_steps": 2,\n}', False),
+        ("a.json", '{"train_batch_size": 8}\n{"train_batch_size": 8}', False),  # lines of data
+        ("a.yaml", "train_batch_size: 8", False),
+        ("a.yaml", '{"train_batch_size": 8}', False),
         ("a.jsonl", '{"train_batch_size": 8}', False),
         ("a.json", None, False),
     ],

@@ -64,7 +64,7 @@ def script(**changes: object) -> Script:
 def test_a_script_that_has_not_run(tmp_path: Path, config: dict | None, base: dict) -> None:
     argv = ("train.py", "--deepspeed", "ds.json")
     if config is not None:
-        (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 8, **config}))
+        (tmp_path / "ds.json").write_text(f"# ours\n{json.dumps({'train_batch_size': 8, **config})}")
     one = Script(argv, str(tmp_path))
     assert unknown_job(one, HARDWARE) == Job(
         ModelSpec("train", {}, "train.py --deepspeed ds.json"), 4, 1, "fp32", base_config=base, script=one
@@ -207,9 +207,7 @@ def test_steps_of_another_size_are_said() -> None:
 
 
 def test_a_first_run_is_its_config(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(
-        json.dumps({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
-    )
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}} // ours')
     (one,) = first_candidates(Script(("train.py", "--deepspeed", "ds.json"), str(tmp_path)))
     assert one.stage == 3
     assert one.as_dict["offload_param"] == "cpu"

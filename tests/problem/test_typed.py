@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     for name in ("train.py", "mine.py"):
         (tmp_path / name).write_text("print(1)\n")
-    (tmp_path / "ds.json").write_text(json.dumps(DS))
+    (tmp_path / "ds.json").write_text(f"{json.dumps(DS)}  # as DeepSpeed reads it")
     (tmp_path / "x.yaml").write_text(ARGUMENTS)
     (tmp_path / "acc.yaml").write_text(ACCELERATE)
     return tmp_path

@@ -14,6 +14,7 @@ carry them, and a `Watcher` sees what the trained engine does. One module a libr
 | `accelerate` | its DeepSpeed config and plugin, the loader that `prepare` is given |
 | `transformers` | TrainingArguments |
 | `lightning` | how many batches its Trainer makes a step of, once the engine is made |
+| `spawning` | torch.multiprocessing, `notebook_launcher`: where a script would start its ranks by a function |
 | `relaunch` | subprocess, `os.exec…`, torch's launcher: where a program would start its ranks itself |
 | `tokenizers` | how long a tokenizer lets a sequence be |
 
@@ -33,6 +34,7 @@ from autotune.rank.hooks import (
     ports,
     process_group,
     relaunch,
+    spawning,
     tokenizers,
     transformers,
 )
@@ -49,8 +51,10 @@ class Hooks:
         """Called once, before the script runs."""
         context = self.context
         config.announce_to_accelerate(context)
-        for library in (arguments, process_group, ports, deepspeed, optimizers, accelerate, transformers, relaunch):
+        for library in (arguments, process_group, ports, deepspeed, optimizers, accelerate, transformers):
             library.install(context)
+        for starter in (relaunch, spawning):
+            starter.install(context)
         if context.script.worst_case:
             tokenizers.install(context)
 

@@ -7,18 +7,24 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from autotune.problem.script import FLAGS, LOCAL_RANK_FLAGS, settings
+from autotune.problem.script import FLAGS, LOCAL_RANK_FLAGS, settings, yes_or_no_flags
 from autotune.rank.hooks.context import Context
+
+_WORDS = {False: ("False", "false", "0", "no", "off", ""), True: ("True", "true", "1", "yes", "on")}
 
 
 def install(context: Context) -> None:
     """Every parser of the script that has such a flag gives the candidate's value for it."""
     wanted = settings(context.script, context.candidate) if context.candidate is not None else {}
+    told = yes_or_no_flags(context.script)
 
     def parse_known_args(original: Callable[..., Any], parser: Any, /, *args: Any, **kwargs: Any) -> Any:
         found, rest = original(parser, *args, **kwargs)
         actions = parser._option_string_actions
         context.flags |= actions.keys() & FLAGS
+        for flag in actions.keys() & told:
+            if (said := _spelt(parser, flag)) is not None:
+                context.spellings[flag] = said
         for flag, value in wanted.items():
             action = actions.get(flag)
             if action is not None and hasattr(found, action.dest):
@@ -30,3 +36,31 @@ def install(context: Context) -> None:
         return found, rest
 
     context.patches.wrap(argparse.ArgumentParser, "parse_known_args", parse_known_args)
+
+
+def _spelt(parser: Any, flag: str) -> list[str | None] | None:
+    """The word by which a command line says no, and the one for yes; for one of them None where that is to leave the flag out.
+
+    None in all: `flag False` and `flag True` are read as they stand, or nothing is known to be.
+    """
+    action = parser._option_string_actions[flag]
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return [next((one for one in action.option_strings if one.startswith("--no-")), None), flag]
+    if action.nargs == 0:
+        return [flag, None] if action.const is False else [None, flag]
+    if action.nargs not in (None, "?"):
+        return None
+    words = [next((word for word in _WORDS[value] if _read(parser, action, word) is value), None) for value in _WORDS]
+    if None in words or words == ["False", "True"]:
+        return None
+    return [f"{flag}={word}" for word in words]
+
+
+def _read(parser: Any, action: Any, word: str) -> bool | None:
+    """A word as a flag of the parser's reads it; None where it is refused or is neither yes nor no."""
+    try:
+        value = parser._registry_get("type", action.type, action.type)(word)
+    except Exception:  # whatever a script's own type raises
+        return None
+    refused = action.choices is not None and value not in action.choices
+    return bool(value) if value in (0, 1) and not refused else None  # of an int, too

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune.problem.argument_files import carries, given, with_copies
-from autotune.problem.script import line_of, with_configs, with_flag
+from autotune.problem.ds_file import read_config
+from autotune.problem.script import line_of, with_configs, with_setting
 from autotune.rank.config import QUIET
 from autotune.rank.hooks.context import Context
 
@@ -50,11 +51,11 @@ def merged_arguments(context: Context) -> list[str]:
         value = context.candidate.get(knob)
         # what stands on the command line goes over a file
         if value is not None and (flag in flags or not carries(script, knob)):
-            argv = with_flag(argv, flag, value)
+            argv = with_setting(script, argv, flag, value)
 
     def merged_file(path: Path, at: int) -> str:
         copied = context.folder / f"{path.stem}.{at}.rank{os.environ['RANK']}.json"
-        copied.write_text(json.dumps(merged(context, json.loads(path.read_text()))))
+        copied.write_text(json.dumps(merged(context, read_config(path))))
         return str(copied)
 
     return with_configs(argv, Path(), merged_file)

@@ -35,6 +35,7 @@ class Context:
     loader_prepared: bool = False  # accelerate has prepared the script's own loader
     relaunched: int = 0  # ranks that the script would have started itself; 1 where it did not say
     flags: set[str] = field(default_factory=set)  # of `problem.script.FLAGS`, those that the script's parsers have
+    spellings: dict[str, list[str | None]] = field(default_factory=dict)  # flag -> [no, yes], see `hooks.arguments`
     allowed_tokens: list[int] = field(default_factory=list)  # longest sequences that arguments and tokenizers allow
 
     @property

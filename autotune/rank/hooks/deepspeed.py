@@ -6,12 +6,12 @@ import copy
 import functools
 import inspect
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import Unusable
+from autotune.problem.ds_file import named_config
 from autotune.problem.outcome import Phase
 from autotune.rank.hooks import lightning
 from autotune.rank.hooks.batches import batch_of, padded, sizes_of
@@ -64,7 +64,7 @@ def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, *
     optimizer = given.get("optimizer")
     given["config"] = merged(context, config)
     lightning.accumulate(context, given.get("model"), given["config"])
-    if plan := batch_of(given["config"], int(os.environ["WORLD_SIZE"])):
+    if plan := batch_of(given["config"], context.job.ranks):
         context.watcher.planned(*plan)
     given.pop("config_params", None)
     if through_args:
@@ -77,10 +77,27 @@ def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, *
     except BaseException as error:
         context.watcher.failed(error)
         raise
+    _check_data_parallel(context, made[0])
     context.engine = made[0]
     watch_module(context, context.engine.module)
     context.watcher.built(context.engine, engine_facts(context, optimizer))
     return made
+
+
+def _check_data_parallel(context: Context, engine: Any) -> None:
+    """Candidates, and samples a second, count every rank as one that trains on samples of its own.
+
+    Raises:
+        Unusable: ranks share theirs.
+    """
+    ranks, among = context.job.ranks, int(engine._config.world_size)
+    if among == ranks:
+        among //= engine.mp_world_size  # of AutoTP, which the config does not know of
+    if among != ranks:
+        raise Unusable(
+            f"the script splits its samples or its model over ranks (sequence, tensor or model parallelism: {ranks} ranks "
+            f"train on {among} micro-batches at a time), and only data-parallel trainings are tuned"
+        )
 
 
 def _config_of(given: dict[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -92,8 +109,7 @@ def _config_of(given: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     if through_args:
         config = given["args"].deepspeed_config
     if isinstance(config, str | Path):
-        with open(config) as file:
-            config = json.load(file)
+        config = named_config(config)
     return (config if isinstance(config, dict) else {}), through_args
 
 
@@ -223,6 +239,7 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
         "client_optimizer": optimizer is not None,
         "untested_optimizer": not _zero_supports(optimizer),
         "flags": sorted(context.flags),
+        "spellings": dict(sorted(context.spellings.items())),
     }
 
 

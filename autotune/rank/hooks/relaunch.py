@@ -115,6 +115,7 @@ class _Takeover:
             int(ranks) if ranks is not None and str(ranks).isdigit() else self._context.relaunched or 1
         )
         self._context.flags.clear()  # of the starter's own parser
+        self._context.spellings.clear()
         self._take(env if env is not None else os.environ)
         accelerate.begin_anew(self._context)
         code: Any = 0

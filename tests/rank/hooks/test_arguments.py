@@ -1,9 +1,16 @@
 import argparse
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from autotune.problem.job import Script
+from autotune.problem.script import command, with_setting
 from autotune.rank.hooks import arguments
+from autotune.rank.hooks.config import merged_arguments
+from autotune.rank.hooks.context import Context
 from tests.conftest import make_candidate
 
 
@@ -59,3 +66,83 @@ def test_undone_it_is_argparse_again(context: Callable) -> None:
     made.patches.undo()
     assert argparse.ArgumentParser.parse_known_args is before
     assert parse("--gradient_accumulation_steps", "--local_rank").local_rank == -1
+
+
+# -- how a flag is told yes or no ----------------------------------------------------------------------------------------
+
+CHECKPOINTING = "--gradient_checkpointing"
+YES_OR_NO: dict[str, tuple[dict[str, Any], list[str]]] = {  # what `add_argument` is told, and what a person may type
+    "switch": ({"action": "store_true"}, [CHECKPOINTING]),
+    "either": ({"action": argparse.BooleanOptionalAction, "default": True}, ["--no-gradient_checkpointing"]),
+    "bool of a text": ({"type": bool, "default": False}, [CHECKPOINTING, "1"]),  # "False" is true
+    "number": ({"type": int, "default": 0}, [f"{CHECKPOINTING}=1"]),
+    "choice of numbers": ({"type": int, "choices": [0, 1], "default": 1}, [CHECKPOINTING, "0"]),
+    "its own type": ({"type": lambda word: {"on": True, "off": False}[word], "default": False}, [CHECKPOINTING, "on"]),
+    "Hugging Face's": (
+        {"type": lambda word: {"true": True, "false": False}[word.lower()], "nargs": "?", "const": True},
+        [CHECKPOINTING, "false"],
+    ),
+    "inverse": ({"action": "store_false"}, [CHECKPOINTING]),
+}
+
+
+def yes_or_no_parser(kind: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument(CHECKPOINTING, **YES_OR_NO[kind][0])
+    parser.add_argument("--oc", action="store_true")
+    parser.add_argument("--lr", type=float)
+    return parser
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("typed", [False, True])
+@pytest.mark.parametrize("kind", list(YES_OR_NO))
+def test_a_command_says_yes_or_no_as_its_parser_takes_it(
+    context: Callable, kind: str, typed: bool, value: bool
+) -> None:
+    """What a command says is read by a parser that nothing hooks, as in a training without autotune."""
+    given = [*(YES_OR_NO[kind][1] if typed else []), "--lr", "1"]
+    made, _ = context(argv=("train.py", *given), flags=(("overlap_comm", "--oc"),))
+    arguments.install(made)
+    yes_or_no_parser(kind).parse_args(given)
+    made.patches.undo()
+    script = replace(made.script, profile=in_a_profile(made))
+    candidate = make_candidate(1, 8, 4, activation_checkpointing=value).but(overlap_comm=value)
+    words = command(script, candidate, "best.json")[1:]
+    read = yes_or_no_parser(kind).parse_args(words)
+    assert (read.gradient_checkpointing, read.oc, read.lr) == (value, value, 1.0), words
+    again = command(replace(script, argv=("train.py", *words)), candidate, "best.json")[1:]
+    assert vars(yes_or_no_parser(kind).parse_args(again)) == vars(read), "said twice it is the same"
+    made.candidate, made.job = candidate, replace(made.job, script=script)
+    assert yes_or_no_parser(kind).parse_args(merged_arguments(made)).oc is value, "trials, too"
+
+
+def in_a_profile(made: Context) -> dict[str, Any]:
+    """What the study keeps of it."""
+    return json.loads(json.dumps({"flags": sorted(made.flags), "spellings": made.spellings}))
+
+
+def test_what_needs_no_other_words_is_not_kept(context: Callable) -> None:
+    made, _ = context()
+    arguments.install(made)
+    parser = argparse.ArgumentParser()
+    parser.add_argument(CHECKPOINTING, **YES_OR_NO["Hugging Face's"][0])
+    parser.add_argument("--deepspeed", action="store_true")  # no knob's
+    parser.parse_args([])
+    assert made.spellings == {}, "a study of before is of the same script"
+
+
+def test_a_value_in_place_of_a_switch_is_taken_out_with_it() -> None:
+    spelt = {"--gc": ["--gc=0", "--gc=1"], "--ckpt": [None, "--ckpt"]}
+    script = Script(("train.py",), ".", profile={"spellings": spelt})
+
+    def told(flag: str, value: bool | int, *words: str) -> list[str]:
+        return with_setting(script, list(words), flag, value)
+
+    assert told("--gc", True, "--gc", "0", "--lr", "1") == ["--gc=1", "--lr", "1"]
+    assert told("--gc", False, "--lr", "--gc", "--x") == ["--lr", "--gc=0", "--x"]
+    assert told("--gc", True, "x", "--gc=0", "--gc", "0") == ["x", "--gc=1"]
+    assert told("--ckpt", False, "--ckpt", "data.json") == ["data.json"], "what follows a switch is not its value"
+    assert told("--ckpt", True, "data.json") == ["data.json", "--ckpt"]
+    assert told("--other", True) == ["--other", "True"], "a flag of which nothing is known"
+    assert told("--gc", 3, "--gc", "0") == ["--gc", "3"], "no yes and no no"

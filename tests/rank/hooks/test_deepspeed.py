@@ -1,7 +1,9 @@
 """Real engines of one CPU rank, under the hooks and without."""
 
+import base64
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,10 +52,13 @@ def initialize(way: str, net: Any, folder: str) -> Any:
 
     path = Path(folder) / "ds.json"
     path.write_text(json.dumps(CONFIG))
+    path.with_name("commented.json").write_text(f"# ours\n{json.dumps(CONFIG)[:-1]},}} // commas to spare")
     args = SimpleNamespace(deepspeed_config=str(path), local_rank=0)
     given: dict[str, Any] = {
         "dict": {"config": CONFIG},
         "file": {"config": str(path)},
+        "commented": {"config": path.with_name("commented.json")},
+        "base64": {"config": base64.urlsafe_b64encode(path.read_bytes()).decode()},
         "config_params": {"config_params": CONFIG},
         "args": {"args": args},
     }[way]
@@ -90,7 +95,7 @@ def train(folder: str, way: str, candidate: dict[str, Any] | None) -> dict[str, 
     }
 
 
-@pytest.mark.parametrize("way", ["dict", "file", "config_params", "args"])
+@pytest.mark.parametrize("way", ["dict", "file", "commented", "base64", "config_params", "args"])
 def test_the_engine_is_the_candidates(in_rank: Callable[..., Any], tmp_path: Path, way: str) -> None:
     candidate = make_candidate(2, 4, 3, activation_checkpointing=True)
     found = in_rank(train, str(tmp_path), way, candidate.as_dict)
@@ -189,6 +194,38 @@ def pipeline(folder: str) -> list[str]:
 
 def test_a_pipeline_is_refused(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     assert in_rank(pipeline, str(tmp_path)) == []
+
+
+def share(folder: str, ranks: int, how: str) -> list[str]:
+    """Says that there are so many ranks, of which this one is the only that trains on samples of its own."""
+    import deepspeed as library
+
+    context, watcher = set_up(folder, None)
+    context.job = replace(context.job, ranks=ranks)
+    mpu = SimpleNamespace(
+        get_data_parallel_world_size=lambda: 1 if how == "mpu" else ranks,
+        get_model_parallel_world_size=lambda: 1 if how == "mpu" else ranks,
+        get_data_parallel_group=library.comm.get_world_group,
+        get_model_parallel_group=library.comm.get_world_group,
+        get_data_parallel_rank=lambda: 0,
+        get_model_parallel_rank=lambda: 0,
+    )
+    net = make_net()
+    given = {"model": net, "model_parameters": net.parameters(), "config": CONFIG, "mpu": mpu}
+    library.init_distributed()
+    if ranks == 1:
+        library.initialize(**given)
+    else:
+        with pytest.raises(Unusable, match=f"{ranks} ranks train on 1 micro-batches at a time"):
+            library.initialize(**given)
+    return watcher.names()
+
+
+@pytest.mark.parametrize(("ranks", "how"), [(1, "mpu"), (2, "mpu"), (4, "tensor")])
+def test_ranks_that_share_their_samples_are_refused(
+    in_rank: Callable[..., Any], tmp_path: Path, ranks: int, how: str
+) -> None:
+    assert ("built" in in_rank(share, str(tmp_path), ranks, how)) == (ranks == 1)
 
 
 def save(folder: str, quiet: bool) -> dict[str, Any]:
