@@ -37,6 +37,10 @@ OBEY = {
     "smaller_last_batch": ("rows", 1),
     "curriculum": ("rows", 1),
     "evaluation_between": ("rows", 1),
+    "evaluation_mode": ("rows", 1),
+    "never_back_in_training": ("rows", 1),
+    "evaluation_with_gradients": ("rows", 1),
+    "all_in_the_config": ("rows", 1),
     "reference_without_gradients": ("rows", 1),
     "compiled": ("rows", 1),
     "compiled_in_place": ("rows", 1),
@@ -55,6 +59,9 @@ LEFT = {
     "from_a_setting batch=6": (6, "gave 24 rows a step where 12 were asked for"),
     "time_first": (4, "gave 32 rows a step where 16 were asked for"),
     "plain_lists": (4, "cannot be counted"),
+    "errors_are_printed": (4, "gave 16 rows a step where 8 were asked for"),
+    "errors_are_skipped": (4, "gave 16 rows a step where 8 were asked for"),
+    "errors_are_exits": (4, "gave 16 rows a step where 8 were asked for"),
 }
 
 
@@ -94,6 +101,23 @@ def test_a_batch_that_cannot_be_changed_is_left(scripts: Scripts, tmp_path: Path
     assert scripts.measure(found, own.but(reduce_bucket_size=200_000)).ok
     told = scripts.measure(found, own.but(**{MICRO_BATCH: 2 * micro_batch, ACCUMULATION: 1}))
     assert (told.kind, told.source) == (Kind.INVALID, Source.BATCH), "measured on another batch than it was told"
+
+
+def test_a_script_that_fails_at_another_batch_keeps_its_own(scripts: Scripts, tmp_path: Path) -> None:
+    found = scripts.probe(command("refuses_other_batches"), folder_of(tmp_path))
+    assert "told another batch (" in found.script.profile["batch_note"]
+    assert "made for four" in found.script.profile["batch_note"]
+    assert scripts.measure(found, own_candidate(found.script).but(reduce_bucket_size=200_000)).ok
+
+
+def test_a_batch_that_leaves_too_few_steps_is_only_that_candidates(scripts: Scripts, tmp_path: Path) -> None:
+    found = scripts.probe(command("one_epoch"), folder_of(tmp_path))
+    assert found.script.profile["batch_note"] == ""
+    own = own_candidate(found.script)
+    outcome = scripts.measure(found, own.but(**{MICRO_BATCH: 64, ACCUMULATION: 1}))
+    assert (outcome.kind, outcome.source) == (Kind.INVALID, Source.EXCEPTION)
+    assert "ended after 3 optimizer steps" in outcome.reason
+    assert scripts.measure(found, own.but(**{MICRO_BATCH: 8, ACCUMULATION: 1})).ok
 
 
 def test_a_batch_that_grows_is_refused(scripts: Scripts, tmp_path: Path) -> None:

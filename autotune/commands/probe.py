@@ -83,6 +83,12 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
     else:
         measured = baseline
     profile = _profile(facts, own=measured is not None)
+    if profile.get("evaluating"):
+        say(
+            f"{script.name} trains its model in evaluation mode (no model.train()): dropout and checkpointing do nothing"
+        )
+    elif profile["checkpointed"] and not profile["checkpointing"]:
+        say("its activation checkpointing cannot be switched off: it stays on")
     profile["batch_note"] = _batch_note(executor, dataclasses.replace(script, profile=profile), seconds)
     if profile["batch_note"]:
         say(f"{profile['batch_note']}; its batch is left as it is, and all else is tuned")
@@ -115,8 +121,12 @@ def _batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
             outcome = session.measure(other, Effort(min_steps=2, max_steps=2, min_seconds=0.0), seconds)
     finally:
         executor.job = before
-    if outcome.source is not Source.BATCH:
+    if outcome.kind is Kind.INTERRUPTED and outcome.source is Source.STOP:
+        raise Stopped("stopped before it was known whether the script takes another batch")
+    if outcome.ok or outcome.kind.is_oom or not outcome.kind.says_something_of_the_candidate:
         return ""
+    if outcome.source is not Source.BATCH:
+        return f"told another batch ({other}), {script.target} fails: {outcome.reason}"
     if {MICRO_BATCH, ACCUMULATION} & dict(script.flags).keys():
         raise UserError(outcome.reason)
     return outcome.reason
@@ -197,6 +207,8 @@ def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
     }
     # these only where there is any, so that studies of earlier versions are of the same job
     kept |= {key: facts[key] for key in ("lightning", "spellings") if facts.get(key)}
+    if facts.get("evaluating"):  # layers of transformers checkpoint nothing there
+        kept |= {"checkpointing": False, "checkpointed": False, "evaluating": True}
     batch = batch_seen(facts if own else {**facts, "micro_batch": 1, "accumulation": 1})
     samples = batch["micro_batch"] * batch["accumulation"]
     saved = facts.get("saved_bytes") if batch["counted"] else None

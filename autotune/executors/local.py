@@ -366,7 +366,8 @@ class LocalSession:
         """Collects the evidence, ends the whole group at once, and judges.
 
         Raises:
-            Unusable: the script cannot be tuned, whatever the candidate.
+            Unusable: the script cannot be tuned, whatever the candidate; once it has been measured (it has a profile) that
+                is said only of one that went on from a checkpoint.
         """
         group = self._running()
         if stop is Stop.CANCELLED:
@@ -379,9 +380,11 @@ class LocalSession:
             return interrupted(group.phase)
         if unusable := [error for error in evidence.errors if error.get("cause")]:
             text, cause = unusable[0]["text"], Cause(unusable[0]["cause"])
-            if cause is not Cause.BATCH:
+            script, source = self._executor.job.script, Source.BATCH if cause is Cause.BATCH else Source.EXCEPTION
+            known = script is not None and script.profile and self._checkpoint is None
+            if cause is not Cause.BATCH and not known:
                 raise Unusable(text, cause)
-            return Outcome(Kind.INVALID, group.phase, reason=text, evidence="its steps", source=Source.BATCH)
+            return Outcome(Kind.INVALID, group.phase, reason=text, evidence="its steps", source=source)
         server_lives = not self._executor.here or not self._executor.ground.broken
         return judged(evidence, greeted=group.greeted, server_lives=server_lives)
 

@@ -146,6 +146,8 @@ def for_job(space: SearchSpace, job: Job) -> SearchSpace:
         knobs.pop(knob, None)
     if not seen["checkpointing"]:
         knobs.pop(CHECKPOINTING, None)
+    if seen.get("checkpointed"):  # where nothing switches it, it stays on
+        knobs.setdefault(CHECKPOINTING, Domain((True,)))
     if seen["batch_note"]:
         knobs |= {MICRO_BATCH: Domain((seen["micro_batch"],)), ACCUMULATION: Domain((seen["accumulation"],))}
     return dataclasses.replace(space, knobs=knobs)

@@ -114,14 +114,19 @@ def _flag_of(script: Script, knob: str) -> tuple[str | None, bool]:
 
 def carried(script: Script) -> bool:
     """Whether `command` carries every knob of a candidate, so that nothing need be changed in the script's code or files."""
-    through, flags = bool(script.profile.get("through_arguments")), _flags(script)
-    if config_path(script) is None and not (through and CONFIG_FLAG in flags):
+    through = bool(script.profile.get("through_arguments"))
+    if config_path(script) is None and not (through and CONFIG_FLAG in _flags(script)):
         launched = line_of(script).kind == ACCELERATE
         if not carries_config(script) and not launched:
             return False
     # a loop of DeepSpeed's has its batch from the config, Trainer from its own arguments, Lightning's a half of it
     theirs = (MICRO_BATCH, ACCUMULATION) if through else (ACCUMULATION,) if under_lightning(script) else ()
-    return all(_flag_of(script, knob)[0] in flags or carries(script, knob) for knob in theirs)
+    return all(carries_knob(script, knob) for knob in theirs)
+
+
+def carries_knob(script: Script, knob: str) -> bool:
+    """Whether a flag or a file of `command` carries a knob."""
+    return _flag_of(script, knob)[0] in _flags(script) or carries(script, knob)
 
 
 def _flags(script: Script) -> set[str]:

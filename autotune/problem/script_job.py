@@ -127,7 +127,7 @@ def own_candidate(script: Script) -> Candidate:
     """The script's own config as a Candidate; what it leaves open is at DeepSpeed's defaults."""
     seen = script.profile
     knobs: dict[str, Value] = {MICRO_BATCH: seen["micro_batch"], ACCUMULATION: seen["accumulation"]}
-    if seen["checkpointing"]:
+    if seen["checkpointing"] or seen.get("checkpointed"):
         knobs[CHECKPOINTING] = seen["checkpointed"]
     return Candidate.of({**candidate_of_config(seen["config"]).as_dict, **knobs})
 

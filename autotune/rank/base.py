@@ -166,8 +166,12 @@ class BaseRank(ABC):
         """Says what happened, the moment it is caught."""
         if self.device is not None:
             self.device.lift_cap()
-        self.channel.send("error", **(described or self._described(error)))
-        traceback.print_exception(error, file=sys.stderr)
+        self.send_error(described or self._described(error))
+
+    def send_error(self, described: Message) -> None:
+        """Says what happened earlier, as it was described then."""
+        self.channel.send("error", **described)
+        sys.stderr.write(described["traceback"])
         sys.stderr.flush()
 
     def _described(self, error: BaseException) -> Message:
@@ -185,8 +189,9 @@ class BaseRank(ABC):
             "numbers": numbers.collect(self.spec["device"], self.spec.get("cap_bytes")),
         }
 
-    def leave_if_out_of_memory(self, error: BaseException) -> None:
-        """Reports a memory failure and leaves: the script may catch it and go on, and its peers would wait for ever."""
+    def leave_if_out_of_memory(self, error: BaseException) -> Message:
+        """Reports a memory failure and leaves: the script may catch it and go on, and its peers would wait for ever. Returns
+        any other error as the parent hears of it."""
         described = None
         with suppress(MemoryError):  # under a cap there may be no room for it
             described = self._described(error)
@@ -194,6 +199,7 @@ class BaseRank(ABC):
             self.progress()
             self.report(error, described)
             leave(EXIT_REPORTED)
+        return described
 
     # -- among the ranks ---------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from autotune.errors import Cause, Unusable
 from autotune.group.protocol import Channel, Message
-from autotune.problem.candidate import Candidate
+from autotune.problem.candidate import CHECKPOINTING, Candidate
 from autotune.problem.outcome import Phase
 from autotune.problem.script_job import UNCOUNTED, Counted
 from autotune.rank import timing
@@ -31,6 +31,7 @@ from autotune.rank.timing import Request
 WARMUP_STEPS = 2  # batches of a script differ in length: its step times never settle as synthetic ones do
 _MIN_STEPS = 2  # measured steps without which a script that has ended was not measured
 _PROGRESS_SECONDS = 0.5
+_MOST_FAILURES = 10  # of the engine, one after another, that a script may catch and go on after
 MOST_SHORT = 0.25  # of the steps may have a smaller batch
 
 # Trackers and uploads are off, each by the variable that its documentation names.
@@ -78,6 +79,9 @@ class ScriptRank(BaseRank):
         self.widest_tokens = 0  # of a row
         self.short_steps = 0  # whose last micro-batch was smaller
         self.saved_tensors: SavedTensors | None = None
+        self._failure: tuple[int, Message] | None = None  # the engine's last, since the last step: its id, described
+        self._failures = 0  # since the last step
+        self._evaluating = False  # whether the model was in evaluation mode in the last step
         self._steps_left = 0  # until the ranks compare their clocks
         self._step_began = self._measuring_began = 0.0
 
@@ -93,11 +97,23 @@ class ScriptRank(BaseRank):
         try:
             run_script(self.script, self.hooks.arguments())
         except SystemExit as error:
+            self._leave_if_failed()
             if error.code not in (None, 0):
                 raise RuntimeError(f"{self.script.name} exited with {error.code}") from None
+        except Exception as error:
+            if self._failure is not None and self._failure[0] != id(error):
+                self._leave_if_failed()  # of what it made of the engine's error
+            raise
+        self._leave_if_failed()
         if len(self.timed) >= _MIN_STEPS:
             self._finish()
         raise Unusable(self._why_ended())
+
+    def _leave_if_failed(self) -> None:
+        """A script may catch the engine's error, and end by itself: the error is why."""
+        if self._failure is not None:
+            self.send_error(self._failure[1])
+            leave(EXIT_REPORTED)
 
     def _why_ended(self) -> str:
         if self.engine is None:
@@ -151,6 +167,8 @@ class ScriptRank(BaseRank):
         device.note()
         seconds = time.perf_counter() - self._step_began
         self.steps += 1
+        self._failure, self._failures = None, 0
+        self._evaluating = not self.engine.module.training
         if self.candidate is not None:
             self.short_steps += check_batch(self.batch, self.candidate, self.script.profile)
             if self.short_steps > max(1, MOST_SHORT * self.steps):
@@ -167,7 +185,10 @@ class ScriptRank(BaseRank):
         self._step_began = time.perf_counter()
 
     def failed(self, error: BaseException) -> None:
-        self.leave_if_out_of_memory(error)
+        described = self.leave_if_out_of_memory(error)
+        self._failure, self._failures = (id(error), described), self._failures + 1
+        if isinstance(error, Unusable) or self._failures == _MOST_FAILURES:
+            self._leave_if_failed()
 
     def strayed(self) -> None:
         self.report(Unusable(f"{self.script.target} trains without {_MISSING_DEEPSPEED}"))
@@ -179,6 +200,9 @@ class ScriptRank(BaseRank):
         """Before the first batch: tells what is known of the engine, and waits to hear what to measure."""
         if self.request is not None:
             return
+        self.facts |= self.hooks.checkpointing()  # the script may have switched it since the engine was made
+        if self.candidate is not None and self.script.profile:
+            check_checkpointing(self.facts, self.candidate)
         self.channel.send("facts", config=self.config, **self.facts)
         self.channel.send("phase", phase="ready")
         message = self.channel.receive()
@@ -212,6 +236,8 @@ class ScriptRank(BaseRank):
             "tokens": tokens,
             "widest": self.widest_tokens,
         }
+        if self._evaluating:
+            facts["evaluating"] = True
         if self.saved_tensors is not None:
             facts["saved_bytes"] = self.saved_tensors.bytes
         self.channel.send(
@@ -242,6 +268,18 @@ _MISSING_DEEPSPEED = (
     "calling deepspeed.initialize: give it its DeepSpeed config (for Hugging Face's Trainer: --deepspeed ds.json) or make "
     "it use DeepSpeed"
 )
+
+
+def check_checkpointing(facts: dict[str, Any], candidate: Candidate) -> None:
+    """Checks that activation checkpointing is as the candidate says, where that is its to say.
+
+    Raises:
+        Unusable: the script's code has switched it since.
+    """
+    told = candidate.get(CHECKPOINTING)
+    if told is not None and facts["checkpointing"] and facts["checkpointed"] != told:
+        on, off = ("on", "off") if told else ("off", "on")
+        raise Unusable(f"the script switches activation checkpointing {off} where it was told {on}")
 
 
 def check_batch(batch: Batch, candidate: Candidate, profile: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from autotune.files import write_atomically
 from autotune.group.environment import assignments, variables_of
 from autotune.group.extensions import FOLDER
 from autotune.problem.argument_texts import winners_files
-from autotune.problem.candidate import Candidate, under
+from autotune.problem.candidate import CHECKPOINTING, Candidate, under
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement
 from autotune.problem.script import carried, command
@@ -121,6 +121,23 @@ def lightnings_own(candidate: Candidate) -> str:
     return f"with accumulate_grad_batches={candidate.accumulation} in its Trainer, which takes it from no config"
 
 
+WITH_CHECKPOINTING = (
+    "call model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False}) "
+    "(Trainer: gradient_checkpointing=True): it was measured with activation checkpointing"
+)
+
+
+def without_checkpointing(candidate: Candidate, job: Job) -> str:
+    """What a script must leave that switches activation checkpointing on, where the candidate is without; else empty."""
+    if job.script is None or not job.script.profile.get("checkpointed") or candidate.get(CHECKPOINTING) is not False:
+        return ""
+    return (
+        "where your script's code itself calls model.gradient_checkpointing_enable(), or peft's prepare_model_for_kbit_training "
+        "without use_gradient_checkpointing=False, take it out (Trainer: gradient_checkpointing=False): it was measured without "
+        "activation checkpointing"
+    )
+
+
 def needs(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[str]:
     """What the training must do beside taking the config, since a DeepSpeed config cannot say it; one line each.
 
@@ -133,10 +150,9 @@ def needs(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[
     if job.script is not None and under_lightning(job.script) and not carried(job.script):
         lines.append(lightnings_own(candidate))
     if candidate.checkpointing:
-        lines.append(
-            "call model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False}) "
-            "(Trainer: gradient_checkpointing=True): it was measured with activation checkpointing"
-        )
+        lines.append(WITH_CHECKPOINTING)
+    elif left := without_checkpointing(candidate, job):
+        lines.append(left)
     made = under(job, candidate)
     if made.task != CAUSAL:
         lines.append(f"train the model with its head for {made.task}: it was measured with it")

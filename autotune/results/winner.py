@@ -11,15 +11,15 @@ from types import MappingProxyType
 
 from autotune.group.environment import assignments, variables_of
 from autotune.interpreter import launched
-from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
 from autotune.problem.frameworks import framework_of
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job
+from autotune.problem.job import Job, Script
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
-from autotune.problem.script import RELAUNCHED, carried, training_command, typed, variables_for
+from autotune.problem.script import RELAUNCHED, carried, carries_knob, training_command, typed, variables_for
 from autotune.problem.script_job import other_batch
 from autotune.problem.script_text import under_lightning
-from autotune.results.export import lightnings_own
+from autotune.results.export import WITH_CHECKPOINTING, lightnings_own, without_checkpointing
 from autotune.results.lossy import lossy_settings
 from autotune.results.over_nodes import over_nodes
 from autotune.results.sliced import slice_line
@@ -157,12 +157,23 @@ def train_with(
         instead = f"or put {config} where the script has its own config"
         if under_lightning(job.script):
             hints += [f"  {lightnings_own(winner)}"]
+    hints += [f"  {line}" for line in _checkpointing(winner, job, job.script)]
     started = job.script.profile.get(RELAUNCHED, 0)
     if started not in (0, per_node) and not job.script.launcher and framework_of(job.script) is None:
         hints += [f"  it starts its own ranks: have it start {per_node}"]
     if job.script.profile["loader_prepared"] and not dict(job.script.flags).get(MICRO_BATCH):
         hints += [f"  with batch_size={winner.micro_batch} in its data loader, which no config reaches"]
     return HowToTrain(tuple(commands), instead, tuple(hints))
+
+
+def _checkpointing(winner: Candidate, job: Job, script: Script) -> list[str]:
+    """What the script's code must do of activation checkpointing, where its command does not carry it. Where the script has it
+    on and the winner off that is always said: what its code switches on no flag switches off."""
+    if winner.checkpointing:
+        known = script.profile.get("checkpointed") or carries_knob(script, CHECKPOINTING)
+        return [] if known else [WITH_CHECKPOINTING]
+    left = without_checkpointing(winner, job)
+    return [left] if left else []
 
 
 def _missing_bytes(outcome: Outcome, hardware: Hardware) -> int | None:

@@ -70,6 +70,15 @@ def test_a_script_whose_batch_cannot_be_told_keeps_it() -> None:
     assert "gradient_accumulation_steps" not in for_job(parse_space(SPACE), script_job()).knobs
 
 
+def test_a_script_whose_checkpointing_nothing_switches_keeps_it() -> None:
+    kept = for_job(parse_space(SPACE), script_job(checkpointing=False, checkpointed=True)).knobs
+    assert kept["activation_checkpointing"].values == (True,)
+    left_alone = for_job(parse_space("knobs: {zero_stage: [1, 2]}"), script_job(checkpointed=True)).knobs
+    assert left_alone["activation_checkpointing"].values == (True,)
+    tuned = for_job(parse_space(SPACE), script_job(checkpointed=True)).knobs
+    assert tuned["activation_checkpointing"].values == (True, False)
+
+
 def test_what_the_users_own_config_sets_is_held_unless_it_is_tuned() -> None:
     own = {"zero_optimization": {"stage": 3, "overlap_comm": True}, "gradient_accumulation_steps": "auto"}
     knobs = for_job(parse_space(SPACE), make_job(base_config=own)).knobs

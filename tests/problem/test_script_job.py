@@ -133,7 +133,8 @@ def test_an_optimizer_of_the_scripts_own(changes: dict, added: dict) -> None:
     [
         ({}, {"activation_checkpointing": False}),
         ({"checkpointed": True}, {"activation_checkpointing": True}),
-        ({"checkpointing": False, "checkpointed": True}, {}),  # it cannot be told
+        ({"checkpointing": False, "checkpointed": True}, {"activation_checkpointing": True}),  # it cannot be told
+        ({"checkpointing": False}, {}),
     ],
 )
 def test_its_own_config_as_a_candidate(changes: dict, checkpointing: dict) -> None:

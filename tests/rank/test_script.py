@@ -36,10 +36,10 @@ LOOP = """
     """
 
 
-def start(parent: Parent, folder: Path, text: str, candidate: Candidate | None = None) -> Rank:
+def start(parent: Parent, folder: Path, text: str, candidate: Candidate | None = None, **profile: Any) -> Rank:
     (folder / "train.py").write_text(textwrap.dedent(text))
     (folder / "ds.json").write_text(json.dumps(CONFIG))
-    job = replace(make_job(1), script=Script(("train.py", "ds.json"), str(folder)))
+    job = replace(make_job(1), script=Script(("train.py", "ds.json"), str(folder), profile=profile))
     knobs = candidate.as_dict if candidate else {}
     (rank,) = parent.start("autotune.rank.script", make_spec(folder, job, candidate=knobs, scratch=str(folder)))
     return rank
@@ -141,6 +141,139 @@ def test_out_of_memory_is_reported_though_the_script_catches_it(parent: Parent, 
     assert rank.exit_status() == 13
     assert (rank.heard[-1]["type"], rank.heard[-1]["phase"]) == ("error", "forward")
     assert "allocate" in rank.heard[-1]["text"]
+
+
+BEGINNING = """
+    import sys, torch, deepspeed
+    net = torch.nn.Linear(4, 1)
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=sys.argv[1])
+    def step(rows=2):
+        engine.backward(engine(torch.ones(rows, 4)).mean())
+        engine.step()
+    """
+SWALLOWED = {
+    "and ends": """
+        try:
+            while True: step()
+        except Exception as error: print(error)
+        """,
+    "and exits": """
+        try:
+            while True: step()
+        except Exception: sys.exit(1)
+        """,
+    "and goes on": """
+        while True:
+            try: step()
+            except Exception: continue
+        """,
+    "for another of its own": """
+        try:
+            while True: step()
+        except Exception: raise SystemError("the training failed")
+        """,
+}
+
+
+@pytest.mark.parametrize("way", SWALLOWED)
+def test_a_verdict_is_not_the_scripts_to_catch(parent: Parent, tmp_path: Path, way: str) -> None:
+    text = textwrap.dedent(BEGINNING) + textwrap.dedent(SWALLOWED[way])
+    profile = {"micro_batch": 2, "accumulation": 2}
+    rank = start(parent, tmp_path, text, make_candidate(1, 4, 2), **profile)
+    rank.channel.send("measure", **REQUEST)
+    assert rank.exit_status() == 13
+    error = rank.heard[-1]
+    assert (error["type"], error["cause"]) == ("error", Cause.BATCH)
+    assert "gave 4 rows a step where 8 were asked for" in error["text"]
+
+
+@pytest.mark.parametrize("way", SWALLOWED)
+def test_what_the_engine_raises_is_why(parent: Parent, tmp_path: Path, way: str) -> None:
+    broken = SWALLOWED[way].replace("step()", "step() if engine.global_steps < 2 else engine(torch.ones(2, 5))")
+    rank = start(parent, tmp_path, textwrap.dedent(BEGINNING) + textwrap.dedent(broken))
+    rank.channel.send("measure", **REQUEST)
+    assert rank.exit_status() == 13
+    errors = [message for message in rank.heard if message["type"] == "error"]
+    assert len(errors) == 1
+    assert "shapes cannot be multiplied" in errors[0]["text"]
+    assert (errors[0]["phase"], errors[0]["cause"]) == ("forward", None)
+
+
+def test_a_failure_that_the_script_gets_over_is_none(parent: Parent, tmp_path: Path) -> None:
+    text = """
+        for place in range(40):
+            try:
+                engine(torch.ones(2, 5)) if place % 4 == 0 else step()
+            except RuntimeError:
+                step()
+        """
+    rank = start(parent, tmp_path, textwrap.dedent(BEGINNING) + textwrap.dedent(text))
+    rank.channel.send("measure", **REQUEST)
+    assert len(rank.wait_for("measured")["step_seconds"]) == 3
+    rank.channel.send("stop")
+    rank.wait_for("bye")
+
+
+def test_a_config_that_deepspeed_refuses_is_no_script_without_deepspeed(parent: Parent, tmp_path: Path) -> None:
+    text = f"""
+        try:
+            exec({textwrap.dedent(BEGINNING)!r})
+        except Exception as error:
+            print(error)
+        """
+    candidate = make_candidate(1, **{"zero_optimization.reduce_bucket_size": -5})
+    rank = start(parent, tmp_path, text, candidate)
+    assert rank.exit_status() == 13
+    error = rank.heard[-1]
+    assert (error["phase"], error["cause"]) == ("init", None)
+    assert "reduce_bucket_size" in error["text"]
+
+
+CHECKPOINTED = """
+    from transformers import LlamaConfig, LlamaForCausalLM
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16}
+    net = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2))
+    net.gradient_checkpointing_enable()
+    import sys, torch, deepspeed
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=sys.argv[1])
+    engine.module.gradient_checkpointing_enable()
+    for _ in range(100):
+        engine.backward(engine(input_ids=torch.ones(2, 8, dtype=torch.long)).logits.mean())
+        engine.step()
+    """
+STUBBORN = "for layer in engine.module.model.layers: layer.gradient_checkpointing = True\n"
+
+
+@pytest.mark.parametrize("told", [None, True, False])
+def test_checkpointing_is_the_candidates(parent: Parent, tmp_path: Path, told: bool | None) -> None:
+    candidate = None if told is None else make_candidate(0, 2, 2, activation_checkpointing=told)
+    rank = start(parent, tmp_path, CHECKPOINTED, candidate, micro_batch=2, accumulation=2)
+    rank.wait_for("phase", phase="ready")
+    facts = [message for message in rank.heard if message["type"] == "facts"][-1]
+    assert (facts["checkpointing"], facts["checkpointed"]) == (True, told is not False)
+    rank.channel.send("measure", **REQUEST)
+    assert "evaluating" not in rank.wait_for("measured")["facts"]
+    rank.channel.send("stop")
+    rank.wait_for("bye")
+
+
+def test_checkpointing_that_the_script_switches_by_hand_is_no_trial_without(parent: Parent, tmp_path: Path) -> None:
+    text = textwrap.dedent(CHECKPOINTED).replace("for _ in", f"{STUBBORN}for _ in")
+    candidate = make_candidate(0, 2, 2, activation_checkpointing=False)
+    rank = start(parent, tmp_path, text, candidate, micro_batch=2, accumulation=2)
+    assert rank.exit_status() == 13
+    assert "switches activation checkpointing on where it was told off" in rank.heard[-1]["text"]
+
+
+def test_a_training_in_evaluation_mode_says_so(parent: Parent, tmp_path: Path) -> None:
+    rank = start(parent, tmp_path, LOOP.format(steps=100).replace("engine, *_", "net.eval()\n    engine, *_"))
+    rank.channel.send("measure", **REQUEST)
+    measured = rank.wait_for("measured")
+    assert measured["facts"]["evaluating"]
+    assert (measured["facts"]["rows"], measured["facts"]["micros"]) == (4, 2)
+    assert measured["facts"]["saved_bytes"] >= 2 * 8 * 16 * 4
+    rank.channel.send("stop")
+    rank.wait_for("bye")
 
 
 @pytest.mark.parametrize(

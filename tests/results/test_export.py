@@ -210,6 +210,12 @@ def test_what_a_script_must_see_to(tmp_path: Path) -> None:
     assert said(same, of_a_script(tmp_path)) == []
     (lightning,) = said(same, of_a_script(tmp_path, lightning=True))
     assert lightning == "with accumulate_grad_batches=4 in its Trainer, which takes it from no config"
+    on = {"checkpointed": True}
+    (without,) = said({**same, "activation_checkpointing": False}, of_a_script(tmp_path, **on))
+    assert "calls model.gradient_checkpointing_enable()" in without
+    assert "measured without activation checkpointing" in without
+    assert said(same, of_a_script(tmp_path, **on)) == [], "which the space does not tune"
+    assert said({**same, "activation_checkpointing": False}, of_a_script(tmp_path)) == []
     told = dataclasses.replace(of_a_script(tmp_path, lightning=True), flags=((ACCUMULATION, "--accumulate"),))
     assert said(same, told) == [], "its own flag says it"
 

@@ -88,6 +88,34 @@ def test_lightnings_accumulation_is_in_no_config(tmp_path: Path) -> None:
     assert first.endswith("--accumulate 8")
 
 
+@pytest.mark.parametrize(
+    ("on", "winner", "flags", "says"),
+    [
+        (False, False, [], None),
+        (False, True, [], "call model.gradient_checkpointing_enable"),
+        (False, True, ["--gradient_checkpointing"], None),
+        (True, True, [], None),
+        (True, False, [], "take it out"),
+        (
+            True,
+            False,
+            ["--gradient_checkpointing"],
+            "take it out",
+        ),  # which changes nothing of what the code does itself
+    ],
+)
+def test_checkpointing_that_no_command_carries_is_said(
+    tmp_path: Path, on: bool, winner: bool, flags: list[str], says: str | None
+) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    profile = {"loader_prepared": False, "through_arguments": False, "flags": flags, "checkpointed": on}
+    script = Script(("train.py", "ds.json"), str(tmp_path), profile=profile)
+    candidate = make_candidate(2, 4, activation_checkpointing=winner)
+    hints = train_with(candidate, make_job(script=script), "s", tmp_path / "s.json", 5).hints
+    assert len(hints) == (says is not None)
+    assert says is None or says in hints[0]
+
+
 def test_the_printed_command_gets_the_gpus_that_the_study_had(tmp_path: Path) -> None:
     flags = tuple({**KNOWN_FLAGS, "config": CONFIG_FLAG}.values())
     profile = {"loader_prepared": False, "through_arguments": True, "flags": flags}

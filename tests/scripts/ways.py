@@ -229,6 +229,35 @@ def evaluation_between(args: argparse.Namespace) -> None:
         engine.train()
 
 
+def evaluation_mode(args: argparse.Namespace) -> None:
+    """As `from_pretrained` returns a model."""
+    engine = engine_of(args, Net().eval())
+    train(engine, (ids(micro(engine)) for _ in range(STEPS)))
+
+
+def never_back_in_training(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    for _ in range(STEPS):
+        train(engine, [ids(micro(engine))])
+        engine.eval()
+        with torch.no_grad():
+            engine(ids(16))
+
+
+def evaluation_with_gradients(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    for _ in range(STEPS):
+        engine.eval()
+        engine(ids(16))
+        engine.train()
+        train(engine, [ids(micro(engine))])
+
+
+def all_in_the_config(args: argparse.Namespace) -> None:
+    engine, *_ = deepspeed.initialize(args=args, model=Net().eval())
+    train(engine, (ids(micro(engine)) for _ in range(STEPS)))
+
+
 def reference_without_gradients(args: argparse.Namespace) -> None:
     engine = engine_of(args)
     for _ in range(STEPS):
@@ -304,6 +333,41 @@ def time_first(args: argparse.Namespace) -> None:
 def growing_batch(args: argparse.Namespace) -> None:
     engine = engine_of(args)
     train(engine, (ids(micro(engine) + step // 4) for step in range(STEPS)))
+
+
+def errors_are_printed(args: argparse.Namespace) -> None:
+    try:
+        constant_batch(args)
+    except Exception as error:
+        print(error)
+
+
+def errors_are_skipped(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    while True:
+        try:
+            train(engine, [ids(4)])
+        except Exception as error:
+            print(error)
+
+
+def errors_are_exits(args: argparse.Namespace) -> None:
+    """As `hydra.main` has it."""
+    try:
+        constant_batch(args)
+    except Exception:
+        raise SystemExit(1) from None
+
+
+def refuses_other_batches(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    assert micro(engine) == 4, "made for four"
+    train(engine, (ids(4) for _ in range(STEPS)))
+
+
+def one_epoch(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    train(engine, DataLoader(Data(160), batch_size=micro(engine)))
 
 
 def main() -> None:

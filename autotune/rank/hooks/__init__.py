@@ -11,6 +11,7 @@ carry them, and a `Watcher` sees what the trained engine does. One module a libr
 | `ports` | sockets: a port that the trial before has just left |
 | `deepspeed` | `deepspeed.initialize`, and forward, backward and step of the engine that trains |
 | `optimizers` | torch's optimizers: a script that trains without DeepSpeed is noticed |
+| `checkpointing` | the model's activation checkpointing, once the engine is made |
 | `accelerate` | its DeepSpeed config and plugin, the loader that `prepare` is given |
 | `transformers` | TrainingArguments |
 | `lightning` | how many batches its Trainer makes a step of, once the engine is made |
@@ -18,7 +19,7 @@ carry them, and a `Watcher` sees what the trained engine does. One module a libr
 | `relaunch` | subprocess, `os.exec…`, torch's launcher: where a program would start its ranks itself |
 | `tokenizers` | how long a tokenizer lets a sequence be |
 
-Each but `lightning` has `install(context)`. No library is imported before its hook is installed.
+Each but `checkpointing` and `lightning` has `install(context)`. No library is imported before its hook is installed.
 """
 
 from __future__ import annotations
@@ -61,6 +62,10 @@ class Hooks:
     def arguments(self) -> list[str]:
         """The script's arguments under the candidate."""
         return config.merged_arguments(self.context)
+
+    def checkpointing(self) -> dict[str, bool]:
+        """As `engine_facts` has it, of the engine that trains: what it is now."""
+        return deepspeed.checkpointing_facts(self.context.engine.module)
 
     def save_weights(self, folder: str, name: str) -> Any:
         """Saves the gathered 16-bit weights of the engine that trains, as the script would without `quiet`."""

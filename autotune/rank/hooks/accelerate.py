@@ -46,6 +46,7 @@ def install(context: Context) -> None:
 
     def make_plugin(original: Callable[..., Any], plugin: Any) -> None:
         original(plugin)
+        context.accelerated = True
         # A plugin that is written in code keeps the stage of its arguments, and accelerate skips reductions by it.
         plugin.zero_stage = int((plugin.deepspeed_config.get("zero_optimization") or {}).get("stage", 0))
 

@@ -10,6 +10,7 @@ from typing import Any
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job, Script
 from autotune.problem.outcome import Phase
+from autotune.rank.hooks.batches import Sizes
 from autotune.rank.hooks.patches import Patches
 from autotune.rank.hooks.watcher import Watcher
 
@@ -30,8 +31,10 @@ class Context:
     engine: Any = None  # the DeepSpeed engine that trains, once it is built
     inside: Phase | None = None  # which method of that engine runs
     module_hook: Any = None  # the handle of the hook on its module
+    pending: list[Sizes] = field(default_factory=list)  # of its forwards in evaluation mode since the last backward
     config_seen: bool = False  # the watcher has been told the script's own config
     through_arguments: bool = False  # TrainingArguments carry the batch sizes
+    accelerated: bool = False  # accelerate makes the engine that trains
     loader_prepared: bool = False  # accelerate has prepared the script's own loader
     relaunched: int = 0  # ranks that the script would have started itself; 1 where it did not say
     flags: set[str] = field(default_factory=set)  # of `problem.script.FLAGS`, those that the script's parsers have

@@ -13,7 +13,7 @@ from typing import Any
 from autotune.errors import Unusable
 from autotune.problem.ds_file import named_config
 from autotune.problem.outcome import Phase
-from autotune.rank.hooks import lightning
+from autotune.rank.hooks import checkpointing, lightning
 from autotune.rank.hooks.batches import batch_of, padded, sizes_of
 from autotune.rank.hooks.config import merged
 from autotune.rank.hooks.context import Context
@@ -49,12 +49,28 @@ def saved(context: Context, method: str, *args: Any) -> Any:
 
 def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """The first call that makes an engine that trains is changed; others are left as they are."""
-    import deepspeed
-
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     config, through_args = _config_of(given)
-    if context.engine is not None or not _trains(given, config):
+    if context.engine is not None or not _trains(context, given, config):
         return original(*args, **kwargs)
+    try:
+        return _made(context, original, given, config, through_args)
+    except BaseException as error:
+        context.watcher.failed(error)
+        raise
+
+
+def _made(
+    context: Context, original: Callable[..., Any], given: dict[str, Any], config: dict[str, Any], through_args: bool
+) -> Any:
+    """The engine that trains, and what else `deepspeed.initialize` returns.
+
+    Args:
+        given: the arguments of its call.
+        config: that in them; `through_args` says that it came through `args`.
+    """
+    import deepspeed
+
     if isinstance(given.get("model"), deepspeed.PipelineModule):
         raise Unusable(
             "the script trains a pipeline (PipelineModule), which takes no ZeRO stage above 1 and no other "
@@ -70,13 +86,8 @@ def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, *
     if through_args:
         given["args"] = copy.copy(given["args"])
         given["args"].deepspeed_config = None
-    if context.candidate is not None and context.candidate.checkpointing and not context.through_arguments:
-        _enable_checkpointing(given["model"])
-    try:
-        made = original(**given)
-    except BaseException as error:
-        context.watcher.failed(error)
-        raise
+    checkpointing.apply(context, given["model"])
+    made = original(**given)
     _check_data_parallel(context, made[0])
     context.engine = made[0]
     watch_module(context, context.engine.module)
@@ -113,43 +124,50 @@ def _config_of(given: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     return (config if isinstance(config, dict) else {}), through_args
 
 
-def _trains(given: dict[str, Any], config: dict[str, Any]) -> bool:
+def _trains(context: Context, given: dict[str, Any], config: dict[str, Any]) -> bool:
     """Whether a call of `deepspeed.initialize` makes an engine that trains, and not a reference model's."""
     if given.get("optimizer") is not None or given.get("model_parameters") is not None:
         return True
-    return bool(config.get("optimizer")) and bool(getattr(given.get("model"), "training", True))
-
-
-def _enable_checkpointing(model: Any) -> None:
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is not None:
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if not config.get("optimizer"):
+        return False
+    model = given.get("model")
+    if context.accelerated and not getattr(model, "training", True):
+        return False  # accelerate gives what trains its optimizer; TRL has prepared references with all of the config
+    return not hasattr(model, "parameters") or any(one.requires_grad for one in model.parameters())
 
 
 def _watched(
     context: Context, phase: Phase, original: Callable[..., Any], engine: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """A method of an engine; the watcher sees those of the engine that trains, while it trains."""
-    if engine is not context.engine or not engine.module.training:
+    """A method of an engine; the watcher sees those of the engine that trains, but no evaluation."""
+    if engine is not context.engine or (phase is Phase.FORWARD and _evaluates(engine.module)):
         return original(engine, *args, **kwargs)
-    boundary = phase is Phase.STEP and _steps(engine)
-    if phase is Phase.FORWARD:
-        if context.script.worst_case:
-            kwargs = padded(args, kwargs, _longest_tokens(context))
-        _see(context, args, kwargs)
-    else:
-        context.watcher.entered(phase)
-    context.inside = phase
     try:
+        boundary = phase is Phase.STEP and _steps(engine)
+        if phase is Phase.FORWARD:
+            if context.script.worst_case:
+                kwargs = padded(args, kwargs, _longest_tokens(context))
+            _see(context, engine.module, args, kwargs)
+        else:
+            _count_pending(context)
+            context.watcher.entered(phase)
+        context.inside = phase
         result = original(engine, *args, **kwargs)
+        if boundary:
+            context.watcher.stepped()
     except BaseException as error:
         context.watcher.failed(error)
         raise
     finally:
         context.inside = None
-    if boundary:
-        context.watcher.stepped()
     return result
+
+
+def _evaluates(module: Any) -> bool:
+    """Whether no backward can follow a forward that begins now."""
+    import torch
+
+    return not module.training and not torch.is_grad_enabled()
 
 
 def _loss_backward(context: Context, original: Callable[..., Any], engine: Any, /) -> Any:
@@ -163,13 +181,27 @@ def _steps(engine: Any) -> bool:
     return (managed is not None and not managed()) or bool(engine.is_gradient_accumulation_boundary())
 
 
-def _see(context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward of the engine that trains; one without gradients (a reference, a generation) trains on nothing."""
+def _see(context: Context, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward of the engine that trains; one without gradients (a reference, a generation) trains on nothing. A model may be
+    trained in evaluation mode (`from_pretrained` returns it so): there a forward counts once a backward follows, and one
+    before a forward in training mode was an evaluation."""
     import torch
 
-    if torch.is_grad_enabled():
-        context.watcher.forward(sizes_of(args, kwargs))
-        context.watcher.entered(Phase.FORWARD)
+    if not torch.is_grad_enabled():
+        return
+    sizes = sizes_of(args, kwargs)
+    if module.training:
+        context.pending.clear()
+        context.watcher.forward(sizes)
+    else:
+        context.pending.append(sizes)
+    context.watcher.entered(Phase.FORWARD)
+
+
+def _count_pending(context: Context) -> None:
+    for sizes in context.pending:
+        context.watcher.forward(sizes)
+    context.pending.clear()
 
 
 def watch_module(context: Context, module: Any) -> None:
@@ -190,8 +222,8 @@ def watch_module(context: Context, module: Any) -> None:
 
 def _see_module(context: Context, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A forward of the module that the script calls past its engine."""
-    if context.inside is None and module.training:
-        _see(context, args, kwargs)
+    if context.inside is None:
+        _see(context, module, args, kwargs)
 
 
 def _compile(context: Context, original: Callable[..., Any], engine: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -218,7 +250,7 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
     """
     engine = context.engine
     module = engine.module
-    plain = getattr(module, "get_base_model", lambda: module)()  # peft's adapters stand around it
+    plain = _plain(module)
     config: Any = getattr(plain, "config", None)
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in module.parameters()]
     return {
@@ -230,8 +262,7 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
         "model": type(plain).__name__,
         "trained": [elements for elements, trained in sizes if trained],
         "frozen": sum(elements for elements, trained in sizes if not trained),
-        "checkpointing": hasattr(plain, "gradient_checkpointing_enable"),
-        "checkpointed": bool(getattr(plain, "is_gradient_checkpointing", False)),
+        **checkpointing_facts(module),
         "through_arguments": context.through_arguments,
         "lightning": lightning.trainer_of(plain) is not None,
         "loader_prepared": context.loader_prepared,
@@ -241,6 +272,16 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
         "flags": sorted(context.flags),
         "spellings": dict(sorted(context.spellings.items())),
     }
+
+
+def _plain(module: Any) -> Any:
+    """Without peft's adapters around it."""
+    return getattr(module, "get_base_model", lambda: module)()
+
+
+def checkpointing_facts(module: Any) -> dict[str, bool]:
+    """Whether activation checkpointing can be switched, and whether it is on."""
+    return {"checkpointing": checkpointing.can_switch(_plain(module)), "checkpointed": checkpointing.is_on(module)}
 
 
 def _zero_supports(optimizer: Any) -> bool:

@@ -21,7 +21,8 @@ class Watcher(Protocol):
         """The engine that trains exists; for its facts see `deepspeed.engine_facts`."""
 
     def forward(self, sizes: Sizes) -> None:
-        """A forward that gradients are taken of begins, with what it is given."""
+        """A forward that gradients are taken of begins, with what it is given; one in evaluation mode is told when its
+        backward begins."""
 
     def entered(self, phase: Phase) -> None:
         """INIT, FORWARD, BACKWARD or STEP begins; a backward may be told more than once."""
@@ -30,7 +31,8 @@ class Watcher(Protocol):
         """An optimizer step is done."""
 
     def failed(self, error: BaseException) -> None:
-        """An exception left the engine. The script may catch it, so a memory failure is reported from here."""
+        """An exception leaves the engine, its making, or what was seen there (`Unusable`). The script may catch it, so what
+        decides the trial is reported from here."""
 
     def strayed(self) -> None:
         """The script trains, and no engine of DeepSpeed exists."""

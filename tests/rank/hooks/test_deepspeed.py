@@ -111,7 +111,9 @@ def test_a_script_as_it_is(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     names = [name for name, *_ in found["seen"]]
     assert names[:4] == ["init", "configured", "planned", "built"]
     micro = ["rows and tokens", "forward", "backward", "step"]
-    assert names[4:] == 2 * [*micro, *micro, "stepped"], "and nothing of the evaluation"
+    assert names[4:] == [*2 * [*micro, *micro, "stepped"], "forward"], (
+        "no backward follows the evaluation: it counts nothing"
+    )
     facts = dict(next(rest for name, *rest in found["seen"] if name == "built")[0])
     assert (facts["micro_batch"], facts["accumulation"], facts["precision"]) == (2, 2, "fp32")
     assert (facts["trained"], facts["frozen"], facts["model"]) == ([4, 1], 0, "Net")
@@ -143,6 +145,44 @@ def reference(folder: str) -> list[Any]:
         watcher.names().count("built"),
         watcher.names().count("forward"),
     ]
+
+
+def in_evaluation_mode(folder: str) -> list[Any]:
+    """A model as `from_pretrained` returns it, whose evaluation takes gradients now and then."""
+    import torch
+
+    _, watcher = set_up(folder, None)
+    engine = initialize("dict", make_net().eval(), folder)
+    for rows in (2, 3):
+        loss = engine(torch.ones(rows, 4)) + engine.module(torch.ones(rows, 4))
+        with torch.no_grad():
+            engine(torch.ones(7, 4))
+        engine.backward(loss)
+        engine.step()
+    engine(torch.ones(7, 4))
+    engine.train()
+    engine.backward(engine(torch.ones(5, 4)))
+    return [watcher.of("rows and tokens"), watcher.names().count("stepped")]
+
+
+def test_a_model_is_trained_in_evaluation_mode(in_rank: Callable[..., Any], tmp_path: Path) -> None:
+    assert in_rank(in_evaluation_mode, str(tmp_path)) == [[[rows, rows] for rows in (2, 2, 3, 3, 5)], 1]
+
+
+def which_trains(folder: str) -> list[bool]:
+    found = []
+    for frozen, evaluating, accelerated in ((0, 0, 0), (0, 1, 0), (1, 1, 0), (1, 0, 0), (0, 0, 1), (0, 1, 1)):
+        context, _ = make_context(folder)
+        context.accelerated = bool(accelerated)
+        net = make_net().train(not evaluating).requires_grad_(not frozen)
+        found.append(deepspeed._trains(context, {"model": net}, CONFIG))
+    return found
+
+
+def test_an_engine_that_makes_its_own_optimizer_trains_unless_it_is_a_references(
+    in_rank: Callable[..., Any], tmp_path: Path
+) -> None:
+    assert in_rank(which_trains, str(tmp_path)) == [True, True, False, False, True, False]
 
 
 def deepspeed_initialize(**given: Any) -> Any:
@@ -193,7 +233,7 @@ def pipeline(folder: str) -> list[str]:
 
 
 def test_a_pipeline_is_refused(in_rank: Callable[..., Any], tmp_path: Path) -> None:
-    assert in_rank(pipeline, str(tmp_path)) == []
+    assert in_rank(pipeline, str(tmp_path)) == ["failed"], "though the script may catch it"
 
 
 def share(folder: str, ranks: int, how: str) -> list[str]:
