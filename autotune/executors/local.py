@@ -376,9 +376,10 @@ class LocalSession:
             return interrupted(group.phase)
         if unusable := [error for error in evidence.errors if error.get("cause")]:
             text, cause = unusable[0]["text"], Cause(unusable[0]["cause"])
-            if cause is not Cause.BATCH:
+            if cause is Cause.SCRIPT:
                 raise Unusable(text, cause)
-            return Outcome(Kind.INVALID, group.phase, reason=text, evidence="its steps", source=Source.BATCH)
+            source = Source.SHORT if cause is Cause.SHORT else Source.BATCH
+            return Outcome(Kind.INVALID, group.phase, reason=text, evidence="its steps", source=source)
         server_lives = not self._executor.here or not self._executor.ground.broken
         return judged(evidence, greeted=group.greeted, server_lives=server_lives)
 

@@ -76,7 +76,10 @@ class ScriptRank(BaseRank):
         self.batch = Batch()  # of the step that runs
         self.timed: list[tuple[float, Batch]] = []  # seconds and batch of every measured step
         self.widest_tokens = 0  # of a row
-        self.short_steps = 0  # whose last micro-batch was smaller
+        self.short_steps = 0  # the last of their data
+        self.rows_beside: dict[
+            str, list[int]
+        ] = {}  # by the number of an engine made after the first: of its every step
         self.saved_tensors: SavedTensors | None = None
         self._steps_left = 0  # until the ranks compare their clocks
         self._step_began = self._measuring_began = 0.0
@@ -114,7 +117,8 @@ class ScriptRank(BaseRank):
 
     def planned(self, micro_batch: int, accumulation: int) -> None:
         if self.candidate is None and self.engine is None:
-            self.channel.send("facts", config=self.config, micro_batch=micro_batch, accumulation=accumulation)
+            own, said = {"micro_batch": micro_batch, "accumulation": accumulation}, self.hooks.context.said
+            self.channel.send("facts", config=self.config, said=said, **own)
 
     def built(self, engine: Any, facts: dict[str, Any]) -> None:
         self.engine, self.facts = engine, facts
@@ -152,9 +156,7 @@ class ScriptRank(BaseRank):
         seconds = time.perf_counter() - self._step_began
         self.steps += 1
         if self.candidate is not None:
-            self.short_steps += check_batch(self.batch, self.candidate, self.script.profile)
-            if self.short_steps > max(1, MOST_SHORT * self.steps):
-                raise Unusable("the script's batches are often smaller than it was told to make them", Cause.BATCH)
+            self._check(self.candidate)
         if self.steps == WARMUP_STEPS:
             self._steps_left = timing.stretch(self.request, 0.0, 0, self.agree(seconds))
             self._measuring_began = time.perf_counter()
@@ -165,6 +167,25 @@ class ScriptRank(BaseRank):
                 self._compare_clocks(self.request)
         self.batch = Batch()
         self._step_began = time.perf_counter()
+
+    def beside(self, number: int, rows: int) -> None:
+        self.rows_beside.setdefault(str(number), []).append(rows)
+
+    def _check(self, candidate: Candidate) -> None:
+        """Whether the step that has ended trained on what the candidate asks for.
+
+        Raises:
+            Unusable: it did not, or too many were smaller.
+        """
+        profile = self.script.profile
+        for number, rows in self.rows_beside.items() if profile else ():
+            check_beside(rows, number, candidate, profile)
+        short = check_batch(self.batch, candidate, profile)
+        self.short_steps += bool(short)
+        if self.short_steps > max(1, MOST_SHORT * self.steps):
+            if self.short_steps == self.steps:  # none is as it was told
+                raise Unusable(short, Cause.BATCH)
+            raise Unusable(f"too many steps are the last of their data ({short})", Cause.SHORT)
 
     def failed(self, error: BaseException) -> None:
         self.leave_if_out_of_memory(error)
@@ -179,7 +200,7 @@ class ScriptRank(BaseRank):
         """Before the first batch: tells what is known of the engine, and waits to hear what to measure."""
         if self.request is not None:
             return
-        self.channel.send("facts", config=self.config, **self.facts)
+        self.channel.send("facts", config=self.config, said=self.hooks.context.said, **self.facts)
         self.channel.send("phase", phase="ready")
         message = self.channel.receive()
         if message is None or message["type"] != "measure":
@@ -214,6 +235,8 @@ class ScriptRank(BaseRank):
         }
         if self.saved_tensors is not None:
             facts["saved_bytes"] = self.saved_tensors.bytes
+        if self.rows_beside:
+            facts["beside"] = {number: usual(rows) for number, rows in self.rows_beside.items()}
         self.channel.send(
             "measured",
             step_seconds=self.average([seconds for seconds, _ in self.timed]),
@@ -244,7 +267,7 @@ _MISSING_DEEPSPEED = (
 )
 
 
-def check_batch(batch: Batch, candidate: Candidate, profile: dict[str, Any]) -> bool:
+def check_batch(batch: Batch, candidate: Candidate, profile: dict[str, Any]) -> str:
     """Checks what a rank trained on in one step against what the candidate asks for: the speed of another batch would be
     taken for its own.
 
@@ -252,35 +275,46 @@ def check_batch(batch: Batch, candidate: Candidate, profile: dict[str, Any]) -> 
         profile: what the script's first run has shown, see `problem.script_job.Counted`.
 
     Returns:
-        Whether a micro-batch of the step was smaller than asked for, as the last of a data set is.
+        What the step has less than was asked for, where it may be the last of a data set; empty where it is whole.
 
     Raises:
         Unusable: another number of micro-batches or sequences was trained.
     """
     counted = Counted.of(profile)
-    micro_batches = candidate.accumulation * counted.micros_per_accumulation
-    if batch.micro_batches and abs(batch.micro_batches - micro_batches) > 0.5:
-        raise Unusable(
-            f"the script accumulated {batch.micro_batches} micro-batches where {micro_batches:g} were asked for: say which "
-            "flag sets it, like --map gradient_accumulation_steps=--FLAG",
-            Cause.BATCH,
-        )
-    if not counted.unit:
+    if profile.get("batch_note") or not counted.unit:
         if (profile["micro_batch"], profile["accumulation"]) != (candidate.micro_batch, candidate.accumulation):
-            raise Unusable(UNCOUNTED, Cause.BATCH)
-        return False
-    micro_batch = candidate.micro_batch * counted.per_sample
+            raise Unusable(profile.get("batch_note") or UNCOUNTED, Cause.BATCH)
+        held = profile.get("held")  # what its own steps have; not known of one that ran at its thriftiest alone
+        return _short_of(batch, held["micros"], held["rows"], "rows", profile["accumulation"]) if held else ""
+    micros = candidate.accumulation * counted.micros_per_accumulation
     # one row a forward: its samples are laid end to end
     flat = candidate.micro_batch > 1 and batch.rows == batch.micro_batches
-    unit = "sequences" if flat else counted.unit
-    asked, got = micro_batch * candidate.accumulation, getattr(batch, unit)
-    if got > asked + 0.5 or got < asked - micro_batch + 0.5:
-        raise Unusable(
-            f"the script gave {got} {unit} a step where {asked:g} were asked for: say which "
-            "flag sets the batch, like --map train_micro_batch_size_per_gpu=--FLAG",
-            Cause.BATCH,
-        )
-    return bool(got < asked - 0.5)
+    asked = candidate.micro_batch * counted.per_sample * candidate.accumulation
+    return _short_of(batch, micros, asked, "sequences" if flat else counted.unit, candidate.accumulation)
+
+
+def _short_of(batch: Batch, micros: float, asked: float, unit: str, accumulation: int) -> str:
+    """What `check_batch` does, for so many micro-batches and so many of a unit, in so many steps of accumulation. The last
+    step of an epoch may have fewer micro-batches, and the last of these fewer sequences."""
+    seen, got = batch.micro_batches or micros, getattr(batch, unit)
+    whole = asked * seen / micros
+    gave = f"the script gave {got} {unit} a step where {asked:g} were asked for"
+    if abs(seen - micros) > 0.5:
+        gave = f"the script accumulated {seen} micro-batches where {micros:g} were asked for"
+        flag = "sets it, like --map gradient_accumulation_steps=--FLAG"
+    else:
+        flag = "sets the batch, like --map train_micro_batch_size_per_gpu=--FLAG"
+    fits = not asked or whole - asked / accumulation + 0.5 <= got <= whole + 0.5
+    if seen > micros + 0.5 or not fits:
+        raise Unusable(f"{gave}: say which flag {flag}", Cause.BATCH)
+    return f"{gave}: say which flag {flag}" if seen < micros - 0.5 or got < asked - 0.5 else ""
+
+
+def usual(rows: Sequence[int]) -> int:
+    """The rows of most steps; 0 where steps differ by more than a last batch now and then."""
+    most = statistics.mode(rows)
+    smaller = sum(one < most for one in rows)
+    return 0 if max(rows) > most or smaller > max(1, MOST_SHORT * len(rows)) else most
 
 
 def check_steady(rows: Sequence[int]) -> None:
@@ -289,12 +323,29 @@ def check_steady(rows: Sequence[int]) -> None:
     Raises:
         Unusable: they differ by more than a last batch now and then.
     """
-    usual = statistics.mode(rows)
-    smaller = sum(one < usual for one in rows)
-    if max(rows) > usual or smaller > max(1, MOST_SHORT * len(rows)):
+    if any(rows) and not usual(rows):
         raise Unusable(
             f"the script's batch changes from step to step ({min(rows)} to {max(rows)} rows a rank): no step's time can be "
             "compared with another's; give it a constant batch"
+        )
+
+
+def check_beside(rows: Sequence[int], number: str, candidate: Candidate, profile: dict[str, Any]) -> None:
+    """Checks the steps of an engine made after the first: they are as they were, or larger by as much as the first's.
+
+    Raises:
+        Unusable: they are neither, or it made none in the first run.
+    """
+    own = profile.get("beside", {}).get(number)
+    if own == 0:  # the batch is held: nothing of the candidate's reaches it
+        return
+    known = own or 0
+    times = candidate.micro_batch * candidate.accumulation / (profile["micro_batch"] * profile["accumulation"])
+    other = [one for one in rows if abs(one - known) > 0.5 and abs(one - known * times) > 0.5]
+    if other and (max(other) > known * max(1, times) or len(other) > max(1, MOST_SHORT * len(rows))):
+        raise Unusable(
+            f"an engine beside the first trained on {other[-1]} rows a step, and in the script's own steps on {known}",
+            Cause.BATCH,
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from autotune.errors import Unusable
 from autotune.problem.outcome import Phase
-from autotune.rank.hooks import lightning
+from autotune.rank.hooks import beside, lightning
 from autotune.rank.hooks.batches import batch_of, padded, sizes_of
 from autotune.rank.hooks.config import merged
 from autotune.rank.hooks.context import Context
@@ -48,13 +48,20 @@ def saved(context: Context, method: str, *args: Any) -> Any:
 
 
 def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The first call that makes an engine that trains is changed; others are left as they are."""
+    """The first call that makes an engine that trains is changed; of later ones at most the batch."""
     import deepspeed
 
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     config, through_args = _config_of(given)
-    if context.engine is not None or not _trains(given, config):
+    if not _trains(given, config):
         return original(*args, **kwargs)
+    if context.engine is not None:
+        changed = beside.with_batch(context, config)
+        if changed is not config:
+            _give_config(given, changed, through_args)
+        made = original(**given)
+        beside.watch(context, made[0], _steps)
+        return made
     if isinstance(given.get("model"), deepspeed.PipelineModule):
         raise Unusable(
             "the script trains a pipeline (PipelineModule), which takes no ZeRO stage above 1 and no other "
@@ -62,14 +69,10 @@ def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, *
         )
     context.watcher.entered(Phase.INIT)
     optimizer = given.get("optimizer")
-    given["config"] = merged(context, config)
+    _give_config(given, merged(context, config), through_args)
     lightning.accumulate(context, given.get("model"), given["config"])
     if plan := batch_of(given["config"], int(os.environ["WORLD_SIZE"])):
         context.watcher.planned(*plan)
-    given.pop("config_params", None)
-    if through_args:
-        given["args"] = copy.copy(given["args"])
-        given["args"].deepspeed_config = None
     if context.candidate is not None and context.candidate.checkpointing and not context.through_arguments:
         _enable_checkpointing(given["model"])
     try:
@@ -81,6 +84,14 @@ def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, *
     watch_module(context, context.engine.module)
     context.watcher.built(context.engine, engine_facts(context, optimizer))
     return made
+
+
+def _give_config(given: dict[str, Any], config: dict[str, Any], through_args: bool) -> None:
+    given.pop("config_params", None)
+    given["config"] = config
+    if through_args:
+        given["args"] = copy.copy(given["args"])
+        given["args"].deepspeed_config = None
 
 
 def _config_of(given: dict[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -219,6 +230,7 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
         "through_arguments": context.through_arguments,
         "lightning": lightning.trainer_of(plain) is not None,
         "loader_prepared": context.loader_prepared,
+        "loader_split": context.loader_split,
         "relaunched": context.relaunched,
         "client_optimizer": optimizer is not None,
         "untested_optimizer": not _zero_supports(optimizer),

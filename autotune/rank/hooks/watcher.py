@@ -29,6 +29,9 @@ class Watcher(Protocol):
     def stepped(self) -> None:
         """An optimizer step is done."""
 
+    def beside(self, number: int, rows: int) -> None:
+        """An engine that was made after the one that trains, the so-manieth, has made an optimizer step of so many rows."""
+
     def failed(self, error: BaseException) -> None:
         """An exception left the engine. The script may catch it, so a memory failure is reported from here."""
 
