@@ -17,6 +17,7 @@ class Cause(StrEnum):
 
     SCRIPT = "script"  # it fails, ends too early, or never reaches DeepSpeed
     BATCH = "batch"  # it trains on another batch than it was told to
+    SHORT = "short"  # it obeys, and too many of its steps are the last of its data
 
 
 class Unusable(UserError):

@@ -77,6 +77,7 @@ DEAR = {  # file: what its tests share, or None where each takes long by itself;
     "tests/test_end_to_end.py": "finished_study",
     "tests/benchmarks/test_gpu_acceptance.py": "rehearsed",
     "tests/rank/hooks/test_accelerate.py": "parent",
+    "tests/rank/hooks/test_beside.py": "parent",
     "tests/rank/hooks/test_deepspeed.py": "parent",
     "tests/rank/hooks/test_process_group.py": "parent",
     "tests/rank/hooks/test_transformers.py": "parent",

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autotune.errors import UserError
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH
 from autotune.problem.outcome import Kind, Source
+from autotune.problem.script import command as printed_command
 from autotune.problem.script_job import own_candidate
 from tests.conftest import SCRIPTS, Scripts
 
@@ -50,23 +52,31 @@ OBEY = {
     "features": ("rows", 1),
     "boundary_by_hand": ("rows", 1),
     "two_engines": ("rows", 1),
+    "with_borders": ("sequences", 1),
+    "detection": ("rows", 1),
+    "epochs": ("rows", 1),
+    "critic": ("rows", 1),
 }
-# The sequences that a micro-batch of it has, and what is said.
+# What is said; the batch stays what the config says, whatever was counted.
 LEFT = {
-    "constant_batch": (4, "gave 16 rows a step where 8 were asked for"),
-    "loss_backward_of_its_own_batch": (2, "gave 8 rows a step where 4 were asked for"),
-    "from_yaml": (3, "a step where"),
-    "from_a_setting batch=6": (6, "gave 24 rows a step where 12 were asked for"),
-    "time_first": (4, "gave 32 rows a step where 16 were asked for"),
-    "plain_lists": (4, "cannot be counted"),
-    "errors_are_printed": (4, "gave 16 rows a step where 8 were asked for"),
-    "errors_are_skipped": (4, "gave 16 rows a step where 8 were asked for"),
-    "errors_are_exits": (4, "gave 16 rows a step where 8 were asked for"),
+    "constant_batch": "gave 16 rows a step where 8 were asked for",
+    "loss_backward_of_its_own_batch": "gave 8 rows a step where 4 were asked for",
+    "from_yaml": "a step where",
+    "from_a_setting batch=6": "gave 24 rows a step where 12 were asked for",
+    "time_first": "gave 32 rows a step where 16 were asked for",
+    "time_first_of_35": "a step where",
+    "without_positions": "a step where",
+    "plain_lists": "cannot be counted",
+    "critic_of_another_batch": "an engine beside the first",
+    "critic_of_unlike_steps": "a second engine trains",
+    "errors_are_printed": "gave 16 rows a step where 8 were asked for",
+    "errors_are_skipped": "gave 16 rows a step where 8 were asked for",
+    "errors_are_exits": "gave 16 rows a step where 8 were asked for",
 }
 
 
-def folder_of(tmp_path: Path) -> Path:
-    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+def folder_of(tmp_path: Path, config: dict[str, Any] | None = None) -> Path:
+    (tmp_path / "ds.json").write_text(json.dumps(config or CONFIG))
     (tmp_path / "train.yaml").write_text("batch: 3\n")
     return tmp_path
 
@@ -88,18 +98,23 @@ def test_the_sequences_of_a_step_are_found(scripts: Scripts, tmp_path: Path, way
     assert outcome.ok, outcome
 
 
+def batch_of_the_engine(folder: Path) -> tuple[int, int]:
+    """(micro-batch, accumulation) of the engine that the script has made last."""
+    micro_batch, accumulation = json.loads((folder / "engine.json").read_text())
+    return micro_batch, accumulation
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", LEFT)
 def test_a_batch_that_cannot_be_changed_is_left(scripts: Scripts, tmp_path: Path, way: str) -> None:
-    micro_batch, note = LEFT[way]
     found = scripts.probe(command(way), folder_of(tmp_path))
     profile = found.script.profile
-    assert note in profile["batch_note"]
-    assert profile["batch_note"]
-    assert (profile["micro_batch"], profile["accumulation"]) == (micro_batch, 2)
+    assert LEFT[way] in profile["batch_note"]
+    assert (profile["micro_batch"], profile["accumulation"]) == (4, 2)
     own = own_candidate(found.script)
     assert scripts.measure(found, own.but(reduce_bucket_size=200_000)).ok
-    told = scripts.measure(found, own.but(**{MICRO_BATCH: 2 * micro_batch, ACCUMULATION: 1}))
+    assert batch_of_the_engine(tmp_path) == (4, 2), "as its config says"
+    told = scripts.measure(found, own.but(**{MICRO_BATCH: 8, ACCUMULATION: 1}))
     assert (told.kind, told.source) == (Kind.INVALID, Source.BATCH), "measured on another batch than it was told"
 
 
@@ -118,6 +133,61 @@ def test_a_batch_that_leaves_too_few_steps_is_only_that_candidates(scripts: Scri
     assert (outcome.kind, outcome.source) == (Kind.INVALID, Source.EXCEPTION)
     assert "ended after 3 optimizer steps" in outcome.reason
     assert scripts.measure(found, own.but(**{MICRO_BATCH: 8, ACCUMULATION: 1})).ok
+
+
+# Batches that no config says: the batch that its first run shows, as it is counted, and whether it can be changed.
+ELSEWHERE = {
+    "stale_config": (6, 2, True),
+    "accumulation_of_a_flag": (4, 4, False),
+    "steps_at_every_backward": (4, 1, False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ELSEWHERE)
+def test_what_says_the_batch_is_found_and_its_own_always_runs(scripts: Scripts, tmp_path: Path, way: str) -> None:
+    micro_batch, accumulation, obeys = ELSEWHERE[way]
+    config = {**CONFIG, "gradient_accumulation_steps": 1} if way == "accumulation_of_a_flag" else CONFIG
+    found = scripts.probe(command(way), folder_of(tmp_path, config))
+    profile = found.script.profile
+    assert (profile["micro_batch"], profile["accumulation"]) == (micro_batch, accumulation)
+    assert bool(profile["batch_note"]) is not obeys
+    own = own_candidate(found.script)
+    outcome = scripts.measure(found, own.but(reduce_bucket_size=200_000))
+    assert outcome.ok, outcome
+    assert outcome.measurement is not None
+    assert found.baseline is not None
+    assert found.baseline.measurement is not None
+    for measured in (outcome.measurement, found.baseline.measurement):  # by one count
+        samples = measured.samples_per_second * measured.step_seconds
+        assert samples == pytest.approx(2 * micro_batch * accumulation)
+    assert scripts.measure(found, own.but(**{MICRO_BATCH: 2, ACCUMULATION: 6})).ok is obeys
+
+
+@pytest.mark.slow
+def test_the_last_step_of_an_epoch_may_have_fewer_micro_batches(scripts: Scripts, tmp_path: Path) -> None:
+    found = scripts.probe(command("epochs"), folder_of(tmp_path))
+    own = own_candidate(found.script)
+    outcome = scripts.measure(found, own.but(**{MICRO_BATCH: 1, ACCUMULATION: 8}))  # 116 are 14 steps and a half
+    assert outcome.ok, outcome
+    outcome = scripts.measure(found, own.but(**{MICRO_BATCH: 1, ACCUMULATION: 80}))
+    assert (outcome.kind, outcome.source) == (Kind.INVALID, Source.SHORT), "every other step trains on fewer"
+
+
+@pytest.mark.slow
+def test_the_config_of_an_engine_beside_the_first_stays_its_own(scripts: Scripts, tmp_path: Path) -> None:
+    """Each engine reads a file of its own: the critic's is not touched, and the batch is held since both share it."""
+    folder_of(tmp_path)
+    critics = {**CONFIG, "zero_optimization": {"stage": 2, "reduce_bucket_size": 100_000}}
+    (tmp_path / "critic.json").write_text(json.dumps(critics))
+    words = [str(SCRIPTS / "ways.py"), "critic_of_its_own_file", "critic.json", "--deepspeed_config", "ds.json"]
+    found = scripts.probe(words, tmp_path)
+    assert "an engine beside the first" in found.script.profile["batch_note"]
+    outcome = scripts.measure(found, own_candidate(found.script).but(zero_stage=0))
+    assert outcome.ok, outcome
+    assert json.loads((tmp_path / "stages.json").read_text()) == [0, 2]
+    printed = printed_command(found.script, own_candidate(found.script), "best.json")
+    assert printed[-3:] == ["critic.json", "--deepspeed_config", "best.json"]
 
 
 def test_a_batch_that_grows_is_refused(scripts: Scripts, tmp_path: Path) -> None:

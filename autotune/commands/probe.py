@@ -16,11 +16,21 @@ from autotune.executors.base import Effort
 from autotune.executors.local import LocalExecutor
 from autotune.files import write_atomically
 from autotune.group.verdict import log_tail
+from autotune.problem.argument_files import said
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.problem.fitting import fitted
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Outcome, Source
-from autotune.problem.script_job import UNCOUNTED, Counted, batch_seen, job_of, own_candidate
+from autotune.problem.script_job import (
+    SPLIT,
+    UNCOUNTED,
+    UNCOUNTED_BESIDE,
+    Counted,
+    batch_held,
+    batch_seen,
+    job_of,
+    own_candidate,
+)
 from autotune.problem.space import SearchSpace
 from autotune.units import format_duration
 
@@ -82,24 +92,65 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
         measured = None
     else:
         measured = baseline
-    profile = _profile(facts, own=measured is not None)
-    if profile.get("evaluating"):
-        say(
-            f"{script.name} trains its model in evaluation mode (no model.train()): dropout and checkpointing do nothing"
-        )
-    elif profile["checkpointed"] and not profile["checkpointing"]:
-        say("its activation checkpointing cannot be switched off: it stays on")
-    profile["batch_note"] = _batch_note(executor, dataclasses.replace(script, profile=profile), seconds)
-    if profile["batch_note"]:
-        say(f"{profile['batch_note']}; its batch is left as it is, and all else is tuned")
+        facts = {**facts, "said": _all_said(script, facts)}
+        own = measured is not None
+        profile = _profile(facts, _batch(facts, batch_seen, own=own), own=own)
+        if profile.get("evaluating"):
+            say(
+                f"{script.name} trains its model in evaluation mode (no model.train()): dropout and checkpointing do nothing"
+            )
+        elif profile["checkpointed"] and not profile["checkpointing"]:
+            say("its activation checkpointing cannot be switched off: it stays on")
+        note = _batch_note(executor, dataclasses.replace(script, profile=profile), seconds)
+        if note:
+            say(f"{note}; its batch is left as it is, and all else is tuned")
+            profile = _profile(facts, _batch(facts, batch_held, own=own), own=own)
+            if not own:  # what its own steps have was not seen
+                profile |= {"held": {}, "beside": dict.fromkeys(profile.get("beside", {}), 0)}
+        profile["batch_note"] = note
+        if measured is not None:
+            measured = _counted_as(measured, facts, profile)
     kept = {"key": key, "profile": profile, "baseline": measured.to_json() if measured else None}
     write_atomically(memory, json.dumps(kept, indent=1))
     return Probe(dataclasses.replace(script, profile=profile), measured)
 
 
 def _counted_otherwise(profile: dict[str, Any]) -> bool:
-    """Whether version 0.1 has counted forwards without gradients as well: no trial would be found to obey."""
-    return "counted" not in profile and profile.get("rows_per_sample", 1) != 1
+    """Whether an earlier version has counted forwards without gradients as well, so that no trial would be found to obey, or
+    did not keep what the steps of a script have that holds its batch."""
+    older = "counted" not in profile and profile.get("rows_per_sample", 1) != 1
+    return older or bool(profile.get("batch_note") and "held" not in profile)
+
+
+def _all_said(script: Script, facts: dict[str, Any]) -> dict[str, list[int]]:
+    """By knob, what says the script's own batch beside its config: words, files, arguments and loaders."""
+    found = {}
+    for knob in (MICRO_BATCH, ACCUMULATION):
+        words = [int(word) for one in said(script, knob) if (word := str(one)).isdigit() and int(word) > 0]
+        found[knob] = [*words, *facts.get("said", {}).get(knob, ())]
+    return found
+
+
+def _batch(facts: dict[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]], *, own: bool) -> dict[str, Any]:
+    """The batch as `read` takes it from the facts.
+
+    Args:
+        own: whether they are of the script as it is; else its steps were of one sample, and those of its own are not known.
+    """
+    if own:
+        return read(facts)
+    return read({**facts, "micro_batch": 1, "accumulation": 1, "said": {}})
+
+
+def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any]) -> Outcome:
+    """The script's own speed, in samples as those of trials are counted: it was measured in those of its config."""
+    if baseline.measurement is None:
+        return baseline
+    times = profile["micro_batch"] * profile["accumulation"] / (facts["micro_batch"] * facts["accumulation"])
+    speed = baseline.measurement.samples_per_second * times
+    return dataclasses.replace(
+        baseline, measurement=dataclasses.replace(baseline.measurement, samples_per_second=speed)
+    )
 
 
 def _batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
@@ -115,6 +166,8 @@ def _batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
         other = own.but(**{MICRO_BATCH: 2 * own.micro_batch, ACCUMULATION: own.accumulation + 1})
     if not Counted.of(script.profile).unit:
         return UNCOUNTED
+    if not all(script.profile.get("beside", {}).values()):
+        return UNCOUNTED_BESIDE
     before, executor.job = executor.job, job_of(script, executor.hardware, None)
     try:
         with closing(executor.session(other, "probe-batch")) as session:
@@ -183,8 +236,13 @@ def _in_one_line(outcome: Outcome, target: str, reached: bool) -> str:
     return ""
 
 
-def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
-    """What is kept of the facts, for each sample (one of the micro-batch's) instead of each batch."""
+def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict[str, Any]:
+    """What is kept of the facts, for each sample (one of the micro-batch's) instead of each batch.
+
+    Args:
+        batch: of the steps that were seen.
+        own: whether these are the script's own.
+    """
     kept = {
         key: facts[key]
         for key in (
@@ -206,13 +264,16 @@ def _profile(facts: dict[str, Any], own: bool) -> dict[str, Any]:
         )
     }
     # these only where there is any, so that studies of earlier versions are of the same job
-    kept |= {key: facts[key] for key in ("lightning", "spellings") if facts.get(key)}
+    kept |= {key: facts[key] for key in ("lightning", "spellings", SPLIT, "beside") if facts.get(key)}
     if facts.get("evaluating"):  # layers of transformers checkpoint nothing there
         kept |= {"checkpointing": False, "checkpointed": False, "evaluating": True}
-    batch = batch_seen(facts if own else {**facts, "micro_batch": 1, "accumulation": 1})
     samples = batch["micro_batch"] * batch["accumulation"]
     saved = facts.get("saved_bytes") if batch["counted"] else None
-    kept |= batch if own else {**batch, "micro_batch": facts["micro_batch"], "accumulation": facts["accumulation"]}
+    kept |= batch
+    if not own:
+        micro_batch, accumulation = facts["micro_batch"], facts["accumulation"]
+        rows = {number: one * micro_batch * accumulation for number, one in facts.get("beside", {}).items()}
+        kept |= {"micro_batch": micro_batch, "accumulation": accumulation, **({"beside": rows} if rows else {})}
     return {
         **kept,
         "seq_len": max(1, int(facts.get("widest", 1))),

@@ -40,7 +40,7 @@ def changes_for(script: Script, file: ArgumentFile, candidate: Candidate, config
     data = file.data
     flags = given(script.argv)
     found: dict[Place, Any] = {}
-    for knob, value in candidate.knobs:
+    for knob, value in candidate.told(script):
         place, negated = _place(script, data, knob)
         if place is not None and f"--{place[-1]}" not in flags:
             found[place] = not value if negated else value
@@ -98,6 +98,19 @@ def carries(script: Script, knob: str) -> bool:
 
 def carries_config(script: Script) -> bool:
     return any(config_place(script, file.data) for file in own_files(script))
+
+
+def said(script: Script, knob: str) -> list[Any]:
+    """What the command's words, by a flag that the user declared, and its files say of a knob."""
+    flag, found = dict(script.flags).get(knob), []
+    for at, word in enumerate(script.argv):
+        name, equals, value = word.partition("=")
+        if flag is not None and name.lstrip("+") == flag:
+            found += [value] if equals else list(script.argv[at + 1 : at + 2])
+    for file in own_files(script):
+        place, _ = _place(script, file.data, knob)
+        found += [] if place is None else [value_at(file.data, place)]
+    return found
 
 
 def own_config(script: Script) -> dict[str, Any] | Path | None:

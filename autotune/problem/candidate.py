@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.problem.job import Job, parse_lora
+from autotune.problem.job import Job, Script, parse_lora
 from autotune.problem.knobs import (
     ACCUMULATION,
     ATTENTION,
@@ -42,6 +42,7 @@ from autotune.problem.script_text import under_lightning
 __all__ = [  # the names of knobs that whoever has a candidate needs
     "ACCUMULATION",
     "ATTENTION",
+    "BATCH_KEYS",
     "CHECKPOINTING",
     "COMPILED",
     "EXPANDABLE",
@@ -65,6 +66,7 @@ __all__ = [  # the names of knobs that whoever has a candidate needs
     "under",
 ]
 
+BATCH_KEYS = ("train_batch_size", MICRO_BATCH, ACCUMULATION)  # of a DeepSpeed config
 GATHER_ON_SAVE = "stage3_gather_16bit_weights_on_model_save"
 
 # What DeepSpeed takes where a config is silent (deepspeed 0.19.8, runtime/zero/config.py).
@@ -141,20 +143,25 @@ class Candidate:
         """What needs an engine of its own: every knob but micro-batch and accumulation."""
         return tuple(item for item in self.knobs if item[0] not in RUNG_KNOBS)
 
+    def told(self, script: Script | None) -> tuple[tuple[str, Value], ...]:
+        """The knobs that a training is told: no batch where a script holds its own."""
+        return self.family if script is not None and script.holds_batch else self.knobs
+
     def __str__(self) -> str:
         return describe(self.as_dict)
 
     def ds_config(self, job: Job) -> dict[str, Any]:
         """The DeepSpeed config: the user's own, with this candidate's keys and the job's precision on top."""
         config = copy.deepcopy(job.base_config)
-        for name, value in self.knobs:
+        for name, value in self.told(job.script):
             path = KNOBS[name].path if name in KNOBS else name
             if path is not None:
                 _put(config, path, value)
         _tidy_zero(config, self)
         if self.stage == 3:  # else Trainer saves no model, and accelerate raises, when the training is over
             config["zero_optimization"].setdefault(GATHER_ON_SAVE, True)
-        config["train_batch_size"] = self.micro_batch * self.accumulation * job.ranks
+        if job.script is None or not job.script.holds_batch:
+            config["train_batch_size"] = self.micro_batch * self.accumulation * job.ranks
         if job.script is not None and under_lightning(job.script):
             config.pop(ACCUMULATION, None)  # Lightning ends where a config has it: its Trainer says it
         for precision in ("bf16", "fp16"):

@@ -152,6 +152,11 @@ class Script:
         return None if self.is_module else Path(self.cwd) / self.target
 
     @property
+    def holds_batch(self) -> bool:
+        """Whether its batch is its own, whatever it is told: then it is told none."""
+        return bool(self.profile.get("batch_note"))
+
+    @property
     def key(self) -> str:
         """A hash of the command and the texts of its files: what was learnt of one script is not used for another."""
         text = self.path.read_bytes() if self.path and self.path.is_file() else b""

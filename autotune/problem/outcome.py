@@ -59,6 +59,7 @@ class Source(StrEnum):
     DEATH = "death"  # the tuner's process was gone
     TABLE = "table"  # a replay's row
     BATCH = "batch"  # the sequences that were seen in a script's steps
+    SHORT = "short"  # the same: as many as it was told in some, and fewer in too many
 
     @classmethod
     def of_evidence(cls, text: str) -> Source | None:

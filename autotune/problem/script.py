@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def heavy_imports(script: Script) -> list[str]:
 def settings(script: Script, candidate: Candidate) -> dict[str, Value]:
     """Flag and value for every knob of the candidate that a flag is known for."""
     found: dict[str, Value] = {}
-    for knob, value in candidate.knobs:
+    for knob, value in candidate.told(script):
         flag, negated = _flag_of(script, knob)
         if flag is not None:
             found[flag] = not value if negated else value
@@ -90,14 +91,14 @@ def command(script: Script, candidate: Candidate, config: str) -> list[str]:
 
     Knobs that neither a flag nor a file is known for are not in it; `carried` says whether there are any.
     """
-    argv = with_configs(script.argv, Path(script.cwd), lambda path, at: config)
+    argv = with_configs(script.argv, Path(script.cwd), lambda path, at: config, script.profile.get("config"))
     flags = _flags(script)
     for file in own_files(script):
         argv[file.at] = renamed(argv[file.at], str(winners_copy(Path(config).resolve(), file)))
     named = config_path(script) is not None and own_config(script) is None
     if not named and not carries_config(script) and CONFIG_FLAG in flags and script.profile.get("through_arguments"):
         argv = with_flag(argv, CONFIG_FLAG, config)
-    for knob, value in candidate.knobs:
+    for knob, value in candidate.told(script):
         flag, negated = _flag_of(script, knob)
         if flag in flags and not (carries(script, knob) and flag not in given(script.argv)):
             argv = with_setting(script, argv, flag, not value if negated else value)
@@ -119,6 +120,8 @@ def carried(script: Script) -> bool:
         launched = line_of(script).kind == ACCELERATE
         if not carries_config(script) and not launched:
             return False
+    if script.holds_batch:
+        return True
     # a loop of DeepSpeed's has its batch from the config, Trainer from its own arguments, Lightning's a half of it
     theirs = (MICRO_BATCH, ACCUMULATION) if through else (ACCUMULATION,) if under_lightning(script) else ()
     return all(carries_knob(script, knob) for knob in theirs)
@@ -199,7 +202,7 @@ def _launcher_words(script: Script, candidate: Candidate, line: CommandLine, ran
         if "use_deepspeed" not in line.options:
             line = dataclasses.replace(line, launcher=(*line.launcher, "--use_deepspeed"))
     known = {**(file.data.get("deepspeed_config") or {} if file else {}), **line.options}
-    if line.kind == ACCELERATE and ACCUMULATION in known:
+    if line.kind == ACCELERATE and ACCUMULATION in known and not script.holds_batch:
         wanted[f"--{ACCUMULATION}"] = str(candidate.accumulation)
     for name, value in wanted.items():
         line = dataclasses.replace(line, launcher=tuple(with_option(line, name, value)))
@@ -228,24 +231,44 @@ def config_path(script: Script) -> Path | None:
     """The DeepSpeed config file that the command names; None where the config stands elsewhere."""
     if script.ds_config is not None:
         return Path(script.ds_config)
-    named = next((path for _, _, path in _config_files(script.argv, Path(script.cwd))), None)
+    found = _config_files(script.argv, Path(script.cwd), script.profile.get("config"))
+    named = next((path for _, _, path in found), None)
     inside = own_config(script) if named is None else None
     return inside if isinstance(inside, Path) else named
 
 
-def _config_files(argv: Sequence[str], cwd: Path) -> Iterator[tuple[int, str, Path]]:
-    """(index of the argument, prefix like `--config=` or nothing, path) of every DeepSpeed config file in the arguments."""
+def _config_files(argv: Sequence[str], cwd: Path, own: dict[str, Any] | None) -> list[tuple[int, str, Path]]:
+    """(index of the argument, prefix like `--config=` or nothing, path) of every DeepSpeed config file in the arguments; of
+    several files only the one that holds the script's `own` config, where that is known: others are of other engines."""
+    found = []
     for at, word in enumerate(argv):
         head, equals, value = word.partition("=")
         path = cwd / (value if equals else word)
         if is_ds_config(path):
-            yield at, f"{head}=" if equals else "", path
+            found.append((at, f"{head}=" if equals else "", path))
+    paths = dict.fromkeys(path for _, _, path in found)
+    if own is None or len(paths) < 2:
+        return found
+    read = next((path for path in paths if json.loads(path.read_text()) == own), None)
+    return [one for one in found if one[2] == read]
 
 
-def with_configs(argv: Sequence[str], cwd: Path, renamed: Callable[[Path, int], str]) -> list[str]:
-    """The arguments with every DeepSpeed config file replaced by `renamed(path, index of the argument)`."""
+def several_configs(script: Script) -> bool:
+    """Whether the command names more than one DeepSpeed config file."""
+    return len({path for _, _, path in _config_files(script.argv, Path(script.cwd), None)}) > 1
+
+
+def with_configs(
+    argv: Sequence[str], cwd: Path, renamed: Callable[[Path, int], str], own: dict[str, Any] | None = None
+) -> list[str]:
+    """The arguments with every DeepSpeed config file that the first engine reads replaced by `renamed(path, index of the
+    argument)`.
+
+    Args:
+        own: what that file holds, where it is known; None takes every one.
+    """
     found = list(argv)
-    for at, head, path in _config_files(argv, cwd):
+    for at, head, path in _config_files(argv, cwd, own):
         found[at] = head + renamed(path, at)
     return found
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
+from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.problem.ds_file import read_config
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, Script
@@ -14,7 +14,10 @@ from autotune.problem.models import ModelSpec
 from autotune.problem.script import candidate_of_config, config_path
 from autotune.problem.script_text import script_text
 
+SPLIT = "loader_split"  # of a profile: accelerate splits the batches of its loader over the ranks
 UNCOUNTED = "the sequences of the script's batches cannot be counted: no tensor is among what its model is given"
+
+UNCOUNTED_BESIDE = "a second engine trains, on rows that cannot be counted or that change from step to step"
 
 
 @dataclass(frozen=True)
@@ -35,36 +38,63 @@ class Counted:
 def batch_seen(facts: dict[str, Any]) -> dict[str, Any]:
     """The script's own micro-batch and accumulation, and how they are counted (the fields of `Counted`).
 
-    What its config says is believed where what was seen is a multiple of it. A loop that takes its batch from elsewhere
-    has what was seen.
+    What its config says is believed where what was seen is a multiple of it, and what an argument or a loader of its own says
+    where that is nearer to what was seen: DeepSpeed never compares the two. A loop that takes its batch from elsewhere is
+    taken to have what was seen, until it is told another.
 
     Args:
-        facts: `micro_batch` and `accumulation` of the config; `micros`, `rows` and `sequences` of a rank's step.
+        facts: `micro_batch` and `accumulation` of the config; `micros`, `rows` and `sequences` of a rank's step; `said`: by
+            knob, what its arguments and loaders say.
     """
-    micro_batch, accumulation = facts["micro_batch"], facts["accumulation"]
-    micros = facts.get("micros") or accumulation
+    known = _known(facts)
+    if known is not None:
+        return known
+    accumulation, micros, rows = facts["accumulation"], _micros(facts), facts["rows"]
+    if rows % accumulation == 0:
+        return _counted(facts, rows // accumulation, accumulation, "rows", 1)
+    return _counted(facts, max(1, rows // micros), micros, "rows", 1)
+
+
+def batch_held(facts: dict[str, Any]) -> dict[str, Any]:
+    """The same of a script that goes on with its own batch, whatever it is told: its config is believed where nothing that
+    it says was seen. `held` has what each of its steps has."""
+    found = _known(facts) or _counted(facts, facts["micro_batch"], facts["accumulation"], "rows", 1)
+    return {**found, "held": {"micros": _micros(facts), "rows": facts.get("rows") or 0}}
+
+
+def _known(facts: dict[str, Any]) -> dict[str, Any] | None:
+    """The batch that something says and of which what was seen is a multiple, of all the nearest; None where there is none."""
     seen = {unit: facts.get(unit) or 0 for unit in ("rows", "sequences")}
-    told = micro_batch * accumulation
-
-    def answer(unit: str, per_sample: float) -> dict[str, Any]:
-        return {
-            "micro_batch": micro_batch,
-            "accumulation": accumulation,
-            "counted": unit,
-            "rows_per_sample": per_sample,
-            "micros_per_accumulation": micros / accumulation,
-        }
-
+    micros, said = _micros(facts), facts.get("said", {})
     if not seen["rows"]:
-        return answer("", 1)
+        return _counted(facts, facts["micro_batch"], facts["accumulation"], "", 1)
+    sizes = [facts["micro_batch"], *said.get(MICRO_BATCH, ())]
+    steps = [facts["accumulation"], *(one for one in said.get(ACCUMULATION, ()) if micros % one == 0)]
+    pairs = [(size, times) for times in steps for size in sizes]
     for unit, count in seen.items():
-        if count >= told and count % told == 0:
-            return answer(unit, count // told)
-    if seen["rows"] % accumulation == 0:
-        micro_batch = seen["rows"] // accumulation
-    else:
-        micro_batch, accumulation = max(1, seen["rows"] // micros), micros
-    return answer("rows", 1)
+        fits = [
+            (count // (size * times), size, times) for size, times in pairs if count and count % (size * times) == 0
+        ]
+        if fits:
+            per_sample, size, times = min(fits, key=lambda fit: fit[0])  # the first of as near ones: the config's
+            return _counted(facts, size, times, unit, per_sample)
+    # a loop that steps at every backward, whatever accumulation the config says
+    unheeded = next((size for size in sizes if seen["rows"] == size * micros), None)
+    return None if unheeded is None else _counted(facts, unheeded, micros, "rows", 1)
+
+
+def _micros(facts: dict[str, Any]) -> int:
+    return int(facts.get("micros") or facts["accumulation"])
+
+
+def _counted(facts: dict[str, Any], micro_batch: int, accumulation: int, unit: str, per_sample: int) -> dict[str, Any]:
+    return {
+        "micro_batch": micro_batch,
+        "accumulation": accumulation,
+        "counted": unit,
+        "rows_per_sample": per_sample,
+        "micros_per_accumulation": _micros(facts) / accumulation,
+    }
 
 
 def first_candidates(script: Script) -> list[Candidate]:
@@ -94,11 +124,7 @@ def unknown_job(script: Script, hardware: Hardware) -> Job:
 def job_of(script: Script, hardware: Hardware, global_batch_size: int | None, free: bool = False) -> Job:
     """The Job of a script with a profile; its global batch is the script's own unless another is asked for, or it is free."""
     seen = script.profile
-    base = {
-        key: value
-        for key, value in seen["config"].items()
-        if key not in ("train_batch_size", MICRO_BATCH, ACCUMULATION)
-    }
+    base = {key: value for key, value in seen["config"].items() if script.holds_batch or key not in BATCH_KEYS}
     if seen["client_optimizer"] and not seen["through_arguments"]:
         base.setdefault("zero_force_ds_cpu_optimizer", False)  # offloaded or not, it stays the script's optimizer
     if seen["untested_optimizer"]:

@@ -8,19 +8,17 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune.errors import Cause, Unusable
 from autotune.group.protocol import Channel, Message
-from autotune.problem.candidate import CHECKPOINTING, Candidate
+from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Phase
-from autotune.problem.script_job import UNCOUNTED, Counted
 from autotune.rank import timing
 from autotune.rank.base import EXIT_REPORTED, BaseRank, leave
+from autotune.rank.checks import MOST_SHORT, Batch, check_batch, check_beside, check_checkpointing, check_steady, usual
 from autotune.rank.execution import run_script
 from autotune.rank.hooks import Hooks
 from autotune.rank.hooks.batches import Sizes
@@ -32,7 +30,6 @@ WARMUP_STEPS = 2  # batches of a script differ in length: its step times never s
 _MIN_STEPS = 2  # measured steps without which a script that has ended was not measured
 _PROGRESS_SECONDS = 0.5
 _MOST_FAILURES = 10  # of the engine, one after another, that a script may catch and go on after
-MOST_SHORT = 0.25  # of the steps may have a smaller batch
 
 # Trackers and uploads are off, each by the variable that its documentation names.
 _QUIET_ENVIRONMENT = {
@@ -49,21 +46,6 @@ _QUIET_ENVIRONMENT = {
 }
 
 
-@dataclass
-class Batch:
-    """What one rank trained on in one optimizer step."""
-
-    micro_batches: int = 0  # forwards, of which backwards follow
-    rows: int = 0
-    sequences: int = 0  # more than rows where they are packed
-    tokens: int = 0
-
-    def add(self, sizes: Sizes) -> None:
-        self.rows += sizes.rows
-        self.sequences += sizes.sequences
-        self.tokens += sizes.tokens
-
-
 class ScriptRank(BaseRank):
     """Runs `spec["job"]["script"]` under `spec["candidate"]`, or as it is where that is None; a `Watcher` of its hooks."""
 
@@ -77,7 +59,10 @@ class ScriptRank(BaseRank):
         self.batch = Batch()  # of the step that runs
         self.timed: list[tuple[float, Batch]] = []  # seconds and batch of every measured step
         self.widest_tokens = 0  # of a row
-        self.short_steps = 0  # whose last micro-batch was smaller
+        self.short_steps = 0  # the last of their data
+        self.rows_beside: dict[
+            str, list[int]
+        ] = {}  # by the number of an engine made after the first: of its every step
         self.saved_tensors: SavedTensors | None = None
         self._failure: tuple[int, Message] | None = None  # the engine's last, since the last step: its id, described
         self._failures = 0  # since the last step
@@ -130,7 +115,8 @@ class ScriptRank(BaseRank):
 
     def planned(self, micro_batch: int, accumulation: int) -> None:
         if self.candidate is None and self.engine is None:
-            self.channel.send("facts", config=self.config, micro_batch=micro_batch, accumulation=accumulation)
+            own, said = {"micro_batch": micro_batch, "accumulation": accumulation}, self.hooks.context.said
+            self.channel.send("facts", config=self.config, said=said, **own)
 
     def built(self, engine: Any, facts: dict[str, Any]) -> None:
         self.engine, self.facts = engine, facts
@@ -170,9 +156,7 @@ class ScriptRank(BaseRank):
         self._failure, self._failures = None, 0
         self._evaluating = not self.engine.module.training
         if self.candidate is not None:
-            self.short_steps += check_batch(self.batch, self.candidate, self.script.profile)
-            if self.short_steps > max(1, MOST_SHORT * self.steps):
-                raise Unusable("the script's batches are often smaller than it was told to make them", Cause.BATCH)
+            self._check(self.candidate)
         if self.steps == WARMUP_STEPS:
             self._steps_left = timing.stretch(self.request, 0.0, 0, self.agree(seconds))
             self._measuring_began = time.perf_counter()
@@ -183,6 +167,25 @@ class ScriptRank(BaseRank):
                 self._compare_clocks(self.request)
         self.batch = Batch()
         self._step_began = time.perf_counter()
+
+    def beside(self, number: int, rows: int) -> None:
+        self.rows_beside.setdefault(str(number), []).append(rows)
+
+    def _check(self, candidate: Candidate) -> None:
+        """Whether the step that has ended trained on what the candidate asks for.
+
+        Raises:
+            Unusable: it did not, or too many were smaller.
+        """
+        profile = self.script.profile
+        for number, rows in self.rows_beside.items() if profile else ():
+            check_beside(rows, number, candidate, profile)
+        short = check_batch(self.batch, candidate, profile)
+        self.short_steps += bool(short)
+        if self.short_steps > max(1, MOST_SHORT * self.steps):
+            if self.short_steps == self.steps:  # none is as it was told
+                raise Unusable(short, Cause.BATCH)
+            raise Unusable(f"too many steps are the last of their data ({short})", Cause.SHORT)
 
     def failed(self, error: BaseException) -> None:
         described = self.leave_if_out_of_memory(error)
@@ -203,7 +206,7 @@ class ScriptRank(BaseRank):
         self.facts |= self.hooks.checkpointing()  # the script may have switched it since the engine was made
         if self.candidate is not None and self.script.profile:
             check_checkpointing(self.facts, self.candidate)
-        self.channel.send("facts", config=self.config, **self.facts)
+        self.channel.send("facts", config=self.config, said=self.hooks.context.said, **self.facts)
         self.channel.send("phase", phase="ready")
         message = self.channel.receive()
         if message is None or message["type"] != "measure":
@@ -240,6 +243,8 @@ class ScriptRank(BaseRank):
             facts["evaluating"] = True
         if self.saved_tensors is not None:
             facts["saved_bytes"] = self.saved_tensors.bytes
+        if self.rows_beside:
+            facts["beside"] = {number: usual(rows) for number, rows in self.rows_beside.items()}
         self.channel.send(
             "measured",
             step_seconds=self.average([seconds for seconds, _ in self.timed]),
@@ -268,72 +273,6 @@ _MISSING_DEEPSPEED = (
     "calling deepspeed.initialize: give it its DeepSpeed config (for Hugging Face's Trainer: --deepspeed ds.json) or make "
     "it use DeepSpeed"
 )
-
-
-def check_checkpointing(facts: dict[str, Any], candidate: Candidate) -> None:
-    """Checks that activation checkpointing is as the candidate says, where that is its to say.
-
-    Raises:
-        Unusable: the script's code has switched it since.
-    """
-    told = candidate.get(CHECKPOINTING)
-    if told is not None and facts["checkpointing"] and facts["checkpointed"] != told:
-        on, off = ("on", "off") if told else ("off", "on")
-        raise Unusable(f"the script switches activation checkpointing {off} where it was told {on}")
-
-
-def check_batch(batch: Batch, candidate: Candidate, profile: dict[str, Any]) -> bool:
-    """Checks what a rank trained on in one step against what the candidate asks for: the speed of another batch would be
-    taken for its own.
-
-    Args:
-        profile: what the script's first run has shown, see `problem.script_job.Counted`.
-
-    Returns:
-        Whether a micro-batch of the step was smaller than asked for, as the last of a data set is.
-
-    Raises:
-        Unusable: another number of micro-batches or sequences was trained.
-    """
-    counted = Counted.of(profile)
-    micro_batches = candidate.accumulation * counted.micros_per_accumulation
-    if batch.micro_batches and abs(batch.micro_batches - micro_batches) > 0.5:
-        raise Unusable(
-            f"the script accumulated {batch.micro_batches} micro-batches where {micro_batches:g} were asked for: say which "
-            "flag sets it, like --map gradient_accumulation_steps=--FLAG",
-            Cause.BATCH,
-        )
-    if not counted.unit:
-        if (profile["micro_batch"], profile["accumulation"]) != (candidate.micro_batch, candidate.accumulation):
-            raise Unusable(UNCOUNTED, Cause.BATCH)
-        return False
-    micro_batch = candidate.micro_batch * counted.per_sample
-    # one row a forward: its samples are laid end to end
-    flat = candidate.micro_batch > 1 and batch.rows == batch.micro_batches
-    unit = "sequences" if flat else counted.unit
-    asked, got = micro_batch * candidate.accumulation, getattr(batch, unit)
-    if got > asked + 0.5 or got < asked - micro_batch + 0.5:
-        raise Unusable(
-            f"the script gave {got} {unit} a step where {asked:g} were asked for: say which "
-            "flag sets the batch, like --map train_micro_batch_size_per_gpu=--FLAG",
-            Cause.BATCH,
-        )
-    return bool(got < asked - 0.5)
-
-
-def check_steady(rows: Sequence[int]) -> None:
-    """Checks the rows of a script's own steps: of one that trains on more and more a speed says nothing.
-
-    Raises:
-        Unusable: they differ by more than a last batch now and then.
-    """
-    usual = statistics.mode(rows)
-    smaller = sum(one < usual for one in rows)
-    if max(rows) > usual or smaller > max(1, MOST_SHORT * len(rows)):
-        raise Unusable(
-            f"the script's batch changes from step to step ({min(rows)} to {max(rows)} rows a rank): no step's time can be "
-            "compared with another's; give it a constant batch"
-        )
 
 
 class SavedTensors:

@@ -140,6 +140,9 @@ class TrainRank(BaseRank):
         self.steps += 1
         self.progress(0.0 if self.steps <= _FIRST_STEPS else _PROGRESS_SECONDS)
 
+    def beside(self, number: int, rows: int) -> None:
+        pass
+
     def failed(self, error: BaseException) -> None:
         self.leave_if_out_of_memory(error)
 

@@ -71,9 +71,12 @@ def hf_deepspeed_config(candidate: Candidate, job: Job) -> dict[str, Any]:
 
 def training_arguments(candidate: Candidate, job: Job, device: str = "cuda") -> dict[str, Any]:
     """Keyword arguments of transformers.TrainingArguments: what was tuned, and nothing of learning rate or schedule."""
-    arguments: dict[str, Any] = {
+    batch = {
         "per_device_train_batch_size": candidate.micro_batch,
         "gradient_accumulation_steps": candidate.accumulation,
+    }
+    arguments: dict[str, Any] = {
+        **({} if job.script is not None and job.script.holds_batch else batch),
         "gradient_checkpointing": candidate.checkpointing,
         "bf16": job.precision == "bf16",
         "fp16": job.precision == "fp16",
@@ -147,7 +150,8 @@ def needs(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[
     lines = [f"start it with {assignments(variables)}: it was measured so"]
     if other := other_batch(candidate, job):
         lines.append(other)
-    if job.script is not None and under_lightning(job.script) and not carried(job.script):
+    own = job.script
+    if own is not None and under_lightning(own) and not carried(own) and not own.holds_batch:
         lines.append(lightnings_own(candidate))
     if candidate.checkpointing:
         lines.append(WITH_CHECKPOINTING)

@@ -17,7 +17,7 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, Script
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
 from autotune.problem.script import RELAUNCHED, carried, carries_knob, training_command, typed, variables_for
-from autotune.problem.script_job import other_batch
+from autotune.problem.script_job import SPLIT, other_batch
 from autotune.problem.script_text import under_lightning
 from autotune.results.export import WITH_CHECKPOINTING, lightnings_own, without_checkpointing
 from autotune.results.lossy import lossy_settings
@@ -155,14 +155,16 @@ def train_with(
     else:
         commands = [("train with", watched)]
         instead = f"or put {config} where the script has its own config"
-        if under_lightning(job.script):
+        if under_lightning(job.script) and not job.script.holds_batch:
             hints += [f"  {lightnings_own(winner)}"]
     hints += [f"  {line}" for line in _checkpointing(winner, job, job.script)]
     started = job.script.profile.get(RELAUNCHED, 0)
     if started not in (0, per_node) and not job.script.launcher and framework_of(job.script) is None:
         hints += [f"  it starts its own ranks: have it start {per_node}"]
-    if job.script.profile["loader_prepared"] and not dict(job.script.flags).get(MICRO_BATCH):
-        hints += [f"  with batch_size={winner.micro_batch} in its data loader, which no config reaches"]
+    loads = job.script.profile["loader_prepared"] and not job.script.holds_batch
+    if loads and not dict(job.script.flags).get(MICRO_BATCH):
+        size = winner.micro_batch * (job.ranks if job.script.profile.get(SPLIT) else 1)
+        hints += [f"  with batch_size={size} in its data loader, which no config reaches"]
     return HowToTrain(tuple(commands), instead, tuple(hints))
 
 

@@ -4,8 +4,8 @@ Memory is not monotone in every setting that looks thriftier. What was seen, on 
 therefore no rule:
 
 - Stage 2 may need more than stage 1: with large buckets, or in 32 bits on one rank.
-- On CPU ranks, whose host and device are one, offloading needs more; and at stage 2 malloc may keep more of many small micro-batches
-  than a few larger ones need (the table of the encoder's script).
+- On CPU ranks, whose host and device are one, offloading needs more; and at stage 2 malloc may keep more of many small
+  micro-batches than a few larger ones need (the table of the encoder's script).
 - An offloaded optimizer has a whole gradient staged on its way out: more than its states are where many ranks share them.
 - Stage 1 keeps gradients that are larger than its bucket in place, so that a larger bucket may need less.
 - Overlap takes a second bucket at stages 1 and 2 alone; on CPU ranks peaks repeat no better than by that bucket.

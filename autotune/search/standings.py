@@ -6,6 +6,7 @@ import dataclasses
 
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome
 from autotune.search.records import RESUME, VERIFY
 
@@ -19,10 +20,14 @@ Measured = tuple[int, Measurement]  # of the trial of this number
 
 
 class Standings:
-    """The measured candidates of a study, as one call of `run` sees them."""
+    """The measured candidates of a study, as one call of `run` sees them.
 
-    def __init__(self, hardware: Hardware) -> None:
-        self._hardware = hardware
+    Args:
+        job: whose global batch a winner has, where it names one.
+    """
+
+    def __init__(self, hardware: Hardware, job: Job | None = None) -> None:
+        self._hardware, self._job = hardware, job
         self.measured: dict[Candidate, Measured] = {}  # what verification measured replaces what the search did
         self.verified: dict[Candidate, Measured] = {}
         self.resumed: dict[Candidate, Outcome] = {}  # the latest try to go on from a checkpoint
@@ -31,6 +36,8 @@ class Standings:
 
     def learn(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
         """Takes in a trial's Outcome."""
+        if self._is_of_another_batch(candidate):  # a script as it is, where another batch was asked for
+            self.reject(candidate, "its steps are of another global batch")
         if role == RESUME:
             self.resumed[candidate] = outcome
             if (
@@ -48,6 +55,11 @@ class Standings:
             self.verified[candidate] = (number, averaged(turns))
         if role == VERIFY or candidate not in self.verified:
             self.measured[candidate] = self.verified.get(candidate, (number, outcome.measurement))
+
+    def _is_of_another_batch(self, candidate: Candidate) -> bool:
+        if self._job is None or self._job.global_batch_size is None:
+            return False
+        return candidate.micro_batch * candidate.accumulation * self._job.ranks != self._job.global_batch_size
 
     def begin_call(self) -> None:
         """What was learnt so far was measured in earlier calls: nothing of it was measured in turn with what follows."""

@@ -75,7 +75,7 @@ class Tuner:
         self.max_trials, self.cancelled = max_trials, cancelled
         self.observer: Observer = observer or NullObserver()
         self.search_effort, self.verify_effort = search_effort, verify_effort
-        self.standings = Standings(hardware)
+        self.standings = Standings(hardware, proposer.job)
         self.clock = Clock(executor, proposer, verify_effort, budget_seconds, spent_seconds, self._best)
         self.blame = Blame(proposer, self.standings, space)
         self.crew, self._beside = crew or Crew(), beside

@@ -47,3 +47,6 @@ def test_a_profile_that_counted_otherwise_is_made_anew() -> None:
     assert _counted_otherwise({"rows_per_sample": 2.0})
     assert not _counted_otherwise({"rows_per_sample": 1.0})
     assert not _counted_otherwise({"rows_per_sample": 2.0, "counted": "rows"})
+    assert _counted_otherwise({"counted": "rows", "batch_note": "it has its own"})
+    assert not _counted_otherwise({"counted": "rows", "batch_note": "it has its own", "held": {}})
+    assert not _counted_otherwise({"counted": "rows", "batch_note": ""})

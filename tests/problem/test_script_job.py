@@ -9,8 +9,10 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec
+from autotune.problem.script import command, settings
 from autotune.problem.script_job import (
     Counted,
+    batch_held,
     batch_seen,
     first_candidates,
     job_of,
@@ -184,6 +186,68 @@ def test_the_batch_is_what_was_seen(
         "of samples, in whole"
     )
     assert Counted.of(seen) == Counted(counted, per_sample, micros)
+
+
+MICRO, STEPS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+@pytest.mark.parametrize(
+    ("facts", "said", "batch", "per_sample", "micros"),
+    [
+        # a config that nobody has kept up: the loader's batch is seen
+        ({"micro_batch": 1, "accumulation": 2, "micros": 2, "rows": 16}, {MICRO: [8]}, (8, 2), 1, 1.0),
+        ({"micro_batch": 1, "accumulation": 1, "micros": 1, "rows": 16}, {MICRO: [8]}, (8, 1), 2, 1.0),
+        # the least of two loaders is in the config
+        ({"micro_batch": 4, "accumulation": 1, "micros": 1, "rows": 8}, {MICRO: [8]}, (8, 1), 1, 1.0),
+        # flags that nothing reads
+        ({"micro_batch": 4, "accumulation": 2, "micros": 2, "rows": 8}, {MICRO: [2, 8], STEPS: [1, 4]}, (4, 2), 1, 1.0),
+        ({"micro_batch": 2, "accumulation": 1, "micros": 1, "rows": 8}, {STEPS: [4]}, (2, 1), 4, 1.0),
+        # accumulated by hand, as the flag says
+        ({"micro_batch": 2, "accumulation": 1, "micros": 4, "rows": 8}, {STEPS: [4]}, (2, 4), 1, 1.0),
+        # a loop that steps at every backward, whatever its config says
+        ({"micro_batch": 8, "accumulation": 4, "micros": 1, "rows": 8}, {}, (8, 1), 1, 1.0),
+        ({"micro_batch": 2, "accumulation": 4, "micros": 1, "rows": 6}, {MICRO: [6]}, (6, 1), 1, 1.0),
+    ],
+)
+def test_arguments_and_loaders_are_believed_where_they_fit(
+    facts: dict, said: dict, batch: tuple[int, int], per_sample: int, micros: float
+) -> None:
+    seen = batch_seen({**facts, "sequences": facts["rows"], "said": said})
+    assert (seen["micro_batch"], seen["accumulation"]) == batch
+    assert Counted.of(seen) == Counted("rows", per_sample, micros)
+
+
+@pytest.mark.parametrize(
+    ("facts", "batch"),
+    [
+        ({"micros": 2, "rows": 2, "sequences": 2}, (4, 2)),  # one row a forward: not its batch
+        ({"micros": 2, "rows": 6, "sequences": 6}, (4, 2)),
+        ({"micros": 2, "rows": 16, "sequences": 16}, (4, 2)),
+        ({"micros": 1, "rows": 4, "sequences": 4}, (4, 1)),
+        ({"micros": 2}, (4, 2)),
+    ],
+)
+def test_a_batch_that_is_held_is_the_configs(facts: dict[str, int], batch: tuple[int, int]) -> None:
+    found = batch_held({"micro_batch": 4, "accumulation": 2, **facts})
+    assert (found["micro_batch"], found["accumulation"]) == batch
+    assert found["held"] == {"micros": facts["micros"], "rows": facts.get("rows", 0)}
+
+
+def test_of_a_batch_that_is_held_nothing_is_written() -> None:
+    held = script(batch_note="it has its own", flags=["--per_device_train_batch_size"])
+    config = make_candidate(1, 7, 5).ds_config(job_of(held, HARDWARE, None))
+    assert config["zero_optimization"]["stage"] == 1
+    assert [config[key] for key in ("train_batch_size", MICRO, STEPS)] == [24, 2, 3], "as the script has it"
+    silent = script(batch_note="it has its own", config={})
+    assert (
+        not {"train_batch_size", MICRO, STEPS}
+        & make_candidate(1, 7, 5).ds_config(job_of(silent, HARDWARE, None)).keys()
+    )
+    assert MICRO not in dict(make_candidate(1, 7, 5).told(held))
+    assert dict(make_candidate(1, 7, 5).told(script()))[MICRO] == 7
+    assert settings(held, make_candidate(1, 7, 5)) == {}
+    assert settings(script(), make_candidate(1, 7, 5)) == {"--per_device_train_batch_size": 7, f"--{STEPS}": 5}
+    assert command(held, make_candidate(1, 7, 5), "best.json") == ["train.py", "--lr", "1"]
 
 
 def test_a_profile_of_an_earlier_version_counted_rows() -> None:

@@ -14,7 +14,8 @@ import torch
 from autotune.errors import Cause, Unusable
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Script
-from autotune.rank.script import WARMUP_STEPS, Batch, SavedTensors, check_batch, check_steady
+from autotune.rank.checks import Batch, check_batch, check_beside, check_steady, usual
+from autotune.rank.script import WARMUP_STEPS, SavedTensors
 from tests.conftest import make_candidate, make_job
 from tests.rank.conftest import Parent, Rank, make_spec
 
@@ -287,7 +288,11 @@ def test_a_training_in_evaluation_mode_says_so(parent: Parent, tmp_path: Path) -
         (Batch(3, 3, 12, 96), {}, None),  # laid end to end in one
         (Batch(3, 3, 12, 96), {"counted": "sequences"}, None),
         (Batch(6, 12, 12, 96), {"micros_per_accumulation": 2}, None),
+        (Batch(2, 8, 8, 64), {}, None),  # an epoch's last step: fewer micro-batches
+        (Batch(2, 5, 5, 64), {}, None),  # and the last of them smaller
         (Batch(2, 12, 12, 96), {}, "accumulated 2 micro-batches where 3 were asked for"),
+        (Batch(2, 4, 4, 96), {}, "accumulated 2 micro-batches"),
+        (Batch(4, 12, 12, 96), {}, "accumulated 4 micro-batches"),
         (Batch(3, 8, 8, 96), {}, "gave 8 rows a step where 12 were asked for"),
         (Batch(3, 13, 13, 96), {}, "gave 13 rows"),
         (Batch(0, 2, 2, 96), {}, "gave 2 rows"),
@@ -299,7 +304,7 @@ def test_a_training_in_evaluation_mode_says_so(parent: Parent, tmp_path: Path) -
 def test_the_batch_is_the_candidates(batch: Batch, profile: dict[str, Any], says: str | None) -> None:
     candidate, profile = make_candidate(1, 4, 3), {"micro_batch": 2, "accumulation": 6, **profile}
     if says is None:
-        assert check_batch(batch, candidate, profile) == (batch.sequences < 12)
+        assert bool(check_batch(batch, candidate, profile)) == (batch.sequences < 12)
     else:
         with pytest.raises(Unusable, match=says) as caught:
             check_batch(batch, candidate, profile)
@@ -309,6 +314,67 @@ def test_the_batch_is_the_candidates(batch: Batch, profile: dict[str, Any], says
 def test_a_batch_that_is_its_own_needs_no_counting() -> None:
     profile = {"micro_batch": 4, "accumulation": 3, "counted": ""}
     assert not check_batch(Batch(3, 0, 0, 0), make_candidate(1, 4, 3), profile)
+
+
+HELD = {
+    "micro_batch": 4,
+    "accumulation": 2,
+    "batch_note": "it has its own",
+    "counted": "rows",
+    "held": {"micros": 2, "rows": 6},  # no multiple of what its config says
+}
+
+
+@pytest.mark.parametrize(
+    ("batch", "asked", "changes", "says"),
+    [
+        (Batch(2, 6, 6, 48), (4, 2), {}, ""),
+        (Batch(2, 5, 5, 40), (4, 2), {}, "gave 5 rows a step where 6"),  # as an epoch's last
+        (Batch(1, 3, 3, 24), (4, 2), {}, "accumulated 1 micro-batches where 2"),
+        (Batch(2, 7, 7, 56), (4, 2), {}, None),
+        (Batch(2, 8, 8, 64), (4, 2), {}, None),  # what the config says is not what it did
+        (Batch(3, 6, 6, 48), (4, 2), {}, None),
+        (Batch(2, 6, 6, 48), (8, 1), {}, None),
+        (Batch(2, 99, 99, 48), (4, 2), {"held": {}}, ""),  # its own was never seen
+    ],
+)
+def test_a_batch_that_is_held_is_what_it_was(
+    batch: Batch, asked: tuple[int, int], changes: dict[str, Any], says: str | None
+) -> None:
+    candidate, profile = make_candidate(1, *asked), {**HELD, **changes}
+    if says is None:
+        with pytest.raises(Unusable) as caught:
+            check_batch(batch, candidate, profile)
+        assert caught.value.cause is Cause.BATCH
+    else:
+        found = check_batch(batch, candidate, profile)
+        assert says in found
+        assert bool(says) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("rows", "own", "fits"),
+    [
+        ([8, 8], 8, True),
+        ([16, 16], 8, True),  # twice as much, as is asked for
+        ([16, 16, 3, 16], 8, True),  # the last of its data
+        ([16, 3, 3, 16], 8, False),
+        ([12, 12], 8, False),
+        ([32], 8, False),
+        ([8], None, False),
+        ([99, 1], 0, True),  # not counted: the batch is held
+    ],
+)
+def test_an_engine_beside_the_first_is_counted(rows: list[int], own: int | None, fits: bool) -> None:
+    profile = {"micro_batch": 2, "accumulation": 2, "beside": {} if own is None else {"0": own}}
+    with nullcontext() if fits else pytest.raises(Unusable, match="beside the first") as caught:
+        check_beside(rows, "0", make_candidate(1, 4, 2), profile)
+    assert fits or caught.value.cause is Cause.BATCH
+
+
+def test_the_rows_of_an_engine_beside_the_first() -> None:
+    assert usual([4, 4, 4, 1]) == 4
+    assert usual([4, 6, 4]) == usual([4, 1, 4, 1]) == usual([0, 0]) == 0
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,19 @@ def test_checkpointing_that_no_command_carries_is_said(
     assert says is None or says in hints[0]
 
 
+def test_a_loaders_batch_is_said_as_the_script_has_it(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    profile = {"loader_prepared": True, "through_arguments": False, "flags": []}
+
+    def last(**more: object) -> str:
+        script = Script(("train.py", "ds.json"), str(tmp_path), profile={**profile, **more})
+        return train_with(make_candidate(2, 4), make_job(2, script=script), "s", tmp_path / "s.json", 5).lines()[-1]
+
+    assert "with batch_size=4 in its data loader" in last()
+    assert "with batch_size=8 in its data loader" in last(loader_split=True), "accelerate splits it over two ranks"
+    assert "data loader" not in last(batch_note="it has its own")
+
+
 def test_the_printed_command_gets_the_gpus_that_the_study_had(tmp_path: Path) -> None:
     flags = tuple({**KNOWN_FLAGS, "config": CONFIG_FLAG}.values())
     profile = {"loader_prepared": False, "through_arguments": True, "flags": flags}

@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -26,7 +27,7 @@ class Net(torch.nn.Module):
         self.head = torch.nn.Linear(16, WORDS)
         self.wrap = wrap
 
-    def forward(self, input_ids: Any, position_ids: Any = None) -> Any:
+    def forward(self, input_ids: Any, position_ids: Any = None, cu_seqlens: Any = None) -> Any:
         return self.wrap(self.head(self.embed(input_ids)).square().mean())
 
 
@@ -68,7 +69,14 @@ def ids(rows: int, tokens: int = TOKENS) -> torch.Tensor:
 def engine_of(args: argparse.Namespace, net: torch.nn.Module | None = None, **more: Any) -> Any:
     net = Net() if net is None else net
     made = deepspeed.initialize(args=args, model=net, model_parameters=net.parameters(), **more)
+    note("engine", [micro(made[0]), made[0].gradient_accumulation_steps()])
     return made if more else made[0]
+
+
+def note(name: str, what: Any) -> None:
+    """For the test, beside the script's own files: a trial has links to them in a folder that goes."""
+    if torch.distributed.get_rank() == 0:
+        (Path("train.yaml").resolve().parent / f"{name}.json").write_text(json.dumps(what))
 
 
 def train(engine: Any, batches: Any) -> None:
@@ -153,6 +161,19 @@ def flattened(args: argparse.Namespace) -> None:
         places = torch.arange(TOKENS).repeat(micro(engine))[None]
         engine.backward(engine(ids(1, places.shape[1]), position_ids=places))
         engine.step()
+
+
+def without_positions(args: argparse.Namespace, borders: bool = False) -> None:
+    """Laid end to end in one row, with what tells them apart known to the model alone, or given as borders."""
+    engine = engine_of(args)
+    for _ in range(STEPS):
+        more = {"cu_seqlens": TOKENS * torch.arange(micro(engine) + 1)} if borders else {}
+        engine.backward(engine(ids(1, TOKENS * micro(engine)), **more))
+        engine.step()
+
+
+def with_borders(args: argparse.Namespace) -> None:
+    without_positions(args, borders=True)
 
 
 def packed(args: argparse.Namespace) -> None:
@@ -308,6 +329,61 @@ def features(args: argparse.Namespace) -> None:
         engine.step()
 
 
+class ImageNet(Net):
+    def forward(self, images: Any, targets: Any = None) -> Any:  # type: ignore[override]
+        return super().forward((torch.stack([one.mean((1, 2)) for one in images]) * WORDS).long())
+
+
+def detection(args: argparse.Namespace) -> None:
+    """Images of unlike sizes in a list, as torchvision's detectors take them."""
+    engine = engine_of(args, ImageNet())
+    for step in range(STEPS):
+        images = [torch.rand(3, 8 + step % 3, 8 + place) for place in range(micro(engine))]
+        engine.backward(engine(images, [{"boxes": torch.rand(2, 4)} for _ in images]))
+        engine.step()
+
+
+def flag_of_its_own(name: str, default: int) -> int:
+    """What a parser of the script's own says, whatever stands in the config."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument(name, dest="value", type=int, default=default)
+    return int(parser.parse_args([]).value)
+
+
+def stale_config(args: argparse.Namespace) -> None:
+    rows = flag_of_its_own("--per_device_train_batch_size", 6)
+    train(engine_of(args), (ids(rows) for _ in range(STEPS)))
+
+
+def accumulation_of_a_flag(args: argparse.Namespace) -> None:
+    """The loop steps by a flag, and the engine accumulates once more where its config says so too."""
+    times, engine = flag_of_its_own("--gradient_accumulation_steps", 4), engine_of(args)
+    for step in range(8 * STEPS):
+        engine.backward(engine(ids(micro(engine))))
+        if (step + 1) % times == 0:
+            engine.step()
+
+
+def steps_at_every_backward(args: argparse.Namespace) -> None:
+    """As accelerate does without `accumulate`, whatever the config says."""
+    engine = engine_of(args)
+    for _ in range(STEPS):
+        engine.set_gradient_accumulation_boundary(True)
+        train(engine, [ids(micro(engine))])
+
+
+def epochs(args: argparse.Namespace) -> None:
+    """As Trainer does: an epoch's last step has the batches that are left, however few."""
+    engine = engine_of(args)
+    loader = DataLoader(Data(116), batch_size=micro(engine))
+    for _ in range(STEPS):
+        for at, batch in enumerate(loader, 1):
+            engine.set_gradient_accumulation_boundary(
+                at % engine.gradient_accumulation_steps() == 0 or at == len(loader)
+            )
+            train(engine, [batch])
+
+
 def boundary_by_hand(args: argparse.Namespace) -> None:
     engine = engine_of(args)
     times = engine.gradient_accumulation_steps()
@@ -325,9 +401,57 @@ def two_engines(args: argparse.Namespace) -> None:
         train(second, [batch])
 
 
+def critic_of(args: argparse.Namespace, **changes: Any) -> Any:
+    """Two engines whose config is a dict in the code."""
+    with open(args.deepspeed_config) as file:
+        config = json.load(file)
+    args.deepspeed_config = None
+    return engine_of(args, config=config)[0], engine_of(args, config={**config, **changes})[0]
+
+
+def critic(args: argparse.Namespace) -> None:
+    actor, other = critic_of(args)
+    for _ in range(STEPS):
+        batch = ids(micro(actor))
+        train(actor, [batch])
+        train(other, [batch])
+
+
+def critic_of_another_batch(args: argparse.Namespace) -> None:
+    """It accumulates twice as often as the actor, and is fed with the actor's batches."""
+    actor, other = critic_of(args, gradient_accumulation_steps=4)
+    for _ in range(STEPS):
+        batch = ids(micro(actor))
+        train(actor, [batch])
+        train(other, [batch])
+
+
+def critic_of_its_own_file(args: argparse.Namespace) -> None:
+    actor = engine_of(args)
+    args.deepspeed_config = args.settings[0]
+    other = engine_of(args)
+    note("stages", [actor.zero_optimization_stage(), other.zero_optimization_stage()])
+    for _ in range(STEPS):
+        batch = ids(micro(actor))
+        train(actor, [batch])
+        train(other, [batch])
+
+
+def critic_of_unlike_steps(args: argparse.Namespace) -> None:
+    actor, other = critic_of(args)
+    for step in range(STEPS):
+        train(actor, [ids(micro(actor))])
+        train(other, [ids(1 + step % 5)])
+
+
 def time_first(args: argparse.Namespace) -> None:
     engine = engine_of(args)
     train(engine, (ids(micro(engine)).T for _ in range(STEPS)))
+
+
+def time_first_of_35(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    train(engine, (ids(micro(engine), 35).T for _ in range(STEPS)))
 
 
 def growing_batch(args: argparse.Namespace) -> None:

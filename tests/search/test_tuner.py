@@ -13,6 +13,7 @@ from autotune.predict.predictor import Predictor, Table
 from autotune.predict.prepared import Prepared
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import detect
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
 from autotune.search.blame import MACHINE_FAILURES
 from autotune.search.clock import too_short
@@ -22,7 +23,7 @@ from autotune.search.standings import Standings, overlap
 from autotune.search.study import StudyStore
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.units import MIB
-from tests.conftest import make_candidate
+from tests.conftest import make_candidate, make_job
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 
@@ -373,6 +374,17 @@ def test_thrift_is_worth_something_only_where_something_is_saved(landscape: Land
     frugal = make_candidate(0, 4)
     of_peak(standings, frugal, 103.0, 400)
     assert standings.thriftiest([fast, frugal]) == frugal
+
+
+def test_a_script_as_it_is_does_not_win_with_another_global_batch() -> None:
+    own, asked = make_candidate(1, 4, 1), make_candidate(1, 4, 2)
+    for total, best in ((16, asked), (8, own), (None, own)):
+        standings = Standings(detect("cpu", 2), make_job(2, global_batch_size=total))
+        for candidate, speed in ((own, 9.0), (asked, 5.0)):
+            standings.learn(
+                0, candidate, Outcome(Kind.OK, measurement=Measurement(1.0, 0.0, 9, speed, 512.0, 1)), SEARCH
+            )
+        assert standings.best == best
 
 
 class Inverted(Predictor):

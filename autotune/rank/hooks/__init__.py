@@ -10,6 +10,7 @@ carry them, and a `Watcher` sees what the trained engine does. One module a libr
 | `process_group` | torch.distributed: the script's process group is the rank's own |
 | `ports` | sockets: a port that the trial before has just left |
 | `deepspeed` | `deepspeed.initialize`, and forward, backward and step of the engine that trains |
+| `beside` | engines that train, made after the first: their batch, and the rows of their steps |
 | `optimizers` | torch's optimizers: a script that trains without DeepSpeed is noticed |
 | `checkpointing` | the model's activation checkpointing, once the engine is made |
 | `accelerate` | its DeepSpeed config and plugin, the loader that `prepare` is given |
@@ -19,7 +20,7 @@ carry them, and a `Watcher` sees what the trained engine does. One module a libr
 | `relaunch` | subprocess, `os.exec…`, torch's launcher: where a program would start its ranks itself |
 | `tokenizers` | how long a tokenizer lets a sequence be |
 
-Each but `checkpointing` and `lightning` has `install(context)`. No library is imported before its hook is installed.
+Each but `beside`, `checkpointing` and `lightning` has `install(context)`. No library is imported before its hook is installed.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from autotune.problem.candidate import MICRO_BATCH
 from autotune.rank.hooks.config import merged
 from autotune.rank.hooks.context import Context
 from autotune.rank.hooks.process_group import wait_for
@@ -51,7 +52,7 @@ def install(context: Context) -> None:
         plugin.zero_stage = int((plugin.deepspeed_config.get("zero_optimization") or {}).get("stage", 0))
 
     def prepare(original: Callable[..., Any], accelerator: Any, /, *objects: Any, **kwargs: Any) -> Any:
-        return original(accelerator, *_resized(context, objects), **kwargs)
+        return original(accelerator, *_resized(context, accelerator, objects), **kwargs)
 
     context.patches.wrap(config_class, "__init__", load_config)
     context.patches.wrap(accelerate.DeepSpeedPlugin, "__post_init__", make_plugin)
@@ -76,7 +77,7 @@ def _state_of_cpu_ranks(context: Context) -> None:
         accelerate.PartialState(cpu=True)
 
 
-def _resized(context: Context, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+def _resized(context: Context, accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
     """The objects with the first data loader among them at the candidate's micro-batch, if it is the training's: the first
     that the script has prepared, and batch sizes do not come from TrainingArguments."""
     from torch.utils.data import DataLoader
@@ -87,8 +88,11 @@ def _resized(context: Context, objects: tuple[Any, ...]) -> tuple[Any, ...]:
     for at, loader in enumerate(found):
         if isinstance(loader, DataLoader) and loader.batch_size:
             context.loader_prepared = True
-            if context.candidate is not None and loader.batch_size != context.candidate.micro_batch:
-                found[at] = _with_batch_size(loader, context.candidate.micro_batch)
+            context.loader_split = bool(getattr(accelerator, "split_batches", False))
+            shares = accelerator.num_processes if context.loader_split else 1
+            context.note_said(MICRO_BATCH, loader.batch_size // shares)
+            if context.batch is not None and loader.batch_size != context.batch[0] * shares:
+                found[at] = _with_batch_size(loader, context.batch[0] * shares)
             break
     return tuple(found)
 

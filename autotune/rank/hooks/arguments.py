@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from autotune.problem.script import FLAGS, LOCAL_RANK_FLAGS, settings, yes_or_no_flags
+from autotune.problem.candidate import RUNG_KNOBS
+from autotune.problem.script import FLAGS, KNOWN_FLAGS, LOCAL_RANK_FLAGS, settings, yes_or_no_flags
 from autotune.rank.hooks.context import Context
 
 _WORDS = {False: ("False", "false", "0", "no", "off", ""), True: ("True", "true", "1", "yes", "on")}
@@ -17,6 +18,9 @@ def install(context: Context) -> None:
     """Every parser of the script that has such a flag gives the candidate's value for it."""
     wanted = settings(context.script, context.candidate) if context.candidate is not None else {}
     told = yes_or_no_flags(context.script)
+    carriers = {
+        flag: knob for knob, flag in {**KNOWN_FLAGS, **dict(context.script.flags)}.items() if knob in RUNG_KNOBS
+    }
 
     def parse_known_args(original: Callable[..., Any], parser: Any, /, *args: Any, **kwargs: Any) -> Any:
         found, rest = original(parser, *args, **kwargs)
@@ -25,6 +29,9 @@ def install(context: Context) -> None:
         for flag in actions.keys() & told:
             if (said := _spelt(parser, flag)) is not None:
                 context.spellings[flag] = said
+        for flag, knob in carriers.items():
+            if flag in actions:
+                context.note_said(knob, getattr(found, actions[flag].dest, None))
         for flag, value in wanted.items():
             action = actions.get(flag)
             if action is not None and hasattr(found, action.dest):

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autotune.errors import Unusable
 
+_BORDERS = (
+    "cu_seq_lens_q",
+    "cu_seqlens",
+    "cu_seq_lens",
+    "cu_seqlens_q",
+)  # where sequences laid end to end begin, and end
+_CHANNELS = (1, 3, 4)  # of an image
 _FILLERS = {"labels": -100, "attention_mask": 1}  # padding is attended to and not learnt from; all else is padded by 0
 
 
@@ -40,7 +47,7 @@ def sizes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes:
     """Of a batch, from a forward's arguments; zeros where no tensor is among them, however deep in lists, mappings and
     objects.
 
-    The sequences of packed rows start where `position_ids` are 0, or are said by flash attention's `cu_seq_lens_q`.
+    The sequences of packed rows start where `position_ids` are 0, or are said by borders, as flash attention takes them.
     """
     import torch
 
@@ -50,21 +57,25 @@ def sizes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes:
     first = named.get("input_ids", next(iter(named.values()), None))
     if first is None:
         return Sizes()
-    if isinstance(first, list):  # sequences of unlike lengths, one by one
-        return Sizes(len(first), len(first), sum(int(one.numel()) for one in first))
+    if isinstance(first, list):  # sequences of unlike lengths, or images, one by one
+        tokens = sum(int(one.numel()) if not one.is_floating_point() else 1 for one in first)
+        return Sizes(len(first), len(first), tokens)
+    positions = named.get("position_ids")
+    borders = next((named[name] for name in _BORDERS if isinstance(named.get(name), torch.Tensor)), None)
+    if borders is not None and first.dim() == 1:
+        first = first[None]
     rows = int(first.shape[0])
     tokens = int(first.numel()) if first.dim() == 2 and not first.is_floating_point() else rows
-    positions, borders = named.get("position_ids"), named.get("cu_seq_lens_q")
     sequences = rows
-    if isinstance(borders, torch.Tensor):
-        sequences = int(borders.numel()) - 1
+    if borders is not None:
+        sequences = int((borders.diff() > 0).sum())  # some pad them with their last
     elif isinstance(positions, torch.Tensor) and positions.shape == first.shape:
         sequences = int((positions == 0).sum())
     return Sizes(rows, max(rows, sequences), tokens)
 
 
 def _leaves(value: Any, name: str = "", depth: int = 4) -> Iterator[tuple[str, Any]]:
-    """(name, tensor of one dimension or more) of all in a value; a list of vectors of unlike lengths is one leaf."""
+    """(name, tensor of one dimension or more) of all in a value; a list of samples, one by one, is one leaf."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -76,14 +87,31 @@ def _leaves(value: Any, name: str = "", depth: int = 4) -> Iterator[tuple[str, A
         for key, inner in value.items():
             yield from _leaves(inner, str(key), depth - 1)
     elif isinstance(value, list | tuple):
-        vectors = [one for one in value if isinstance(one, torch.Tensor) and one.dim() == 1]
-        if len(vectors) == len(value) and len({len(one) for one in vectors}) > 1:
-            yield name, vectors
+        if _are_samples(value):
+            yield name, list(value)
             return
         for inner in value:
             yield from _leaves(inner, name, depth - 1)
     elif hasattr(value, "__dict__"):  # a batch of the script's own class
         yield from _leaves(vars(value), name, depth - 1)
+
+
+def _are_samples(values: Sequence[Any]) -> bool:
+    """Whether a list is of samples and not of a batch's parts: vectors of unlike lengths, features of unlike lengths, or
+    images, channels first."""
+    import torch
+
+    if not values or not all(isinstance(one, torch.Tensor) for one in values):
+        return False
+    shapes = [tuple(one.shape) for one in values]
+    if {len(shape) for shape in shapes} == {1}:
+        return len(set(shapes)) > 1
+    if not all(one.is_floating_point() for one in values):
+        return False
+    if {len(shape) for shape in shapes} == {2}:
+        return len({shape[0] for shape in shapes}) > 1 and len({shape[1] for shape in shapes}) == 1
+    channels = {shape[0] for shape in shapes}
+    return {len(shape) for shape in shapes} == {3} and len(channels) == 1 and channels <= set(_CHANNELS)
 
 
 def padded(args: tuple[Any, ...], kwargs: dict[str, Any], longest: int) -> dict[str, Any]:

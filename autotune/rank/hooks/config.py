@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.problem.argument_files import carries, given, with_copies
+from autotune.problem.candidate import BATCH_KEYS
 from autotune.problem.ds_file import read_config
 from autotune.problem.script import line_of, with_configs, with_setting
 from autotune.rank.config import QUIET
@@ -25,8 +26,8 @@ def announce_to_accelerate(context: Context) -> None:
 
 def merged(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     """A copy of the script's config with the candidate's keys in it, and without trackers where the context is quiet."""
-    if not context.config_seen:
-        context.config_seen = True
+    if context.own_config is None:
+        context.own_config = copy.deepcopy(config)
         context.watcher.configured(copy.deepcopy(config))
     found = copy.deepcopy(config)
     if context.quiet:
@@ -34,7 +35,8 @@ def merged(context: Context, config: dict[str, Any]) -> dict[str, Any]:
             found.pop(key, None)
     if context.candidate is None:
         return found
-    base = {**found, **{key: value for key, value in context.job.base_config.items() if key not in found}}
+    more = {key: value for key, value in context.job.base_config.items() if key not in (*found, *BATCH_KEYS)}
+    base = {**found, **more}
     return context.candidate.ds_config(dataclasses.replace(context.job, base_config=base))
 
 
@@ -47,8 +49,9 @@ def merged_arguments(context: Context) -> list[str]:
     if context.candidate is None:
         return argv
     flags = given(argv)
+    told = dict(context.candidate.told(script))
     for knob, flag in script.flags:
-        value = context.candidate.get(knob)
+        value = told.get(knob)
         # what stands on the command line goes over a file
         if value is not None and (flag in flags or not carries(script, knob)):
             argv = with_setting(script, argv, flag, value)
@@ -58,4 +61,4 @@ def merged_arguments(context: Context) -> list[str]:
         copied.write_text(json.dumps(merged(context, read_config(path))))
         return str(copied)
 
-    return with_configs(argv, Path(), merged_file)
+    return with_configs(argv, Path(), merged_file, script.profile.get("config"))

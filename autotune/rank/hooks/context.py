@@ -32,16 +32,33 @@ class Context:
     inside: Phase | None = None  # which method of that engine runs
     module_hook: Any = None  # the handle of the hook on its module
     pending: list[Sizes] = field(default_factory=list)  # of its forwards in evaluation mode since the last backward
-    config_seen: bool = False  # the watcher has been told the script's own config
+    own_config: dict[str, Any] | None = None  # the script's first, as the watcher has been told it
     through_arguments: bool = False  # TrainingArguments carry the batch sizes
     accelerated: bool = False  # accelerate makes the engine that trains
     loader_prepared: bool = False  # accelerate has prepared the script's own loader
+    loader_split: bool = False  # whose batches accelerate splits over the ranks
     relaunched: int = 0  # ranks that the script would have started itself; 1 where it did not say
     flags: set[str] = field(default_factory=set)  # of `problem.script.FLAGS`, those that the script's parsers have
     spellings: dict[str, list[str | None]] = field(default_factory=dict)  # flag -> [no, yes], see `hooks.arguments`
+    said: dict[str, list[int]] = field(default_factory=dict)  # by knob, what arguments and loaders of the script say
+    beside: list[Any] = field(default_factory=list)  # engines that train, made after the first
     allowed_tokens: list[int] = field(default_factory=list)  # longest sequences that arguments and tokenizers allow
 
     @property
     def script(self) -> Script:
         assert self.job.script is not None
         return self.job.script
+
+    @property
+    def batch(self) -> tuple[int, int] | None:
+        """(micro-batch, accumulation) that the script is told; None where it goes on with its own."""
+        if self.candidate is None or self.script.holds_batch:
+            return None
+        return self.candidate.micro_batch, self.candidate.accumulation
+
+    def note_said(self, knob: str, value: Any) -> None:
+        """Notes what the script itself says of a batch size, wherever it has it; what is no such number says nothing."""
+        number = int(value) if isinstance(value, str) and value.isdigit() else value
+        known = self.said.setdefault(knob, [])
+        if isinstance(number, int) and not isinstance(number, bool) and number > 0 and number not in known:
+            known.append(number)

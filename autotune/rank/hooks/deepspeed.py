@@ -13,7 +13,7 @@ from typing import Any
 from autotune.errors import Unusable
 from autotune.problem.ds_file import named_config
 from autotune.problem.outcome import Phase
-from autotune.rank.hooks import checkpointing, lightning
+from autotune.rank.hooks import beside, checkpointing, lightning
 from autotune.rank.hooks.batches import batch_of, padded, sizes_of
 from autotune.rank.hooks.config import merged
 from autotune.rank.hooks.context import Context
@@ -48,11 +48,18 @@ def saved(context: Context, method: str, *args: Any) -> Any:
 
 
 def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The first call that makes an engine that trains is changed; others are left as they are."""
+    """The first call that makes an engine that trains is changed; of later ones at most the batch."""
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     config, through_args = _config_of(given)
-    if context.engine is not None or not _trains(context, given, config):
+    if not _trains(context, given, config):
         return original(*args, **kwargs)
+    if context.engine is not None:
+        changed = beside.with_batch(context, config)
+        if changed is not config:
+            _give_config(given, changed, through_args)
+        made = original(**given)
+        beside.watch(context, made[0], _steps)
+        return made
     try:
         return _made(context, original, given, config, through_args)
     except BaseException as error:
@@ -78,14 +85,10 @@ def _made(
         )
     context.watcher.entered(Phase.INIT)
     optimizer = given.get("optimizer")
-    given["config"] = merged(context, config)
+    _give_config(given, merged(context, config), through_args)
     lightning.accumulate(context, given.get("model"), given["config"])
     if plan := batch_of(given["config"], context.job.ranks):
         context.watcher.planned(*plan)
-    given.pop("config_params", None)
-    if through_args:
-        given["args"] = copy.copy(given["args"])
-        given["args"].deepspeed_config = None
     checkpointing.apply(context, given["model"])
     made = original(**given)
     _check_data_parallel(context, made[0])
@@ -111,6 +114,14 @@ def _check_data_parallel(context: Context, engine: Any) -> None:
         )
 
 
+def _give_config(given: dict[str, Any], config: dict[str, Any], through_args: bool) -> None:
+    given.pop("config_params", None)
+    given["config"] = config
+    if through_args:
+        given["args"] = copy.copy(given["args"])
+        given["args"].deepspeed_config = None
+
+
 def _config_of(given: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """(the config, whether it came through `args`) of a call of `deepspeed.initialize`."""
     config = given.get("config")
@@ -133,7 +144,7 @@ def _trains(context: Context, given: dict[str, Any], config: dict[str, Any]) -> 
     model = given.get("model")
     if context.accelerated and not getattr(model, "training", True):
         return False  # accelerate gives what trains its optimizer; TRL has prepared references with all of the config
-    return not hasattr(model, "parameters") or any(one.requires_grad for one in model.parameters())
+    return model is None or not hasattr(model, "parameters") or any(one.requires_grad for one in model.parameters())
 
 
 def _watched(
@@ -266,6 +277,7 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
         "through_arguments": context.through_arguments,
         "lightning": lightning.trainer_of(plain) is not None,
         "loader_prepared": context.loader_prepared,
+        "loader_split": context.loader_split,
         "relaunched": context.relaunched,
         "client_optimizer": optimizer is not None,
         "untested_optimizer": not _zero_supports(optimizer),

@@ -28,5 +28,5 @@ def accumulate(context: Context, model: Any, config: dict[str, Any]) -> None:
             `Candidate.ds_config` leaves it out.
     """
     trainer = trainer_of(model)
-    if trainer is not None and context.candidate is not None:
-        trainer.accumulate_grad_batches = config[ACCUMULATION] = context.candidate.accumulation
+    if trainer is not None and context.batch is not None:
+        trainer.accumulate_grad_batches = config[ACCUMULATION] = context.batch[1]

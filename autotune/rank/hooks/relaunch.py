@@ -127,15 +127,15 @@ class _Takeover:
         raise SystemExit(code)
 
     def _take(self, env: Mapping[str, str]) -> None:
-        patches, candidate = self._context.patches, self._context.candidate
+        patches, batch = self._context.patches, self._context.batch
         for name, value in env.items():
             if name not in _OURS and os.environ.get(name) != value:
                 patches.set_environment(name, value)
         for folder in env.get("PYTHONPATH", "").split(os.pathsep):
             if folder and folder not in self._home:
                 self._home.insert(0, folder)
-        if candidate is not None and _ACCUMULATION in os.environ:
-            patches.set_environment(_ACCUMULATION, str(candidate.accumulation))
+        if batch is not None and _ACCUMULATION in os.environ:
+            patches.set_environment(_ACCUMULATION, str(batch[1]))
         patches.set_environment("TORCHELASTIC_RUN_ID", "none")
 
     def _starts_itself(self, target: Sequence[str]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autotune.problem.argument_files import OUTPUT_FOLDER
-from autotune.problem.candidate import CHECKPOINTING
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH
 from autotune.rank.hooks.context import Context
 from autotune.rank.versions import imported
 
@@ -24,9 +24,9 @@ def install(context: Context) -> None:
 
     def load_state(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state = original(*args, **kwargs)
-        if context.candidate is not None and getattr(state, "train_batch_size", None):
+        if context.batch is not None and getattr(state, "train_batch_size", None):
             # Before transformers 5.2 Trainer goes on with the micro-batch of the checkpoint, whatever its arguments say.
-            state.train_batch_size = context.candidate.micro_batch
+            state.train_batch_size = context.batch[0]
         return state
 
     context.patches.wrap(arguments_class, "__post_init__", post_init)
@@ -41,14 +41,15 @@ def _fill(context: Context, arguments: Any) -> None:
     if context.device == "cpu":
         arguments.use_cpu = True
     arguments.auto_find_batch_size = False  # it catches our out-of-memory and halves the batch
+    context.note_said(MICRO_BATCH, arguments.per_device_train_batch_size)
+    context.note_said(ACCUMULATION, arguments.gradient_accumulation_steps)
+    if context.batch is not None:
+        arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = context.batch
     candidate = context.candidate
-    if candidate is not None:
-        arguments.per_device_train_batch_size = candidate.micro_batch
-        arguments.gradient_accumulation_steps = candidate.accumulation
-        if CHECKPOINTING in candidate.as_dict:
-            for name in ("gradient_checkpointing", "activation_checkpointing"):
-                if hasattr(arguments, name):
-                    setattr(arguments, name, candidate.checkpointing)
+    if candidate is not None and CHECKPOINTING in candidate.as_dict:
+        for name in ("gradient_checkpointing", "activation_checkpointing"):
+            if hasattr(arguments, name):
+                setattr(arguments, name, candidate.checkpointing)
     context.watcher.planned(arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps)
     if context.quiet:
         _silence(context, arguments)

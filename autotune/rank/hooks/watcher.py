@@ -30,6 +30,9 @@ class Watcher(Protocol):
     def stepped(self) -> None:
         """An optimizer step is done."""
 
+    def beside(self, number: int, rows: int) -> None:
+        """An engine that was made after the one that trains, the so-manieth, has made an optimizer step of so many rows."""
+
     def failed(self, error: BaseException) -> None:
         """An exception leaves the engine, its making, or what was seen there (`Unusable`). The script may catch it, so what
         decides the trial is reported from here."""

@@ -47,6 +47,9 @@ class Recorder:
     def stepped(self) -> None:
         self.seen.append(["stepped"])
 
+    def beside(self, number: int, rows: int) -> None:
+        self.seen.append(["beside", number, rows])
+
     def failed(self, error: BaseException) -> None:
         self.seen.append(["failed", type(error).__name__])
 

@@ -2,7 +2,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from autotune.problem.candidate import Candidate
+from autotune.problem.candidate import MICRO_BATCH, Candidate
 from autotune.rank.hooks import accelerate, config, deepspeed
 from tests.conftest import make_candidate
 from tests.rank.hooks.conftest import make_context
@@ -80,6 +80,30 @@ def test_a_plugin_that_is_written_in_code(in_rank: Callable[..., Any], tmp_path:
 def test_a_script_as_it_is_keeps_its_loader(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     found = in_rank(train, str(tmp_path), None, False)
     assert (found["stage"], found["rows"], found["prepared"]) == (1, 2, True)
+
+
+def split(folder: str) -> dict[str, Any]:
+    """Of a loop whose loader's batches accelerate splits over four ranks: what the loader says, and what it is given."""
+    from types import SimpleNamespace
+
+    from torch.utils.data import DataLoader
+
+    sizes = {}
+    for splits in (True, False):
+        context, _ = make_context(folder, make_candidate(1, 4, 2))
+        accelerator = SimpleNamespace(split_batches=splits, num_processes=4)
+        (loader,) = accelerate._resized(context, accelerator, (DataLoader([0] * 64, batch_size=8),))
+        sizes[splits] = (context.said[MICRO_BATCH], context.loader_split, loader.batch_size)
+    held, _ = make_context(folder, make_candidate(1, 4, 2), profile={"batch_note": "it has its own"})
+    (loader,) = accelerate._resized(held, accelerator, (DataLoader([0] * 64, batch_size=8),))
+    return {"split": sizes[True], "whole": sizes[False], "held": loader.batch_size}
+
+
+def test_batches_that_are_split_over_the_ranks(in_rank: Callable[..., Any], tmp_path: Path) -> None:
+    found = in_rank(split, str(tmp_path))
+    assert list(found["split"]) == [[2], True, 16]
+    assert list(found["whole"]) == [[8], False, 4]
+    assert found["held"] == 8
 
 
 def told_by_the_environment(folder: str) -> dict[str, Any]:

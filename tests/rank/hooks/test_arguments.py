@@ -35,6 +35,16 @@ def test_flags_carry_the_candidate(context: Callable) -> None:
     assert vars(parse("--epochs")) == {"epochs": -1}, "a parser without the flags gets nothing"
 
 
+def test_what_flags_say_themselves_is_noted(context: Callable) -> None:
+    made, _ = context(make_candidate(1, 8, 4), flags=(("train_micro_batch_size_per_gpu", "--batch-size"),))
+    arguments.install(made)
+    parse("--batch-size", "--gradient_accumulation_steps", "--epochs", typed=["--batch-size", "2", "--epochs", "3"])
+    assert made.said == {"train_micro_batch_size_per_gpu": [2], "gradient_accumulation_steps": []}, "a default of -1"
+    for value in ("6", 2, True, 0, None, "many"):
+        made.note_said("train_micro_batch_size_per_gpu", value)
+    assert made.said["train_micro_batch_size_per_gpu"] == [2, 6]
+
+
 def test_a_script_as_it_is_keeps_its_arguments(context: Callable) -> None:
     made, _ = context()
     arguments.install(made)

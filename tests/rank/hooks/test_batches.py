@@ -46,11 +46,17 @@ IDS = torch.ones(3, 7, dtype=torch.long)
         ((UserDict(input_ids=IDS),), {}, (3, 3, 21)),
         (([IDS, IDS[:1]],), {}, (3, 3, 21)),  # inputs and something else
         (([IDS[0], IDS[0, :2], IDS[0, :4]],), {}, (3, 3, 13)),  # sequences of unlike lengths
+        (([torch.ones(3, 5, 6), torch.ones(3, 7, 4)], [{"boxes": torch.ones(9, 4)}]), {}, (2, 2, 2)),  # images
+        (([torch.ones(3, 5, 5)] * 4,), {}, (4, 4, 4)),
+        (([torch.ones(5, 16), torch.ones(9, 16)],), {}, (2, 2, 2)),  # features of unlike lengths
+        (([torch.ones(5, 16), torch.ones(5, 8)],), {}, (5, 5, 5)),  # parts of a batch
         ((1, "text"), {}, (0, 0, 0)),
         ((), {}, (0, 0, 0)),
         # three sequences, packed
         ((), {"input_ids": IDS[:1], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1]])}, (1, 3, 7)),
         ((), {"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 3, 5, 7])}, (1, 3, 7)),
+        ((IDS[:1],), {"cu_seqlens": torch.tensor([0, 3, 5, 7, 7])}, (1, 3, 7)),  # padded with their last
+        ((IDS[0],), {"cu_seqlens": torch.tensor([0, 3, 7])}, (1, 2, 7)),  # tokens without a row
         ((), {"input_ids": IDS, "position_ids": torch.arange(7).expand(3, 7)}, (3, 3, 21)),
         (
             (),

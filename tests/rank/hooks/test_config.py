@@ -52,6 +52,37 @@ def test_arguments_name_merged_files(context: Callable, tmp_path: Path, monkeypa
     assert merged_arguments(plain) == list(argv[1:])
 
 
+def test_of_several_files_the_first_engines_is_merged(
+    context: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "0")
+    (tmp_path / "actor.json").write_text(json.dumps(OWN))
+    (tmp_path / "critic.json").write_text(json.dumps({**OWN, "zero_optimization": {"stage": 2}}))
+    argv = ("train.py", "--critic=critic.json", "--actor=actor.json", "--again", "actor.json")
+    made, _ = context(make_candidate(3, 3, 5), argv=argv, cwd=str(tmp_path), profile={"config": OWN})
+    critic, actor, _, again = merged_arguments(made)
+    assert critic == "--critic=critic.json"
+    for path in (actor.removeprefix("--actor="), again):
+        assert json.loads(Path(path).read_text())["zero_optimization"]["stage"] == 3
+    elsewhere, _ = context(make_candidate(3, 3, 5), argv=argv, cwd=str(tmp_path), profile={"config": {}})
+    assert merged_arguments(elsewhere) == list(argv[1:]), (
+        "the script changes what it reads: its engine is given the keys"
+    )
+
+
+def test_a_batch_that_is_held_is_the_scripts_own(context: Callable, tmp_path: Path) -> None:
+    flags = (("train_micro_batch_size_per_gpu", "--batch"),)
+    held = {"argv": ("train.py", "--batch", "1"), "flags": flags, "profile": {"batch_note": "it has its own"}}
+    made, _ = context(make_candidate(2, 3, 5), **held)
+    assert merged(made, OWN)["train_batch_size"] == 4
+    assert "train_micro_batch_size_per_gpu" not in merged(made, OWN)
+    assert merged(made, OWN)["zero_optimization"]["stage"] == 2
+    assert merged_arguments(made) == ["--batch", "1"]
+    assert made.batch is None
+    assert context(make_candidate(2, 3, 5))[0].batch == (3, 5)
+
+
 @pytest.mark.parametrize("path", ["/some/ds.json", None])
 def test_a_config_beside_the_script_is_announced(
     context: Callable, monkeypatch: pytest.MonkeyPatch, path: str | None
