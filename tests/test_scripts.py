@@ -226,6 +226,72 @@ def test_other_ways_to_write_a_training(scripts: Scripts, tmp_path: Path, way: s
     assert measured.samples_per_second * measured.step_seconds == pytest.approx(2 * 4 * 3)
 
 
+LOOP = """
+    import contextlib, sys
+    from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config="ds.json"),
+                              dataloader_config=DataLoaderConfiguration(split_batches="split" in sys.argv))
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    loaders = [torch.utils.data.DataLoader(data, batch_size=size) for size in (8, 4)]
+    net, optimizer, loader, _ = accelerator.prepare(net, optimizer, *loaders[:1 + ("split" not in sys.argv)],
+                                                    *[None] * ("split" in sys.argv))
+    for x, y in loader:
+        with accelerator.accumulate(net) if "accumulate" in sys.argv else contextlib.nullcontext():
+            accelerator.backward(measure(net(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "accumulation", "batch", "obeys"),
+    [
+        (["accumulate"], 1, (8, 1), True),  # accelerate takes the least of the two loaders for the config
+        ([], 4, (8, 1), False),  # no `accumulate()`: every backward is a step
+        (["accumulate", "split"], 1, (4, 1), True),
+    ],
+)
+def test_what_accelerate_makes_of_a_batch(
+    scripts: Scripts, tmp_path: Path, words: list[str], accumulation: int, batch: tuple[int, int], obeys: bool
+) -> None:
+    if obeys and steps_in_no_sync():
+        pytest.skip("this accelerate cannot accumulate under DeepSpeed")
+    (tmp_path / "ds.json").write_text(json.dumps({**AUTO, "gradient_accumulation_steps": accumulation}))
+    script = write(tmp_path, "train.py", textwrap.dedent(MODEL) + textwrap.dedent(LOOP))
+    found = scripts.probe([script, *words], tmp_path)
+    seen = found.script.profile
+    assert (seen["micro_batch"], seen["accumulation"], not seen["batch_note"]) == (*batch, obeys)
+    own = own_candidate(found.script)
+    for candidate in (own.but(reduce_bucket_size=200_000), *([own.but(train_micro_batch_size_per_gpu=16)] * obeys)):
+        outcome = scripts.measure(found, candidate)
+        assert outcome.ok, outcome
+        assert outcome.measurement is not None
+        samples = outcome.measurement.samples_per_second * outcome.measurement.step_seconds
+        assert samples == pytest.approx(2 * candidate.micro_batch * candidate.accumulation)
+
+
+def test_a_trainers_epoch_may_end_with_a_short_step(scripts: Scripts, tmp_path: Path) -> None:
+    arguments = {
+        "output_dir": "out",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "use_cpu": True,
+        "report_to": "none",
+        "remove_unused_columns": False,
+        "max_steps": 60,
+        "deepspeed": {**AUTO, "fp16": {"enabled": "auto"}},
+    }
+    (tmp_path / "args.json").write_text(json.dumps(arguments))
+    text = textwrap.dedent(MODEL) + textwrap.dedent(WAYS["arguments in a file"]).replace("in data]", "in data][:58]")
+    found = scripts.probe([write(tmp_path, "train.py", text), "args.json"], tmp_path)
+    assert found.script.profile["batch_note"] == ""
+    own = own_candidate(found.script)
+    few = own.but(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=4)  # seven steps, and one of one
+    outcome = scripts.measure(found, few)
+    assert outcome.ok, outcome
+
+
 def test_out_of_memory_of_a_script_is_a_measurement(scripts: Scripts, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     argv = [str(SCRIPTS / "plain.py"), "--deepspeed_config", "ds.json", "--longest", "1024"]
