@@ -141,7 +141,7 @@ def _trains(context: Context, given: dict[str, Any], config: dict[str, Any]) -> 
         return True
     if not config.get("optimizer"):
         return False
-    model = given.get("model")
+    model: Any = given.get("model")
     if context.accelerated and not getattr(model, "training", True):
         return False  # accelerate gives what trains its optimizer; TRL has prepared references with all of the config
     return model is None or not hasattr(model, "parameters") or any(one.requires_grad for one in model.parameters())
