@@ -125,6 +125,7 @@ WAYS = {
         import argparse, deepspeed
         parser = argparse.ArgumentParser()
         parser.add_argument("--local_rank", type=int, default=-1)
+        parser.add_argument("--gradient_checkpointing", action="store_true")
         parser = deepspeed.add_config_arguments(parser)
         args = parser.parse_args()
         assert args.local_rank >= 0
@@ -218,6 +219,8 @@ def test_other_ways_to_write_a_training(scripts: Scripts, tmp_path: Path, way: s
     seen = found.script.profile
     assert (seen["micro_batch"], seen["accumulation"], seen["batch_note"]) == (2, 2, "")
     assert ("--local_rank" in seen["flags"]) == (way == "training_data")
+    switch = "--gradient_checkpointing"
+    assert seen.get("spellings") == ({switch: [None, switch]} if way == "training_data" else None)
     assert carried(found.script) == (way == "name=value")
     outcome = scripts.measure(found, make_candidate(2, 4, 3))
     assert outcome.ok, outcome
