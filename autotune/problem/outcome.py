@@ -145,7 +145,11 @@ class Outcome:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {key: value for key, value in dataclasses.asdict(self).items() if value not in (None, "", ())}
+        return {
+            key: value
+            for key, value in dataclasses.asdict(self).items()
+            if value not in (None, "", ()) and value is not False
+        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Outcome:

@@ -73,7 +73,6 @@ class Beliefs:
         self._speeds, self._peaks = Surrogate(first, second), Surrogate(first, second)
         self.speed, self.memory = Trust(), Trust()
         self._surprises: list[float] = []
-        self._ran_out = False
         self._table: Table | None = None
         self._forecasts: dict[bool, Forecast] = {}
         self._before: Table | None = None  # the latest; of a large space partly older
@@ -82,19 +81,8 @@ class Beliefs:
 
     @property
     def refuted(self) -> bool:
-        """Whether measurements speak against the predictor, in time or in memory where that may decide anything."""
-        return self.speed.refuted or (self.memory.refuted and self._memory_matters)
-
-    @property
-    def _memory_matters(self) -> bool:
-        """Whether something ran out, or may by the predictor or by what was measured."""
-        if self._ran_out:
-            return True
-        ceiling, table = float(self.hardware.ceiling_bytes), self.table()
-        if bool((table.needed + HOPELESS_SIGMAS * table.peak_sigma > ceiling).any()):
-            return True
-        peak, spread = self._peaks.predict()
-        return bool((peak + HOPELESS_SIGMAS * spread > math.log(ceiling)).any())
+        """Whether measurements speak against the predictor, in time or in memory."""
+        return self.speed.refuted or self.memory.refuted
 
     def table(self) -> Table:
         """The predictor's, by all that was observed."""
@@ -164,7 +152,6 @@ class Beliefs:
         self._peaks.observe(at, peak)
 
     def _hear_shortage(self, at: int, outcome: Outcome) -> None:
-        self._ran_out = True
         capacity = float(self.hardware.capacity_bytes)
         least = math.log(capacity + 0.5 * (outcome.missing_bytes or 0))
         if self._table is not None and len(self._peaks):

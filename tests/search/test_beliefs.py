@@ -1,4 +1,3 @@
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import pytest
 from autotune.executors.replay import load_landscape
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
-from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.search import beliefs as module
 from autotune.search.beliefs import Beliefs
@@ -20,10 +18,10 @@ FITTING = [at for at, c in enumerate(CANDIDATES) if TABLE.rows[c].kind is Kind.O
 Lie = Callable[[float], float]
 
 
-def believed(speed: Lie = float, peak: Lie = float, hardware: Hardware = HARDWARE) -> Beliefs:
+def believed(speed: Lie = float, peak: Lie = float) -> Beliefs:
     """After ten measurements of what the predictor says, bent by the two lies."""
-    beliefs = Beliefs(Predictor(JOB, hardware, trace_job(JOB)), JOB, hardware, CANDIDATES)
-    honest = Predictor(JOB, hardware, trace_job(JOB)).table(CANDIDATES)
+    beliefs = Beliefs(Predictor(JOB, HARDWARE, trace_job(JOB)), JOB, HARDWARE, CANDIDATES)
+    honest = Predictor(JOB, HARDWARE, trace_job(JOB)).table(CANDIDATES)
     for at in np.random.default_rng(0).permutation(FITTING)[:10]:
         beliefs.forecast()
         candidate = CANDIDATES[at]
@@ -47,19 +45,6 @@ def test_time_and_memory_are_given_up_apart() -> None:
     assert wrong_memory.memory.refuted
     assert not wrong_memory.speed.refuted
     assert not wrong_memory.forecast().hopeless.any(), "nothing is ruled out by a belief that was given up"
-
-
-def test_a_wrong_memory_is_no_reason_to_give_up_where_none_runs_out() -> None:
-    def lie(peak: float) -> float:
-        return (6 * GIB) ** 2 / peak
-
-    roomy = dataclasses.replace(HARDWARE, memory_bytes=100 * HARDWARE.memory_bytes)
-    spacious = believed(peak=lie, hardware=roomy)
-    assert spacious.memory.refuted
-    assert not spacious.refuted
-    assert believed(peak=lie).refuted
-    spacious.observe(CANDIDATES[0], 0, Outcome(Kind.OOM_DEVICE, missing_bytes=GIB))
-    assert spacious.memory.refuted is spacious.refuted, "something has run out"
 
 
 def test_measurements_alone_are_asked_where_the_predictor_is_refuted() -> None:
