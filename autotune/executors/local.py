@@ -377,10 +377,11 @@ class LocalSession:
             return interrupted(group.phase)
         if unusable := [error for error in evidence.errors if error.get("cause")]:
             text, cause = unusable[0]["text"], Cause(unusable[0]["cause"])
-            script, source = self._executor.job.script, Source.BATCH if cause is Cause.BATCH else Source.EXCEPTION
+            script = self._executor.job.script
             known = script is not None and script.profile and self._checkpoint is None
             if cause is not Cause.BATCH and not known:
                 raise Unusable(text, cause)
+            source = {Cause.BATCH: Source.BATCH, Cause.STEPS: Source.STEPS}.get(cause, Source.EXCEPTION)
             return Outcome(Kind.INVALID, group.phase, reason=text, evidence="its steps", source=source)
         server_lives = not self._executor.here or not self._executor.ground.broken
         return judged(evidence, greeted=group.greeted, server_lives=server_lives)
