@@ -15,7 +15,8 @@ class UserError(Exception):
 class Cause(StrEnum):
     """Why a user's script cannot be tuned as it is."""
 
-    SCRIPT = "script"  # it fails, ends too early, or never reaches DeepSpeed
+    SCRIPT = "script"  # it fails, or never reaches DeepSpeed
+    STEPS = "steps"  # it ends before enough optimizer steps
     BATCH = "batch"  # it trains on another batch than it was told to
     SHORT = "short"  # it obeys, and too many of its steps are the last of its data
 

@@ -131,7 +131,7 @@ def test_a_batch_that_leaves_too_few_steps_is_only_that_candidates(scripts: Scri
     assert found.script.profile["batch_note"] == ""
     own = own_candidate(found.script)
     outcome = scripts.measure(found, own.but(**{MICRO_BATCH: 64, ACCUMULATION: 1}))
-    assert (outcome.kind, outcome.source) == (Kind.INVALID, Source.EXCEPTION)
+    assert (outcome.kind, outcome.source) == (Kind.INVALID, Source.STEPS)
     assert "ended after 3 optimizer steps" in outcome.reason
     assert scripts.measure(found, own.but(**{MICRO_BATCH: 8, ACCUMULATION: 1})).ok
 

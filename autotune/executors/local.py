@@ -178,6 +178,10 @@ class LocalExecutor:
         self.ground.close()
 
 
+# what a script's steps have shown
+_SOURCES = {Cause.BATCH: Source.BATCH, Cause.SHORT: Source.SHORT, Cause.STEPS: Source.STEPS}
+
+
 class LocalSession:
     """One engine of one family, in a group of ranks."""
 
@@ -382,9 +386,9 @@ class LocalSession:
             text, cause = unusable[0]["text"], Cause(unusable[0]["cause"])
             script = self._executor.job.script
             known = script is not None and script.profile and self._checkpoint is None
-            if cause is Cause.SCRIPT and not known:
+            if cause in (Cause.SCRIPT, Cause.STEPS) and not known:
                 raise Unusable(text, cause)
-            source = {Cause.BATCH: Source.BATCH, Cause.SHORT: Source.SHORT}.get(cause, Source.EXCEPTION)
+            source = _SOURCES.get(cause, Source.EXCEPTION)
             return Outcome(Kind.INVALID, group.phase, reason=text, evidence="its steps", source=source)
         server_lives = not self._executor.here or not self._executor.ground.broken
         return judged(evidence, greeted=group.greeted, server_lives=server_lives)

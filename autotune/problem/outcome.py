@@ -58,6 +58,7 @@ class Source(StrEnum):
     STOP = "stop"  # the tuner was stopped
     DEATH = "death"  # the tuner's process was gone
     TABLE = "table"  # a replay's row
+    STEPS = "steps"  # a script's data ended before enough of them
     BATCH = "batch"  # the sequences that were seen in a script's steps
     SHORT = "short"  # the same: as many as it was told in some, and fewer in too many
 

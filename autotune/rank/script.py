@@ -92,7 +92,7 @@ class ScriptRank(BaseRank):
         self._leave_if_failed()
         if len(self.timed) >= _MIN_STEPS:
             self._finish()
-        raise Unusable(self._why_ended())
+        raise self._why_ended()
 
     def _leave_if_failed(self) -> None:
         """A script may catch the engine's error, and end by itself: the error is why."""
@@ -100,12 +100,13 @@ class ScriptRank(BaseRank):
             self.send_error(self._failure[1])
             leave(EXIT_REPORTED)
 
-    def _why_ended(self) -> str:
+    def _why_ended(self) -> Unusable:
         if self.engine is None:
-            return f"{self.script.target} ended without {_MISSING_DEEPSPEED}"
-        return (
+            return Unusable(f"{self.script.target} ended without {_MISSING_DEEPSPEED}")
+        return Unusable(
             f"{self.script.target} ended after {self.steps} optimizer steps: a measurement needs at least "
-            f"{WARMUP_STEPS + 3}; give it more data or steps"
+            f"{WARMUP_STEPS + 3}; give it more data or steps",
+            Cause.STEPS,
         )
 
     # -- what the hooks see ------------------------------------------------------------------------------------------

@@ -63,6 +63,8 @@ class Openings:
             self._rule_out_larger(candidate)
         elif outcome.source is Source.DEATH:
             self.rule_out(self.alike(candidate), f"same engine as {candidate}, which the tuner did not survive")
+        elif outcome.source is Source.STEPS:
+            self._rule_out_larger_batches(candidate)
         elif outcome.kind is Kind.INVALID:
             self._learn_refusal(candidate, outcome.reason, "DeepSpeed refuses")
         elif outcome.kind is Kind.CRASH and outcome.source is Source.EXCEPTION:
@@ -91,6 +93,16 @@ class Openings:
         larger = self._dominance.needs_no_less(candidate)
         self.too_large |= larger
         self.rule_out(larger, f"needs no less memory than {candidate}, which ran out")
+
+    def _rule_out_larger_batches(self, candidate: Candidate) -> None:
+        """Rules out all batches of no fewer samples than one that left too few steps of the script's data, unless one worked."""
+
+        def no_smaller(other: Candidate) -> bool:
+            return other.micro_batch * other.accumulation >= candidate.micro_batch * candidate.accumulation
+
+        if not any(map(no_smaller, self._worked)):
+            larger = np.array([no_smaller(other) for other in self.candidates])
+            self.rule_out(larger, f"its batch is no smaller than that of {candidate}, which left too few steps")
 
     def _learn_refusal(self, candidate: Candidate, reason: str, how: str) -> None:
         """Rules out every candidate with the settings that all failures with this message share.

@@ -88,7 +88,7 @@ def test_a_rank_that_is_stopped_before_it_measures(parent: Parent, tmp_path: Pat
     ("text", "cause", "says"),
     [
         ("print('hello')", Cause.SCRIPT, "train.py ended without calling deepspeed.initialize"),
-        (LOOP.format(steps=3), Cause.SCRIPT, "train.py ended after 3 optimizer steps"),
+        (LOOP.format(steps=3), Cause.STEPS, "train.py ended after 3 optimizer steps"),
         ("import sys; sys.exit(3)", None, "train exited with 3"),
         ("raise ZeroDivisionError('my own')", None, "my own"),
         (
