@@ -178,10 +178,6 @@ class LocalExecutor:
         self.ground.close()
 
 
-# what a script's steps have shown
-_SOURCES = {Cause.BATCH: Source.BATCH, Cause.SHORT: Source.SHORT, Cause.STEPS: Source.STEPS}
-
-
 class LocalSession:
     """One engine of one family, in a group of ranks."""
 
@@ -388,7 +384,7 @@ class LocalSession:
             known = script is not None and script.profile and self._checkpoint is None
             if cause in (Cause.SCRIPT, Cause.STEPS) and not known:
                 raise Unusable(text, cause)
-            source = _SOURCES.get(cause, Source.EXCEPTION)
+            source = Source.EXCEPTION if cause is Cause.SCRIPT else Source(cause.value)
             return Outcome(Kind.INVALID, group.phase, reason=text, evidence="its steps", source=source)
         server_lives = not self._executor.here or not self._executor.ground.broken
         return judged(evidence, greeted=group.greeted, server_lives=server_lives)

@@ -18,13 +18,13 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Phase
 from autotune.rank import timing
 from autotune.rank.base import EXIT_REPORTED, BaseRank, leave
-from autotune.rank.checks import MOST_SHORT, Batch, check_batch, check_beside, check_checkpointing, check_steady, usual
 from autotune.rank.execution import run_script
 from autotune.rank.hooks import Hooks
 from autotune.rank.hooks.batches import Sizes
 from autotune.rank.hooks.context import Context
 from autotune.rank.measuring import certify_save, checkpoint, load, measure_as, run_as, say_goodbye
 from autotune.rank.timing import Request
+from autotune.rank.trained import MOST_SHORT, Batch, check_batch, check_beside, check_checkpointing, check_steady, usual
 
 WARMUP_STEPS = 2  # batches of a script differ in length: its step times never settle as synthetic ones do
 _MIN_STEPS = 2  # measured steps without which a script that has ended was not measured

@@ -14,8 +14,8 @@ import torch
 from autotune.errors import Cause, Unusable
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Script
-from autotune.rank.checks import Batch, check_batch, check_beside, check_steady, usual
 from autotune.rank.script import WARMUP_STEPS, SavedTensors
+from autotune.rank.trained import Batch, check_batch, check_beside, check_steady, usual
 from tests.conftest import make_candidate, make_job
 from tests.rank.conftest import Parent, Rank, make_spec
 

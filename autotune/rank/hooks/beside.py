@@ -38,7 +38,7 @@ def watch(context: Context, engine: Any, steps: Callable[[Any], bool]) -> None:
 
     def forward(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         nonlocal rows
-        if engine.module.training and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             rows += sizes_of(args, kwargs).rows
         return original(*args, **kwargs)
 

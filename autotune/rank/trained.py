@@ -1,4 +1,4 @@
-"""What a script's steps trained on, against what it was told: the speed of another training would be taken for its own."""
+"""What a script's steps trained on, and whether that is what it was told."""
 
 from __future__ import annotations
 
