@@ -20,7 +20,7 @@ from autotune.search.study import StudyStore
 
 MODELS = ("tiny-llama", "tiny-gemma-2")
 TARGET_SECONDS = 6.0
-LIMITS = ("--seq-len", "32", "--max-trials", "1", "--budget", "5m", "--device", "cpu")
+LIMITS = ("--seq-len", "32", "--global-batch-size", "8", "--max-trials", "1", "--budget", "5m", "--device", "cpu")
 
 
 def first_step(model: str, ranks: int, folder: Path) -> tuple[float, float]:
