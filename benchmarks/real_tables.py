@@ -240,7 +240,7 @@ def by_torchrun(recipe: Recipe, job: Job, candidate: Candidate, folder: Path) ->
 def capacity_gib(peaks: list[float], fits: float) -> float:
     """Where memory ends: at most this share of the ascending peaks fits. It lies in the widest gap of two of them near there,
     since a per cent of a peak is noise."""
-    if fits == 1:
+    if fits == 1 or len(peaks) == 1:
         return 1.5 * peaks[-1]
     most = int(fits * len(peaks)) - 1
     least = max(0, most - len(peaks) // 4)

@@ -92,24 +92,24 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
         measured = None
     else:
         measured = baseline
-        facts = {**facts, "said": _all_said(script, facts)}
-        own = measured is not None
-        profile = _profile(facts, _batch(facts, batch_seen, own=own), own=own)
-        if profile.get("evaluating"):
-            say(
-                f"{script.name} trains its model in evaluation mode (no model.train()): dropout and checkpointing do nothing"
-            )
-        elif profile["checkpointed"] and not profile["checkpointing"]:
-            say("its activation checkpointing cannot be switched off: it stays on")
-        note = _batch_note(executor, dataclasses.replace(script, profile=profile), seconds)
-        if note:
-            say(f"{note}; its batch is left as it is, and all else is tuned")
-            profile = _profile(facts, _batch(facts, batch_held, own=own), own=own)
-            if not own:  # what its own steps have was not seen
-                profile |= {"held": {}, "beside": dict.fromkeys(profile.get("beside", {}), 0)}
-        profile["batch_note"] = note
-        if measured is not None:
-            measured = _counted_as(measured, facts, profile)
+    facts = {**facts, "said": _all_said(script, facts)}
+    own = measured is not None
+    profile = _profile(facts, _batch(facts, batch_seen, own=own), own=own)
+    if profile.get("evaluating"):
+        say(
+            f"{script.name} trains its model in evaluation mode (no model.train()): dropout and checkpointing do nothing"
+        )
+    elif profile["checkpointed"] and not profile["checkpointing"]:
+        say("its activation checkpointing cannot be switched off: it stays on")
+    note = _batch_note(executor, dataclasses.replace(script, profile=profile), seconds)
+    if note:
+        say(f"{note}; its batch is left as it is, and all else is tuned")
+        profile = _profile(facts, _batch(facts, batch_held, own=own), own=own)
+        if not own:  # what its own steps have was not seen
+            profile |= {"held": {}, "beside": dict.fromkeys(profile.get("beside", {}), 0)}
+    profile["batch_note"] = note
+    if measured is not None:
+        measured = _counted_as(measured, facts, profile)
     kept = {"key": key, "profile": profile, "baseline": measured.to_json() if measured else None}
     write_atomically(memory, json.dumps(kept, indent=1))
     return Probe(dataclasses.replace(script, profile=profile), measured)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from autotune.problem.argument_files import (
 )
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, KNOBS, MICRO_BATCH, Candidate, Value, knobs_of
 from autotune.problem.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, CommandLine, started, take_apart, with_option
+from autotune.problem.ds_file import read_config
 from autotune.problem.frameworks import FRAMEWORKS, framework_of
 from autotune.problem.job import Script
 from autotune.problem.script_text import script_text, under_lightning
@@ -249,7 +249,7 @@ def _config_files(argv: Sequence[str], cwd: Path, own: dict[str, Any] | None) ->
     paths = dict.fromkeys(path for _, _, path in found)
     if own is None or len(paths) < 2:
         return found
-    read = next((path for path in paths if json.loads(path.read_text()) == own), None)
+    read = next((path for path in paths if read_config(path) == own), None)
     return [one for one in found if one[2] == read]
 
 

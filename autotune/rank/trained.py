@@ -111,7 +111,9 @@ def check_beside(rows: Sequence[int], number: str, candidate: Candidate, profile
     Raises:
         Unusable: they are neither, or it made none in the first run.
     """
-    own = profile.get("beside", {}).get(number)
+    if "beside" not in profile:  # none was seen, or an earlier version's first run counted none
+        return
+    own = profile["beside"].get(number)
     if own == 0:  # the batch is held: nothing of the candidate's reaches it
         return
     known = own or 0

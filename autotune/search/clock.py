@@ -41,6 +41,9 @@ class Clock:
         self._spent_seconds = spent_seconds
         # seconds outside measured steps, of families (`Candidate.family`) whose engine was started
         self._starts: dict[tuple[tuple[str, Value], ...], float] = {}
+        self._shortened: set[tuple[tuple[str, Value], ...]] = (
+            set()
+        )  # of these, those that warmed up with fewer micro-batches
         self._share: dict[str, float] = {}  # of what was expected of a role, what it took
         self.begin()
 
@@ -63,7 +66,9 @@ class Clock:
         if role == SEARCH:
             if outcome.started:
                 self._starts[candidate.family] = outcome.outside_seconds
-        elif expected := self._expected_seconds(role):
+                if outcome.measurement is not None and outcome.measurement.extrapolated:
+                    self._shortened.add(candidate.family)
+        elif (best := self._best()) and best[0] == candidate and (expected := self._expected_seconds(role)):
             self._share[role] = min(1.0, SLACK * outcome.seconds / expected)
 
     @property
@@ -107,7 +112,8 @@ class Clock:
         own = self._starts.get(best[0].family) if best else None
         took = max(self._starts.values(), default=FIRST_TRIAL_SECONDS) if own is None else own
         # what warmed up with a shortened accumulation does so with whole steps next time
-        return took + (WARMUP_STEPS * best[1].step_seconds if best and best[1].extrapolated else 0.0)
+        shortened = best is not None and (best[1].extrapolated or best[0].family in self._shortened)
+        return took + (WARMUP_STEPS * best[1].step_seconds if best and shortened else 0.0)
 
     @property
     def reserve_seconds(self) -> float:

@@ -81,20 +81,16 @@ def _local_rank(context: Context, started: int, by: str) -> int:
     Raises:
         Unusable: it starts others than there are, and not one for each GPU.
     """
+    from autotune.rank import cuda  # imports torch
+
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-    if started != ranks and not (context.device == "cuda" and _gpus() == started > ranks):
+    if started != ranks and not (context.device == "cuda" and cuda.device_count() == started > ranks):
         raise Unusable(
             f"{context.script.target} starts {started} processes by itself ({by}), and here are {ranks} ranks: give --gpus "
             f"{started}, or let it start {ranks}"
         )
     context.relaunched = started
     return int(os.environ["LOCAL_RANK"])
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _call(context: Context, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
