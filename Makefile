@@ -14,12 +14,14 @@ run: setup
 # Two workers, in an order drawn anew each time (`--randomly-seed=N` repeats one).
 # Tests that share what is dear to make run in one worker: DEAR in tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n 2
+# Many of the slow tests wait, for hosts that are lost and engines that start: a third worker uses the cores meanwhile.
+PYTEST_ALL := $(BIN)/python -m pytest -n 3
 
 test: setup
 	$(PYTEST) -m "not slow"
 
 test-all: setup
-	$(PYTEST) --hypothesis-profile thorough
+	$(PYTEST_ALL) --hypothesis-profile thorough
 
 setup: $(VENV)/.installed
 
@@ -29,6 +31,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q torch==2.13.0
 	$(BIN)/python -m pip install -q "setuptools>=77" wheel ninja -c constraints.txt
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[dev]" -c constraints.txt
+	touch $@
+
+# DeepSpeed's ops for CPU ranks, which the first rank or test that wants them would build: CI builds them while one core is idle.
+LOAD_OPS := from autotune.group.ops import load_ops; failed = load_ops(['ShareMemCommBuilder', 'CPUAdamBuilder']); assert not failed, failed
+$(VENV)/.ops: $(VENV)/.installed
+	DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -c "$(LOAD_OPS)"
 	touch $@
 
 # The oldest supported versions, in an environment of their own: ranks, exports, versions. DeepSpeed's ops are built first, since
@@ -49,8 +57,7 @@ test-oldest-first: $(OLD)/.ops
 		-k "not test_scripts or tuned_as_it_is or rung_loads or longest_batches"
 
 $(OLD)/.ops: $(OLD)/.installed
-	DS_ACCELERATOR=cpu $(IN_OLD) -c "from autotune.group.ops import load_ops; \
-		failed = load_ops(['ShareMemCommBuilder', 'CPUAdamBuilder']); assert not failed, failed"
+	DS_ACCELERATOR=cpu $(IN_OLD) -c "$(LOAD_OPS)"
 	touch $@
 
 $(OLD)/.installed: pyproject.toml environments/oldest.txt

@@ -233,7 +233,7 @@ def plan(
     request = typed(locals())
     from autotune.commands.plan import plans
     from autotune.results.plan_view import show_comparison, show_plan
-    from autotune.results.report.page import check_out
+    from autotune.results.targets import check_out
 
     if html is not None:
         check_out(html)
@@ -284,7 +284,8 @@ def launch(
 ) -> None:
     """Train your script under the winner, and bring it back with less memory when it runs out.
 
-    Options that say what is trained and on what, up to --space, go with --model: a study knows its own.
+    Options that say what is trained and on what, up to --space, go with --model: a study knows its own. Where the command says
+    another global batch than the study's, --global-batch-size trains with the study's.
     """
     study, script = (None, words) if model else (words[0], words[1:])
     request = typed(locals())
@@ -320,6 +321,8 @@ def main() -> None:
 def _call() -> None:
     try:
         code = app(standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # what it cannot hold is said here, and not by the interpreter at its end
         sys.exit(code if isinstance(code, int) else 0)
     except UserError as error:
         fail(str(error), 2)

@@ -39,9 +39,9 @@ def gallery_list(as_json: Json = False) -> None:
     if as_json:
         emit(found)
         return
-    from rich.table import Table
+    from autotune.results.tables import DataTable
 
-    table = Table("model", "on", "tokens", "trains", "fastest config", box=None)
+    table = DataTable("model", "on", "tokens", "trains", "fastest config", box=None)
     table.add_column("tokens/s", justify="right")
     for row in found:
         table.add_row(

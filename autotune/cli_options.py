@@ -27,7 +27,10 @@ Precision = Annotated[Text, option("bf16, fp16 or fp32; default: the best the de
 Optimizer = Annotated[str, option("adamw, adam, fused_adam, lion, sgd or adagrad.")]
 GlobalBatchSize = Annotated[
     Text,
-    option("Sequences an optimizer step over all ranks, kept exactly; free: whatever is fastest (a script: its own)."),
+    option(
+        "Sequences an optimizer step over all ranks, kept exactly; default: what --ds-config says, or a script's own; free: "
+        "whatever is fastest."
+    ),
 ]
 DsConfig = Annotated[Path | None, option("Your own DeepSpeed config: what is not tuned is kept.")]
 Lora = Annotated[Text, option("Adapters: r=16,targets=all-linear (or q_proj+v_proj),alpha=32.")]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,8 +30,9 @@ Json = Annotated[bool, option("One JSON object on stdout, nothing else.", "--jso
 def console(stderr: bool = False) -> Console:
     from rich.console import Console
 
-    found = Console(stderr=stderr)
-    return found if found.is_terminal else Console(stderr=stderr, width=140)
+    make = partial(Console, stderr=stderr, markup=False, emoji=False)  # what we print is data: paths, errors, names
+    found = make()
+    return found if found.is_terminal else make(width=140)
 
 
 def emit(data: Any) -> None:
@@ -44,7 +47,8 @@ def typed_command() -> str:
 
 
 def say(text: str) -> None:
-    print(f"autotune: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # where nothing can be written, the exit code still tells
+        print(f"autotune: {text}", file=sys.stderr, flush=True)
 
 
 def fail(text: str, code: int) -> None:
@@ -53,8 +57,8 @@ def fail(text: str, code: int) -> None:
 
 
 def of_a_database(error: Exception) -> tuple[str, int]:
-    """The line and exit code of what a study's database failed with; raises anything else."""
-    if "optuna" not in sys.modules:
+    """The line and exit code of what a study's database, a disk or a file failed with; raises anything else."""
+    if "optuna" not in sys.modules and not isinstance(error, OSError):
         raise error
     from autotune.search.storage import failures_in_one_line
 
@@ -63,3 +67,7 @@ def of_a_database(error: Exception) -> tuple[str, int]:
             raise error
     except (UserError, MachineTrouble) as told:
         return str(told), 2 if isinstance(told, UserError) else 4
+    except OSError as of_a_file:
+        if of_a_file.filename is None:
+            raise
+        return f"{of_a_file.filename}: {of_a_file.strerror}", 2

@@ -86,6 +86,10 @@ class SocketFolder:
                 _remove_if_left(left)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
         self._held = os.open(self.path / "new", os.O_CREAT | os.O_RDWR)  # locked as long as this process lives
+        # systemd-tmpfiles removes what is ten days old from /tmp, but for folders that are locked themselves: tmpfiles.d(5)
+        self._kept = os.open(self.path, os.O_RDONLY)
+        with suppress(OSError):
+            fcntl.flock(self._kept, fcntl.LOCK_SH)
         try:
             fcntl.flock(self._held, fcntl.LOCK_EX)
             os.rename(self.path / "new", self.path / _HELD)  # whoever finds it by this name finds it locked
@@ -98,6 +102,7 @@ class SocketFolder:
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._held)
+        os.close(self._kept)
 
 
 def _try_socket(path: Path) -> None:

@@ -41,7 +41,9 @@ _INSTALLED = ("site-packages", "dist-packages")
 # A file of the user's own in the folder that autotune is called from, like random.py, must not stand in for a library's; -P is
 # of Python 3.11.
 APART = "import sys; sys.path[:] = [p for p in sys.path if p not in ('', '.')]; "
-_RUN = f"{APART}import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+_RUN = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+# Before anything else is imported: that takes seconds, in which the tuner may be killed.
+_BOUND = "from autotune.linux import die_with_parent; die_with_parent(int(sys.argv.pop(1))); "
 # Every Python since 2.4 can run this: the oldest say their version and no more.
 _ASK = (
     f"{APART}print('PYTHON %d.%d.%d' % sys.version_info[:3]); "
@@ -184,7 +186,12 @@ def running_in(interpreter: Interpreter) -> Iterator[Interpreter]:
 
 def module_command(python: str, module: str, *arguments: str) -> list[str]:
     """The words that run a module of ours as `-m` does, but never look for anything in the folder that they are run in."""
-    return [python, "-c", _RUN, module, *arguments]
+    return [python, "-c", APART + _RUN, module, *arguments]
+
+
+def bound_command(python: str, module: str, *arguments: str) -> list[str]:
+    """As `module_command`; that process dies with this one, from its first moment on."""
+    return [python, "-c", APART + _BOUND + _RUN, str(os.getpid()), module, *arguments]
 
 
 def which(command: str) -> str | None:

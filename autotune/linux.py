@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # say something, and end whatever does not expect them
 _SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36  # prctl(2)
 _DEAD = ("Z", "X")  # states of a process that has ended: proc_pid_stat(5)
 _LONGEST_NAME = 15  # bytes of a name that the kernel keeps
@@ -41,6 +42,15 @@ def runs(pid: int) -> bool:
         return _text(f"/proc/{pid}/stat").rpartition(")")[2].split()[0] not in _DEAD
     except (OSError, IndexError):
         return False
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process that is there has a handler for the signal: proc_pid_status(5), `SigCgt`."""
+    with suppress(OSError, ValueError):
+        for line in _text(f"/proc/{pid}/status").splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def started_at(pid: int) -> int:
@@ -110,9 +120,29 @@ def _pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """The kernel sends this process a signal when its parent dies: a killed tuner leaves no orphan."""
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """The kernel sends this process a signal when its parent dies: a killed tuner leaves no orphan. It gets the signal now where
+    the parent is dead already, of which the kernel tells nobody: it was killed while this process began.
+
+    Args:
+        parent: the process id of what has started this process, directly or by a script that stands for an interpreter.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_SET_DEATH_SIGNAL, number)
+    if os.getppid() != parent and not runs(parent):
+        os.kill(os.getpid(), number)
+
+
+def outlive_notices() -> None:
+    """SIGUSR1 and SIGUSR2 end this process no more, until it has a handler for them: Slurm's `--signal=USR1@600` and `scancel
+    --signal=USR1` may send them to every process of a step.
+
+    The kernel is told, and Python is not: `signal.getsignal` goes on to say that nobody has taken the signal, by which Lightning
+    and others decide whether to set the handler that they save upon.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    for number in NOTICES:
+        libc.signal(number, int(signal.SIG_IGN))
 
 
 def adopt_orphans() -> None:

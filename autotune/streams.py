@@ -24,7 +24,10 @@ class Lasting:
 
     def write(self, text: str) -> int:
         with self._outlasting():
-            self._stream.write(text)
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError as error:  # `±` where only ASCII is written: the rest of the line counts
+                self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
         return len(text)
 
     def writelines(self, lines: list[str]) -> None:
@@ -40,12 +43,12 @@ class Lasting:
         try:
             yield
         except OSError as error:
-            if error.errno not in _GONE:  # a full disk is said
-                raise
             with suppress(OSError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._stream.fileno())  # what is buffered goes there, too, and what children write
                 os.close(nowhere)
+            if error.errno not in _GONE:  # a full disk is said, once
+                raise
 
 
 @contextmanager

@@ -49,6 +49,22 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
+LEAST_MEMORY_BYTES = 64 * MIB  # of a device or a machine: a bare number below it was meant in GiB
+
+
+def parse_memory(text: str, what: str) -> int:
+    """Bytes of a device's or a machine's memory (`what`, as `--memory-cap`), as `parse_bytes` reads them.
+
+    Raises:
+        UserError: the text is no size, or a bare number that is no memory's.
+    """
+    size = parse_bytes(text)
+    number = text.strip().rstrip("bB").rstrip()
+    if size < LEAST_MEMORY_BYTES and number.replace(".", "", 1).isdigit():
+        raise UserError(f"{what} {text} is {size} bytes; did you mean {number}GiB?")
+    return size
+
+
 def parse_count(text: str, what: str) -> float:
     """A number of things (`what`, as `--tokens`), like `1e9`, `2B`, `1.5B`, `500M`, `1T` or `1_000_000`.
 

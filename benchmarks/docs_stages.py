@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from common import HERE
+from published_rows import Row as Printed
+from published_sources import source_of
 
 DATA = HERE / "data"
 OWN = DATA / "landscapes_own" / "tiny-llama_2xcpu"
@@ -74,14 +76,12 @@ def published_rows() -> list[list[str]]:
 
 def _open_rows() -> Iterator[tuple[Row, str, str]]:
     """Rows with their source's name and trust, but for those of sources that are held out."""
-    about = json.loads((DATA / "published" / "sources.json").read_text())["sources"]
     with (DATA / "published" / "gpu_published.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            where = row["source_repo_or_url"]
-            of: dict[str, str | bool] = next((one for one in about if one["match"] in where), {})
-            if not of.get("held_out"):
-                short = where.removeprefix("https://").removeprefix("github:").removeprefix("github.com/")
-                yield row, str(of.get("name", short)), str(of.get("trust", "B"))
+        for at, row in enumerate(csv.DictReader(file), start=2):
+            printed = Printed(at, row)
+            source = source_of(printed)
+            if not source.held_out:  # a thread by its number, what has no address by its name
+                yield row, source.name if " " in source.name else printed.source, source.trust
 
 
 def _is_number(text: str) -> bool:

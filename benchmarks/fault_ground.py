@@ -145,11 +145,17 @@ def alive(process: psutil.Process) -> bool:
 
 
 def used_by_others(name: str, token: str) -> bool:
-    """Whether a shared-memory segment is mapped by a process that is none of this run's."""
+    """Whether a shared-memory segment is mapped by a process that is none of this run's, or is gone meanwhile. It is told by its
+    inode: glibc makes a semaphore under another name, which its maker's map keeps, and links it to its own."""
+    try:
+        inode = str((Path("/dev/shm") / name).stat().st_ino)
+    except OSError:
+        return True
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            maps = Path(f"/proc/{process.pid}/maps").read_text()
-            if f"/dev/shm/{name}" in maps and process.environ().get(TOKEN) != token:
+            lines = [line.split(maxsplit=5) for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+            maps = any(words[4] == inode and words[5:] and words[5].startswith("/dev/shm/") for words in lines)
+            if maps and process.environ().get(TOKEN) != token:
                 return True
     return False
 

@@ -42,7 +42,7 @@ from autotune.problem.space_file import parse_space
 from autotune.search import storage
 from autotune.search.lock import hold
 from autotune.search.proposer import Proposer
-from autotune.search.storage import DATABASES, failures_in_one_line
+from autotune.search.storage import failures_in_one_line, url_of
 from autotune.search.study import StudyStore
 from autotune.search.tuner import Tuner
 from autotune.units import MIB
@@ -120,7 +120,7 @@ def episode(bench: Bench, seed: int) -> dict[str, Any]:
 def stricken_study(bench: Bench, seed: int, folder: Path, chosen: random.Random, found: Found) -> None:
     """Calls of a tuner on one study, whose trials are struck; the last call is left in peace, and must go on."""
     file = "study.journal" if chosen.random() < 0.3 else "study.db"
-    url = f"{DATABASES[file]}{folder / file}"
+    url = url_of(folder / file)
     bench.executor.folder = folder
     planter = Planter(bench.ground, bench.executor, folder / file, chosen, SHARE, found)
     try:

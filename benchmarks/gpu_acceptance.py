@@ -76,7 +76,7 @@ Results = dict[str, Any]  # hardware, rehearsal, steps by name
 
 def run_step(step: Step, path: Path, beside: Path, rehearse: bool) -> int:
     """Writes `rows` to the file as they come, and `error` where the step fails."""
-    die_with_parent()
+    die_with_parent(os.getppid())
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:

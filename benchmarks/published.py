@@ -18,15 +18,26 @@ from typing import Any
 
 from common import command_line, parse, print_table, write_json
 from published_error import errors
-from published_models import DATA
 from published_readers import Case
-from published_rows import LeftOut, Row, Unreadable, read_table
-from published_scores import MEMORY, Scored, calibrated, spearman, summary, traced, uncalibrated
+from published_rows import Row, read_table
+from published_scores import (
+    MEMORY,
+    Scored,
+    calibrated,
+    fault,
+    predictable,
+    ranked,
+    spearman,
+    summary,
+    traced,
+    uncalibrated,
+)
 from published_sources import read, source_of
+from published_words import DATA, LeftOut, Unreadable
 
 from autotune.errors import UserError
 
-TABLE = DATA / "gpu_published.csv"
+TABLES = sorted(DATA.glob("*.csv"))
 # Issue: on rows of trust A and B. Shares of the measured value.
 TARGETS = {
     "peak": {"median": (0.07, 0.04), "half_width": (0.12, 0.05)},
@@ -54,9 +65,11 @@ def cases_in(rows: Sequence[Row]) -> tuple[list[Case], Counter[tuple[str, str]],
         except LeftOut as why:
             left[source_of(row).name, str(why)] += 1
         except Unreadable as error:
-            unreadable.append(f"row {row.id} (line {row.number}): {error}")
+            unreadable.append(f"{row.table}: row {row.id} (line {row.number}): {error}")
         except UserError as error:
             left[source_of(row).name, str(error)] += 1
+        except Exception as error:  # a fault of a reader is one row's, and no reason to judge no other
+            left[source_of(row).name, fault(error)] += 1
     return cases, left, unreadable
 
 
@@ -71,7 +84,6 @@ def shown(name: str, kind: str, scored: Sequence[Scored], rank: bool) -> dict[st
     """A line of the table."""
     s = summary(scored)
     decided = f"{s['right']}/{s['right'] + s['wrong']}" if "right" in s else None
-    correlation = spearman(scored) if rank else None
     return {
         "source": name.split("/")[-1],
         "kind": kind,
@@ -82,10 +94,19 @@ def shown(name: str, kind: str, scored: Sequence[Scored], rank: bool) -> dict[st
         "in %": percent(s.get("inside")),
         "± %": percent(s.get("half_width")),
         "right": decided,
-        "rho": f"{correlation:.3f}" if correlation is not None else None,
+        "rho": correlation_of(scored) if rank else None,
     }
 
 
+def correlation_of(scored: Sequence[Scored]) -> str | None:
+    """Spearman's, `equal` where figures that are all the same have none, None for too few rows."""
+    if not ranked(scored):
+        return None
+    found = spearman(scored)
+    return EQUAL if found is None else f"{found:.3f}"
+
+
+EQUAL = "equal"
 KINDS = ("peak", "step", "decision")
 
 
@@ -127,7 +148,7 @@ def verdicts(before: Sequence[Scored], after: Sequence[Scored]) -> list[dict[str
     if decisions:
         share = sum(one.right for one in decisions) / len(decisions)
         found.append({**judged("fits or not: right", share, ">= 95 %"), "met": "yes" if share >= RIGHT else "no"})
-    ranks = [float(line["rho"]) for line in lines(before) if line["rho"]]
+    ranks = [float(line["rho"]) for line in lines(before) if line["rho"] not in (None, EQUAL)]
     if ranks:
         good = sum(rank >= SPEARMAN for rank in ranks)
         found.append(
@@ -193,34 +214,54 @@ def as_json(one: Scored, after: Scored | None) -> dict[str, Any]:
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--csv", type=Path, default=TABLE, metavar="FILE", help="another table in the same columns")
+    parser.add_argument(
+        "--csv",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="another table in the same columns, instead of those here",
+    )
     parser.add_argument("--source", default="", metavar="TEXT", help="only sources whose name has this text")
     parser.add_argument("--kind", choices=KINDS, help="only figures of this kind")
     parser.add_argument("--rows", action="store_true", help="every row too, printed and in --json")
     arguments = parse(parser, source=SMALL_SOURCE)
-    try:
-        rows = read_table(arguments.csv)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    judge(arguments, rows)
+    rows, wrong = tables_in(arguments.csv or TABLES)
+    if rows:
+        wrong += judge(arguments, rows)
+    for line in wrong:
+        print(f"error: {line}", file=sys.stderr)
+    if wrong:
+        raise SystemExit(2)
+
+
+def tables_in(paths: Sequence[Path]) -> tuple[list[Row], list[str]]:
+    """(the rows of these tables, a line for each table that cannot be read)."""
+    rows, wrong = list[Row](), list[str]()
+    for path in paths:
+        try:
+            rows += read_table(path)
+        except UserError as error:
+            wrong.append(str(error))
+    return rows, wrong
 
 
 LEGEND = (
     "mid, p90: median and 90th percentile of the error; bias: median of predicted over measured, less 1;\n"
     "in: measured inside the 95 % interval; ±: median half-width of the intervals; right: fits or not;\n"
-    "rho: Spearman, of 8 rows or more"
+    "rho: Spearman, of 8 rows or more (equal: all figures are the same, and have none)"
 )
 
 
-def judge(arguments: argparse.Namespace, rows: Sequence[Row]) -> None:
+def judge(arguments: argparse.Namespace, rows: Sequence[Row]) -> list[str]:
+    """Prints and writes what is asked for; a line for each row that nobody could read."""
     rows = [row for row in rows if arguments.source.lower() in source_of(row).name.lower()]
     cases, left, unreadable = cases_in(rows)
     cases = [case for case in cases if arguments.kind in (None, kind_of(case))]
     if arguments.small:
         cases = cases[:SMALL_ROWS]
     cases, untraceable = traced(cases, told=_told)
-    for case, why in untraceable:
+    cases, unpredicted = predictable(cases)
+    for case, why in untraceable + unpredicted:
         left[source_of(case.row).name, why] += 1
     before, after = uncalibrated(cases), calibrated(cases)
     if arguments.rows:
@@ -244,10 +285,7 @@ def judge(arguments: argparse.Namespace, rows: Sequence[Row]) -> None:
         later = {id(one.case): one for one in after}
         result["rows"] = [as_json(one, later.get(id(one.case))) for one in before]
     write_json(arguments.json, result)
-    for line in unreadable:
-        print(f"error: {arguments.csv}: {line}", file=sys.stderr)
-    if unreadable:
-        raise SystemExit(2)
+    return unreadable
 
 
 def _told(made: int, of: int) -> None:

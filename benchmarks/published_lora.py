@@ -1,85 +1,166 @@
-"""Adapters as people write them: `r=64 targets=c_attn,c_proj,w1,w2 + trainable wte,lm_head`."""
+"""Adapters as people write them: `r=64 targets=c_attn,c_proj,w1,w2 + trainable wte,lm_head`, `LoRA rank 16, all-linear`."""
 
 from __future__ import annotations
 
 import re
+from functools import cache
 
-from published_rows import LeftOut, Row
+from published_rows import Row
+from published_words import LeftOut, UnknownWord, bare, remarks_of, vocabulary
 
 from autotune.problem.job import Lora
 from autotune.problem.models import ModelSpec
 
+RANK, TARGETS = 8, ("q", "v")  # peft's defaults
+_RANK = re.compile(r"\b(?:lora[ _-]*)?(?:rank|r)\s*(?:[=: ]\s*|(?=\d))(\d+)\b|\blora[- _]?(\d+)\b")
+_NUMBER_ALONE = re.compile(r"(?:lora)?\s*\(?\s*(\d+)\s*\)?")
+_ALL = re.compile(
+    r"\b(?:all|every)[- _](?:linear(?:[- _](?:layers?|modules?|projections?))?|layers?|modules?|projections?|weights)\b|\ball$"
+)
+_SCALE = re.compile(
+    r"\b(?:lora[ _-]*)?(?:alpha|a)\s*[=: ]\s*[\d.]+(?:\s*\*?\s*r\b)?|\b\d+(?:\.\d+)?\s*[mb]\b|\bbias\s*=\s*\w+"
+)
+_DROPOUT = re.compile(r"\b(?:lora[ _-]*)?dropout\s*[=: ]\s*([\d.]+)")
+_WHOLE = re.compile(r"(?:\+|and|with)?\s*\b(?:trainable|saved|modules_to_save\s*=?)\s+([\w,.\s]+)")
+_LIST = re.compile(r"\b(?:target_modules|target modules|targets?)\b\s*(?:=|:|\s)\s*[\[({]?([^\]})]*)")
+
 
 def lora_of(row: Row) -> Lora | None:
-    text = row["lora"].lower()
-    if "frozen" in text:
+    """The adapters of a row; None: all is trained.
+
+    Raises:
+        LeftOut: part of the model is frozen without adapters, or the cell has a word or target that nobody knows.
+    """
+    text = row["lora"].lower().replace("α", "alpha")
+    if "frozen" in text or "freeze" in text:
         raise LeftOut("part of the model is frozen without adapters")
-    if re.match(r"none|no\b|full|unknown \(looks full", text) or not text or text == "unknown":
+    head = bare(re.sub(r"\[([^\]]*)\]", r"\1", text))
+    if (row.unknown("lora") and not re.search(r"rank|\br\b|lora", head)) or _denies(head):
         return None
-    rank = re.search(r"\b(?:r|rank)\s*[=: ]\s*(\d+)", text)
-    targets = re.search(r"targets?\s*=\s*([\w,\-]+)", text)
-    names = targets.group(1).split(",") if targets else []
-    if "all-linear" in text or "all linear" in text:
-        names = ["all-linear"]
-    saved = re.search(r"trainable ([\w,]+)", text)
-    whole = tuple(_SAVED.get(name, name) for name in saved.group(1).split(",")) if saved else ()
-    return Lora(int(rank.group(1)) if rank else 8, tuple(names) or ("q", "v"), saved=whole)
+    if re.match(r"(?:none|no|full|not)\b", head) and not re.search(r"\br\s*=|rank", head):
+        raise UnknownWord("lora", row["lora"])
+    rest, saved = head, ()
+    if whole := _WHOLE.search(rest):
+        saved = tuple(_embedding(name) for name in re.split(r"[\s,]+", whole.group(1).strip()) if name)
+        rest = rest.replace(whole.group(), " ")
+    dropout = _DROPOUT.search(rest)
+    rank = _RANK.search(rest) or _RANK.search(remarks_of(text)) or _NUMBER_ALONE.fullmatch(text.strip())
+    listed = _LIST.search(rest)
+    for found in (dropout, rank):
+        rest = rest.replace(found.group(), " ") if found else rest
+    named = _targets(listed.group(1) if listed else "", strict=True) if listed else ()
+    if listed:
+        rest = rest.replace(listed.group(), " ")
+        named = tuple(name for name in named if name)
+    if not named and _ALL.search(rest.strip(" ,")):
+        named, rest = ("all_linear",), _ALL.sub(" ", rest)
+    named = named or _targets(_SCALE.sub(" ", rest), strict=False) or _in_brackets(text)
+    number = int(next(filter(None, rank.groups()))) if rank else RANK
+    return Lora(number, named or TARGETS, saved=saved, dropout=float(dropout.group(1)) if dropout else 0.0)
 
 
-_SAVED = {
-    "wte": "embed_tokens",
-    "embed": "embed_tokens",
-    "embedding": "embed_tokens",
-}  # names elsewhere -> in llama-like classes
+def _denies(head: str) -> bool:
+    """Whether a cell says that all is trained: `full-parameter fine-tuning`, `no adapters`."""
+    words, known = set(re.findall(r"[a-z0-9]+", head)), vocabulary()["lora"]
+    if not words <= set(known["none"]):
+        return False
+    adapters = words & {"lora", "adapter", "adapters", "peft"}
+    return bool(words & set(known["denials"]) or (words and not adapters))
 
 
-# Modules as papers and other code bases call them -> as transformers' llama-like classes do.
-_TARGETS = {
-    "q": ("q_proj",),
-    "k": ("k_proj",),
-    "v": ("v_proj",),
-    "o": ("o_proj",),
-    "proj": ("o_proj",),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-    "c_attn": ("q_proj", "k_proj", "v_proj"),
-    "w_pack": ("q_proj", "k_proj", "v_proj"),
-    "query_key_value": ("q_proj", "k_proj", "v_proj"),
-    "default": ("q_proj", "k_proj", "v_proj"),
-    "c_proj": ("o_proj", "down_proj"),
-    "w1": ("up_proj",),
-    "w2": ("gate_proj",),
-    "head": ("lm_head",),
-    "output": ("lm_head",),
-}
-# Where an architecture has other names: (query, key, value), output, MLP.
-_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
-    "gpt_neox": {"qkv": ("query_key_value",), "o": ("dense",), "mlp": ("dense_h_to_4h", "dense_4h_to_h")},
-    "bloom": {"qkv": ("query_key_value",), "o": ("dense",), "mlp": ("dense_h_to_4h", "dense_4h_to_h")},
-    "falcon": {"qkv": ("query_key_value",), "o": ("dense",), "mlp": ("dense_h_to_4h", "dense_4h_to_h")},
-    "gpt2": {"qkv": ("c_attn",), "o": ("c_proj",), "mlp": ("c_fc",)},
-    "gpt_bigcode": {"qkv": ("c_attn",), "o": ("c_proj",), "mlp": ("c_fc",)},
-    "mpt": {"qkv": ("Wqkv",), "o": ("out_proj",), "mlp": ("up_proj", "down_proj")},
-    "phi": {"o": ("dense",), "mlp": ("fc1", "fc2")},
-    "opt": {"o": ("out_proj",), "mlp": ("fc1", "fc2")},
-    "phi3": {"qkv": ("qkv_proj",), "o": ("o_proj",), "mlp": ("gate_up_proj", "down_proj")},
-    "glm": {"mlp": ("gate_up_proj", "down_proj")},
-    "gptj": {"o": ("out_proj",), "mlp": ("fc_in", "fc_out")},
-    "gpt_neo": {"o": ("out_proj",), "mlp": ("c_fc", "c_proj")},
-}
+def _in_brackets(text: str) -> tuple[str, ...]:
+    """Targets that stand in the brackets of a cell, where nothing else does: `lora (q,k,v,o of llm; rank unknown)`."""
+    first = remarks_of(text).split(";")[0]
+    try:
+        return _targets(first, strict=False) if first.strip() else ()
+    except UnknownWord:
+        return ()  # prose
+
+
+@cache
+def _meanings() -> dict[str, tuple[str, ...]]:
+    """Roles of each name of a target, by its letters and digits."""
+    targets = vocabulary()["lora"]["targets"]
+    # whole phrases stand for themselves; only "all linear modules" is no list of roles
+    return {
+        _key(name): (roles,) if roles == "all-linear" else tuple(roles.split())
+        for roles, names in targets.items()
+        for name in names
+    }
+
+
+def _key(name: str) -> str:
+    """A target's name as the vocabulary has it: without its path, and with all that parts words as `_`."""
+    return re.sub(r"[\W_]+", "_", name.strip().lower()).strip("_")
+
+
+def _targets(text: str, *, strict: bool) -> tuple[str, ...]:
+    """The targets that a text lists, as it names them, or the phrase that means them.
+
+    Args:
+        strict: every word is a target; else words that cells have beside them are passed over.
+
+    Raises:
+        UnknownWord: one is no target that anybody knows.
+    """
+    text = re.sub(r"\((?:[^)]*)\)?", " ", text).strip(" ,;+")
+    text = re.sub(r"\ball[- _]linear\b", "all_linear", text)
+    if _key(text) in _meanings():
+        return (_key(text),)
+    passed = set(vocabulary()["lora"]["words"])
+    found = []
+    for part in re.split(r"\s*[,;+&/|]\s*|\s+and\s+|'|\"", text):
+        words = part.split()
+        if not words:
+            continue
+        if (phrase := _known(part, single=len(words) == 1, strict=strict)) is not None:
+            found.append(phrase)
+            continue
+        for word in words:
+            if (name := _known(word, single=True, strict=strict)) is not None:
+                found.append(name)
+            elif word.strip(".:=-") not in passed and not word.strip(".:=-").isdigit():
+                raise UnknownWord("lora", word)
+    return tuple(found)
+
+
+def _known(name: str, *, single: bool, strict: bool) -> str | None:
+    """The name of a target; a word like `all` or `default` is one only in a list of targets."""
+    last = name.strip().split(".")[-1]
+    for key in (_key(name), _key(last) if single else ""):
+        if key in _meanings() and (
+            strict or key not in ("all", "default", "linear", "full", "all_layers", "all_modules")
+        ):
+            return key
+    return None
+
+
+def _embedding(name: str) -> str:
+    roles = _meanings().get(_key(name), ())
+    return {"embed": "embed_tokens", "head": "lm_head"}.get(roles[0], name) if len(roles) == 1 else name
 
 
 def targets_in(model: ModelSpec, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of modules as this model has them."""
-    own = _NAMES.get(str(model.config["model_type"]), {})
+    """Names of modules as this model has them.
+
+    Raises:
+        UnknownWord: a name that no vocabulary has.
+        LeftOut: the model has no such module.
+    """
+    kind, tables = str(model.config["model_type"]), vocabulary()["lora"]["modules"]
+    own = {**tables["llama"], **tables.get(kind, {})}
     found: list[str] = []
     for name in names:
-        for module in _TARGETS.get(name.lower(), (name,)):
-            if module in ("q_proj", "k_proj", "v_proj") and "qkv" in own:
-                found += own["qkv"]
-            elif module == "o_proj" and "o" in own:
-                found += own["o"]
-            elif module in ("gate_proj", "up_proj", "down_proj") and "mlp" in own:
-                found += own["mlp"]
-            else:
-                found.append(module)
+        if _key(name) == "w2":  # Qwen's own code calls its gate w2, Llama's its projection down
+            roles: tuple[str, ...] = ("gate",) if model.name.startswith("qwen") else ("down",)
+        elif _key(name) in _meanings():
+            roles = _meanings()[_key(name)]
+        else:
+            raise UnknownWord("lora", name)
+        if roles == ("all-linear",):
+            return ("all-linear",)
+        modules = [module for role in roles for module in own.get(role, ())]
+        if not modules:
+            raise LeftOut(f"column lora: {model.name} has no {name!r}")
+        found += modules
     return tuple(dict.fromkeys(found))

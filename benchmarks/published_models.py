@@ -1,4 +1,4 @@
-"""Models and GPUs by the names that people publish them under."""
+"""Models by the names that people publish them under, and how the code of their time ran them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import dataclasses
 import json
 import re
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from published_rows import LeftOut, Row, bare
+from published_numbers import billions
+from published_rows import Row
+from published_words import DATA, LeftOut, bare
 
-from autotune.problem.hardware import GpuFacts, gpu_table
 from autotune.problem.models import ModelSpec, shipped_models
 
-DATA = Path(__file__).parent / "data" / "published"
-NEAR = 0.25  # a model of unknown name is taken for one of its family whose size differs by no more than this share
+ANOTHER_SIZE = 0.5  # names round (StableLM's 3B has 3.6, Gemma 2's 2B 2.6); what is further off is another model
 
 
 @cache
@@ -49,34 +48,20 @@ def key_of(name: str) -> str:
     return re.sub(r"[^a-z0-9.]", "", text)
 
 
-def model_of(row: Row) -> tuple[ModelSpec, bool]:
-    """(the row's model, whether it is one of the same family and size instead).
+def model_of(row: Row) -> ModelSpec:
+    """The model that the row names, by its name or an alias in `models.json`: none stands in for one that is not known.
 
     Raises:
-        LeftOut: nothing is known of it, or it is none that a Job describes.
+        LeftOut: nothing is known of it, or the row states another size.
     """
-    name, known = row["model"], known_models()
-    if key_of(name) in known:
-        return known[key_of(name)], False
-    size = row["params_b"] and not row.unknown("params_b") and float(re.findall(r"[\d.]+", row["params_b"])[0])
-    if not size:
-        found = re.search(r"(\d+(?:\.\d+)?)\s*b\b", name.lower())
-        size = float(found.group(1)) if found else 0.0
-    if not size or re.search(r"\bvl\b|vision|-v\b|megatron|moe|whisper|vit|diffusion", name.lower()):
-        raise LeftOut("no configuration of the model is known")
-    family = re.match(r"[a-z]+", key_of(name))
-    alike = [s for key, s in known.items() if family and key.startswith(family.group()[:4])]
-    near = nearest(alike, size) or nearest([s for k, s in known.items() if k.startswith(("llama", "mistral"))], size)
-    if near is None:
-        raise LeftOut("no configuration of the model is known")
-    return near, True
-
-
-def nearest(models: list[ModelSpec], billions: float) -> ModelSpec | None:
-    """The model nearest in size, unless that is too far."""
-    sized = [(abs(parameters_of(spec) / 1e9 / billions - 1), spec.name, spec) for spec in models]
-    best = min(sized, default=None, key=lambda one: one[:2])
-    return best[2] if best and best[0] <= NEAR else None
+    model = known_models().get(key_of(row["model"]))
+    if model is None:
+        raise LeftOut(f"column model: no configuration of {row['model']!r} is known")
+    if not row.unknown("params_b"):
+        stated = billions(row["params_b"])
+        if abs(stated * 1e9 / parameters_of(model) - 1) > ANOTHER_SIZE:
+            raise LeftOut(f"column params_b: {row['params_b']}, and {model.name} has another size")
+    return model
 
 
 def parameters_of(spec: ModelSpec) -> float:
@@ -123,65 +108,6 @@ def loss_of(row: Row, model: ModelSpec, autocast: bool) -> str:
     return "shifted-cast" if autocast else "shifted16"
 
 
-# What people write -> the row of autotune's table. The first that is found counts; the memory decides between two.
-GPUS = {
-    "a100-40": "a100-40gb",
-    "a100": "a100-80gb",
-    "a800": "a800",
-    "h100pcie": "h100-pcie",
-    "h100": "h100",
-    "h800": "h800",
-    "h200": "h200",
-    "h20": "h20",
-    "b200": "b200",
-    "v100": "v100-32gb",
-    "p100": "p100",
-    "t4": "t4",
-    "a10g": "a10g",
-    "a10": "a10",
-    "a30": "a30",
-    "a40": "a40",
-    "l40s": "l40s",
-    "l40": "l40",
-    "l4": "l4",
-    "6000ada": "rtx6000-ada",
-    "a6000": "rtxa6000",
-    "a5000": "rtxa5000",
-    "a4000": "rtxa4000",
-    "rtx6000": "quadro-rtx6000",
-    "titanrtx": "titan-rtx",
-    "2080ti": "rtx2080ti",
-    "3060": "rtx3060",
-    "3080": "rtx3080",
-    "3090": "rtx3090",
-    "4070ti": "rtx4070ti",
-    "4080": "rtx4080",
-    "4090": "rtx4090",
-    "5090": "rtx5090",
-}
-
-
-def gpu_of(row: Row) -> tuple[GpuFacts | None, float | None]:
-    """(facts of the row's GPU, its memory in GiB); None where they are not stated.
-
-    Where several are named (`RTX 3090/4090`) the first. An 80 GB card of unknown name has no facts.
-    """
-    text = re.sub(r"[^a-z0-9]", "", row["gpu"].lower().split("/")[0].split("limited")[0])
-    stated = re.search(r"\d+(?:\.\d+)?", row["gpu_mem_gib"])
-    gib = float(stated.group()) if stated and not row.unknown("gpu_mem_gib") else None
-    name = next((row_name for words, row_name in GPUS.items() if words.replace("-", "") in text), None)
-    if text.startswith("unknown"):
-        name = None
-    if name == "a100-80gb" and ((gib is not None and 30 < gib <= 40) or "40gb" in text):
-        name = "a100-40gb"
-    if name == "v100-32gb" and ((gib is not None and gib <= 16) or "16gb" in text):
-        name = "v100-16gb"
-    facts = gpu_table().get(name) if name else None
-    if facts is not None and (gib is None or abs(gib / facts.memory_gib - 1) < 0.15):
-        gib = facts.memory_gib
-    return facts, gib
-
-
 def as_fsdp(model: ModelSpec) -> dict[str, Any]:
     """torch's FullyShardedDataParallel, wrapped block by block, in ZeRO-3's words.
 
@@ -191,7 +117,7 @@ def as_fsdp(model: ModelSpec) -> dict[str, Any]:
     embedding's, so that the head's gradient is there through all of backward. Nothing is kept for gradients beforehand.
     """
     text = model.config.get("text_config") or model.config
-    layers = int(next(text[k] for k in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if k in text))
+    layers = _layers(text)
     vocabulary = int(text.get("vocab_size", 0))
     ends = vocabulary * hidden_size(model) * (1 if text.get("tie_word_embeddings") else 2)
     block = max(1, int((parameters_of(model) - ends) / layers))
@@ -205,6 +131,22 @@ def as_fsdp(model: ModelSpec) -> dict[str, Any]:
     }
 
 
+def _layers(text: dict[str, Any]) -> int:
+    """Blocks of a configuration, of an encoder-decoder those of both sides.
+
+    Raises:
+        LeftOut: it does not say.
+    """
+    one = next((text[k] for k in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if text.get(k)), None)
+    sides = [text[k] for k in ("encoder_layers", "decoder_layers") if text.get(k)]
+    if sides:
+        return sum(map(int, sides))
+    if one is None:
+        raise LeftOut("the model's configuration does not say how many layers it has")
+    decoder = text.get("num_decoder_layers") or (one if str(text.get("model_type", "")).endswith("t5") else 0)
+    return int(one) + int(decoder)
+
+
 def untied(model: ModelSpec) -> ModelSpec:
     """The model with a head of its own, as code bases have it that do not share the embedding's matrix."""
     if not model.config.get("tie_word_embeddings"):
@@ -215,6 +157,13 @@ def untied(model: ModelSpec) -> ModelSpec:
 
 
 def hidden_size(model: ModelSpec) -> int:
-    """Width of the model, by which transformers fills the buckets that a DeepSpeed config calls `auto`."""
+    """Width of the model, by which transformers fills the buckets that a DeepSpeed config calls `auto`.
+
+    Raises:
+        LeftOut: the configuration does not say.
+    """
     text = model.config.get("text_config") or model.config
-    return int(next(text[k] for k in ("hidden_size", "n_embd", "d_model", "dim") if k in text))
+    width = next((text[k] for k in ("hidden_size", "n_embd", "d_model", "dim") if k in text), None)
+    if width is None:
+        raise LeftOut("the model's configuration does not say how wide it is")
+    return int(width)

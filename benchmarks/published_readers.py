@@ -7,7 +7,7 @@
 * `single` and `ddp` in bf16 without DeepSpeed train in the weights' own type: torch keeps no master weights.
 * FSDP in bf16 keeps 32-bit shards (torch.distributed.fsdp.MixedPrecision casts what it gathers), unless a row says `pure`.
 * fp16 without DeepSpeed is autocast: gradients in fp16 cannot be unscaled (torch.amp.GradScaler).
-* `fsdp` is stage 3 with a block as the unit (`published_models.as_fsdp`).
+* `fsdp` is stage 3 with a block as the unit (`published_models.as_fsdp`), stage 0 without DeepSpeed torch's DDP.
 * Without DeepSpeed transformers' Trainer runs forward under autocast also of 16-bit weights (`bf16=True`), unless a row says
   `pure`: cross entropy is then taken in 32 bits.
 * Logits are made 32-bit or not as the model's code of the figure's year did (`published_models.loss_of`).
@@ -25,31 +25,28 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from published_decisions import largest_micro_batch, verdict
+from published_gpus import gpu_of
 from published_lora import lora_of, targets_in
-from published_models import as_fsdp, eager_then, gpu_of, hidden_size, loss_of, model_of, year_of
-from published_rows import (
-    LeftOut,
-    Length,
-    Row,
-    Unreadable,
-    bare,
-    length,
-    memory_bytes,
-    quantity_of,
-    step_seconds,
-    whole,
-)
+from published_models import as_fsdp, eager_then, hidden_size, loss_of, model_of, year_of
+from published_numbers import Length
+from published_optimizers import optimizer_of
+from published_parallel import parallel_of
+from published_precision import TORCH_TYPES, precision_of
+from published_rows import Row, length, memory_bytes, quantity_of, step_seconds, whole
+from published_words import LeftOut, Unreadable, cell_of, states
 
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, LIGER, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware, gpu_table
-from autotune.problem.job import Job, Lora
+from autotune.problem.job import ATTENTIONS, Job, Lora
 from autotune.problem.models import ModelSpec
-from autotune.problem.tasks import ANSWERS, CAUSAL, CLASSIFICATION, MASKED, default_task
+from autotune.problem.tasks import ANSWERS, CAUSAL, CLASSIFICATION, MASKED, SEQ2SEQ, default_task
 from autotune.units import GIB
 
 HOST_BYTES = 4096 * GIB  # sources do not say what main memory a machine has: it never decides
 GPUS_A_NODE = 8
 FP32_ADAPTERS_SINCE = 2025  # the first whole year with peft 0.12
+LARGEST = ("max_micro_batch", "max_batch", "largest")  # kinds of figures whose value is a batch
 
 
 @dataclass
@@ -70,6 +67,7 @@ class Settings:
     optimizer: str | None = None
     stage: int | None = None
     deepspeed: bool = False
+    own_engine: bool = False  # neither DeepSpeed's nor torch's, with masters beside 16-bit weights as ZeRO's
     offload_optimizer: str = "none"
     offload_param: str = "none"
     checkpointing: bool | None = None
@@ -80,7 +78,10 @@ class Settings:
     compiled: bool = False
     rate_is: str | None = None  # total or per_gpu, where the figure's kind leaves it open
     gigabyte: float = GIB  # what the source's GB is in bytes
+    ran: bool | None = None  # whether the row says that it ran, where it says so without a number
+    largest: int | None = None  # the micro-batch up to which it ran
     tried: int | None = None  # the micro-batch that a `max_micro_batch` row says fails
+    open_batch: str = ""  # why the micro-batch's cell tells none, though it is filled
     zero: dict[str, Any] = field(default_factory=dict)  # further keys of zero_optimization
     config: dict[str, Any] = field(default_factory=dict)  # further keys of the DeepSpeed config
     doubts: list[str] = field(default_factory=list)
@@ -111,48 +112,87 @@ def settings_of(row: Row) -> Settings:
     """What the columns of a row of any source say.
 
     Raises:
-        LeftOut: the row is of something that is not predicted.
+        LeftOut: the row is of something that is not predicted, or has a word that no vocabulary has.
         Unreadable: a cell that nobody could read.
     """
-    s = Settings(quantity_of(row))
-    s.model, guessed = model_of(row)
-    s.doubts += [f"{s.model.name} stands for {row['model']}"] if guessed else []
+    s = Settings(quantity_of(row), ran=verdict(row))
+    s.quantity = s.quantity if s.ran is None else "decision"
+    s.model = model_of(row)
     _only_what_is_modelled(row)
+    s.task = _task(row, s.model)
+    s.lora = lora_of(row)
     s.gpus = whole(row, "n_gpus")
     s.length = length(row)
-    s.packed = "packing" in row["seq_len"]
-    s.micro_batch, s.accumulation = whole(row, "micro_batch"), whole(row, "grad_accum")
-    if s.micro_batch and s.gpus and re.search("global|total", row["micro_batch"].lower()):
-        s.micro_batch = max(1, s.micro_batch // (s.gpus * (s.accumulation or 1)))
+    if s.task == SEQ2SEQ:
+        s.length = _of_two_sides(row, s.length)
+    s.packed = row.says("packing", "packed", column="seq_len")
     _parallel(row, s)
+    _batch(row, s)
     _precision(row, s)
-    _optimizer(row, s)
-    s.offload_optimizer, s.offload_param = _offloaded(row["offload_optimizer"]), _offloaded(row["offload_param"])
-    checkpointing = bare(row["checkpointing"])
+    s.optimizer, config = optimizer_of(row, s.deepspeed)
+    s.config |= config
+    checkpointing = cell_of("checkpointing", row["checkpointing"])
     if "selective" in checkpointing:
         raise LeftOut("selective checkpointing")
-    if not checkpointing.startswith("unknown"):
-        s.checkpointing = checkpointing.startswith(("yes", "true", "on", "full"))
-    s.lora = lora_of(row)
-    if "fp32 adapters" in row["precision"] or year_of(row, s.model) >= FP32_ADAPTERS_SINCE:
+    if "offload" in checkpointing or row.says("activation offloading", "offloaded activations"):
+        raise LeftOut("activations offloaded to the host")
+    if not checkpointing.unknown:
+        s.checkpointing = checkpointing.one_of("yes", "no") == "yes"
+    if precision_of(row).adapters32 or s.precision == "fp16" or year_of(row, s.model) >= FP32_ADAPTERS_SINCE:
         adapters_in_32_bits(s)
-    attention = bare(row["attention"])
-    for word, name in (("flash", "flash_attention_2"), ("sdpa", "sdpa"), ("eager", "eager")):
-        s.attention = s.attention or (name if attention.startswith(word) else None)
+    s.attention = cell_of("attention", row["attention"]).one_of(*ATTENTIONS)
     if s.attention is None and eager_then(row, s.model):
         s.attention = "eager"
-    plainly = row.says("no liger")
-    if row.says("liger", "fused linear", "no full logits") and not plainly:
+    _loss(row, s, s.model)
+    s.compiled = row.says("torch.compile")
+    return s
+
+
+def _batch(row: Row, s: Settings) -> None:
+    """Micro-batch and accumulation. One of several figures counts as not stated: the source's own code may tell."""
+    s.accumulation = whole(row, "grad_accum")
+    if row.kind.startswith(LARGEST) and s.ran is None:
+        s.micro_batch = s.largest = largest_micro_batch(row, s.gpus, s.accumulation)
+        return
+    try:
+        s.micro_batch = whole(row, "micro_batch")
+    except LeftOut as why:
+        s.open_batch = str(why)
+        return
+    if s.micro_batch and re.search("global|total|effective|all gpus", row["micro_batch"].lower()):
+        if s.gpus is None:
+            raise LeftOut("number of GPUs not stated")
+        at_once = s.gpus * (s.accumulation or 1)
+        if s.micro_batch % at_once:
+            raise LeftOut("the global batch is no multiple of the GPUs and the accumulation")
+        s.micro_batch //= at_once
+
+
+def _of_two_sides(row: Row, length: Length | None) -> Length | None:
+    """An encoder-decoder's length is that of its source, and of its target.
+
+    Raises:
+        LeftOut: they differ, or one is not stated.
+    """
+    if length is None:
+        return None
+    if length.sides and (len(length.sides) != 2 or len(set(length.sides)) != 1):
+        raise LeftOut("source and target of different lengths")
+    if not length.sides and row.kind.startswith(("tokens", "throughput", "tgs")) and "tok" in row["unit"].lower():
+        raise LeftOut("whether tokens are the source's or also the target's is not stated")
+    return dataclasses.replace(length, longest=length.sides[0] if length.sides else length.longest)
+
+
+def _loss(row: Row, s: Settings, model: ModelSpec) -> None:
+    """How the loss is taken from the logits."""
+    if row.says("liger", "fused linear", "no full logits"):
         s.loss = "chunked"
         if s.quantity == "step" and row.says("liger"):  # its kernels for norms, rotation and gates, too
             s.zero[LIGER] = True
-    elif row.says("chunked c", "fused cross", "chunked lm_head") and not plainly:
+    elif row.says("chunked c", "fused cross", "chunked lm_head"):
         s.loss = "fused"
     else:
-        s.loss = loss_of(row, s.model, autocast=not s.deepspeed and "pure" not in row["precision"].lower())
-    s.task = _task(row, s.model)
-    s.compiled = row.says("torch.compile")
-    return s
+        s.loss = loss_of(row, model, autocast=not s.deepspeed and not precision_of(row).pure)
 
 
 def adapters_in_32_bits(s: Settings) -> None:
@@ -161,19 +201,23 @@ def adapters_in_32_bits(s: Settings) -> None:
         s.lora = dataclasses.replace(s.lora, fp32=True)
 
 
-def _offloaded(text: str) -> str:
-    return "nvme" if "nvme" in bare(text) else "cpu" if bare(text) in ("cpu", "yes", "true") else "none"
-
-
 def _only_what_is_modelled(row: Row) -> None:
     """Raises:
     LeftOut: weights are quantised, or what is trained beside them is no LoRA.
     """
-    text = " ".join(row[column].lower() for column in ("model", "precision", "lora"))
-    if re.search(r"4-?bit|8-?bit|\bnf4|qlora|int4|int8|gptq|awq|\bfp8|float8|mxfp", text):
-        raise LeftOut("quantised weights or arithmetic")
-    if re.search(r"dora\b|ia3|ia\^3|prefix|prompt|adalora|loha|lokr|vera\b|galore|lisa\b|bitfit", row["lora"].lower()):
-        raise LeftOut("adapters other than LoRA")
+    text = " ; ".join(row[column].lower() for column in ("model", "precision", "lora"))
+    for where, pattern, why in (
+        (text, _QUANTISED, "quantised weights or arithmetic"),
+        (row["lora"].lower(), _OTHER_ADAPTERS, "adapters other than LoRA"),
+    ):
+        if any(states(where, found.group()) for found in re.finditer(pattern, where)):
+            raise LeftOut(why)
+
+
+_QUANTISED = r"\b[48]-?bit|\bnf4|\bfp4|\bnvfp4|qlora|int[48]\b|gptq|awq|\bfp8|float8|mxfp|\bw4a16|bnb4|quanti[sz]ed"
+_OTHER_ADAPTERS = (
+    r"dora\b|ia3|ia\^3|prefix|prompt|adalora|loha|lokr|vera\b|galore|lisa\b|bitfit|\boft\b|boft|reft\b|p-?tuning"
+)
 
 
 def _task(row: Row, model: ModelSpec) -> str:
@@ -190,77 +234,25 @@ def _task(row: Row, model: ModelSpec) -> str:
 
 
 def _parallel(row: Row, s: Settings) -> None:
-    text = row["parallel"].lower()
-    if re.search(r"ulysses|\bsp\d|\btp\d|tensor|pipeline|\bpp\d|megatron|sequence parallel [2-9]", text):
-        raise LeftOut("tensor, pipeline or sequence parallel")
-    if row.says("ulysses", "sequence parallel 2", "sequence parallel 4", "sequence parallel 8"):
-        raise LeftOut("tensor, pipeline or sequence parallel")
-    zero = re.search(r"(?:zero|stage)[-_ ]*(?:stage)?[-_ ]*([0-3])(?!\d)", text)
-    if "fsdp" in text or "full_shard" in text:
-        s.stage = 3
-        if "shard_grad_op" in text:
-            s.stage = 2
-    elif zero:
-        s.stage, s.deepspeed = int(zero.group(1)), True
-    elif re.match(r"single|none|ddp|dp|data|plain|1 gpu", text):
-        s.stage = 0
-        s.gpus = 1 if s.gpus is None and text.startswith("single") else s.gpus
-    elif s.gpus == 1 and row.unknown("parallel"):
-        s.stage = 0
-    nodes = re.search(r"(\d+) nodes", text + " " + row["notes"].lower())
-    s.nodes = int(nodes.group(1)) if nodes else None
+    found = parallel_of(row, s.gpus)
+    s.stage, s.deepspeed, s.nodes = found.stage, found.deepspeed, found.nodes
+    s.offload_optimizer, s.offload_param = found.offload_optimizer, found.offload_param
+    if s.gpus is None and found.single:
+        s.gpus = 1
 
 
 def _precision(row: Row, s: Settings) -> None:
     """Type of the arithmetic, and whether weights are kept in 32 bits: as masters, or as the weights under autocast."""
-    text = row["precision"].lower()
-    mixed = any(word in text for word in ("mixed", "autocast", "amp", "fp32 weights"))
-    if text.startswith(("fp16", "float16", "half")) or "fp16 likely" in text:
-        s.precision = "fp16"
-    elif text.startswith(("bf16", "bfloat16")) or "bf16" in text.split("(")[0]:
-        s.precision = "bf16"
-    elif "fp32" in text or "float32" in text or "tf32" in text:
-        s.precision = "fp32"
-    elif "fp16" in text:
-        s.precision = "fp16"
-    if s.precision in ("bf16", "fp16") and not s.deepspeed and "fp32 adapters" not in text:
-        pure = any(word in text for word in ("pure", "-true", "states")) or row.says("pure bf16", "states are bf16")
-        s.masters = not pure and ("fp32 master" in text or s.stage == 3)
-        if not pure and not s.masters and (mixed or s.precision == "fp16"):
-            s.config["torch_autocast"] = {"enabled": True, "dtype": _TORCH_TYPES[s.precision]}
+    said = precision_of(row)
+    s.precision = said.kind
+    if said.kind in TORCH_TYPES and not s.deepspeed and not said.adapters32:
+        halved = said.kind == "fp16" and s.lora is not None and not said.mixed  # frozen weights need no scaler
+        s.masters = not said.pure and not halved and (said.masters or s.stage == 3)
+        if not said.pure and not s.masters and not halved and (said.mixed or said.kind == "fp16"):
+            s.config["torch_autocast"] = {"enabled": True, "dtype": TORCH_TYPES[said.kind]}
             s.precision = "fp32"
-    if "bf16_master_weights_and_grads" in text:
+    if said.low_masters:
         s.config["bf16"] = {"bf16_master_weights_and_grads": True}
-
-
-_TORCH_TYPES = {"fp16": "float16", "bf16": "bfloat16"}
-
-# Names of optimizers -> the Job's, or the type of DeepSpeed's config that no Job names.
-_OPTIMIZERS = (
-    (r"paged.*8-?bit", "pagedadamw8bit"),
-    (r"paged", "pagedadamw"),
-    (r"8bit|8-bit", "adamw8bit"),
-    (r"adafactor", "adafactor"),
-    (r"muon", "muon"),
-    (r"lion", "lion"),
-    (r"sgd", "sgd"),
-    (r"adagrad", "adagrad"),
-    (r"adam", "adamw"),
-)
-
-
-def _optimizer(row: Row, s: Settings) -> None:
-    text = row["optimizer"].lower()
-    # torch's AdamW takes its foreach form on CUDA unless it is told to fuse (torch 2.0 to 2.13); transformers' own AdamW
-    # (`adamw_hf`) goes parameter by parameter, as if fused, and its Trainer fuses since version 5
-    if "adam" in text and not s.deepspeed:
-        fused = any(word in text for word in ("fused", "_hf")) or row.says("transformers 5")
-        s.config["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True, **({"fused": True} if fused else {})}}
-    s.optimizer = next((name for pattern, name in _OPTIMIZERS if re.search(pattern, text)), None)
-    if row.says("in backward", column="optimizer") or row.says("optimizer in backward", "optimizer_in_bwd on"):
-        raise LeftOut("optimizer steps in backward")
-    if row.says("activation offloading"):
-        raise LeftOut("activations offloaded to the host")
 
 
 # -- cases -----------------------------------------------------------------------------------------------------------
@@ -276,7 +268,7 @@ def cases_of(row: Row, s: Settings) -> list[Case]:
     """
     for value, what in ((s.gpus, "number of GPUs"), (s.length, "sequence length"), (s.micro_batch, "micro-batch")):
         if value is None:
-            raise LeftOut(f"{what} not stated")
+            raise LeftOut(s.open_batch if what == "micro-batch" and s.open_batch else f"{what} not stated")
     if s.stage is None:
         raise LeftOut("ZeRO stage not stated")
     if s.length and not s.length.full and not s.lengths:
@@ -289,18 +281,19 @@ def cases_of(row: Row, s: Settings) -> list[Case]:
     candidate = _candidate(s)
     assert s.gpus
     assert s.length
-    assert s.micro_batch
     assert s.model
 
     def case(candidate: Candidate, value: float) -> Case:
         return Case(row, job, hardware, candidate, s.loss, s.quantity, value, tuple(s.doubts))
 
     if s.quantity == "decision":
-        ran = not bare(row["figure_kind"]).startswith("oom") and "oom" not in row["value"].lower()
-        if not row["figure_kind"].startswith("max_micro_batch"):
-            return [case(candidate, float(ran))]
-        fails = s.tried or s.micro_batch + 1
-        return [case(candidate, 1.0), case(candidate.but(**{MICRO_BATCH: fails}), 0.0)]
+        if s.largest is None and s.ran is None:
+            raise Unreadable("value", f"{row['value']!r} says neither that it ran nor that it did not")
+        if s.largest is None:
+            return [case(candidate, float(bool(s.ran)))]
+        fails = case(candidate.but(**{MICRO_BATCH: s.tried or s.largest + 1}), 0.0)
+        return [case(candidate, 1.0), fails] if s.largest else [fails]
+    assert s.micro_batch
     if s.quantity == "step":
         samples = s.micro_batch * (s.accumulation or 1) * s.gpus
         tokens = samples * job.tokens_per_sample * job.samples_per_row
@@ -365,6 +358,7 @@ def _job(s: Settings, hardware: Hardware) -> Job:
         task=s.task,
         lengths=s.lengths or _varied(s.length),
         packed=s.packed and bool(s.lengths),
+        torch_alone=not s.deepspeed and not s.own_engine,
     )
 
 
@@ -374,12 +368,12 @@ def _varied(length: Length) -> tuple[tuple[int, int], ...]:
 
 
 def _candidate(s: Settings) -> Candidate:
-    assert s.micro_batch
+    assert s.micro_batch is not None
     assert s.stage is not None
     assert s.model
     knobs: dict[str, Any] = {
         "zero_stage": s.stage,
-        MICRO_BATCH: s.micro_batch,
+        MICRO_BATCH: s.micro_batch or 1,
         ACCUMULATION: s.accumulation or 1,
         CHECKPOINTING: bool(s.checkpointing),
     }

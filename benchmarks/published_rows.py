@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from published_numbers import Length, Printed, count, length_of, printed
+from published_words import LeftOut, UnknownWord, Unreadable, bare, remarks_of, silent, states, vocabulary
 
 from autotune.errors import UserError
 from autotune.units import GIB
@@ -45,20 +47,26 @@ NEEDED = ("model", "gpu", "n_gpus", "seq_len", "micro_batch", "figure_kind", "va
 MIB = 2**20
 # What a printed unit is in bytes. A `GB` is 2^30 unless a row says that its code divides by 1e9: torch's users, nvidia-smi's
 # readers and DeepSpeed's logs all divide by 1024^3 and write GB.
-MEMORY_UNITS = {"gib": GIB, "gb": GIB, "mib": MIB, "mb": MIB, "bytes": 1, "b": 1, "g": GIB}
-RATE_UNITS = {"samples/s": "samples", "tokens/s": "tokens", "sequences/s": "samples", "it/s": "steps"}
-TIME_UNITS = {"s": 1.0, "ms": 1e-3, "s/it": 1.0, "s/step": 1.0, "min": 60.0}
-
-
-class LeftOut(Exception):
-    """A row that is not judged; the message is the reason, the same for all rows of a kind."""
-
-
-class Unreadable(Exception):
-    """A cell that nobody could read: the column, and why."""
-
-    def __init__(self, column: str, why: str) -> None:
-        super().__init__(f"column {column}: {why}")
+MEMORY_UNITS = {"gib": GIB, "gb": GIB, "mib": MIB, "mb": MIB, "bytes": 1, "b": 1, "g": GIB, "m": MIB, "kib": 2**10}
+RATE_UNITS = {"samples": "samples", "tokens": "tokens", "sequences": "samples", "it": "steps", "steps": "steps"}
+TIME_UNITS = {"s": 1.0, "ms": 1e-3, "min": 60.0}
+_SAME_UNITS = (  # other spellings of parts of a unit, in this order
+    (r"\s*(?:\bper\b|/)\s*", "/"),
+    (r"seconds?\b|\bsecs?\b", "s"),
+    (r"milliseconds?\b|msecs?\b", "ms"),
+    (r"minutes?\b|mins\b", "min"),
+    (r"iterations?\b|iters?\b", "it"),
+    (r"\bsteps?\b(?=/)", "steps"),
+    (r"\b(?:toks?|token)\b", "tokens"),
+    (r"\b(?:samps?|sample|examples?|seqs?|sequence)\b", "samples"),
+    (r"^(?:tps|tok/s)\b", "tokens/s"),
+    (r"^tgs\b", "tokens/s/gpu"),
+    (r"gpu/s$", "s/gpu"),
+    (r"/(?:device|card|accelerator|rank)\b", "/gpu"),
+    (r"gibibytes?|gbytes?|gigabytes?", "gb"),
+    (r"megabytes?|mbytes?", "mb"),
+    (r"\bbyte\b", "bytes"),
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,7 @@ class Row:
 
     number: int  # line in the table, the header being 1
     cells: dict[str, str]
+    table: str = ""  # the file's name
 
     def __getitem__(self, column: str) -> str:
         return self.cells.get(column, "").strip()
@@ -82,13 +91,23 @@ class Row:
     def id(self) -> str:
         return self["id"] or f"line {self.number}"
 
+    @property
+    def kind(self) -> str:
+        """The kind of figure as words.json spells it: `max_micro_batch`."""
+        return re.sub(r"[\s\-/]+", "_", bare(self["figure_kind"]))
+
+    @property
+    def of_speed(self) -> bool:
+        """Whether the figure is one of speed, whatever it says."""
+        return self.kind.startswith(tuple(vocabulary()["figure_kind"]["kinds"]["step"]))
+
     def unknown(self, column: str) -> bool:
         """Whether the source does not say: empty, `unknown`, or a dash."""
-        return bare(self[column]) in ("", "unknown", "-", "n/a", "?", "none stated")
+        return silent(self[column])
 
     def says(self, *words: str, column: str = "notes") -> bool:
-        """Whether a cell has one of these words, in any case."""
-        return any(word in self[column].lower() for word in words)
+        """Whether a cell has one of these words, in any case, and does not deny it (`no liger`, `torch.compile off`)."""
+        return any(states(self[column].lower(), word) for word in words)
 
 
 def read_table(path: Path) -> list[Row]:
@@ -98,10 +117,10 @@ def read_table(path: Path) -> list[Row]:
         UserError: no such file, or it lacks columns without which nothing can be predicted.
     """
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             named = reader.fieldnames or []
-            rows = [Row(reader.line_num, {k: v or "" for k, v in cells.items() if k}) for cells in reader]
+            rows = [Row(reader.line_num, {k: v or "" for k, v in cells.items() if k}, path.name) for cells in reader]
     except FileNotFoundError:
         raise UserError(f"--csv {path}: no such file") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -116,79 +135,64 @@ def read_table(path: Path) -> list[Row]:
 # -- cells -----------------------------------------------------------------------------------------------------------
 
 
-def bare(text: str) -> str:
-    """A cell without what stands in brackets, in lower case."""
-    return " ".join(re.sub(r"\([^)]*\)", " ", text).lower().split())
-
-
 def whole(row: Row, column: str) -> int | None:
-    """The first whole number of a cell; None where it is unknown.
+    """The whole number of a cell; None where it is unknown.
 
     Raises:
+        LeftOut: it has several.
         Unreadable: there is none, or one below 1.
     """
-    if row.unknown(column):
-        return None
-    text = bare(row[column]) or row[column].lower()
-    found = re.search(r"\d[\d,]*", text)
-    if found is None:
-        raise Unreadable(column, f"{row[column]!r} has no number")
-    number = int(found.group().replace(",", ""))
-    if product := re.match(r"(\d+)(?: nodes?)? ?[x*] ?(\d+)", text):  # 2 nodes x 8
-        number = int(product.group(1)) * int(product.group(2))
-    if number < 1:
-        raise Unreadable(column, f"{row[column]!r} is below 1")
-    return number
-
-
-@dataclass(frozen=True)
-class Length:
-    """Tokens of a row of a batch: the longest, and whether all are that long."""
-
-    longest: int
-    full: bool
+    return None if row.unknown(column) else count(row[column], column)
 
 
 def length(row: Row) -> Length | None:
     """The length that a cell states: `2048`, `<=512 (…)`, `variable (max 768, …)`, `512 in + 512 out`."""
-    if row.unknown("seq_len"):
-        return None
-    text = row["seq_len"].lower()
-    numbers = [int(n) * (1024 if thousands else 1) for n, thousands in re.findall(r"(\d+)(k\b)?", bare(text))]
-    varies = any(word in text for word in ("<", "variable", "max ", "up to", "unpacked", "at most", "~"))
-    inside = re.search(r"max\D{0,12}(\d+)", text)
-    if not numbers and inside:
-        numbers = [int(inside.group(1))]
-    if not numbers:
-        if varies or "unknown" in text:
-            return None
-        raise Unreadable("seq_len", f"{row['seq_len']!r} has no number")
-    longest = sum(numbers) if "+" in bare(text) else max(numbers)
-    if "presumed" in text and not varies:
-        return Length(longest, True)
-    if longest < 1:
-        raise Unreadable("seq_len", f"{row['seq_len']!r} is below 1")
-    return Length(longest, not varies)
-
-
-def numbers_of(text: str) -> Iterator[float]:
-    """The numbers of a value like `43.5`, `12.6+10.9`, `72-80`, `1,650`, `~51`."""
-    for found in re.findall(r"\d[\d,]*\.?\d*(?:e[+-]?\d+)?", text.lower().replace("−", "-")):
-        yield float(found.replace(",", ""))
+    return None if row.unknown("seq_len") else length_of(row["seq_len"])
 
 
 def value_of(row: Row) -> float:
     """The figure's number. Of GPU0 + GPU1 the larger: a peak is the worst rank's. Of a range the middle.
 
     Raises:
+        LeftOut: it is a bound, or one of several figures.
         Unreadable: there is no number.
     """
-    found = list(numbers_of(row["value"]))
-    if not found or found[0] <= 0 or row["value"].startswith("-"):
-        raise Unreadable("value", f"{row['value']!r} is no positive number")
-    if "+" in row["value"]:
-        return max(found)
-    return sum(found[:2]) / 2 if "-" in row["value"].strip("-") and len(found) > 1 else found[0]
+    return _figure(row).value
+
+
+def _figure(row: Row) -> Printed:
+    if row.unknown("value"):
+        raise LeftOut("no figure stated")
+    return printed(row["value"])
+
+
+def unit_of(row: Row) -> str:
+    """The figure's unit, as it is spelt here: of the unit's cell, or where that is empty of what stands behind the number.
+
+    Raises:
+        Unreadable: the two say something else.
+    """
+    beside, column = _figure(row).unit, row["unit"] or remarks_of(row["figure_kind"])
+    if not column or not beside:
+        return plain_unit(column or beside)
+    if _kind_of_unit(plain_unit(beside)) not in (None, _kind_of_unit(plain_unit(column))):
+        raise Unreadable("value", f"{row['value']!r} is in another unit than {column!r}")
+    return plain_unit(column)
+
+
+def plain_unit(text: str) -> str:
+    """A unit as RATE_UNITS, TIME_UNITS and MEMORY_UNITS spell it, without brackets."""
+    text = re.sub(r"\s*\(.*", "", text.lower().replace("_", " ")).strip()
+    for pattern, same in _SAME_UNITS:
+        text = re.sub(pattern, same, text)
+    return text
+
+
+def _kind_of_unit(unit: str) -> str | None:
+    """The part of a unit that tells it from others."""
+    found = re.match(r"[a-z]+(?:/[a-z]+)?", unit)
+    word = found.group() if found else ""
+    return word.split("/")[0] if word.split("/")[0] in MEMORY_UNITS else word or None
 
 
 # What a `GB` can be, from the largest down; the first in which the figure fits the card counts.
@@ -203,12 +207,14 @@ def memory_bytes(row: Row, gpus: int, card_bytes: float = float("inf"), gigabyte
         gigabyte: bytes of the source's GB, where that is known.
 
     Raises:
+        LeftOut: it is a bound, or one of several figures.
         Unreadable: the unit is none of memory.
     """
-    word = re.match(r"[a-z]+", row["unit"].lower().replace("_", " "))
+    unit = unit_of(row)
+    word = re.match(r"[a-z]+", unit)
     if word is None or word.group() not in MEMORY_UNITS:
         raise Unreadable("unit", f"{row['unit']!r} is none of memory ({', '.join(MEMORY_UNITS)})")
-    total = any(text in row["unit"].lower() for text in ("sum", "total"))
+    total = any(text in unit for text in ("sum", "total", "all gpus"))
     value = value_of(row) / (gpus if total else 1)
     if word.group() not in ("gb", "g"):
         return value * MEMORY_UNITS[word.group()]
@@ -228,61 +234,44 @@ def step_seconds(row: Row, *, samples: float, tokens: float, gpus: int, rate_is:
         LeftOut: whether a rate is one GPU's or all GPUs' is not known.
         Unreadable: the unit is none of time or speed.
     """
-    kind, unit = row["figure_kind"], re.sub(r"\s*\(.*", "", row["unit"].lower()).strip()
-    if unit in TIME_UNITS:
-        return value_of(row) * TIME_UNITS[unit]
-    word = next((name for name in RATE_UNITS if unit.startswith(name)), None)
-    if word is None:
-        raise Unreadable("unit", f"{row['unit']!r} is none of time or speed ({', '.join([*TIME_UNITS, *RATE_UNITS])})")
+    kind, unit = row.kind, unit_of(row)
+    if (time := re.fullmatch(r"(s|ms|min)(?:/(?:it|step|steps|batch))?", unit)) is not None:
+        return value_of(row) * TIME_UNITS[time.group(1)]
+    rate = re.match(r"(samples|tokens|sequences|it|steps)/s\b", unit)
+    if rate is None:
+        known = [*TIME_UNITS, *(f"{name}/s" for name in RATE_UNITS)]
+        raise Unreadable("unit", f"{row['unit']!r} is none of time or speed ({', '.join(known)})")
+    what = RATE_UNITS[rate.group(1)]
     per_gpu = rate_is == "per_gpu"
-    if rate_is is None:
-        per_gpu = unit.endswith("/gpu") or kind.endswith("per_gpu")
+    if rate_is is None and what != "steps":
+        per_gpu = unit.endswith("/gpu") or kind.endswith(("per_gpu", "_gpu")) or kind.startswith("tgs")
         if "total_or_per_gpu" in kind:
             if gpus > 1:
                 raise LeftOut("whether the speed is one GPU's or all GPUs' is not stated")
             per_gpu = False
-    amount = {"samples": samples, "tokens": tokens, "steps": 1.0}[RATE_UNITS[word]]
+    amount = {"samples": samples, "tokens": tokens, "steps": 1.0}[what]
     return amount / (value_of(row) * (gpus if per_gpu else 1))
 
 
-# Kinds of figures -> what they are of. The first word that a kind starts with counts.
-KINDS = {
-    "peak_alloc": "allocated",
-    "peak_active": "allocated",
-    "peak_reserved": "reserved",
-    "nvidia_smi": "nvml",
-    "peak_unspecified": "nvml",
-    "nvml": "nvml",
-    "peak": "nvml",
-    "max_micro_batch": "decision",
-    "fits": "decision",
-    "oom": "decision",
-    "step_s": "step",
-    "samples_per_s": "step",
-    "tokens_per_s": "step",
-}
-NOT_PREDICTED = {
-    "alloc_after_step": "memory held between steps, no peak",
-    "reserved_after_epoch": "memory held between steps, no peak",
-    "mem_first_number": "memory before the training, no peak",
-    "reserved_p99": "a percentile of steps, no peak",
-    "host_oom": "host memory",
-    "host": "host memory",
-}
-
-
 def quantity_of(row: Row) -> str:
-    """What the figure is of: allocated, reserved, nvml, step or decision.
+    """What the figure is of: allocated, reserved, nvml, step or decision. The longest name that a kind begins with counts.
 
     Raises:
         LeftOut: it is of nothing that is predicted.
         Unreadable: nobody knows the kind.
     """
-    kind = bare(row["figure_kind"])
-    for name, why in NOT_PREDICTED.items():
-        if kind.startswith(name):
-            raise LeftOut(why)
-    for name, quantity in KINDS.items():
-        if kind.startswith(name):
-            return quantity
-    raise Unreadable("figure_kind", f"{row['figure_kind']!r}; known: {', '.join([*KINDS, *NOT_PREDICTED])}")
+    kind = row.kind
+    words = vocabulary()["figure_kind"]
+    names = {name: (quantity, "") for quantity, known in words["kinds"].items() for name in known}
+    names |= {name: ("", why) for why, known in words["not_predicted"].items() for name in known}
+    best = max((name for name in names if kind.startswith(name)), key=len, default=None)
+    if best is None:
+        raise Unreadable("figure_kind", f"{row['figure_kind']!r} is none of the kinds in words.json")
+    quantity, why = names[best]
+    if why:
+        raise LeftOut(why)
+    return quantity
+
+
+__all__ = ["COLUMNS", "LeftOut", "Length", "Row", "UnknownWord", "Unreadable", "bare", "length", "memory_bytes"]
+__all__ += ["quantity_of", "read_table", "step_seconds", "unit_of", "value_of", "whole"]

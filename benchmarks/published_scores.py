@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from published_readers import Case
 from published_sources import source_of
 
 from autotune.errors import UserError
+from autotune.predict.known_error import JobKind
 from autotune.predict.passes import Trace
 from autotune.predict.predictor import Prediction, Predictor
 from autotune.predict.trace import trace_job, trace_jobs
@@ -54,15 +57,39 @@ def traced(
     cases: Sequence[Case], told: Callable[[int, int], None] | None = None
 ) -> tuple[list[Case], list[tuple[Case, str]]]:
     """(cases whose model can be traced or estimated, why of the others)."""
-    trace_jobs([(case.job, case.loss) for case in cases], told)
+    with contextlib.suppress(Exception):  # what it cannot trace `_trace` meets again, a row at a time
+        trace_jobs([(case.job, case.loss) for case in cases], told)
     good, bad = [], []
     for case in cases:
         try:
             _trace(case)
         except UserError as error:
             bad.append((case, str(error)))
-            continue
-        good.append(case)
+        except Exception as error:  # what a reader made of a row can be more than the tracer can take
+            bad.append((case, fault(error)))
+        else:
+            good.append(case)
+    return good, bad
+
+
+def fault(error: Exception) -> str:
+    """Why a row is left out that nobody expected to fail."""
+    return f"cannot be judged: {type(error).__name__}: {' '.join(str(error).split())[:120]}".rstrip(": ")
+
+
+def predictable(cases: Sequence[Case]) -> tuple[list[Case], list[tuple[Case, str]]]:
+    """(cases of which the figure is predicted, why of the others)."""
+    good, bad = [], []
+    for case in cases:
+        try:
+            predicted, low, high = figure(case, predictor_of(case).predict(case.candidate))
+            JobKind.of(case.job, case.candidate, case.hardware)
+            if case.quantity != "decision" and not (predicted > 0 and math.isfinite(predicted + high - low)):
+                raise ValueError(f"predicted {predicted:g}")
+        except Exception as error:
+            bad.append((case, fault(error)))
+        else:
+            good.append(case)
     return good, bad
 
 
@@ -105,24 +132,34 @@ def uncalibrated(cases: Sequence[Case]) -> list[Scored]:
 
 
 def calibrated(cases: Sequence[Case]) -> list[Scored]:
-    """All cases but those that calibrated: of each source the first configuration with a peak, and with a step."""
-    found = []
+    """All cases but those that calibrated: of each source the first configuration with a peak, and with a step.
+
+    A source whose first row teaches nothing that can be fitted has none of its rows here.
+    """
+    found: list[Scored] = []
     by_source: dict[str, list[Case]] = {}
     for case in cases:
         by_source.setdefault(source_of(case.row).name, []).append(case)
     for own in by_source.values():
-        peak = next((case for case in own if case.quantity in MEMORY), None)
-        steps = [case for case in own if case.quantity == "step"]
-        same = [case for case in steps if peak and case.configuration == peak.configuration]
-        step = next(iter(same or steps), None)
-        memory = learnt(peak, predictor_of(peak)) if peak else None
-        time = learnt(step, predictor_of(step)) if step else None
-        for case in own:
-            if case is peak or case is step:
-                continue
-            predictor = predictor_of(case)
-            predictor.believe(memory, time)
-            found.append(Scored(case, *figure(case, predictor.predict(case.candidate))))
+        with contextlib.suppress(ArithmeticError, ValueError):
+            found += _calibrated_source(own)
+    return found
+
+
+def _calibrated_source(own: Sequence[Case]) -> list[Scored]:
+    found = []
+    peak = next((case for case in own if case.quantity in MEMORY), None)
+    steps = [case for case in own if case.quantity == "step"]
+    same = [case for case in steps if peak and case.configuration == peak.configuration]
+    step = next(iter(same or steps), None)
+    memory = learnt(peak, predictor_of(peak)) if peak else None
+    time = learnt(step, predictor_of(step)) if step else None
+    for case in own:
+        if case is peak or case is step:
+            continue
+        predictor = predictor_of(case)
+        predictor.believe(memory, time)
+        found.append(Scored(case, *figure(case, predictor.predict(case.candidate))))
     return found
 
 
@@ -166,10 +203,16 @@ def summary(scored: Sequence[Scored]) -> dict[str, Any]:
     return found
 
 
-def spearman(scored: Sequence[Scored]) -> float | None:
-    """Rank correlation of predicted and measured figures; None for fewer than 8 rows."""
+def ranked(scored: Sequence[Scored]) -> list[Scored]:
+    """The rows of which a rank correlation is told; none where they are fewer than 8."""
     rows = [one for one in scored if one.case.quantity != "decision"]
-    if len(rows) < LEAST_FOR_SPEARMAN:
+    return rows if len(rows) >= LEAST_FOR_SPEARMAN else []
+
+
+def spearman(scored: Sequence[Scored]) -> float | None:
+    """Rank correlation of predicted and measured figures; None for fewer than 8 rows, and where either are all the same."""
+    rows = ranked(scored)
+    if min(len({one.predicted for one in rows}), len({one.case.value for one in rows})) < 2:
         return None
     a, b = _ranks([one.predicted for one in rows]), _ranks([one.case.value for one in rows])
     return statistics.correlation(a, b)
@@ -184,4 +227,5 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [statistics.mean(places[value]) for value in values]
 
 
-__all__ = ["Hardware", "Scored", "calibrated", "figure", "spearman", "summary", "traced", "uncalibrated"]
+__all__ = ["Hardware", "Scored", "calibrated", "fault", "figure", "predictable", "ranked", "spearman", "summary"]
+__all__ += ["traced", "uncalibrated"]

@@ -10,13 +10,16 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from published_models import DATA, untied
+from published_models import untied
+from published_numbers import Length
 from published_readers import Case, Settings, adapters_in_32_bits, cases_of, settings_of
-from published_rows import LeftOut, Length, Row
+from published_rows import Row
+from published_words import DATA, LeftOut
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,11 @@ def _sources() -> list[tuple[str, Source]]:
 
 def source_of(row: Row) -> Source:
     """The row's source; one that is not in `sources.json` counts as B."""
-    where = row["source_repo_or_url"]
-    return next((source for match, source in _sources() if match in where), Source(row.source, "B", False))
+    where = row.source.lower()
+    return next(
+        (source for match, source in _sources() if re.match(re.escape(match.lower()) + r"(?![\w.-])", where)),
+        Source(row.source, "B", False),
+    )
 
 
 def read(row: Row) -> list[Case]:
@@ -252,7 +258,9 @@ def _techniques_so_far(row: Row, s: Settings) -> None:
 
 def internevo(row: Row, s: Settings) -> None:
     """InternLM/InternEvo: its own engine; states of 32-bit masters over `zero1` GPUs, whole weights on each. A step takes all
-    of a rank's part at once (hybrid_zero_optim.py: one flat 32-bit gradient a group of parameters)."""
+    of a rank's part at once (hybrid_zero_optim.py: one flat 32-bit gradient a group of parameters). Its FSDP
+    keeps 32-bit masters beside 16-bit shards (fsdp_optimizer.py, FSDPadaptOptimizer)."""
+    s.own_engine = not s.deepspeed
     if "within node" in row["parallel"]:
         raise LeftOut("states sharded within a node only")
     if s.stage == 3:

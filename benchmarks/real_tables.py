@@ -225,10 +225,10 @@ def middle(times: list[dict[str, float]], what: str) -> float:
     return statistics.median(one[what] for one in times)
 
 
-def by_torchrun(recipe: Recipe, job: Job, candidate: Candidate, folder: Path) -> float:
+def by_torchrun(recipe: Recipe, job: Job, candidate: Candidate, folder: Path, steps: int) -> float:
     """Step seconds of a training that torchrun itself starts; of a script, by the clock of `timed.py`."""
     log = folder / "steps.log"
-    argv = [str(HERE / "timed.py"), str(log), *words(recipe, job, candidate, folder, steps=40)]
+    argv = [str(HERE / "timed.py"), str(log), *words(recipe, job, candidate, folder, steps)]
     env = {**training_environment("cpu", threads_per_rank(recipe.ranks)), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([*torchrun_words(recipe.ranks), *argv], env=env, capture_output=True, text=True)
     if not log.exists():
@@ -260,7 +260,7 @@ def table_rows(found: Measured, fits: float) -> tuple[float, dict[Candidate, Row
     return capacity, rows
 
 
-def record(recipe: Recipe, out: Path, rounds: int, most: int | None) -> dict[str, Any]:
+def record(recipe: Recipe, out: Path, rounds: int, most: int | None, steps: int) -> dict[str, Any]:
     """Writes one table; a row of what it holds."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -270,7 +270,7 @@ def record(recipe: Recipe, out: Path, rounds: int, most: int | None) -> dict[str
         found = measure(recipe, job, candidates, folder, rounds)
         capacity_gib, rows = table_rows(found, recipe.fits)
         best = min((c for c in rows if rows[c].step_seconds), key=lambda c: middle(found[c], "step_seconds"))
-        plain = middle(found[best], "step_seconds") / by_torchrun(recipe, job, best, folder)
+        plain = middle(found[best], "step_seconds") / by_torchrun(recipe, job, best, folder, steps)
     hardware = detect("cpu", recipe.ranks)
     if job.script is not None:  # where it lay is of no use to whoever searches the table
         job = dataclasses.replace(job, script=dataclasses.replace(job.script, argv=(f"{job.script.name}.py",), cwd="."))
@@ -318,8 +318,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--candidates", type=int, help="the first so many of each space")
+    parser.add_argument(
+        "--steps", type=int, default=40, help="of the training by torchrun that a table is checked with"
+    )
     parser.add_argument("--described", action="store_true", help="say what is recorded, and measure nothing")
-    arguments = parse(parser, rounds=1, candidates=1)
+    arguments = parse(parser, rounds=1, candidates=1, steps=6)
     if unknown := set(arguments.names) - RECIPES.keys():
         parser.error(f"no table {', '.join(sorted(unknown))}; expected some of {', '.join(RECIPES)}")
     names = arguments.names or (["lora-bf16_1xcpu"] if arguments.small else list(RECIPES))
@@ -328,7 +331,7 @@ def main() -> None:
         out = arguments.out or (Path(scratch) if arguments.small else OUT)
         rows = []
         for name in names:
-            rows.append(record(RECIPES[name], out, arguments.rounds, arguments.candidates))
+            rows.append(record(RECIPES[name], out, arguments.rounds, arguments.candidates, arguments.steps))
             print(rows[-1], flush=True)
         others = [out / name for name in RECIPES if name not in names]
         rows += [described(path) for path in others if path.with_suffix(".json").exists()]

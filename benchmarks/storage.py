@@ -22,7 +22,7 @@ from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.space_file import load_space
-from autotune.search.storage import DATABASES
+from autotune.search.storage import DATABASES, url_of
 from autotune.search.study import StudyStore
 from autotune.units import GIB, MIB
 
@@ -47,7 +47,7 @@ def compare(count: int, folder: Path) -> list[dict[str, Any]]:
         named_hardware("rtx4090", 4),
         load_space("default"),
     )
-    urls = {file: f"{url}{folder / file}" for file, url in DATABASES.items()}
+    urls = {file: url_of(folder / file) for file in DATABASES}
     rows = []
     for file, url in urls.items():
         began = time.perf_counter()

@@ -89,6 +89,7 @@ DEAR = {  # file: what its tests share, or None where each takes long by itself;
     "tests/test_readme.py": None,
     "tests/benchmarks/test_small_forms.py": None,
     "tests/benchmarks/test_faults.py": None,
+    "tests/test_edited_script.py": None,
     "tests/test_guarded.py": None,
     "tests/commands/test_tasks.py": None,
     "tests/commands/test_stopped_while_building.py": None,

@@ -34,6 +34,18 @@ BASE = ("run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--bud
         ((*BASE, "--global-batch-size", "0"), "at least 1"),
         ((*BASE, "--memory-cap", "9999GiB"), "above the capacity"),
         ((*BASE, "--memory-cap", "lots"), "24GiB"),
+        ((*BASE, "--memory-cap", "24"), "--memory-cap 24 is 24 bytes; did you mean 24GiB?"),
+        (("plan", "--model", "tiny-llama", "--gpu", "a100", "--host-memory", "64"), "did you mean 64GiB?"),
+        ((*BASE, "--seed", "-1"), "--seed -1: expected a whole number from 0 to 4294967295"),
+        ((*BASE, "--seed", str(2**32)), "--seed 4294967296: expected"),
+        ((*BASE, "--out", "/"), "/ is a folder"),
+        ((*BASE, "--out", "/proc/x.json"), "/proc is read-only for you")
+        if os.geteuid()
+        else ((*BASE, "--out", "/etc/passwd/x"), "there is no folder"),
+        ((*BASE, "--out", "runs/s/study.db"), "is where a study is kept"),
+        ((*BASE, "--study", "-neg"), "not starting with a dot or a hyphen"),
+        ((*BASE, "--study", "two\nlines"), "expected a plain name"),
+        ((*BASE, "--study", "share"), "choose another"),
         ((*BASE, "--headroom", "120%"), "share"),
         ((*BASE, "--seq-len", "0"), "--seq-len"),
         ((*BASE, "--seq-len", "99999999"), "--seq-len"),

@@ -93,6 +93,17 @@ def test_a_socket_can_be_bound_however_long_the_temporary_folder(
     assert not folder.path.exists()
 
 
+def test_the_folder_is_locked_against_the_removal_of_old_files() -> None:
+    """systemd-tmpfiles takes this lock of each folder that it looks into, and leaves those alone of which it has it not."""
+    folder = SocketFolder("autotune-")
+    cleaner = os.open(folder.path, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    folder.close()
+    fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(cleaner)
+
+
 class NoSockets(socket.socket):
     """As where TMPDIR lies on a file system that has no sockets."""
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from autotune.errors import UserError
 from autotune.interpreter import (
     Beside,
     Own,
+    bound_command,
     current,
     interpreter_at,
     launched,
@@ -102,6 +104,21 @@ def test_a_module_of_ours_is_run_apart_from_the_folder_it_is_called_from(tmp_pat
     told = subprocess.run([*command[:-1], "--none"], cwd=tmp_path, capture_output=True, text=True)
     assert told.returncode == 2
     assert "--none" in told.stderr
+
+
+def test_a_process_whose_parent_is_killed_while_it_begins_imports_nothing(tmp_path: Path) -> None:
+    """The kernel tells of a parent's death only whoever has asked before it."""
+    (tmp_path / "slow.py").write_text("raise SystemExit(f'{__name__} was run')")
+    lives = bound_command(sys.executable, "slow")
+    with subprocess.Popen("true") as dead:
+        pass
+    late = [str(dead.pid) if word == str(os.getpid()) else word for word in lives]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])}
+    for words, ended in ((lives, 1), (late, -signal.SIGKILL)):
+        done = subprocess.run(words, env=env, capture_output=True, text=True)
+        assert (done.returncode, "__main__ was run" in done.stderr) == (ended, ended == 1)
+    behind_a_script = [sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))", *lives]
+    assert subprocess.run(behind_a_script, env=env, capture_output=True).returncode == 1, "its parent's parent lives"
 
 
 def test_it_is_the_current_one_for_as_long_as_it_is_asked_for(tmp_path: Path) -> None:

@@ -100,3 +100,28 @@ def test_who_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_watched(None)
     monkeypatch.setenv("JPY_PARENT_PID", "1")
     assert not is_watched(Terminal()), "a notebook's cell moves no cursor"
+
+
+def said(words: list[str], **how: Any) -> subprocess.CompletedProcess[bytes]:
+    env = {**os.environ, **how.pop("env", {})}
+    return subprocess.run(
+        [sys.executable, "-m", "autotune", *words], stderr=subprocess.PIPE, env=env, timeout=120, **how
+    )
+
+
+@pytest.mark.parametrize("words", [["models"], ["models", "--json"], ["spaces", "show", "default"], ["--version"]])
+def test_a_disk_that_is_full_is_one_line(words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = said(words, stdout=full)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"autotune: the disk refuses to be written (No space left on device)")
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_what_a_terminal_cannot_show_costs_no_line() -> None:
+    ascii_alone = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    stream = cast(Any, Lasting(ascii_alone))
+    print("12 samples/s, ±0.1 %", file=stream)
+    stream.writelines(["naïve\n", "\udcff\n"])
+    stream.flush()
+    assert cast(io.BytesIO, ascii_alone.buffer).getvalue() == b"12 samples/s, ?0.1 %\nna?ve\n?\n"

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autotune.errors import UserError
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH
@@ -56,6 +57,9 @@ OBEY = {
     "detection": ("rows", 1),
     "epochs": ("rows", 1),
     "critic": ("rows", 1),
+    "full_rows": ("tokens", pytest.approx(62, abs=1)),
+    "images_and_texts": ("rows", 1),
+    "graphs": ("rows", 1),
 }
 # What is said; the batch stays what the config says, whatever was counted.
 LEFT = {
@@ -67,6 +71,9 @@ LEFT = {
     "time_first_of_35": "a step where",
     "without_positions": "a step where",
     "plain_lists": "cannot be counted",
+    "four_full_rows": "tokens a micro-batch where about 1",
+    "rows_now_full_now_not": "packed end to end, so its micro-batch cannot be checked",
+    "clouds": "change from step to step, so its micro-batch cannot be checked",
     "critic_of_another_batch": "an engine beside the first",
     "critic_of_unlike_steps": "a second engine trains",
     "errors_are_printed": "gave 16 rows a step where 8 were asked for",
@@ -124,6 +131,44 @@ def test_a_script_that_fails_at_another_batch_keeps_its_own(scripts: Scripts, tm
     assert "told another batch (" in found.script.profile["batch_note"]
     assert "made for four" in found.script.profile["batch_note"]
     assert scripts.measure(found, own_candidate(found.script).but(reduce_bucket_size=200_000)).ok
+
+
+MICRO_FLAG = ((MICRO_BATCH, "--batch_size"),)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "batch"),
+    [
+        ("groups_of_eight", (1, 8)),
+        ("accumulates_to_its_global_batch 16", (1, 8)),
+        ("accumulates_to_its_global_batch 18", (3, 3)),
+        ("one_or_four", (1, 8)),
+    ],
+)
+def test_a_script_that_holds_its_global_batch_obeys(
+    scripts: Scripts, tmp_path: Path, way: str, batch: tuple[int, int]
+) -> None:
+    config = {**CONFIG, MICRO_BATCH: batch[0], ACCUMULATION: batch[1]}
+    found = scripts.probe(command(way), folder_of(tmp_path, config), MICRO_FLAG)
+    assert found.script.profile["batch_note"] == ""
+    own = own_candidate(found.script)
+    assert (own.micro_batch, own.accumulation) == batch
+    if way == "one_or_four":
+        outcome = scripts.measure(found, own.but(**{MICRO_BATCH: 4, ACCUMULATION: 2}))
+        assert outcome.ok, outcome
+
+
+def test_a_batch_of_another_size_that_a_script_refuses_ends_no_run(scripts: Scripts, tmp_path: Path) -> None:
+    """Of one sample a rank there is no other batch of its own size."""
+    config = {**CONFIG, MICRO_BATCH: 1, ACCUMULATION: 1}
+    found = scripts.probe(command("accumulates_to_its_global_batch 2"), folder_of(tmp_path, config), MICRO_FLAG)
+    assert "accumulated 1 micro-batches where 2 were asked for" in found.script.profile["batch_note"]
+
+
+def test_a_flag_that_does_not_set_the_batch_ends_the_run(scripts: Scripts, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="gave 16 rows a step where 8 were asked for"):
+        scripts.probe(command("constant_batch"), folder_of(tmp_path), MICRO_FLAG)
 
 
 def test_a_batch_that_leaves_too_few_steps_is_only_that_candidates(scripts: Scripts, tmp_path: Path) -> None:
@@ -189,6 +234,33 @@ def test_the_config_of_an_engine_beside_the_first_stays_its_own(scripts: Scripts
     assert json.loads((tmp_path / "stages.json").read_text()) == [0, 2]
     printed = printed_command(found.script, own_candidate(found.script), "best.json")
     assert printed[-3:] == ["critic.json", "--deepspeed_config", "best.json"]
+
+
+def test_a_model_that_is_made_in_parts_is_tuned_at_every_stage(scripts: Scripts, tmp_path: Path) -> None:
+    stage3 = {"stage": 3, "reduce_bucket_size": 100_000}
+    found = scripts.probe(command("zero_init"), folder_of(tmp_path, {**CONFIG, "zero_optimization": stage3}))
+    assert found.script.profile["zero_init"]
+    for stage in (3, 0, 2):
+        outcome = scripts.measure(found, own_candidate(found.script).but(zero_stage=stage))
+        assert outcome.ok, outcome
+
+
+def test_a_script_that_resumes_is_tuned_at_every_stage(scripts: Scripts, tmp_path: Path) -> None:
+    """Its checkpoint is of no stage at all: it is not loaded."""
+    step = folder_of(tmp_path) / "saved" / "global_step5"
+    step.mkdir(parents=True)
+    step.with_name("latest").write_text(step.name)
+    torch.save({"module": {}, "optimizer": {}, "global_steps": 5, "step": 5}, step / "mp_rank_00_model_states.pt")
+    found = scripts.probe(command("resumes"), tmp_path)
+    assert "zero_init" not in found.script.profile
+    for stage in (0, 3):
+        outcome = scripts.measure(found, own_candidate(found.script).but(zero_stage=stage))
+        assert outcome.ok, outcome
+
+
+def test_what_stays_the_same_where_rows_change_is_no_batch(scripts: Scripts, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="gave 16 rows a step where 8 were asked for: say which flag"):
+        scripts.probe(command("four_images_and_texts"), folder_of(tmp_path))
 
 
 def test_a_batch_that_grows_is_refused(scripts: Scripts, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -51,14 +52,32 @@ def wheel(dist: Path) -> Path:
     return found
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where every test makes its environment of ranks anew, and where DeepSpeed's ops of all of them are built: what is built
+    is the same where its sources have the same paths, and takes a minute."""
+    return tmp_path_factory.mktemp("place")
+
+
+@pytest.fixture
+def user(place: Path) -> Path:
+    """A folder for an environment."""
+    shutil.rmtree(place / "user", ignore_errors=True)
+    return place / "user"
+
+
+@pytest.fixture
+def ops(place: Path) -> Path:
+    return place / "ops"
+
+
 class Installed:
     """A console script, run from a folder that has nothing to do with it."""
 
-    def __init__(self, folder: Path, scripts: Path) -> None:
+    def __init__(self, folder: Path, scripts: Path, ops: Path) -> None:
         self.folder, self.script = folder, str(scripts / "autotune")
         kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        # DeepSpeed's ops of two environments must not be built in one folder
-        self.env = {**kept, "TORCH_EXTENSIONS_DIR": str(folder / "ops"), "AUTOTUNE_CACHE": str(folder / "cache")}
+        self.env = {**kept, "TORCH_EXTENSIONS_DIR": str(ops), "AUTOTUNE_CACHE": str(folder / "cache")}
         folder.mkdir(exist_ok=True)
         (folder / "space.yaml").write_text(SPACE)
 
@@ -97,10 +116,10 @@ def test_what_is_published_is_whole(dist: Path) -> None:
     assert done.stdout.count("PASSED") == 2
 
 
-def test_in_one_environment(wheel: Path, tmp_path: Path) -> None:
+def test_in_one_environment(wheel: Path, user: Path, ops: Path, tmp_path: Path) -> None:
     """`pip install deepspeed-autotune` where torch, deepspeed and transformers are."""
-    python = make_environment(tmp_path / "env", [*TUNER, "torch", "deepspeed", "transformers"])
-    autotune = Installed(tmp_path / "elsewhere", install_wheel(python, wheel))
+    python = make_environment(user, [*TUNER, "torch", "deepspeed", "transformers"])
+    autotune = Installed(tmp_path / "elsewhere", install_wheel(python, wheel), ops)
     assert "tiny-gemma-2" in autotune("models")
     assert "low_memory" in autotune("spaces", "list")
     assert "tiny-llama" in autotune("gallery", "list")
@@ -117,11 +136,11 @@ def tuner(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return install_wheel(make_environment(tmp_path_factory.mktemp("tuner") / "env", TUNER), wheel)
 
 
-def test_beside_a_named_model(tuner: Path, tmp_path: Path) -> None:
-    autotune = Installed(tmp_path / "elsewhere", tuner)
+def test_beside_a_named_model(tuner: Path, user: Path, ops: Path, tmp_path: Path) -> None:
+    autotune = Installed(tmp_path / "elsewhere", tuner, ops)
     refused = autotune(*RUN, "--model", "tiny-gemma-2", code=2)
     assert "no torch and no deepspeed and no transformers in autotune's own environment" in refused
-    python = str(make_environment(tmp_path / "user", ["torch", "deepspeed", "transformers"]))
+    python = str(make_environment(user, ["torch", "deepspeed", "transformers"]))
     said = autotune(*RUN, "--python", python, "--model", "tiny-gemma-2", "--study", "s")
     assert f"ranks run in {python}: torch " in said
     meta = json.loads((tmp_path / "elsewhere/runs/s/s.meta.json").read_text())
@@ -130,9 +149,9 @@ def test_beside_a_named_model(tuner: Path, tmp_path: Path) -> None:
     assert "not traced" not in autotune("plan", "--model", "tiny-gemma-2", "--gpu", "rtx3090", "--python", python)
 
 
-def test_beside_a_script_without_transformers(tuner: Path, tmp_path: Path) -> None:
-    autotune = Installed(tmp_path / "elsewhere", tuner)
-    python = make_environment(tmp_path / "user", ["torch", "deepspeed"])
+def test_beside_a_script_without_transformers(tuner: Path, user: Path, ops: Path, tmp_path: Path) -> None:
+    autotune = Installed(tmp_path / "elsewhere", tuner, ops)
+    python = make_environment(user, ["torch", "deepspeed"])
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
@@ -140,7 +159,7 @@ def test_beside_a_script_without_transformers(tuner: Path, tmp_path: Path) -> No
     }
     (autotune.folder / "ds.json").write_text(json.dumps(config))
     script = [str(SCRIPTS / "bare.py"), "--config", "ds.json", "--steps", "60", "--seen", str(tmp_path / "seen")]
-    autotune.env["VIRTUAL_ENV"] = str(tmp_path / "user")  # active, and the tuner's own has no torch
+    autotune.env["VIRTUAL_ENV"] = str(user)  # active, and the tuner's own has no torch
     said = autotune(*RUN, "--study", "s", "--", *script)
     assert "of the active environment; --python names another" in said
     del autotune.env["VIRTUAL_ENV"]

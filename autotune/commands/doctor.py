@@ -34,6 +34,7 @@ from autotune.problem.gpus import (
 )
 from autotune.problem.hardware import facts_for
 from autotune.problem.host import host_available_bytes, host_total_bytes
+from autotune.problem.unseen import unseen_gpu
 from autotune.units import GIB, MIB, format_bytes
 from autotune.versions import Versions, complaint, newer
 
@@ -93,6 +94,8 @@ def _no_driver() -> Finding:
         fix = "reboot, or reload its kernel module: an update has left the old one running"
         return Finding("bad", "driver", f"NVIDIA's driver does not answer: {trouble}", cost, fix)
     fix = "install NVIDIA's driver, or run the container with --gpus all"
+    if why := unseen_gpu():
+        return Finding("bad", "GPU", why, cost, fix)
     return Finding("warn", "GPU", "NVML finds no driver", cost, fix)
 
 
@@ -100,7 +103,8 @@ def _gpu(gpu: Gpu) -> Finding:
     if gpu.trouble:
         fix = "`nvidia-smi -r`, or a reboot; `dmesg | grep Xid` says why; or leave it out with CUDA_VISIBLE_DEVICES"
         return Finding("bad", gpu.label, f"does not answer: {gpu.trouble}", "a study that uses it cannot run", fix)
-    found = f"{gpu.name}, {format_bytes(gpu.total_bytes)}, of which a process can have {format_bytes(gpu.free_bytes)}"
+    whose = " of main memory" if gpu.unified else ""
+    found = f"{gpu.name}, {format_bytes(gpu.total_bytes)}{whose}, of which a process can have {format_bytes(gpu.free_bytes)}"
     if gpu.reserved_bytes:
         found += f"; the driver keeps {format_bytes(gpu.reserved_bytes)}"
     if gpu.held_bytes >= MIB:
@@ -115,10 +119,11 @@ def _gpu(gpu: Gpu) -> Finding:
         fix = "end the other processes, or hide this GPU with CUDA_VISIBLE_DEVICES"
         return Finding("warn", gpu.label, found, cost, fix)
     if gpu.is_slice:
-        cost = "one rank only, and no MFU: CUDA shows a process one slice"
+        cost = "one rank only, no MFU, and wider predictions: CUDA shows a process one slice"
         return Finding("warn", gpu.label, found, cost, "for the whole card turn MIG off: nvidia-smi -mig 0")
     if facts_for(gpu.name, gpu.total_bytes) is None:
-        return Finding("warn", gpu.label, f"{found}; not in autotune's table", "no MFU", "add it to data/gpus.json")
+        cost = "no MFU, and wider predictions: its rates are estimated"
+        return Finding("warn", gpu.label, f"{found}; not in autotune's table", cost, "add it to data/gpus.json")
     return Finding("good", gpu.label, found)
 
 

@@ -16,10 +16,11 @@ from autotune.gallery.folder import checked, shipped_entries
 from autotune.gallery.nearest import start_from
 from autotune.gallery.plausible import check
 from autotune.gallery.sharing import entry_of
+from autotune.results.targets import check_out
 from autotune.search.proposer import Proposer
 from autotune.search.records import AS_IS
 from autotune.search.start import Start
-from autotune.search.storage import failures_in_one_line
+from autotune.search.storage import failures_in_one_line, output_folder
 from autotune.search.study import StudyStore
 
 NOTE = "the gallery's nearest"  # why such a trial is made
@@ -64,9 +65,10 @@ def share_study(study: str, storage: str | None, out: Path | None) -> Shared:
         UserError: there is no such study, it has measured nothing, or the file cannot be written.
     """
     store = StudyStore.load(study, storage)
-    out = out or (store.folder or Path()) / "share.json"
+    out = out or output_folder(store.folder) / "share.json"
     if out.is_dir():
         raise UserError(f"--out {out} is a folder; expected a file")
+    check_out(out, makes_folders=True)
     with failures_in_one_line():
         entry = entry_of(store)
         tried = {r.candidate for r in store.records() if r.outcome and r.outcome.kind.says_something_of_the_candidate}

@@ -11,16 +11,21 @@ from autotune.executors.local import LocalExecutor
 from autotune.executors.replay import ReplayExecutor
 from autotune.problem.hardware import Hardware
 from autotune.search.crew import Crew
-from autotune.search.lock import hold_a_place
+from autotune.search.lock import hold, hold_a_place
 
 
 @contextmanager
 def place(setup: Setup) -> Iterator[Path]:
-    """Where this call keeps logs: in the study's folder, or where several share a study in a folder of this one's there."""
+    """Where this call keeps logs: in the study's folder, or where several share a study in a folder of this one's there. It is
+    held from before the first write to it until the call ends.
+
+    Raises:
+        UserError: another run holds the study.
+    """
     if setup.storage is None:
-        yield setup.folder
-        return
-    place, held = hold_a_place(setup.folder, setup.name)
+        place, held = setup.folder, hold(setup.folder, setup.name)
+    else:
+        place, held = hold_a_place(setup.folder, setup.name)
     try:
         yield place
     finally:

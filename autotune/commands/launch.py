@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
+from autotune.commands.launched_command import Launched
 from autotune.commands.nodes import SCHEDULERS, Nodes, named_nodes
 from autotune.commands.python import TRAINING, ranks_python
 from autotune.commands.remembered import remembered_python
@@ -18,12 +20,15 @@ from autotune.group.locks import held_gpus
 from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect
-from autotune.problem.job import Job
+from autotune.problem.job import Job, Script
+from autotune.problem.script import half_told, line_of
+from autotune.problem.sources import SOURCES
+from autotune.problem.typed import launchers_config
 from autotune.recovery.ladder import Rung, ladder_path, recovery_ladder, write_ladder
 from autotune.recovery.supervisor import LaunchSummary, Supervisor, check_script
 from autotune.results.report.page import training_page, write_page
 from autotune.results.report.training import AttemptShown, TrainingReport
-from autotune.search.storage import make_study_folder
+from autotune.search.storage import make_study_folder, output_folder
 from autotune.search.study import StudyStore
 from autotune.version import __version__
 
@@ -65,6 +70,8 @@ def _launch(setup: LaunchSetup, nodes: Nodes | None, say: Callable[[str], None])
     found = _machines(training.hardware, setup.memory_cap_bytes, nodes)
     who = f"launch of {setup.script.target}"
     ground = nodes.cluster if nodes is not None else None
+    if training.job.script is not None and (half := half_told(training.job.script, training.ladder[0].candidate)):
+        say(half)
     say(f"{len(training.ladder)} configs on the ladder; a failure is met at most {setup.max_restarts} times")
     supervisor = Supervisor(
         training.job,
@@ -150,21 +157,34 @@ def _from_study(setup: LaunchSetup, store: StudyStore, say: Callable[[str], None
         )
     winner = store.winner
     if winner is None:
-        raise UserError(f"study {store.name} has no winner yet: `autotune run --study {store.name} …` goes on")
+        raise UserError(
+            f"study {store.name} has no winner yet: `autotune run --study {shlex.quote(store.name)} …` goes on"
+        )
     if job.script is None:
         say(f"study {store.name} is of {job.model.name} with synthetic batches, not of a script: its config is taken")
     known = job.script or script
     script = dataclasses.replace(
-        script, flags=script.flags or known.flags, profile=known.profile, ds_config=known.ds_config or script.ds_config
+        script, flags=script.flags or known.flags, profile=known.profile, ds_config=_config_beside(known, script)
     )
+    launched = Launched(store.name, job, winner.candidate, script, store.fingerprint.get(SOURCES, {}))
+    job, lines = launched.checked(setup.global_batch_size)
+    for line in lines:
+        say(line)
     ladder = ladder_of(store, winner.candidate, setup.convert)
     return _Training(
         dataclasses.replace(job, script=script),
         store.hardware,
         ladder,
-        store.folder or Path("runs") / store.name,
+        store.folder if store.folder and output_folder(store.folder) == store.folder else Path("runs") / store.name,
         store.threads,
     )
+
+
+def _config_beside(known: Script, script: Script) -> str | None:
+    """The DeepSpeed config that no word of the script itself names: the one that the launcher names now, but where the study was
+    given its own by --ds-config, which went over the launcher's there as well."""
+    given = known.ds_config is not None and known.ds_config != launchers_config(line_of(known), known.files, known.cwd)
+    return known.ds_config if given else script.ds_config or known.ds_config
 
 
 def ladder_of(store: StudyStore, top: Candidate, convert: bool) -> list[Rung]:
@@ -175,7 +195,7 @@ def ladder_of(store: StudyStore, top: Candidate, convert: bool) -> list[Rung]:
         if known and known[0].candidate == top:
             return known
     ladder = make_ladder(store, top, convert)
-    if not convert and path is not None:
+    if not convert and path is not None and output_folder(store.folder) == store.folder:
         write_ladder(path, ladder, store.job)
     return ladder
 
@@ -203,9 +223,7 @@ def _from_plan(setup: LaunchSetup) -> _Training:
 def _planned_ladder(plan: PlanSetup, convert: bool) -> list[Rung]:
     predictor = Predictor(plan.job, plan.hardware)
     candidates, _ = predictor.buildable(plan.space.candidates(plan.job))
-    table = predictor.table(candidates)
-    fits = predictor.fits(table)
-    if not fits.any():
+    ranked = predictor.ranked(predictor.table(candidates))
+    if not ranked:
         raise NothingFits(f"nothing of space {plan.space.name} is predicted to fit: `autotune plan` says what would")
-    best = max((i for i in range(len(candidates)) if fits[i]), key=lambda i: float(table.samples[i]))
-    return recovery_ladder(candidates[best], plan.space, plan.job, predictor, {}, convert=convert)
+    return recovery_ladder(candidates[ranked[0]], plan.space, plan.job, predictor, {}, convert=convert)

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from autotune.commands.plan_gains import gains
 from autotune.commands.plan_machines import Machines
 from autotune.commands.python import NAMED_MODEL, ranks_python
@@ -45,7 +47,8 @@ def plans(request: Request, gpus: Sequence[str | None], say: Callable[[str], Non
 
 
 def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere: bool = False) -> Plan:
-    """Predicts every candidate of the space: the `top` fastest that fit, and the largest micro-batch by ZeRO stage.
+    """Predicts every candidate of the space: the `top` fastest that surely fit, or the likeliest, and the largest micro-batch by
+    ZeRO stage.
 
     Args:
         elsewhere: say, too, which other machines would do and what would help.
@@ -56,10 +59,11 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere
     candidates, left_out = predictor.buildable(setup.space.candidates(setup.job))
     table = predictor.table(candidates)
     best = _best(predictor, candidates, table, top)
-    stages = [
-        _stage_plan(stage, [c for c in candidates if c.stage == stage], setup, predictor)
-        for stage in sorted({c.stage for c in candidates})
-    ]
+    of_stage = np.array([c.stage for c in candidates])
+    stages = []
+    for stage in sorted({c.stage for c in candidates}):
+        head = predictor.ranked(table, of_stage == stage)[:1]
+        stages.append(_stage_plan(stage, candidates, head, setup, predictor))
     shown = best[0] if best else stages[-1].smallest
     plan = Plan(
         setup.job,
@@ -82,11 +86,9 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere
 
 
 def _best(predictor: Predictor, candidates: list[Candidate], table: Table, top: int) -> list[Prediction]:
-    """The fastest that fit, of those that differ in little but the fastest."""
-    fits = predictor.fits(table)
-    order = sorted((i for i in range(len(candidates)) if fits[i]), key=lambda i: -table.samples[i])
+    """Those that `ranked` puts first, of those that differ in little but the first."""
     chosen: dict[tuple[Any, ...], int] = {}
-    for i in order:
+    for i in predictor.ranked(table):
         c = candidates[i]
         chosen.setdefault((c.stage, c.checkpointing, c.offload_optimizer, c.offload_param, c.micro_batch), i)
         if len(chosen) == top:
@@ -109,13 +111,20 @@ def _host_needs(setup: PlanSetup, predictor: Predictor, candidates: list[Candida
     hardware, ways = setup.hardware, sorted(smallest)
     roomy = Predictor(setup.job, dataclasses.replace(hardware, host_memory_bytes=PLENTY), predictor.trace)
     return tuple(
-        HostNeed(stage, parameters, host_bytes_per_node(one.host_bytes, hardware), one.fits)
+        HostNeed(stage, parameters, host_bytes_per_node(one.host_bytes, hardware), one.sure)
         for (stage, parameters), one in zip(ways, roomy.predict_many([smallest[way] for way in ways]), strict=True)
     )
 
 
-def _stage_plan(stage: int, mine: list[Candidate], setup: PlanSetup, predictor: Predictor) -> StagePlan:
-    """The plan of one ZeRO stage, from its own candidates."""
+def _stage_plan(
+    stage: int, candidates: list[Candidate], head: list[int], setup: PlanSetup, predictor: Predictor
+) -> StagePlan:
+    """The plan of one ZeRO stage.
+
+    Args:
+        head: the place of the stage's best candidate, where any may fit.
+    """
+    mine = [c for c in candidates if c.stage == stage]
     # the family that changes least: neither checkpointing nor offload where the space allows it, defaults elsewhere
     plain = min(
         mine,
@@ -129,18 +138,19 @@ def _stage_plan(stage: int, mine: list[Candidate], setup: PlanSetup, predictor: 
     )
     rungs = sorted({c for c in mine if c.family == plain.family}, key=lambda c: (c.micro_batch, c.accumulation))
     predictions = predictor.predict_many(rungs)
-    fitting = [one for one in predictions if one.fits]
+    fitting = [one for one in predictions if one.sure]
     largest = max(fitting, key=lambda one: (one.candidate.micro_batch, one.samples_per_second), default=None)
     wanted = next(
         (
             one
             for one in predictions
-            if not one.fits and (largest is None or one.candidate.micro_batch > largest.candidate.micro_batch)
+            if not one.sure and (largest is None or one.candidate.micro_batch > largest.candidate.micro_batch)
         ),
         None,
     )
     unlocks = _unlocks(wanted, setup, predictor) if wanted is not None else []
-    return StagePlan(stage, largest, predictions[0], unlocks)
+    helped = predictor.predict(candidates[head[0]]) if head and largest is None else None
+    return StagePlan(stage, largest, predictions[0], unlocks, helped)
 
 
 def _unlocks(wanted: Prediction, setup: PlanSetup, predictor: Predictor) -> list[str]:
@@ -160,18 +170,18 @@ def _unlocks(wanted: Prediction, setup: PlanSetup, predictor: Predictor) -> list
     for what, changed in changes:
         if changed is not None and changed != candidate:
             one = predictor.predict(changed)
-            if one.fits:
+            if one.sure:
                 found.append(f"{what} ({token_speed(one, job)})")
     if job.global_batch_size is None:
         step = 1 if hardware.nodes == 1 else hardware.per_node
         more = dataclasses.replace(job, ranks=job.ranks + step)
         nodes = hardware.nodes + (hardware.nodes > 1)
         grown = dataclasses.replace(hardware, count=hardware.count + step, nodes=nodes)
-        if Predictor(more, grown, predictor.trace).predict(candidate).fits:
+        if Predictor(more, grown, predictor.trace).predict(candidate).sure:
             found.append("one more GPU" if hardware.nodes == 1 else "one more node")
-    missing = wanted.peak_bytes - hardware.ceiling_bytes
+    missing = wanted.sure_bytes - hardware.ceiling_bytes
     if hardware.device == "cuda" and missing > 0:
-        needed = wanted.peak_bytes / (1 - hardware.headroom) / GIB
+        needed = wanted.sure_bytes / (1 - hardware.headroom) / GIB
         larger = [g for g in gpu_table().values() if g.memory_gib >= needed]
         if larger:
             card = min(larger, key=lambda g: g.memory_gib)

@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from autotune.commands.obedience import batch_note
 from autotune.commands.setup import Setup
 from autotune.errors import Stopped, UserError
 from autotune.executors.base import Effort
@@ -20,17 +21,21 @@ from autotune.problem.argument_files import said
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.problem.fitting import fitted
 from autotune.problem.job import Script
+from autotune.problem.needs import steps_on_gpu
 from autotune.problem.outcome import Kind, Outcome, Source
 from autotune.problem.script_job import (
+    CALL,
+    EARLIER,
+    KEPT,
     SPLIT,
-    UNCOUNTED,
-    UNCOUNTED_BESIDE,
-    Counted,
+    TOKENS,
+    ZERO_INIT,
     batch_held,
     batch_seen,
     job_of,
     own_candidate,
 )
+from autotune.problem.sources import MEMORY, SOURCES, digests, edited_since
 from autotune.problem.space import SearchSpace
 from autotune.units import format_duration
 
@@ -59,39 +64,39 @@ class Probe:
 
     script: Script  # with its profile
     baseline: Outcome | None  # its own config, measured; None where that ran out of memory
+    kept: str = ""  # what the study's folder is to remember of it; empty where it was remembered
 
 
 def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float, say: Callable[[str], None]) -> Probe:
-    """Runs the script unchanged for a few steps, or remembers what an earlier call saw.
+    """Runs the script unchanged for a few steps, or remembers what an earlier call saw of these very files (`remember`).
 
     Raises:
         UserError: it never calls DeepSpeed, ends too early, or fails by itself; the message ends with its own traceback.
         Stopped: it was stopped.
     """
-    memory = folder / "probe.json"
+    memory = folder / MEMORY
     key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.memory_cap_bytes}"
     if memory.exists():
         known = json.loads(memory.read_text())
-        if known["key"] == key and not _counted_otherwise(known["profile"]):
+        profile = known["profile"]
+        changed = edited_since(profile.get(SOURCES, {}), script.cwd)
+        if known["key"] == key and not changed and not _counted_otherwise(profile):
             baseline = Outcome.from_json(known["baseline"]) if known["baseline"] else None
-            return Probe(dataclasses.replace(script, profile=known["profile"]), baseline)
+            return Probe(dataclasses.replace(script, profile=profile), baseline)
     say(f"running {script.name} as it is, to learn what it trains")
     baseline, facts = _try(executor, Candidate(()), "probe", seconds)
-    if baseline.kind.is_oom:
+    measured = None if baseline.kind.is_oom else baseline
+    if measured is None:
         say(f"as it is it does not fit ({baseline.reason}); trying what takes least memory")
-        before, executor.job = executor.job, dataclasses.replace(executor.job, base_config=_ANY_OPTIMIZER)
-        thrifty = Candidate.of(_THRIFTY)
-        executor.load_ops([thrifty])
-        outcome, found = _try(executor, thrifty, "probe-thrifty", seconds)
-        executor.job = before
-        if not outcome.ok:
-            raise UserError(f"{script.name} fits neither as it is nor at its thriftiest: {outcome.reason}")
+        found = _at_its_thriftiest(executor, script, facts.get("optimizer", ""), seconds)
         if "micro_batch" not in facts:
             say("it ran out before its own batch was known: --global-batch-size says what it is")
         facts = {**found, **facts}
-        measured = None
-    else:
-        measured = baseline
+    if late := facts.get("late"):
+        say(late)
+    if left := facts.get("left"):
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        say(f"{script.name} writes by absolute paths, and what trials write there stays: {', '.join(left[:3])}{more}")
     facts = {**facts, "said": _all_said(script, facts)}
     own = measured is not None
     profile = _profile(facts, _batch(facts, batch_seen, own=own), own=own)
@@ -101,18 +106,50 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
         )
     elif profile["checkpointed"] and not profile["checkpointing"]:
         say("its activation checkpointing cannot be switched off: it stays on")
-    note = _batch_note(executor, dataclasses.replace(script, profile=profile), seconds)
+    note = batch_note(executor, dataclasses.replace(script, profile=profile), seconds)
+    if note and facts.get("counted_by") and not facts["fed"]:
+        raise UserError(note)  # it changes from step to step, and nothing says that this is as it should be
     if note:
         say(f"{note}; its batch is left as it is, and all else is tuned")
         profile = _profile(facts, _batch(facts, batch_held, own=own), own=own)
         if not own:  # what its own steps have was not seen
             profile |= {"held": {}, "beside": dict.fromkeys(profile.get("beside", {}), 0)}
     profile["batch_note"] = note
+    used = facts.get(SOURCES, ())
+    profile[SOURCES] = digests([*([script.path] if script.path else []), *used], script.cwd)
     if measured is not None:
         measured = _counted_as(measured, facts, profile)
     kept = {"key": key, "profile": profile, "baseline": measured.to_json() if measured else None}
-    write_atomically(memory, json.dumps(kept, indent=1))
-    return Probe(dataclasses.replace(script, profile=profile), measured)
+    return Probe(dataclasses.replace(script, profile=profile), measured, json.dumps(kept, indent=1))
+
+
+def remember(probed: Probe, folder: Path) -> None:
+    """Has the folder of a study remember what a script showed: once the study has taken it, so that one that is refused
+    changes nothing."""
+    if probed.kept:
+        write_atomically(folder / MEMORY, probed.kept)
+
+
+def _at_its_thriftiest(executor: LocalExecutor, script: Script, optimizer: str, seconds: float) -> dict[str, Any]:
+    """What a script shows that runs out of memory as it is.
+
+    Raises:
+        UserError: it runs out of memory there too.
+    """
+    before, executor.job = executor.job, dataclasses.replace(executor.job, base_config=_ANY_OPTIMIZER)
+    candidate = thrifty(optimizer, executor.hardware.device)
+    executor.load_ops([candidate])
+    outcome, found = _try(executor, candidate, "probe-thrifty", seconds)
+    executor.job = before
+    if not outcome.ok:
+        raise UserError(f"{script.name} fits neither as it is nor at its thriftiest: {outcome.reason}")
+    return found
+
+
+def thrifty(optimizer: str, device: str) -> Candidate:
+    """What takes least memory of all that a script of such an optimizer runs with."""
+    stays = {"offload_optimizer"} if device == "cuda" and steps_on_gpu(optimizer) else set()
+    return Candidate.of({name: value for name, value in _THRIFTY.items() if name not in stays})
 
 
 def _counted_otherwise(profile: dict[str, Any]) -> bool:
@@ -151,38 +188,6 @@ def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any
     return dataclasses.replace(
         baseline, measurement=dataclasses.replace(baseline.measurement, samples_per_second=speed)
     )
-
-
-def _batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
-    """Why the script's batch cannot be changed: what it did when told another; empty where it obeyed.
-
-    Raises:
-        UserError: it did not obey the flag that the user declared for it.
-    """
-    own = own_candidate(script)
-    if own.micro_batch > 1 and own.micro_batch % 2 == 0:
-        other = own.but(**{MICRO_BATCH: own.micro_batch // 2, ACCUMULATION: 2 * own.accumulation})
-    else:
-        other = own.but(**{MICRO_BATCH: 2 * own.micro_batch, ACCUMULATION: own.accumulation + 1})
-    if not Counted.of(script.profile).unit:
-        return UNCOUNTED
-    if not all(script.profile.get("beside", {}).values()):
-        return UNCOUNTED_BESIDE
-    before, executor.job = executor.job, job_of(script, executor.hardware, None)
-    try:
-        with closing(executor.session(other, "probe-batch")) as session:
-            outcome = session.measure(other, Effort(min_steps=2, max_steps=2, min_seconds=0.0), seconds)
-    finally:
-        executor.job = before
-    if outcome.kind is Kind.INTERRUPTED and outcome.source is Source.STOP:
-        raise Stopped("stopped before it was known whether the script takes another batch")
-    if outcome.ok or outcome.kind.is_oom or not outcome.kind.says_something_of_the_candidate:
-        return ""
-    if outcome.source is not Source.BATCH:
-        return f"told another batch ({other}), {script.target} fails: {outcome.reason}"
-    if {MICRO_BATCH, ACCUMULATION} & dict(script.flags).keys():
-        raise UserError(outcome.reason)
-    return outcome.reason
 
 
 def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: float) -> tuple[Outcome, dict[str, Any]]:
@@ -264,7 +269,8 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
         )
     }
     # these only where there is any, so that studies of earlier versions are of the same job
-    kept |= {key: facts[key] for key in ("lightning", "spellings", SPLIT, "beside") if facts.get(key)}
+    named = ("lightning", "optimizer", "spellings", SPLIT, "beside", ZERO_INIT, CALL, EARLIER, KEPT)
+    kept |= {key: facts[key] for key in named if facts.get(key)}
     if facts.get("evaluating"):  # layers of transformers checkpoint nothing there
         kept |= {"checkpointing": False, "checkpointed": False, "evaluating": True}
     samples = batch["micro_batch"] * batch["accumulation"]
@@ -276,7 +282,7 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
         kept |= {"micro_batch": micro_batch, "accumulation": accumulation, **({"beside": rows} if rows else {})}
     return {
         **kept,
-        "seq_len": max(1, int(facts.get("widest", 1))),
+        "seq_len": max(1, int(facts.get("widest", 1)) // (batch["micro_batch"] if batch["counted"] == TOKENS else 1)),
         "tokens_per_sample": facts.get("tokens", 1.0) / samples,
         "saved_bytes_per_sample": saved and saved / batch["micro_batch"],
     }

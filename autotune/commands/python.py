@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -125,7 +126,7 @@ def _check_packages(found: Interpreter, needed: Sequence[str], said: str) -> Non
     if said:
         raise UserError(
             f"{said}: no {lacking} there; expected the Python of the environment that you train in "
-            f"(`{found.path} -m pip install {' '.join(missing)}` adds to it)"
+            f"(`{shlex.join([str(found.path), '-m', 'pip', 'install', *missing])}` adds to it)"
         )
     raise UserError(
         f"no {lacking} in autotune's own environment ({sys.prefix}): give {OPTION} PATH of the environment that you train "

@@ -13,9 +13,10 @@ from autotune.predict.predictor import Predictor
 from autotune.results.plan import Plan
 from autotune.results.report.confidential import confidential, without_secrets
 from autotune.results.report.gather import Searched, study_report
-from autotune.results.report.page import check_out, plan_page, study_page, write_page
+from autotune.results.report.page import plan_page, study_page, write_page
 from autotune.results.report.planned import plan_report
-from autotune.search.storage import failures_in_one_line
+from autotune.results.targets import check_out
+from autotune.search.storage import failures_in_one_line, output_folder
 from autotune.search.study import StudyStore
 
 
@@ -30,7 +31,7 @@ def report_study(study: str, storage: str | None, out: Path | None, *, hide: boo
     """
     store = StudyStore.load(study, storage)
     name = "confidential" if hide else store.name
-    out = out or (store.folder or Path()) / f"{name}.html"
+    out = out or output_folder(store.folder) / f"{name}.html"
     check_out(out)
     with failures_in_one_line(), running_in(python_of(store)):
         write_study(store, out, hide=hide)

@@ -8,29 +8,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from autotune.commands.global_batch import FREE, parse_global_batch
+from autotune.commands.early import check_early
+from autotune.commands.global_batch import FREE, batch_note, kept_batch, parse_global_batch
 from autotune.commands.nodes import SCHEDULERS, Nodes
 from autotune.commands.plan_hardware import planned_hardware, roomy, slice_of
 from autotune.commands.precision import precision_of
 from autotune.commands.seq_len import seq_len_of
 from autotune.commands.setup import LaunchSetup, PlanSetup, Setup
-from autotune.commands.study_names import study_folder, study_name
-from autotune.commands.typed_command import ranks_asked_for, typed_command
+from autotune.commands.study_names import name_since_edits, study_folder, study_name
+from autotune.commands.typed_command import own_variables_note, ranks_asked_for, typed_command
 from autotune.errors import UserError
 from autotune.executors.replay import Landscape, load_landscape
 from autotune.executors.slots import Slot, slots
 from autotune.problem.candidate import Candidate
 from autotune.problem.fitting import fitted
 from autotune.problem.hardware import Hardware, detect
-from autotune.problem.job import Job, Script, load_ds_config, load_lengths, parse_lora
+from autotune.problem.job import Job, Script, load_lengths, parse_lora
 from autotune.problem.models import ModelSpec, resolve_model, workload_spec
 from autotune.problem.needs import missing_package
+from autotune.problem.own_config import load_ds_config
 from autotune.problem.prices import Price, price_table
 from autotune.problem.script_job import first_candidates, unknown_job
 from autotune.problem.space import SearchSpace
 from autotune.problem.space_file import load_space
 from autotune.problem.tasks import image_size_of, task_of
-from autotune.units import parse_bytes, parse_count, parse_duration, parse_share
+from autotune.units import parse_count, parse_duration, parse_memory, parse_share
 
 DEFAULT_HEADROOM = "5%"
 
@@ -106,19 +108,21 @@ def run_setup(request: Request, nodes: Nodes | None = None) -> Setup:
     budget_seconds = parse_duration(request.budget)
     if why := too_short(budget_seconds):
         raise UserError(why)
-    if request.max_trials is not None and request.max_trials < 1:
-        raise UserError(f"--max-trials {request.max_trials}: expected at least 1")
+    check_early(request.seed, request.out, request.max_trials)
     if request.isolation not in ("fork", "spawn"):
         raise UserError(f"--isolation {request.isolation}: expected fork or spawn")
     batch = parse_global_batch(request.global_batch_size)
     tuned = _what_is_tuned(request, nodes)
-    name = request.study or study_name(tuned.job, tuned.hardware, FREE if request.global_batch_size == FREE else batch)
+    asked_batch = FREE if request.global_batch_size == FREE else batch
+    name, edits = request.study or study_name(tuned.job, tuned.hardware, asked_batch), list[str]()
+    if not (request.study or request.force):
+        name, edits = name_since_edits(name, request.runs, tuned.job)
     return Setup(
         job=tuned.job,
         hardware=tuned.hardware,
         space=tuned.space,
         candidates=tuple(tuned.candidates),
-        notes=tuple(tuned.notes),
+        notes=(*tuned.notes, *edits),
         landscape=tuned.landscape,
         nodes=nodes.cluster if nodes is not None else None,
         name=name,
@@ -150,8 +154,8 @@ def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]
     """
     gpus_per_node = 1 if request.gpus is None else request.gpus
     headroom = parse_share(request.headroom or DEFAULT_HEADROOM)
-    host = parse_bytes(request.host_memory) if request.host_memory else None
-    cap = parse_bytes(request.memory_cap) if request.memory_cap else None
+    host = parse_memory(request.host_memory, "--host-memory") if request.host_memory else None
+    cap = _cap(request)
     tokens = parse_count(request.tokens, "--tokens") if request.tokens is not None else PlanSetup.tokens
     if request.price is not None and not 0 < request.price <= 10_000:
         raise UserError(f"--price {request.price:g}: expected dollars of one GPU and hour, above 0")
@@ -203,7 +207,7 @@ def launch_setup(request: Request, nodes: Nodes | None = None) -> LaunchSetup:
             )
         own = str(request.ds_config.resolve()) if request.ds_config else None
         script = dataclasses.replace(script, ds_config=own or script.ds_config)
-        request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed))
+        request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed, request.device))
         hardware = _machine(request, nodes)
         job = _named_job(request, hardware)
         plan = PlanSetup(job=job, hardware=hardware, space=fitted(_space(request, hardware), job, hardware).space)
@@ -215,8 +219,9 @@ def launch_setup(request: Request, nodes: Nodes | None = None) -> LaunchSetup:
         study=request.study,
         storage=request.storage or None,
         plan=plan,
+        global_batch_size=FREE if request.global_batch_size == FREE else parse_global_batch(request.global_batch_size),
         folder=folder,
-        memory_cap_bytes=parse_bytes(request.memory_cap) if request.memory_cap else None,
+        memory_cap_bytes=_cap(request),
         max_restarts=request.max_restarts,
         silent_seconds=silent_seconds,
         convert=request.convert,
@@ -256,7 +261,7 @@ def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
         raise UserError(f"--executor {request.executor}: expected local, slurm, ray or replay:TABLE")
     if request.script:
         typed = typed_command(request.script, request.maps, request.worst_case, request.ds_config)
-        request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed))
+        request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed, request.device))
         if nodes is not None:
             nodes.also_send(typed.variables)
             nodes.also_sync(typed.script)
@@ -265,12 +270,13 @@ def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
     space = _space(request, hardware)
     if request.script:
         job = _script_job(request, typed.script, hardware)
-        return _Tuned(job, hardware, space, first_candidates(typed.script), slots=places)
+        return _Tuned(job, hardware, space, first_candidates(typed.script), own_variables_note(typed), slots=places)
     for option, used in (("--map", bool(request.maps)), ("--worst-case", request.worst_case)):
         if used:
             raise UserError(f"{option} is about a script: give it after `--`, like `-- train.py …`")
     job = _named_job(request, hardware)
     space, notes = fitted(space, job, hardware)
+    notes = [*batch_note(request.global_batch_size, job, request.ds_config), *notes]
     return _Tuned(job, hardware, space, space.candidates(job), notes, slots=places)
 
 
@@ -292,8 +298,11 @@ def _slots(request: Request, nodes: Nodes | None) -> tuple[Slot, ...]:
 
 def _limits(request: Request) -> tuple[int | None, float]:
     """Of a device's memory: the bytes that a job may have of it at most, and the share that is kept free."""
-    cap = parse_bytes(request.memory_cap) if request.memory_cap else None
-    return cap, parse_share(request.headroom or DEFAULT_HEADROOM)
+    return _cap(request), parse_share(request.headroom or DEFAULT_HEADROOM)
+
+
+def _cap(request: Request) -> int | None:
+    return parse_memory(request.memory_cap, "--memory-cap") if request.memory_cap else None
 
 
 def _machine(request: Request, nodes: Nodes | None = None) -> Hardware:
@@ -348,16 +357,13 @@ def _named_job(request: Request, hardware: Hardware) -> Job:
     precision, base = precision_of(request.precision, own, hardware)
     lengths = load_lengths(request.lengths) if request.lengths else ()
     task = task_of(model.config, request.task, model.name)
-    batch = parse_global_batch(request.global_batch_size)
-    if batch is None and request.global_batch_size != FREE and isinstance(base.get("train_batch_size"), int):
-        batch = base["train_batch_size"]
     job = Job(
         model=model,
         ranks=hardware.count,
         seq_len=seq_len_of(request.seq_len, request.packed, model, lengths, hardware),
         precision=precision,
         optimizer=request.optimizer,
-        global_batch_size=batch,
+        global_batch_size=kept_batch(request.global_batch_size, base, hardware.count, request.ds_config),
         base_config=base,
         lora=parse_lora(request.lora) if request.lora else None,
         attention=request.attention,
@@ -370,9 +376,8 @@ def _named_job(request: Request, hardware: Hardware) -> Job:
     )
     for option, value in (("--lora", job.lora), ("--attn", job.attention)):
         if package := missing_package(value):
-            raise UserError(
-                f"{option} {value} needs the package {package}, which is not installed: install it or leave it out"
-            )
+            lacks = f"{option} {value} needs the package {package}, which is not installed"
+            raise UserError(f"{lacks}: install it or leave it out")
     return job
 
 
@@ -391,7 +396,5 @@ def _model(request: Request) -> ModelSpec:
         return workload_spec(request.workload)
     if request.model:
         return resolve_model(request.model, trust_remote_code=request.trust_remote_code)
-    raise UserError(
-        "--model is missing: give a shipped name (`autotune models`), a folder, or a Hub id; or "
-        "--workload, or your script after `--`"
-    )
+    others = "or --workload, or your script after `--`"
+    raise UserError(f"--model is missing: give a shipped name (`autotune models`), a folder, or a Hub id; {others}")

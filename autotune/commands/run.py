@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import signal
 import threading
 import time
@@ -17,7 +18,7 @@ from rich.console import Console
 from autotune.commands.gallery import begin_with_gallery
 from autotune.commands.grounds import executors_beside, first_executor, place
 from autotune.commands.nodes import named_nodes
-from autotune.commands.probe import Probe, after_probe, probe
+from autotune.commands.probe import Probe, after_probe, probe, remember
 from autotune.commands.python import NAMED_MODEL, TRAINING, ranks_python
 from autotune.commands.remembered import remembered_python
 from autotune.commands.report import write_study
@@ -43,6 +44,7 @@ from autotune.search.alike import agree_on_memory
 from autotune.search.crew import Crew, host_bound
 from autotune.search.proposer import Proposer
 from autotune.search.records import AS_IS, SEARCH, Record
+from autotune.search.rivals import rivals
 from autotune.search.servers import hide_password, is_server
 from autotune.search.storage import default_storage, failures_in_one_line, make_study_folder, open_storage
 from autotune.search.study import StudyStore
@@ -98,7 +100,7 @@ def run_study(
 
     def say(text: str) -> None:
         if not quiet:
-            console.print(text, soft_wrap=True, markup=False, highlight=False)  # a path is not cut in two
+            console.print(text, soft_wrap=True, markup=False, emoji=False, highlight=False)  # a path is not cut in two
 
     remembered = remembered_python(request) if local else None
     with (
@@ -128,6 +130,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             setup.nodes.who, setup.nodes.say, setup.nodes.cancelled = who, observer.say, stopped.is_set
         opening = time.monotonic()
         with closing(first_executor(setup, work, stopped.is_set)) as executor:
+            executor.begin()  # it imports while the study is opened
             local = executor if isinstance(executor, LocalExecutor) else None
             probed = None
             if local is not None:
@@ -144,6 +147,8 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
                     probed = dataclasses.replace(probed, baseline=baseline)
             store = _open_study(setup, probed, observer)
             kept.callback(store.leave)
+            if probed is not None:
+                remember(probed, work)
             predictor = Predictor(setup.job, setup.hardware)
             candidates, left_out = predictor.buildable(setup.candidates)
             wider = [f"{note}; predictions are wider for it" for note in predictor.notes()]
@@ -206,15 +211,13 @@ def _with_ops(
 
 
 def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver) -> StudyStore:
-    """The study, held for this process and said; a script's own config is a trial of it where it was measured."""
+    """The study, said; a script's own config is a trial of it where it was measured."""
     storage = setup.storage or default_storage(setup.folder)
     of, shared = (setup.name, storage, setup.folder, setup.job, setup.hardware, setup.space), setup.storage is not None
     store, resumed = StudyStore.create_or_resume(*of, force=setup.force, shared=shared)
     if shared:
         store.share(observer.say)
         agree_on_memory(store, setup.hardware, force=setup.force)
-    else:
-        store.lock()
     if setup.command:
         store.note_command(setup.command)
     if setup.landscape is not None:
@@ -229,7 +232,7 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver) -> 
     if probed is not None and probed.baseline is not None:
         own = own_candidate(probed.script)
         known = store.records()
-        if all(record.candidate != own for record in known):
+        if probed.kept or all(record.candidate != own for record in known):
             number = store.claim(own, setup.space, SEARCH, AS_IS, [record.number for record in known])
             if number is not None:
                 store.finish(number, probed.baseline)
@@ -320,13 +323,12 @@ def _summary(
     """
     files: list[Path] = []
     if found.winner is not None:
-        out = setup.out or setup.folder / f"{setup.name}.json"
-        files = export_record(store, found.winner, out, "deepspeed", found.verified)
+        files = _export(setup, store, found.winner, found.verified, say)
         if setup.landscape is None:
             ladder = ladder_path(setup.folder, setup.name)
             files.append(_write_ladder(setup, store, predictor, found.winner.candidate, ladder))
         files += _write_report(setup, store, predictor, say)
-        lines = winner_lines(found.winner, store.records(), store.job, store.hardware)
+        lines = winner_lines(found.winner, rivals(store), store.job, store.hardware)
         if not found.verified:
             lines.append("  not verified: the budget or the call ended first; run again to verify it")
         given = (store.threads, environment_of(store, found.winner.candidate))
@@ -344,7 +346,9 @@ def _summary(
     else:
         first = "nothing fits yet" if untried else "nothing fits"
         where = [f"wrote {path}" for path in _write_report(setup, store, predictor, say)]
-        raise NothingFits("\n".join([first, *closest_lines(store.records(), store.hardware, untried), *where]))
+        mine = set(setup.candidates)
+        tried = [record for record in store.records() if record.candidate in mine]
+        raise NothingFits("\n".join([first, *closest_lines(tried, store.hardware, untried), *where]))
     return RunSummary(
         store.name,
         setup.folder,
@@ -358,13 +362,23 @@ def _summary(
     )
 
 
+def _export(setup: Setup, store: StudyStore, winner: Record, verified: bool, say: Callable[[str], None]) -> list[Path]:
+    """The winner's files: where they were asked for, or in the study's folder where they cannot be written there any more."""
+    if setup.out is not None:
+        try:
+            return export_record(store, winner, setup.out, "deepspeed", verified)
+        except UserError as error:
+            say(f"{error}; it is in {setup.folder}")
+    return export_record(store, winner, setup.folder / f"{setup.name}.json", "deepspeed", verified)
+
+
 def _write_report(setup: Setup, store: StudyStore, predictor: Predictor, say: Callable[[str], None]) -> list[Path]:
     """The page of the study beside its winner. Whatever is wrong with it costs one line, never the winner."""
     path = setup.folder / f"{setup.name}.html"
     try:
         write_study(store, path, trace_of=predictor, searched=Searched(setup.space, setup.candidates))
     except Exception as error:
-        say(f"the report was not written ({one_line(error)}): `autotune report {setup.name}` tries again")
+        say(f"the report was not written ({one_line(error)}): `autotune report {shlex.quote(setup.name)}` tries again")
         return []
     return [path]
 

@@ -73,6 +73,7 @@ class LaunchSetup:
     study: str | None
     storage: str | None
     plan: PlanSetup | None  # None where a study is named
+    global_batch_size: int | str | None  # samples an optimizer step, as asked for, or `free`
     folder: Path | None  # of a launch without a study, not made yet
     memory_cap_bytes: int | None
     max_restarts: int

@@ -9,7 +9,11 @@ from pathlib import Path
 from autotune.errors import UserError
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
+from autotune.problem.sources import MEMORY, SOURCES, digests, edited_since
 from autotune.search.fingerprint import identity
+
+_LONGEST = 120  # letters of a name
+_TAKEN = ("probe", "share", "launch", "confidential")  # NAME.json and NAME.html in a study's folder are the winner's
 
 
 def study_name(job: Job, hardware: Hardware, global_batch_size: int | str | None = None) -> str:
@@ -24,7 +28,28 @@ def study_name(job: Job, hardware: Hardware, global_batch_size: int | str | None
         asked = [f"{what}{value}" for what, value in (("b", global_batch_size), ("c", cap)) if value]
         key = hashlib.sha256(" ".join([job.script.key, *asked]).encode()).hexdigest() if asked else job.script.key
         key = key[:6]
-    return f"{job.model.name}-{hardware.count}x{hardware.facts or hardware.device}-{key}"
+    rest = f"-{hardware.count}x{hardware.facts or hardware.device}-{key}"
+    model = job.model.name.lstrip(".-") or "model"  # a folder may be called as no study may
+    return f"{model[: _LONGEST - len(rest)]}{rest}"
+
+
+def name_since_edits(name: str, runs: Path, job: Job) -> tuple[str, list[str]]:
+    """(the name of a study that nobody has named, lines for people): where files that the script uses were edited since that
+    study learnt which they are, another name, which the same texts find again; else the name, and nothing.
+    """
+    first, changed = name, list[str]()
+    while job.script is not None:
+        memory = runs / name / MEMORY
+        known = json.loads(memory.read_text())["profile"].get(SOURCES, {}) if memory.is_file() else {}
+        if not (found := edited_since(known, job.script.cwd)):
+            break
+        texts = json.dumps([name, digests(known, job.script.cwd)], sort_keys=True)
+        name, changed = f"{first}-{hashlib.sha256(texts.encode()).hexdigest()[:4]}", [*changed, *found]
+    if not changed:
+        return name, []
+    files = ", ".join(dict.fromkeys(changed))
+    verb = "were" if len(set(changed)) > 1 else "was"
+    return name, [f"{files} {verb} edited since study {first}: this is another, {name} (--force goes on with {first})"]
 
 
 def study_folder(runs: Path, name: str) -> Path:
@@ -33,6 +58,11 @@ def study_folder(runs: Path, name: str) -> Path:
     Raises:
         UserError: it is no plain name.
     """
-    if not name or "/" in name or name.startswith(".") or len(name) > 120:
-        raise UserError(f"--study {name!r}: expected a plain name, without slashes and not starting with a dot")
+    if not name or "/" in name or name[0] in ".-" or len(name) > _LONGEST or not name.isprintable():
+        raise UserError(
+            f"--study {name!r}: expected a plain name of at most {_LONGEST} letters, without slashes and not starting with a "
+            "dot or a hyphen"
+        )
+    if name in _TAKEN:
+        raise UserError(f"--study {name}: its folder has a file of that name for something else; choose another")
     return runs / name

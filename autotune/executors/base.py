@@ -56,6 +56,9 @@ class Ground(Protocol):
     def launcher(self) -> Launcher | Spread:
         """What a Group takes its ranks from, once it is open."""
 
+    def begin(self, needs: Needs) -> None:
+        """Starts what `open` waits for, where that can be done beside something else."""
+
     def open(self, needs: Needs) -> None:
         """Gets ready to start ranks, anew where it was ready before.
 
@@ -87,6 +90,9 @@ class Ground(Protocol):
 
 class Executor(Protocol):
     """Runs candidates somewhere."""
+
+    def begin(self) -> None:
+        """Starts what `open` waits for, and does not wait: imports take seconds."""
 
     def open(self, say: Callable[[str], None]) -> None:
         """Everything that is done once and before the budget starts."""

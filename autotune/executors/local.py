@@ -85,9 +85,7 @@ class LocalExecutor:
         self._first = list(candidates)
         self.say: Callable[[str], None] = lambda text: None
         self.show: Callable[[str], None] = lambda text: None  # what takes long, while it does
-        self.completed: Callable[[Candidate, Outcome], Outcome] = lambda candidate, found: (
-            found
-        )  # a slice's (`slice.py`)
+        self.completed: Callable[[Candidate, Outcome], Outcome] = lambda _, found: found  # a slice's (`slice.py`)
         self.here = ground is None
         self.meter = make_meter(hardware) if ground is None else Meter()  # nodes have their own
         ops = Ops(lambda text: self.say(text), lambda text: self.show(text))
@@ -110,6 +108,9 @@ class LocalExecutor:
     def threads(self) -> int:
         """CPU threads a rank."""
         return self.hardware.threads or threads_per_rank(self.hardware.processes)
+
+    def begin(self) -> None:
+        self.ground.begin(self._needs())
 
     def open(self, say: Callable[[str], None]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -228,10 +229,8 @@ class LocalSession:
             self.close()
         seconds = time.monotonic() - began
         inside = max(float(answer["measured_seconds"]) for answer in self._results) if outcome.ok else 0.0
-        outside = seconds - inside
-        return dataclasses.replace(
-            outcome, log=str(self._folder), seconds=seconds, outside_seconds=outside, started=started
-        )
+        outside, log = seconds - inside, str(self._folder)
+        return dataclasses.replace(outcome, log=log, seconds=seconds, outside_seconds=outside, started=started)
 
     def _ask_measure(self, candidate: Candidate, effort: Effort, deadline: float, most_seconds: float) -> Stop:
         """Has the ranks measure; their answers are then `_results`."""
@@ -248,6 +247,7 @@ class LocalSession:
             max_steps=effort.max_steps,
             min_seconds=effort.min_seconds,
             max_seconds=min(effort.max_seconds, max(1.0, most_seconds)),
+            most_seconds=most_seconds,
         )
         self._results = [self._answers[rank] for rank in sorted(self._answers)]
         return stop
@@ -327,8 +327,8 @@ class LocalSession:
         what: dict[str, Any] = {"config": trial_config(candidate, job), "checkpointing": candidate.checkpointing}
         if job.script:
             # a node makes its own
-            scratch = str(scratch_folder(self._folder, job, candidate)) if executor.here else None
-            what = {"candidate": candidate.as_dict, "scratch": scratch}
+            scratch = str(scratch_folder(self._folder, job, candidate, executor.folder)) if executor.here else None
+            what = {"candidate": candidate.as_dict, "scratch": scratch, "study": str(executor.folder.resolve())}
         return {
             **what,
             "job": under(job, candidate).to_json(),

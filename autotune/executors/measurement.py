@@ -14,6 +14,7 @@ from autotune.problem.candidate import Candidate, samples, under
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
+from autotune.rank.recurring import Pace, median_spread, pace_of
 
 
 def measurement_of(
@@ -33,28 +34,25 @@ def measurement_of(
         facts: what rank 0 of a script said of itself.
     """
     # ranks of a slice keep their own time; all others agree on it
-    leading = (
-        max(results, key=lambda result: statistics.median(result["step_seconds"])) if hardware.sliced else results[0]
-    )
-    step_seconds = leading["step_seconds"]
-    median = statistics.median(step_seconds)
+    leading = max(results, key=lambda one: _pace(one, job).seconds) if hardware.sliced else results[0]
+    pace = _pace(leading, job)
     trained = samples(job, candidate)
     if not candidate.knobs:  # a script as it is
         trained = facts["micro_batch"] * facts["accumulation"] * job.ranks
     tokens = trained * job.tokens_per_sample
     if "tokens" in results[0]:
         tokens = sum(result["tokens"] for result in results) * job.ranks / len(results)
-    tflops, mfu = _rates(job, candidate, hardware, tokens / median)
+    tflops, mfu = _rates(job, candidate, hardware, tokens / pace.seconds)
     inside = [inside_bytes(result) for result in results]
     # a GPU's growth is another's bytes too: where NVML does not show the ranks they know better themselves
     shown = max(peaks.used, default=0)
     live = [result["live_bytes"] for result in results if "live_bytes" in result]
     return Measurement(
-        step_seconds=median,
-        step_seconds_spread=median_spread(step_seconds),
-        steps=len(step_seconds),
-        samples_per_second=trained / median,
-        tokens_per_second=tokens / median,
+        step_seconds=pace.seconds,
+        step_seconds_spread=pace.spread,
+        steps=len(leading["step_seconds"]),
+        samples_per_second=trained / pace.seconds,
+        tokens_per_second=tokens / pace.seconds,
         peak_bytes=max(shown, *inside),
         micro_step_seconds=leading.get("micro_seconds"),
         boundary_seconds=leading.get("boundary_seconds"),
@@ -73,6 +71,12 @@ def measurement_of(
         mfu=mfu,
         phase_seconds={phase: round(seconds, 4) for phase, seconds in phase_seconds.items()},
     )
+
+
+def _pace(result: Message, job: Job) -> Pace:
+    """What a rank's steps come to: a script may do in some of them what it does not in others."""
+    seconds = result["step_seconds"]
+    return pace_of(seconds) if job.script else Pace(statistics.median(seconds), median_spread(seconds))
 
 
 def inside_bytes(result: Message) -> int:
@@ -95,18 +99,9 @@ def _rates(
         return None, None
     tflops = flops_per_token * tokens_per_second / job.ranks / 1e12
     card = hardware.gpu_facts
-    if not card:
+    if card is None or card.doubt:  # a share of an estimated peak says nothing
         return tflops, None
     return tflops, tflops / (card.fp32_tflops if job.precision == "fp32" else card.tflops)
-
-
-def median_spread(values: list[float]) -> float:
-    """Half the width of a 95 % interval of the median: 1.96 x 1.2533 x s / sqrt(n), s from the interquartile range
-    (normal theory of the sample median; robust against a single slow step)."""
-    if len(values) < 3:
-        return max(values) - min(values)
-    low, _, high = statistics.quantiles(sorted(values), n=4, method="inclusive")
-    return float(1.96 * 1.2533 * (high - low) / 1.349 / len(values) ** 0.5)
 
 
 def judged(evidence: Evidence, *, greeted: bool, server_lives: bool) -> Outcome:

@@ -66,9 +66,13 @@ class Ops:
                 return self._ask(launcher, new)
             return self._ask(launcher, new) if new else True
         if new:
-            with closing(ForkLauncher(env, log, cancelled=cancelled, model_type=None, modules=[])) as server:
-                server.open()
-                self._ask(server, new)
+            try:
+                with closing(ForkLauncher(env, log, cancelled=cancelled, model_type=None, modules=[])) as server:
+                    server.open()
+                    self._ask(server, new)
+            except BaseException:
+                self._names = self._names[: -len(new)]  # whoever tries again asks for them again
+                raise
         return True
 
     def _ask(self, server: ForkLauncher, names: list[str]) -> bool:

@@ -22,7 +22,8 @@ from autotune.errors import UserError, near
 from autotune.executors.base import Effort
 from autotune.problem.candidate import KNOBS, Candidate, Value, samples
 from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_gpu
-from autotune.problem.job import Job
+from autotune.problem.job import Job, Lora
+from autotune.problem.knob_values import knob_value
 from autotune.problem.models import ModelSpec, resolve_model
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
 from autotune.problem.space import Domain, SearchSpace
@@ -179,7 +180,11 @@ def _rows(text: str, table: Path) -> list[tuple[Candidate, Row]]:
 
 
 def write_landscape(path: Path, facts: dict[str, Any], rows: dict[Candidate, Row]) -> tuple[Path, Path]:
-    """`NAME.csv.gz` and `NAME.json`, as `load_landscape` reads them; the two paths."""
+    """`NAME.csv.gz` and `NAME.json`, as `load_landscape` reads them; the two paths.
+
+    Raises:
+        UserError: they cannot be written, or `NAME.json` is there and is of no table, as a study's winner.
+    """
     stem = path.name.removesuffix(".gz").removesuffix(".csv").removesuffix(".json")
     names = sorted({name for candidate in rows for name, _ in candidate.knobs})
     out = io.StringIO()
@@ -191,10 +196,26 @@ def write_landscape(path: Path, facts: dict[str, Any], rows: dict[Candidate, Row
         knobs = [candidate.get(name, "") for name in names]
         writer.writerow([*knobs, peak, step, f"{row.startup_seconds:.3f}", row.kind.value])
     table, about = path.parent / f"{stem}.csv.gz", path.parent / f"{stem}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    table.write_bytes(gzip.compress(out.getvalue().encode(), mtime=0))
-    about.write_text(json.dumps(facts, indent=1) + "\n")
+    if about.exists() and not _is_of_a_table(about):
+        raise UserError(
+            f"{about} is there and is of no table, and would be written over: name another file than {path}"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table.write_bytes(gzip.compress(out.getvalue().encode(), mtime=0))
+        about.write_text(json.dumps(facts, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"{table} cannot be written ({error.strerror}): name another file") from None
     return table, about
+
+
+def _is_of_a_table(about: Path) -> bool:
+    """Whether a JSON file holds what is known of a table."""
+    try:
+        facts = json.loads(about.read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(facts, dict) and {"model", "gpu", "n_gpus"} <= facts.keys()
 
 
 def read_value(name: str, word: str) -> Value:
@@ -202,6 +223,8 @@ def read_value(name: str, word: str) -> Value:
     kind = KNOBS[name].kind if name in KNOBS else None
     if word in ("True", "False", "true", "false") and kind in (bool, None):
         return word.lower() == "true"
+    if kind is Lora:
+        return knob_value(KNOBS[name], word)
     if isinstance(kind, tuple):
         if word not in kind:
             raise ValueError(f"{name}: expected one of {', '.join(kind)}, found {word!r}")
@@ -233,6 +256,9 @@ class ReplayExecutor:
         self._job, self._hardware = landscape.job(), landscape.hardware(headroom)
         self._random = random.Random(seed)
         self._now = 0.0
+
+    def begin(self) -> None:
+        pass
 
     def open(self, say: Callable[[str], None]) -> None:
         pass

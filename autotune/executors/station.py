@@ -55,12 +55,28 @@ class Station:
     def __init__(self, folder: Path, ops: Ops, cancelled: Callable[[], bool]) -> None:
         self.folder, self.ops, self.cancelled = folder, ops, cancelled
         self.found: Launcher | None = None
+        self._begun: tuple[Needs, ForkLauncher] | None = None
 
     @property
     def launcher(self) -> Launcher:
         if self.found is None:
             raise RuntimeError("open() comes first")
         return self.found
+
+    def begin(self, needs: Needs) -> None:
+        """Starts what `open` of the same needs waits for: imports take seconds, in which this process can do something else."""
+        self.close()
+        if needs.isolation == "fork":
+            self.folder.mkdir(parents=True, exist_ok=True)
+            server = ForkLauncher(
+                needs.environment(),
+                self.folder / "server.log",
+                cancelled=self.cancelled,
+                model_type=needs.model_type,
+                modules=list(needs.modules),
+            )
+            server.begin()
+            self._begun = needs, server
 
     def open(self, needs: Needs) -> None:
         """Makes the launcher.
@@ -69,20 +85,15 @@ class Station:
             UserError: the fork server died, or hangs.
             Stopped: it was cancelled.
         """
-        self.close()
-        self.found = SpawnLauncher(
-            needs.environment(), None if needs.training else self.folder / "spawn.log", needs.cwd
-        )
-        if needs.isolation == "fork":
-            server = ForkLauncher(
-                needs.environment(),
-                self.folder / "server.log",
-                cancelled=self.cancelled,
-                model_type=needs.model_type,
-                modules=list(needs.modules),
-            )
+        if self._begun is None or self._begun[0] != needs:
+            self.begin(needs)
+        if self._begun is not None:
+            server, self._begun = self._begun[1], None
             server.open()
             self.found = server
+        else:
+            log = None if needs.training else self.folder / "spawn.log"
+            self.found = SpawnLauncher(needs.environment(), log, needs.cwd)
 
     def load_ops(self, names: Sequence[str], needs: Needs) -> bool:
         """Has DeepSpeed's ops built and loaded; whether ranks may still be forked then. See `Ops.load`."""
@@ -102,6 +113,9 @@ class Station:
         return True
 
     def close(self) -> None:
-        if self.found is not None:
-            self.found.close()
-            self.found = None
+        begun, found = self._begun, self.found
+        self._begun = self.found = None
+        if begun is not None:
+            begun[1].close()
+        if found is not None:
+            found.close()

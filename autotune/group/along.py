@@ -21,7 +21,7 @@ def taking_all_along() -> Iterator[None]:
     """When the parent dies meanwhile, or SIGTERM comes, this process leaves with every process that it has started."""
     adopt_orphans()  # what a dead child leaves is then found, too
     before = signal.signal(signal.SIGTERM, _leave_with_all)
-    die_with_parent(signal.SIGTERM)
+    die_with_parent(os.getppid(), signal.SIGTERM)
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -30,12 +31,15 @@ from autotune.linux import adopt_orphans, die_with_parent
 # that lets CUDA sleep has not been seen yet, so ranks of GPUs import it themselves.
 _OF_CPU_RANKS = ("deepspeed.runtime.zero.muon.muon_optimizer",)
 _FORK_TEST_SECONDS = 120  # without persistence mode each of eight GPUs takes seconds to wake
+_PROCESSOR_SECONDS = 60.0  # beyond that DeepSpeed asks itself
 _CUDA_ERROR_NOT_INITIALIZED = 3  # CUresult: what a fork of a process that has used CUDA is told
 
 
 def preload(model_type: str | None, modules: list[str]) -> dict[str, Any]:
     """Imports what every rank needs."""
     began = time.monotonic()
+    processor = threading.Thread(target=_know_the_processor)
+    processor.start()
     import deepspeed  # noqa: F401
 
     with suppress(Exception):  # a script may do without it, and one that does not sees the error itself
@@ -49,7 +53,18 @@ def preload(model_type: str | None, modules: list[str]) -> dict[str, Any]:
     for name in ("torch._dynamo", *(_OF_CPU_RANKS if on_cpus else ()), *modules):
         with suppress(Exception):
             importlib.import_module(name)
+    processor.join(_PROCESSOR_SECONDS)
     return {"import_seconds": time.monotonic() - began}
+
+
+def _know_the_processor() -> None:
+    """DeepSpeed asks py-cpuinfo what processor this is for each op that it loads and each CPUAdam that it makes, which starts an
+    interpreter each time. Once, beside the imports, is enough for this process and all that are forked from it."""
+    with suppress(Exception):
+        import cpuinfo
+
+        known = cpuinfo.get_cpu_info()
+        cpuinfo.get_cpu_info = lambda: dict(known)
 
 
 def serve_ops(channel: Channel, names: list[str]) -> None:
@@ -57,7 +72,7 @@ def serve_ops(channel: Channel, names: list[str]) -> None:
     die meanwhile, the compilers die with this process."""
     with taking_all_along():
         failed = load_ops(names, lambda **said: channel.send("op", **said))
-    die_with_parent()
+    die_with_parent(os.getppid())  # and no longer by SIGTERM
     _settle()
     fork_safe = os.environ.get("DS_ACCELERATOR") == "cpu" or cuda_survives_fork()
     channel.send("ops", failed=failed, folder=os.environ.get(FOLDER, ""), fork_safe=fork_safe)
@@ -141,12 +156,13 @@ def _ended() -> Iterator[tuple[int, int]]:
 
 
 def _fork(order: Message, inherited: list[int]) -> int:
+    server = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     signal.set_wakeup_fd(-1)
     os.setsid()
-    die_with_parent()
+    die_with_parent(server)
     for descriptor in inherited:
         os.close(descriptor)
     try:  # whatever happens, this child never goes on as a second server
@@ -158,7 +174,6 @@ def _fork(order: Message, inherited: list[int]) -> int:
 
 
 def main() -> None:
-    die_with_parent()
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the tuner decides
     use_own_folder()  # for what its ranks, too, may build

@@ -16,7 +16,8 @@ from typing import Any
 import psutil
 
 from autotune.group.gauge import FOREIGN_BYTES, CpuMeter, Meter, Peaks
-from autotune.problem.gpus import GpuError, GpuLost, holders, holders_text, memory, open_nvml, telling
+from autotune.problem.gpu_memory import memory, own_memory
+from autotune.problem.gpus import GpuError, GpuLost, holders, holders_text, open_nvml, telling
 from autotune.problem.hardware import Hardware
 from autotune.units import GIB, MIB, format_bytes
 
@@ -52,6 +53,7 @@ class _Watched:
     held_at_first: dict[int, int]  # by pid
     held_before: dict[int, int]
     held: dict[int, int]
+    unified: bool = False  # its memory is main memory, of which only what NVML shows of processes is the GPU's
     shown: bool = False  # whether NVML has shown a rank of the present group
     accepted: int = 0  # how much less than at first is free, that was waited for in vain
 
@@ -83,7 +85,8 @@ class NvmlMeter(Meter):
             except lib.NVMLError:  # a whole card
                 clock_handle = handle
             free, held = memory(lib, handle)[1], holders(lib, handle)
-            return _Watched(uuid, label, handle, clock_handle, free, free, free, held, held, held)
+            unified = own_memory(lib, handle) is None
+            return _Watched(uuid, label, handle, clock_handle, free, free, free, held, held, held, unified)
 
     # -- before a group ----------------------------------------------------------------------------------------------
 
@@ -122,7 +125,13 @@ class NvmlMeter(Meter):
 
     def _refresh(self, gpu: _Watched) -> None:
         with telling(gpu.label):
-            gpu.free, gpu.held = memory(self._lib, gpu.handle)[1], holders(self._lib, gpu.handle)
+            gpu.held = holders(self._lib, gpu.handle)
+            gpu.free = self._free(gpu)
+
+    def _free(self, gpu: _Watched) -> int:
+        if gpu.unified:  # whatever else takes main memory, files and the tuner itself, is not on the GPU
+            return gpu.free_at_first + sum(gpu.held_at_first.values()) - sum(gpu.held.values())
+        return memory(self._lib, gpu.handle)[1]
 
     # -- while it runs -----------------------------------------------------------------------------------------------
 
@@ -161,7 +170,7 @@ class NvmlMeter(Meter):
 
     def _sample(self, gpu: _Watched, ranks: dict[int, int], peaks: Peaks) -> None:
         """Of one GPU and the pids of its ranks."""
-        gpu.free = memory(self._lib, gpu.handle)[1]
+        gpu.free = self._free(gpu)
         grown = max(0, gpu.free_before - gpu.free)
         for rank, pid in ranks.items():
             # One that was there before is another's: a container numbers its processes anew, NVML shows the host's numbers.

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from autotune.group.gauge import Meter, Peaks, merged
 from autotune.group.gpu_meter import blame_hidden
 from autotune.group.launchers import Launcher
-from autotune.group.policy import Policy, Stop
+from autotune.group.policy import Policy, Quiet, Stop
 from autotune.group.protocol import Message
 from autotune.group.squad import LocalSquad, Spread, Squad
 from autotune.group.verdict import Evidence, is_secondary
@@ -159,25 +159,25 @@ class Group:
         Args:
             deadline: on the monotonic clock.
         """
-        last_alive = last_look = time.monotonic()
+        quiet = Quiet()
         for squad in self._squads:
             squad.look_anew()
         while True:
             if self._cancelled():
                 return Stop.CANCELLED
-            now = time.monotonic()
-            if now > deadline:
+            quiet.turn()
+            if quiet.now > deadline:
                 return Stop.DEADLINE
             patience = self._policy.silence_seconds(self.phase) if self.greeted else self._policy.hello_seconds
-            if now - max(last_look, last_alive) > min(_LOOK_SECONDS, 0.4 * patience):
-                last_look = now
-                last_alive = now if self._get_on() else last_alive
-            if now - last_alive > patience:
-                self.failed_at = now
+            if quiet.now - max(quiet.last_look, quiet.last_alive) > min(_LOOK_SECONDS, 0.4 * patience):
+                quiet.last_look = quiet.now
+                quiet.last_alive = quiet.now if self._get_on() else quiet.last_alive
+            if quiet.now - quiet.last_alive > patience:
+                self.failed_at = quiet.now
                 self.silence = f"{self.phase.value}: no sign of life for {patience:.0f} s{self._stuck()}"
                 return Stop.SILENT
             if self._hear(0.1) and self.greeted:  # hellos count together, however they trickle in
-                last_alive = time.monotonic()
+                quiet.last_alive = time.monotonic()
             if not self.errors and until():
                 return Stop.ARRIVED
             if self._lost():
@@ -331,6 +331,11 @@ class Group:
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
+    def notify(self, number: signal.Signals) -> None:
+        """Passes a signal on that says something and ends nothing, whenever it comes: to ranks that catch it."""
+        for squad in self._squads:
+            squad.signal(number, squad.pids)
+
     def signal(self, number: signal.Signals) -> None:
         """Passes a signal on to every rank's process group; each gets it once."""
         for squad in self._squads:
@@ -350,24 +355,24 @@ class Group:
         Args:
             longest_seconds: that it takes in all.
         """
-        began = last_alive = last_look = time.monotonic()
+        quiet = Quiet()
         for squad in self._squads:
             squad.look_anew()
         while (ended := len(self.statuses())) < len(self.pids):
-            now = time.monotonic()
-            if now - last_alive > seconds or now - began > longest_seconds:
+            quiet.turn()
+            if quiet.now - quiet.last_alive > seconds or quiet.now - quiet.began > longest_seconds:
                 break
             alive = self._hear(0.1)
-            if now - last_look > min(_LOOK_SECONDS, 0.4 * seconds):
-                last_look, alive = now, self._get_on() or alive
+            if quiet.now - quiet.last_look > min(_LOOK_SECONDS, 0.4 * seconds):
+                quiet.last_look, alive = quiet.now, self._get_on() or alive
             if alive and not ended:
-                last_alive = now
+                quiet.last_alive = quiet.now
         self._hear(0.0)
 
     def end(self) -> None:
         """Ends every rank with all that it has started, and waits until nothing of them is left, in memory either.
 
-        What a training that is done has left running in sessions of its own was meant to run on, and does.
+        What a training that is done has left running was meant to run on, and does; after a signal only in sessions of its own.
         """
         if self._ended:
             return

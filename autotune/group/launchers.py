@@ -20,7 +20,7 @@ from autotune.errors import Stopped, UserError
 from autotune.group.ending import REAP_SECONDS, below, end_marked, marked
 from autotune.group.protocol import Channel, Message
 from autotune.group.verdict import log_tail
-from autotune.interpreter import current, module_command
+from autotune.interpreter import bound_command, current
 
 MARK = "AUTOTUNE_RANKS_OF"  # the variable by which what ranks have started is found
 IMPORT_SECONDS = 1800  # of a slow disk; beyond that it hangs
@@ -72,7 +72,7 @@ class SpawnLauncher:
         output = self.log.open("ab") if self.log is not None else None
         try:
             process = subprocess.Popen(
-                module_command(current().path, entry, address, str(rank)),
+                bound_command(current().path, entry, address, str(rank)),
                 env={**self._env, MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -121,19 +121,14 @@ class ForkLauncher:
         self._pids: dict[str, int] = {}  # by ticket: what was asked for, and is running now
         self._refusals: dict[str, OSError] = {}  # by ticket
         self._statuses: dict[int, int] = {}
-        self._busy = True
+        self._busy, self._begun = True, False
 
-    def open(self) -> None:
-        """Starts the server and waits until it has imported everything.
-
-        Raises:
-            UserError: it died, or hangs.
-            Stopped: it was cancelled.
-        """
+    def begin(self) -> None:
+        """Starts the server, which imports while this process does something else."""
         self._channel, theirs = Channel.pair()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                module_command(current().path, "autotune.group.fork_server", str(theirs.fileno())),
+                bound_command(current().path, "autotune.group.fork_server", str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 env={**self._env, MARK: self._mark},
                 stdin=subprocess.DEVNULL,
@@ -143,6 +138,17 @@ class ForkLauncher:
             )
         theirs.close()
         self._channel.send("hello", **self._preload)
+        self._begun = True
+
+    def open(self) -> None:
+        """Waits until the server has imported everything; it is started now where it was not before.
+
+        Raises:
+            UserError: it died, or hangs.
+            Stopped: it was cancelled.
+        """
+        if not self._begun:
+            self.begin()
         self._await("ready", IMPORT_SECONDS, lambda message: None)
 
     def load_ops(self, names: list[str], tell: Callable[[Message | None], None]) -> Message:

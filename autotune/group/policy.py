@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from autotune.problem.outcome import Phase
 from autotune.versions import StrEnum
+
+_LAPSE_SECONDS = 5.0  # a turn of the loop that watches takes tenths of a second
 
 
 class Stop(StrEnum):
@@ -35,3 +38,26 @@ class Policy:
     silence_seconds: Callable[[Phase], float]
     settle_seconds: float
     may_leave: bool
+
+
+class Quiet:
+    """How long no rank has shown life, in a loop that says when a turn begins. A loop that stands still was stopped itself, and
+    the ranks mostly with it (`scontrol suspend`, `docker pause`): that time does not count.
+
+    Attributes:
+        now: when this turn began, on the monotonic clock; so are the others.
+        began: when the loop did.
+        last_alive: when a rank has shown life last.
+        last_look: when ranks that say nothing were last looked at.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.began = self.last_alive = self.last_look = time.monotonic()
+
+    def turn(self) -> None:
+        """The next turn begins."""
+        before, self.now = self.now, time.monotonic()
+        if (lapse := self.now - before) > _LAPSE_SECONDS:
+            self.began += lapse
+            self.last_alive = min(self.now, self.last_alive + lapse)
+            self.last_look = min(self.now, self.last_look + lapse)

@@ -26,6 +26,7 @@ from autotune.group.protocol import Channel, Message
 from autotune.group.room import wait_for_room, wait_until_back
 from autotune.group.verdict import log_tail
 from autotune.group.vitals import Vitals
+from autotune.linux import NOTICES, catches
 from autotune.problem.hardware import Hardware
 from autotune.problem.host import host_available_bytes, kernel_oom_kills
 
@@ -103,13 +104,13 @@ class Squad(Protocol):
         """The end of each rank's log, by its number; whether the group was `greeted` says where its ranks have written."""
 
     def signal(self, number: signal.Signals, pids: Sequence[int]) -> None:
-        """Passes a signal on to the process groups of these ranks."""
+        """Passes a signal on to the process groups of these ranks; one of `NOTICES` to those ranks alone that catch it."""
 
     def end(self, *, done: bool) -> None:
         """Ends every rank with all that it has started, and waits until nothing of them is left, in memory either.
 
         Args:
-            done: what they have left running was meant to run on.
+            done: they have ended by themselves, and what they have left running was meant to run on.
         """
 
 
@@ -161,6 +162,7 @@ class LocalSquad:
             int, int
         ] = {}  # by rank, its process id as it knows itself: an interpreter may have a wrapper
         self._vitals = Vitals(self._onlooker.busy)
+        self._signalled = False  # to end
         self._gauge: Gauge | None = None
         self._oom_kills = kernel_oom_kills()
 
@@ -290,7 +292,18 @@ class LocalSquad:
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
+    def _notify(self, number: signal.Signals, pids: Sequence[int]) -> None:
+        for rank, pid in zip(self.numbers, self.pids, strict=False):
+            own = self._workers.get(rank, pid)
+            if pid in pids and catches(own, number):
+                with suppress(ProcessLookupError):
+                    os.kill(own, number)
+
     def signal(self, number: signal.Signals, pids: Sequence[int]) -> None:
+        if number in NOTICES:
+            self._notify(number, pids)
+            return
+        self._signalled = True
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.killpg(pid, number)
@@ -299,7 +312,9 @@ class LocalSquad:
         try:
             if self._gauge is not None:
                 self._gauge.stop()
-            left = end_ranks(self.pids, self._launcher.status, list if done else self._launcher.strays)
+            left = []
+            if not done or self._signalled:
+                left = end_ranks(self.pids, self._launcher.status, list if done else self._launcher.strays)
             for process in left:
                 self._say(f"{process} cannot be ended: the kernel has not let it go")
         finally:

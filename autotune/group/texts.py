@@ -178,6 +178,7 @@ _FACES = (
         Kind.INFRASTRUCTURE,
         r"Address already in use|EADDRINUSE",
         r"No space left on device|Disk quota exceeded|Read-only file system|Stale file handle|file write failed",
+        r"PytorchStreamWriter failed|inline_container\.cc:\d+\] \. unexpected pos|basic_ios::clear: iostream error",  # torch.save
         r"Too many open files|Input/output error",
         _ECHO,
         r"Timed out initializing process group|client socket has timed out|wait timeout after \d+ ?ms",

@@ -53,6 +53,7 @@ _RUNTIME_TYPES = ("builtins.RuntimeError", "builtins.OSError", "builtins.MemoryE
 _REFUSALS = ("ValueError", "AssertionError", "NotImplementedError", "KeyError", "TypeError", "AttributeError")
 _HOST_LOW = 0.03  # of main memory available: the kernel kills from here on
 _TRACEBACK_CHARACTERS = 4000  # of its end
+_SAVING = re.compile(r", in \w*save\w*$", re.MULTILINE)  # a frame of a traceback
 _ABORT = re.compile(r"terminate called after throwing an instance of '[^'\n]*'\s+what\(\):\s*(.{1,2000})", re.DOTALL)
 
 
@@ -120,6 +121,8 @@ def _of_error(error: dict[str, Any], evidence: Evidence) -> Verdict:
     if counted := str(Account.of("", error.get("numbers"))):
         why = f"{why}; {counted}"
     reason = f"{name.split('.')[-1]}: {_first_line(text) or name}"
+    if kind is Kind.INFRASTRUCTURE and error.get("full_disk"):  # libraries say it in words that nobody knows
+        reason = f"{reason} (the disk of {error['full_disk']} is full)"
     missing = Account.of(text).missing if kind.is_oom else None  # what is counted later is another state
     phase, rank = _phase(error.get("phase")), error.get("rank")
     return Verdict(kind, phase, reason, why, Source.EXCEPTION, rank, missing, exceptions=kinds)
@@ -147,6 +150,8 @@ def _class_of_error(error: dict[str, Any], scene: Scene) -> tuple[Kind, str]:
         return found[0], by_text
     if error.get("phase") == Phase.INIT and "/deepspeed/" in file and "/ops/" not in file:
         return Kind.INVALID, f"{by_type} raised by {'/'.join(file.split('/')[-3:])} during init"
+    if not found and error.get("full_disk") and _SAVING.search(words):
+        return Kind.INFRASTRUCTURE, f"{by_type} in a save, with {error['full_disk']} full"
     return (found[0], by_text) if found else (Kind.CRASH, by_type)
 
 

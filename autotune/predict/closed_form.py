@@ -40,15 +40,11 @@ def closed_form_trace(job: Job, why: str, sizes: Sizes | None = None) -> Trace:
     text: dict[str, Any] = job.model.config.get("text_config") or job.model.config
     shape, products = dense_shape(job.model.config), matmul_parameters(job.model.config, job.task)
     hidden = text.get("hidden_size", text.get("n_embd"))
-    if shape is None or products is None or not isinstance(hidden, int) or job.task in (SEQ2SEQ, IMAGE_TEXT):
-        if sizes is None or not sizes[0]:
-            raise UserError(
-                f"model {job.model.name} cannot be built here ({why}), and its configuration names no shape to "
-                "estimate it by"
-            )
-        length = float(job.seq_len)
-        return _of_sizes(job, *sizes, length, _saved_by(sum(*sizes), length), note)
+    if not told_by_shape(job) or shape is None or products is None:
+        saved = _saved_by_layers(text, float(job.seq_len)) if shape is None else None
+        return _trace_of_sizes(job, why, sizes, saved)
     layers, attention, vocabulary = shape
+    assert isinstance(hidden, int)
     heads: int = text.get("num_attention_heads", text.get("n_head")) or 1
     key_value = attention // heads * (text.get("num_key_value_heads") or heads)
     inner = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
@@ -89,6 +85,30 @@ def closed_form_trace(job: Job, why: str, sizes: Sizes | None = None) -> Trace:
     )
 
 
+def _trace_of_sizes(job: Job, why: str, sizes: Sizes | None, saved: float | None) -> Trace:
+    """
+    Args:
+        saved: bytes that a forward saves, where they are known.
+
+    Raises:
+        UserError: the sizes are not known.
+    """
+    if sizes is None or not sizes[0]:
+        raise UserError(
+            f"model {job.model.name} cannot be built here ({why}), and its configuration names no shape to estimate it by"
+        )
+    tokens = float(job.seq_len)
+    return _of_sizes(job, *sizes, tokens, saved or _saved_by(sum(*sizes), tokens), untraced_note(why))
+
+
+def told_by_shape(job: Job) -> bool:
+    """Whether the configuration alone tells what the layers keep: a dense decoder's, with heads."""
+    text: dict[str, Any] = job.model.config.get("text_config") or job.model.config
+    hidden = text.get("hidden_size", text.get("n_embd"))
+    known = dense_shape(job.model.config) is not None and matmul_parameters(job.model.config, job.task) is not None
+    return known and isinstance(hidden, int) and job.task not in (SEQ2SEQ, IMAGE_TEXT)
+
+
 def profile_trace(job: Job) -> Trace:
     """A Trace from what a user's script showed when it ran as it is: the sizes of its parameters, and the bytes that one
     forward saved for its backward. `exact` is False.
@@ -111,6 +131,15 @@ def _saved_by(elements: int, tokens: float) -> float:
     """Bytes that a forward saves, of a model of which no more is known: 34 a token and unit of width (Korthikanti et al.
     2022, equation 2), in one layer of 12 x width^2 elements."""
     return 34 * tokens * math.sqrt(elements / 12)
+
+
+def _saved_by_layers(text: dict[str, Any], tokens: float) -> float | None:
+    """The same of a model without attention, whose configuration has layers and their width; with 10 bytes a logit. None: it
+    has not."""
+    layers, hidden, vocabulary = (text.get(name) for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
+    if not isinstance(layers, int) or not isinstance(hidden, int):
+        return None
+    return tokens * (34.0 * layers * hidden + 10.0 * (vocabulary if isinstance(vocabulary, int) else 0))
 
 
 def _of_sizes(job: Job, trained: list[int], frozen: int, tokens: float, saved: float, note: str) -> Trace:

@@ -66,6 +66,7 @@ TIME = {
     "collectives": Prior(0.0, 0.8),
     "loop": Prior(0.0, 0.7),
 }
+_OF_THE_CARD = ("products", "tail", "moved", "comm", "pcie", "optimizer")  # what its rates decide
 _CPU_SIGMA = 1.2  # a CPU's rates are guesses until the first trial
 # Standard deviations of what no formula knows: the logarithm of a small factor for each kind of config, and slopes. In a
 # fit they follow TIME.
@@ -95,10 +96,11 @@ def overhead_prior(hardware: Hardware, ranks: int) -> Prior:
     if hardware.device != "cuda":
         return context
     facts = hardware.gpu_facts
-    newer = _HOPPER_GIB if facts is not None and facts.name.startswith(_HOPPER_ON) else 0.0
+    assert facts is not None, "of any GPU"
+    newer = _HOPPER_GIB if facts.name.startswith(_HOPPER_ON) else 0.0
     if ranks == 1:
         return Prior(context.mean + newer, context.sigma)
-    link = _NCCL_GIB.get(facts.link if facts is not None else "pcie", _NCCL_GIB["pcie"])
+    link = _NCCL_GIB.get(facts.link, _NCCL_GIB["pcie"])
     nccl = link[0 if ranks == 2 else 1]
     return Prior(context.mean + newer + nccl.mean, float(np.hypot(context.sigma, nccl.sigma)))
 
@@ -116,7 +118,13 @@ def memory_priors(job: Job, hardware: Hardware, widen: float, unread: bool = Fal
 
 
 def time_priors(hardware: Hardware, widen: float) -> list[Prior]:
-    """Those of TIME, then those of QUIRKS. `widen` multiplies the sigmas of the rates."""
-    least = {name: _CPU_SIGMA if hardware.device == "cpu" and name != "hidden" else 0.0 for name in TIME}
-    rates = [Prior(prior.mean, max(prior.sigma, least[name]) * widen) for name, prior in TIME.items()]
+    """Those of TIME, then those of QUIRKS. `widen` multiplies the sigmas of the rates; where no row of the table has the card's,
+    its doubt comes on top of them."""
+    facts = hardware.gpu_facts
+    least = {name: _CPU_SIGMA if facts is None and name != "hidden" else 0.0 for name in TIME}
+    doubt = dict.fromkeys(_OF_THE_CARD, facts.doubt if facts is not None else 0.0)
+    rates = [
+        Prior(prior.mean, float(np.hypot(max(prior.sigma, least[name]) * widen, doubt.get(name, 0.0))))
+        for name, prior in TIME.items()
+    ]
     return [*rates, *(Prior(0.0, sigma) for sigma in QUIRKS.values())]

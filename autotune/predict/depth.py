@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from autotune.predict.passes import Pass
 
+_STACKS = ("ModuleList", "Sequential")
 Depths = dict[str, int]  # layers by the attribute that counts them, of each stack
 
 # The attributes that count an encoder-decoder's layers (T5's and BART's families).
@@ -25,15 +26,19 @@ class Extrapolation(NamedTuple):
     longer: list[tuple[Depths, float]]  # what has grown from `short`, and how many times it grows once more
 
 
-def extrapolation(config: Any) -> Extrapolation | None:
+def extrapolation(config: Any, model: Any = None) -> Extrapolation | None:
     """The shallow models whose passes give that of the configuration; None where all layers must be run.
 
     An encoder-decoder's two stacks grow together where they are equally deep.
+
+    Args:
+        model: built whole, on whatever device: which of its layers are alike. Without it the configuration's lists say that.
     """
     deep = depths_of(config)
     if deep is None:
         return None
-    small = {name: _small_depths(*_place(config, name), _least_layers(config, name)) for name in deep}
+    kinds = {name: None if model is None else layer_kinds(model, layers) for name, layers in deep.items()}
+    small = {name: _small_depths(*_place(config, name), _least_layers(config, name), kinds[name]) for name in deep}
     short = {name: small[name][0] if small[name] else deep[name] for name in deep}  # type: ignore[index]
     grown: dict[tuple[int, int, int], Depths] = {}
     for name, pair in small.items():
@@ -85,8 +90,42 @@ def _least_layers(config: Any, name: str) -> int:
     return 2 + len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
 
 
-def _small_depths(text: Any, name: str, least: int) -> tuple[int, int] | None:
-    """Two depths whose difference is whole periods of the layers' pattern, or None where all layers must be run."""
+def layer_kinds(model: Any, layers: int) -> list[Any]:
+    """For each layer what tells it from those that differ: the modules in it, their sizes and switches. Empty where the model has
+    no list of so many.
+
+    Configurations name their patterns in many ways (lists of kinds, lists of indices, a period and an offset): the model that
+    comes of them has one.
+    """
+    stacks = [one for one in model.modules() if type(one).__name__ in _STACKS and len(one) == layers]
+    return list(zip(*([_kind(layer) for layer in stack] for stack in stacks), strict=True))
+
+
+def _kind(layer: Any) -> tuple[Any, ...]:
+    return tuple(
+        (
+            name,
+            type(module).__qualname__,
+            tuple((key, value is not None and tuple(value.shape)) for key, value in module._parameters.items()),
+            tuple((key, _switch(value)) for key, value in sorted(vars(module).items()) if not key.startswith("_")),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+def _switch(value: Any) -> Any:
+    """Flags and names, and whether there is anything: numbers may count the layers, and names with digits, too."""
+    plain = isinstance(value, bool) or (isinstance(value, str) and not any(map(str.isdigit, value)))
+    return value if plain else value is None
+
+
+def _small_depths(text: Any, name: str, least: int, kinds: Sequence[Any] | None = None) -> tuple[int, int] | None:
+    """Two depths whose difference is whole periods of the layers' pattern, or None where all layers must be run, as where they
+    make more layers together than the whole has.
+
+    Args:
+        kinds: of the layers, in the model itself; None: not known.
+    """
     deep = getattr(text, name)
     if getattr(text, "num_kv_shared_layers", 0) or getattr(text, "mlp_only_layers", None):
         return None
@@ -97,21 +136,31 @@ def _small_depths(text: Any, name: str, least: int) -> tuple[int, int] | None:
     patterns = [list(value) for value in vars(text).values() if isinstance(value, list | tuple) and len(value) == deep]
     if _whole_blocks(text):
         patterns.append([layer in _whole_blocks(text) for layer in range(deep)])
-    period = max((_period(pattern) for pattern in patterns), default=1)
-    short = deep % period + period
-    while short < least:
-        short += period
-    long = short + period
-    return (short, long) if long + 1 < deep else None
+    if kinds is not None:
+        if len(kinds) != deep:
+            return None
+        patterns.append(list(kinds))
+    every = list(zip(*patterns, strict=True)) if patterns else [()] * deep
+    return next((pair for period in range(1, deep) if (pair := _depths_of_period(every, period, least))), None)
+
+
+def _depths_of_period(kinds: Sequence[Any], period: int, least: int) -> tuple[int, int] | None:
+    """The two depths, if layers repeat after so many. The first ones may be of kinds of their own: the shallow model has them,
+    too, and its second half is the end of the deeper one's and of the whole's."""
+    deep = len(kinds)
+    for short in range(deep % period + period, deep, period):
+        long = short + period
+        if short + long > deep:
+            return None
+        first = min(short, period + short // 2)
+        if short >= least and all(kinds[at] == kinds[at - period] for at in range(first, deep)):
+            return short, long
+    return None
 
 
 def _whole_blocks(vision: Any) -> list[int]:
     """The layers of a tower whose attention spans the image; the others' spans windows (Qwen2.5-VL)."""
     return list(getattr(vision, "fullatt_block_indexes", None) or ())
-
-
-def _period(values: list[Any]) -> int:
-    return next(n for n in range(1, len(values) + 1) if all(v == values[i % n] for i, v in enumerate(values)))
 
 
 def at_depth(config: Any, depths: Depths) -> Any:

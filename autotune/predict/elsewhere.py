@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autotune.errors import UserError
-from autotune.predict.prediction import Prediction, Table
+from autotune.predict.prediction import SURE_SIGMAS, Prediction, Table
 from autotune.predict.predictor import Predictor
 from autotune.predict.roofline import host_limit_bytes
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, TRACED_KNOBS, Candidate, Value
@@ -81,17 +81,17 @@ class Tried:
     def __init__(self, hardware: Hardware, predictor: Predictor, candidates: list[Candidate], table: Table) -> None:
         self.hardware, self.job, self.table = hardware, predictor.job, table
         self._predictor, self._candidates = predictor, candidates
-        self._fits = predictor.fits(table)
+        self._sure = predictor.margins(table) >= SURE_SIGMAS
         self._told: dict[int, Prediction] = {}
 
     def fastest(self, *, offload: bool = True, any_host: bool = False) -> int | None:
-        """The place of the fastest that fits, or None.
+        """The place of the fastest that fits with the probability SURE, or None.
 
         Args:
             offload: whether it may offload to the host.
             any_host: take it that main memory holds whatever is offloaded.
         """
-        fits = self._fits
+        fits = self._sure
         if not offload:
             fits = fits & (self.table.host == 0)
         elif not any_host:

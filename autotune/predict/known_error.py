@@ -30,7 +30,7 @@ class JobKind:
     @classmethod
     def of(cls, job: Job, candidate: Candidate, hardware: Hardware) -> JobKind:
         training = "lora" if under(job, candidate).lora else "full"
-        offloaded = candidate.offload_optimizer != "none" or candidate.offload_param != "none"
+        offloaded = bool(candidate.offloaded)
         devices = "nodes" if hardware.nodes > 1 else "several" if hardware.count > 1 else "one"
         return cls(training, candidate.stage, offloaded, devices)
 

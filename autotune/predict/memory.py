@@ -16,6 +16,7 @@ import numpy as np
 from autotune.predict.constants import MEMORY_CONSTANTS, STUCK, STUCK_UNEVEN
 from autotune.predict.knobs import Floats
 from autotune.predict.prepared import Prepared
+from autotune.predict.zero import Bill
 from autotune.problem.hardware import Hardware
 from autotune.units import GIB
 
@@ -44,22 +45,28 @@ def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats
     step = np.array([float(name == "step") for name in b.moments])[:, None]
     if hardware.device != "cuda":
         return np.asarray(held + passing), np.asarray(cached), np.zeros_like(cached)
-    uneven = k["uneven"] * k["scale"] * factor * p.uneven * b.activations
-    return np.asarray(held + passing), np.asarray(cached + step * b.left + b.holes), np.asarray(uneven)
+    whole = k["uneven"] * factor * p.uneven * b.activations + _elsewhere(b)
+    return np.asarray(held + passing), np.asarray(cached + step * b.left + b.holes), np.asarray(k["scale"] * whole)
+
+
+def _elsewhere(b: Bill) -> Floats:
+    """(moments, n) bytes that FSDP gathers and reduces at other moments: what a stream has taken no other stream's tensors can
+    use (torch 2.13, CUDACachingAllocator.cpp, get_free_block; torch/distributed/fsdp, _runtime_utils.py)."""
+    return np.asarray(b.sent.max(axis=0) - b.sent)
 
 
 def moments(p: Prepared, hardware: Hardware, constants: Floats) -> Floats:
     """(..., moments, n) bytes that NVML would show on a card without end, at constants (..., constants)."""
-    allocated, cached, uneven = _moments(p, hardware, constants)
-    return np.asarray(allocated + cached + uneven + GIB * constants[..., 0, None, None])
+    allocated, cached, whole = _moments(p, hardware, constants)
+    return np.asarray(allocated + cached + whole + GIB * constants[..., 0, None, None])
 
 
 def peaks(p: Prepared, hardware: Hardware, constants: Floats) -> Peaks:
     """The peaks at constants (..., constants)."""
-    allocated, cached, uneven = _moments(p, hardware, constants)
+    allocated, cached, whole = _moments(p, hardware, constants)
     overhead = GIB * constants[..., 0, None]
-    needed = (allocated + STUCK * cached + STUCK_UNEVEN * uneven).max(axis=-2) + overhead
-    shown = (allocated + cached + uneven).max(axis=-2) + overhead
+    needed = (allocated + STUCK * cached + STUCK_UNEVEN * whole).max(axis=-2) + overhead
+    shown = (allocated + cached + whole).max(axis=-2) + overhead
     shown = np.maximum(np.minimum(shown, float(hardware.capacity_bytes)), needed)
     return Peaks(allocated.max(axis=-2), needed, shown)
 
@@ -69,14 +76,15 @@ def slopes(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, 
 
     Both are linear in each constant, but for which moment it is.
     """
-    allocated, cached, uneven = _moments(p, hardware, constants)
+    allocated, cached, whole = _moments(p, hardware, constants)
     k, b = dict(zip(MEMORY_CONSTANTS, constants, strict=True)), p.bill
     every, again = np.arange(allocated.shape[1]), p.columns.checkpointing > 0
     states = b.parameters + b.gradients + b.optimizer
-    left = p.uneven * (hardware.device == "cuda")
+    on_gpu = hardware.device == "cuda"
+    left, elsewhere = p.uneven * on_gpu, _elsewhere(b) * on_gpu
     found = []
     for shown in (True, False):
-        at = (allocated + cached + uneven if shown else allocated).argmax(axis=0)
+        at = (allocated + cached + whole if shown else allocated).argmax(axis=0)
         activations = b.activations[at, every] * np.where(again, k["recomputed"], 1.0)
         passing = {name: getattr(b, name)[at, every] for name in ("buckets", "gathered", "temporaries")}
         kept, kept_activations = 1 + k["cached"] * shown, 1 + (k["cached"] + k["uneven"] * left) * shown
@@ -85,7 +93,10 @@ def slopes(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, 
         of_activations = k["activations"] * activations
         by_name |= {
             "overhead": np.full(len(every), GIB * shown),
-            "scale": k["states"] * states + kept * in_passing + kept_activations * of_activations,
+            "scale": k["states"] * states
+            + kept * in_passing
+            + kept_activations * of_activations
+            + shown * elsewhere[at, every],
             "states": k["scale"] * states,
             "activations": k["scale"] * kept_activations * activations,
             "recomputed": k["scale"] * kept_activations * np.where(again, of_activations / k["recomputed"], 0.0),

@@ -52,8 +52,9 @@ def stepper(job: Job) -> Stepper:
     if other in OTHER_STATES:
         one_by_one = _ADAFACTOR_BYTES if other == "adafactor" else 0
         return Stepper(OTHER_STATES[other], 0.0, False, one_by_one_bytes=one_by_one, follows_weights=False)
-    own = (job.base_config.get("optimizer") or {}).get("params") or {}
-    named = isinstance(job.base_config.get("optimizer"), dict) and "type" in job.base_config["optimizer"]
+    named = "type" in job.own_optimizer
+    own = job.own_optimizer.get("params")
+    own = own if isinstance(own, dict) else {}
     is_adam = kind in ("adam", "adamw")
     deepspeeds = kind == "fused_adam" or (named and is_adam and not own.get("torch_adam"))
     deepspeeds = deepspeeds and not job.plain

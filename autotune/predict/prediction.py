@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,8 @@ from autotune.problem.hardware import Hardware
 from autotune.units import GIB
 
 SIGMAS = 2.0  # half the width of an interval
+SURE = 0.9  # the least probability of fitting at which a config is recommended
+SURE_SIGMAS = 1.2816  # between what is expected and the ceiling, at that probability
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Prediction:
     allocated_bytes: float  # by torch
     allocated_interval: tuple[float, float]
     needed_bytes: float  # what the card must have; what NVML shows beyond it is given back before memory runs out
+    sure_bytes: float  # the same, with the probability SURE
     memory: dict[str, float]  # bytes by what they hold, at the peak
     moment: str  # of the peak: forward, backward, step or init
     host_bytes: float  # of one rank
@@ -34,8 +38,14 @@ class Prediction:
     time: dict[str, float]  # seconds by cause
     samples_per_second: float
     binding: str  # what limits it
-    fits: bool
+    fits: bool  # as it is expected, at even odds
+    chance: float  # that it fits: that what it needs stays under the ceiling; 0 where main memory is too small
     exact: bool  # False where the model could not be traced
+
+    @property
+    def sure(self) -> bool:
+        """Whether it fits with the probability SURE."""
+        return self.chance >= SURE - 1e-4
 
 
 @dataclass
@@ -52,6 +62,11 @@ class Table:
     step_sigma: Floats  # of the logarithm
     samples: Floats  # a second, all ranks
 
+    @property
+    def sure(self) -> Floats:
+        """Bytes of the card that are enough with the probability SURE."""
+        return self.needed + SURE_SIGMAS * self.peak_sigma
+
 
 @dataclass(frozen=True)
 class Breakdowns:
@@ -62,6 +77,7 @@ class Breakdowns:
     prepared: Prepared
     table: Table
     fits: Flags
+    margins: Floats  # as `Predictor.margins` gives them
     moments: Floats  # (moments, n) bytes, as `memory.moments` gives them
     memory_constants: dict[str, float]
     spent: Spent
@@ -78,10 +94,11 @@ class Breakdowns:
         return Prediction(
             candidate=candidate,
             peak_bytes=peak,
-            peak_interval=self._interval(peak, sigma, peak),
+            peak_interval=self._shown(peak, sigma, float(table.needed[i])),
             allocated_bytes=float(table.allocated[i]),
-            allocated_interval=self._interval(float(table.allocated[i]), float(table.allocated_sigma[i]), peak),
+            allocated_interval=_interval(float(table.allocated[i]), float(table.allocated_sigma[i])),
             needed_bytes=float(table.needed[i]),
+            sure_bytes=float(table.sure[i]),
             memory=self._memory(candidate, i, at),
             moment=bill.moments[at],
             host_bytes=host,
@@ -91,14 +108,14 @@ class Breakdowns:
             samples_per_second=float(table.samples[i]),
             binding=self._binding(float(table.needed[i]), host * self.ranks / self.hardware.nodes, time, i),
             fits=bool(self.fits[i]),
+            chance=0.5 * math.erfc(-float(self.margins[i]) / math.sqrt(2)),
             exact=self.exact[i],
         )
 
-    def _interval(self, size: float, sigma: float, peak: float) -> tuple[float, float]:
-        """Of bytes on a card: where the `peak` fits, none of the interval is above the card."""
-        card = float(self.hardware.capacity_bytes)
-        high = size + SIGMAS * sigma
-        return max(0.0, size - SIGMAS * sigma), min(high, card) if peak <= card else high
+    def _shown(self, peak: float, sigma: float, needed: float) -> tuple[float, float]:
+        """Of what NVML shows: no more than the card, but where more may be needed."""
+        low, high = _interval(peak, sigma)
+        return low, max(min(high, float(self.hardware.capacity_bytes)), needed + SIGMAS * sigma, peak)
 
     def _memory(self, candidate: Candidate, i: int, at: int) -> dict[str, float]:
         """Bytes at moment `at` by what they hold; they add up to the peak. The allocator has what nothing else has."""
@@ -143,3 +160,7 @@ class Breakdowns:
             "the training loop": time["loop"],
         }
         return max(causes, key=causes.__getitem__)
+
+
+def _interval(size: float, sigma: float) -> tuple[float, float]:
+    return max(0.0, size - SIGMAS * sigma), size + SIGMAS * sigma

@@ -21,11 +21,13 @@ from autotune.predict.constants import (
     time_priors,
 )
 from autotune.predict.fit import Neighbours, Posterior, Prior, fit, jacobian_of
+from autotune.predict.host import PRIOR as HOST
+from autotune.predict.host import fit_host
 from autotune.predict.knobs import Flags, Floats
 from autotune.predict.memory import moments, peaks, slopes
 from autotune.predict.optimizers import stepper
 from autotune.predict.passes import Trace
-from autotune.predict.prediction import Breakdowns, Prediction, Table
+from autotune.predict.prediction import SURE_SIGMAS, Breakdowns, Prediction, Table
 from autotune.predict.prepared import Prepared
 from autotune.predict.roofline import Spent, host_limit_bytes, spend
 from autotune.predict.trace import trace_job
@@ -62,6 +64,8 @@ class Predictor:
         self._packed_rows = job.seq_len / job.tokens_per_sample
         self._memory_noise, self._time_noise = MEMORY_NOISE * widen, TIME_NOISE * widen
         self._seen: dict[Candidate, Outcome] = {}
+        self._host_seen: dict[Candidate, Outcome] = {}  # of those that offload
+        self._host = Posterior(np.array([HOST.mean]), np.array([[HOST.sigma**2]]), 0.0)  # of the bill's logarithm
         self._stale = False
         self._memory = fit(self._memory_priors, None, noise=self._memory_noise)
         self._time = fit(self._time_priors, None, noise=self._time_noise)
@@ -74,6 +78,10 @@ class Predictor:
         """Remembers an Outcome; the constants are fitted again when a prediction is next asked for."""
         if outcome.measurement is not None or outcome.kind is Kind.OOM_DEVICE:
             self._seen[candidate] = outcome
+            self._stale = True
+        ran = outcome.measurement is not None or outcome.kind is Kind.OOM_HOST
+        if ran and candidate.offloaded:
+            self._host_seen[candidate] = outcome
             self._stale = True
 
     def believe(self, memory: Predictor | None = None, time: Predictor | None = None) -> None:
@@ -94,6 +102,9 @@ class Predictor:
         if not self._stale:
             return
         self._stale = False
+        self._calibrate_host()
+        if not self._seen:
+            return
         candidates = list(self._seen)[-_MOST_OBSERVATIONS:]
         outcomes = [self._seen[c] for c in candidates]
         prepared = self.prepare(candidates)
@@ -101,6 +112,23 @@ class Predictor:
         self._fit_memory(prepared, outcomes, measured)
         if measured.any():
             self._fit_time(prepared.rows(measured), [o.measurement for o in outcomes if o.measurement])
+
+    def _calibrate_host(self) -> None:
+        if self.hardware.device != "cuda" or not self._host_seen:
+            return
+        candidates = list(self._host_seen)[-_MOST_OBSERVATIONS:]
+        bill = self.prepare(candidates).bill.host
+        outcomes = [self._host_seen[c] for c in candidates]
+        offloaded = bill > 0  # else all of it is on the drive
+        if offloaded.any():
+            told = [o for o, one in zip(outcomes, offloaded, strict=True) if one]
+            self._host = fit_host(bill[offloaded], told, self.hardware)
+
+    @property
+    def host_sigma(self) -> float:
+        """Standard deviation of the logarithm of what a candidate keeps in the host's memory."""
+        self.calibrate()
+        return float(np.hypot(np.sqrt(self._host.covariance[0, 0]), self._host.noise))
 
     def _fit_memory(self, prepared: Prepared, outcomes: Sequence[Outcome], measured: Flags) -> None:
         capacity = float(self.hardware.capacity_bytes)
@@ -195,6 +223,9 @@ class Predictor:
     def notes(self) -> list[str]:
         """A line for each thing that is not known, and for which predictions are wider."""
         unread = [f"{key} is not part of the memory model" for key in self._unread]
+        facts = self.hardware.gpu_facts
+        if facts is not None and facts.whence:
+            unread.insert(0, f"{self.hardware.name} is not in autotune's table of GPUs: its rates are {facts.whence}")
         return [*self._newer, *unread, *dict.fromkeys(trace.note for trace in self._traces.values() if trace.note)]
 
     def _trace(self, way: tuple[object, ...], candidate: Candidate) -> Trace:
@@ -222,7 +253,8 @@ class Predictor:
         c = prepared.columns
         rows = c.micro_batch * c.accumulation * self.job.ranks
         samples = rows * np.where(c.packed > 0, self._packed_rows, 1.0) / np.exp(log_step)
-        return Table(*memory, prepared.bill.host, np.exp(log_step), log_sigma, samples)
+        host = prepared.bill.host * float(np.exp(self._host.mean[0]))
+        return Table(*memory, host, np.exp(log_step), log_sigma, samples)
 
     def _memory_table(self, prepared: Prepared) -> tuple[Floats, Floats, Floats, Floats, Floats]:
         """(peak, its sigma, allocated, its sigma, needed) in bytes, corrected by measured neighbours."""
@@ -240,8 +272,24 @@ class Predictor:
 
     def fits(self, table: Table) -> Flags:
         """Which candidates are expected to stay under the device's ceiling and the host's limit."""
+        return self.margins(table) >= 0
+
+    def margins(self, table: Table) -> Floats:
+        """By how many standard deviations each candidate is expected to stay under the device's ceiling; minus infinity where the
+        host's limit is too low."""
         host_all = table.host * self.job.ranks / self.hardware.nodes  # of one node
-        return (table.needed <= self.hardware.ceiling_bytes) & (host_all <= host_limit_bytes(self.hardware))
+        under_it = (self.hardware.ceiling_bytes - table.needed) / table.peak_sigma
+        return np.where(host_all <= host_limit_bytes(self.hardware), under_it, -np.inf)
+
+    def ranked(self, table: Table, among: Flags | bool = True) -> list[int]:
+        """Places of the candidates to recommend, the best first: the fastest of those that fit with the probability SURE; where
+        there is none, those that are expected to fit, the likeliest first."""
+        margins = self.margins(table)
+        sure = np.flatnonzero(among & (margins >= SURE_SIGMAS))
+        if len(sure):
+            return [int(i) for i in sure[np.argsort(-table.samples[sure], kind="stable")]]
+        likely = np.flatnonzero(among & (margins >= 0))
+        return [int(i) for i in likely[np.argsort(-margins[likely], kind="stable")]]
 
     def predict(self, candidate: Candidate) -> Prediction:
         """One candidate, with its breakdowns."""
@@ -258,6 +306,7 @@ class Predictor:
             prepared=prepared,
             table=table,
             fits=self.fits(table),
+            margins=self.margins(table),
             moments=moments(prepared, self.hardware, self._memory.mean),
             memory_constants=dict(zip(MEMORY_CONSTANTS, self._memory.mean, strict=True)),
             spent=spent,

@@ -76,7 +76,7 @@ class Rates:
     @classmethod
     def of(cls, hardware: Hardware, precision: str) -> Rates:
         facts: GpuFacts | None = hardware.gpu_facts
-        if facts is None:
+        if facts is None:  # CPU ranks
             cpu = CPU_TFLOPS * 1e12 * (1.0 if precision == "fp32" else 0.5)
             return cls(
                 cpu,

@@ -16,14 +16,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from autotune.errors import UserError
 from autotune.files import cache_root, write_atomically
 from autotune.group.launchers import IMPORT_SECONDS
 from autotune.interpreter import current, module_command
-from autotune.predict.closed_form import closed_form_trace, profile_trace
+from autotune.predict.closed_form import closed_form_trace, profile_trace, told_by_shape
 from autotune.predict.passes import IMPORTED, Trace
 from autotune.problem.job import Job
-from autotune.problem.tasks import CAUSAL, IMAGE_TEXT, SEQ2SEQ
+from autotune.problem.tasks import CAUSAL, IMAGE_TEXT
 
 __all__ = ["LOSSES", "VERSION", "Trace", "cache_folder", "cache_key", "trace_job", "trace_jobs", "traceable"]
 
@@ -36,7 +38,8 @@ LOSSES = ("own", "fused", "chunked", "shifted32", "held32", "shifted16", "shifte
 
 _RUNS_IT = ("torch", "transformers")
 _LOOK_SECONDS = 0.5  # between looks at what the tracer says
-VERSION = 6  # of what the tracer finds: raise it when that changes
+_OWN_SHARE = 0.5  # of a core, below which a trace that does not come tells of the machine and not of the model
+VERSION = 7  # of what the tracer finds: raise it when that changes
 
 
 def cache_folder() -> Path:
@@ -85,7 +88,8 @@ def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seco
     """The job's trace: from the cache, or made in a process of its own.
 
     A model that cannot be traced here (a kernel that needs a GPU, an operator that needs values, a process that died) gets
-    an estimate, which is not cached: a later version may trace it.
+    an estimate, which is not cached: a later version may trace it. That a trace took too long is: these versions are not asked
+    again for as many seconds. Where the machine was busy with something else, the next call tries again.
 
     Args:
         loss: one of LOSSES.
@@ -111,7 +115,11 @@ def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seco
     options = _loss_options(loss) + ["--cpu"] * (device == "cpu")
     if job.task == IMAGE_TEXT:
         timeout_seconds *= 3  # windows of an image are looked at one by one
-    answer = _ask_tracer(job, options, timeout_seconds)
+    late = path.with_suffix(".late.json")
+    answer = _known_late(late, timeout_seconds) or _ask_tracer(job, options, timeout_seconds)
+    if "late_seconds" in answer:
+        with contextlib.suppress(OSError):
+            write_atomically(late, json.dumps(answer))
     if "trace" in answer:
         with contextlib.suppress(OSError):
             write_atomically(path, json.dumps(answer["trace"]))
@@ -120,11 +128,19 @@ def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seco
         raise UserError(f"model {job.model.name} cannot be built: {answer['impossible']}")
     why = answer.get("impossible") or answer.get("untraceable") or "no answer"
     sizes = answer.get("sizes")
-    if sizes is None and (not job.model.config or job.task in (SEQ2SEQ, IMAGE_TEXT)):
-        # a workload's code may need the GPU that was hidden from it; of models with two stacks only sizes tell enough
+    if sizes is None and not told_by_shape(job):
+        # a workload's code may need the GPU that was hidden from it; of other models only sizes tell enough
         answer = _ask_tracer(job, ["--sizes"], timeout_seconds)
         sizes, why = answer.get("sizes"), answer.get("untraceable") or why
     return closed_form_trace(job, why, sizes)
+
+
+def _known_late(path: Path, timeout_seconds: float) -> dict[str, Any] | None:
+    """The answer of an earlier call whose trace did not come within as many seconds."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        known: dict[str, Any] = json.loads(path.read_text())
+        return known if known["late_seconds"] >= timeout_seconds else None
+    return None
 
 
 def _runnable(job: Job) -> tuple[Job, bool]:
@@ -197,13 +213,24 @@ def _ask_tracer(job: Job, options: list[str], timeout_seconds: float) -> dict[st
     """
     try:
         said, complaint = _run_tracer(options, json.dumps(job.to_json()), timeout_seconds)
+    except _TooLong as error:
+        late = {"late_seconds": timeout_seconds} if error.worked else {}
+        return {"untraceable": str(error), **late, **_last_answer(error.said)}
     except TimeoutError as error:
         return {"untraceable": str(error)}
-    with contextlib.suppress(ValueError, IndexError):  # the last line: a model's code may print, too
+    answer = _last_answer(said)
+    if answer.keys() - {"sizes"} or (answer and "--sizes" in options):
+        return answer
+    return {"untraceable": (complaint.strip().splitlines() or ["no answer"])[-1][:300], **answer}
+
+
+def _last_answer(said: str) -> dict[str, Any]:
+    """The last line, which is an object unless the model's code has printed, too; empty where it is none."""
+    with contextlib.suppress(ValueError, IndexError):
         answer = json.loads(said.strip().splitlines()[-1])
         if isinstance(answer, dict):
             return answer
-    return {"untraceable": (complaint.strip().splitlines() or ["no answer"])[-1][:300]}
+    return {}
 
 
 def _run_tracer(options: list[str], asked: str, timeout_seconds: float) -> tuple[str, str]:
@@ -226,6 +253,14 @@ def _run_tracer(options: list[str], asked: str, timeout_seconds: float) -> tuple
             tracing.kill()
 
 
+class _TooLong(TimeoutError):
+    """The model is there, and its trace does not come."""
+
+    def __init__(self, timeout_seconds: float, said: str, worked: bool) -> None:
+        super().__init__(f"no trace within {timeout_seconds:.0f} s" + (" of a busy machine" if not worked else ""))
+        self.said, self.worked = said, worked  # by then; whether it had a core for itself
+
+
 def _outputs(tracing: subprocess.Popen[str], asked: str | None, timeout_seconds: float) -> tuple[str, str]:
     """What the process has written at its end. Its time begins once it has imported all: from a network's disk that takes
     minutes, and says nothing of the model."""
@@ -239,10 +274,24 @@ def _outputs(tracing: subprocess.Popen[str], asked: str | None, timeout_seconds:
                 imported, until = True, time.monotonic() + timeout_seconds
             elif time.monotonic() >= until:
                 if imported:
-                    raise TimeoutError(f"no trace within {timeout_seconds:.0f} s") from None
+                    said = (so_far.output or b"").decode(errors="replace")
+                    worked_seconds = _worked_seconds(tracing.pid)
+                    raise _TooLong(timeout_seconds, said, worked_seconds >= _OWN_SHARE * timeout_seconds) from None
                 raise TimeoutError(f"torch and transformers not imported within {IMPORT_SECONDS} s") from None
+
+
+def _worked_seconds(pid: int) -> float:
+    """What a tracer and the workers that it has forked have had of cores, in seconds."""
+    worked = 0.0
+    with contextlib.suppress(psutil.Error):
+        tracer = psutil.Process(pid)
+        for process in (tracer, *tracer.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                worked += sum(process.cpu_times()[:4])  # and its children's that have ended
+    return worked
 
 
 def traceable(profile: dict[str, Any]) -> bool:
     """Whether a script trains what a trace runs: the whole of a causal model, on the model's own loss."""
-    return bool(profile.get("causal") and not profile.get("frozen") and profile.get("rows_per_sample") == 1)
+    one_row = profile.get("rows_per_sample") == 1 or profile.get("counted") == "tokens"  # those are packed end to end
+    return bool(profile.get("causal") and not profile.get("frozen") and one_row)

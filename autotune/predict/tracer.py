@@ -15,9 +15,10 @@ import contextlib
 import importlib
 import json
 import multiprocessing
+import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from autotune.predict.depth import Extrapolation, at_depth, depths_of, extrapola
 from autotune.predict.losses import autocast, blank_batch, loss_of, uncounted_flops
 from autotune.predict.operators import CountedTensors
 from autotune.predict.passes import BACKWARD, IMPORTED, Pass, Trace
+from autotune.predict.recurrences import at_once
 from autotune.predict.stand_ins import plain_conversion, shapes_alone
 from autotune.problem.job import Job
 from autotune.problem.tasks import IMAGE_TEXT, SEQ2SEQ
@@ -68,6 +70,7 @@ def trace_model(
     loss: str = "own",
     device: str = "cuda",
     workers: int = 1,
+    told: Callable[[tuple[list[int], int]], None] = lambda sizes: None,
 ) -> Trace:
     """Traces the job's model.
 
@@ -76,6 +79,7 @@ def trace_model(
         whole_depth: trace every layer instead of extrapolating over them.
         loss: one of `trace.LOSSES`.
         device: whose kernels are counted: `cpu` has no fused attention with dropout.
+        told: takes the sizes of the parameters as soon as they are known, as `sizes` of an answer has them.
         workers: with 2, the runs with and without checkpointing are traced at the same time, in forked children.
 
     Raises:
@@ -83,9 +87,12 @@ def trace_model(
         Impossible: transformers refuses the configuration.
     """
     config = _configuration(job)
-    parameters, frozen = _parameters(job, config)
+    model = _built(job, config)
+    parameters, frozen = _sizes_of(model)
+    told((parameters, sum(frozen)))
     _try_batch(job, config)
-    depths = None if whole_depth or config is None else extrapolation(config)
+    depths = None if whole_depth or config is None else extrapolation(config, model)
+    del model
     options = _Options(use_cache, loss, device)
     both = [(job, config, depths, options, checkpointing) for checkpointing in (False, True)]
     if workers > 1:
@@ -124,8 +131,8 @@ def _configuration(job: Job) -> Any:
         raise Untraceable(_line(error)) from None
 
 
-def _parameters(job: Job, config: Any, device: str = "meta") -> tuple[list[int], list[int]]:
-    """(elements of each trainable parameter, elements of each frozen one).
+def _built(job: Job, config: Any, device: str = "meta") -> Any:
+    """The whole model.
 
     Raises:
         Impossible: transformers has no model of the job's task for the configuration.
@@ -138,6 +145,11 @@ def _parameters(job: Job, config: Any, device: str = "meta") -> tuple[list[int],
         raise (Untraceable if job.workload else Impossible)(_line(error)) from None
     except Exception as error:  # a builder of the user's own may raise anything
         raise Untraceable(_line(error)) from None
+    return model
+
+
+def _sizes_of(model: Any) -> tuple[list[int], list[int]]:
+    """(elements of each trainable parameter, elements of each frozen one)."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return [n for n, trained in sizes if trained], [n for n, trained in sizes if not trained]
 
@@ -215,7 +227,12 @@ def _run(
     run = Counters()
     live = CountedTensors(run)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), live, shapes_alone(fused=options.device == "cuda"):
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            live,
+            shapes_alone(fused=options.device == "cuda"),
+            contextlib.ExitStack() as looping,
+        ):
             model, batches = _model_to_train(job, config, checkpointing, options)
             for tensor in (*model.parameters(), *model.buffers()):
                 live.add(tensor)
@@ -223,6 +240,7 @@ def _run(
             run.forget_operators()
             run.passed = _Passed.apply
             follow(model, run)
+            looping.enter_context(at_once(run))
             if (encoder := _encoder(model, job.task)) is not None:
                 follow_encoder(encoder, run)
             live.watch = run.saw
@@ -278,14 +296,16 @@ def _build(job: Job, config: Any) -> tuple[Any, Any]:
 # -- the process ---------------------------------------------------------------------------------------------------------
 
 
-def answer_to(job: Job, options: list[str], workers: int = 2) -> dict[str, Any]:
+def answer_to(
+    job: Job, options: list[str], workers: int = 2, told: Callable[[tuple[list[int], int]], None] = lambda sizes: None
+) -> dict[str, Any]:
     """`trace`; `untraceable` with the reason, and `sizes` of the parameters where they can be told; or `impossible`."""
     try:
         if "--sizes" in options:
             return {"sizes": _sizes(job, "cpu" if job.workload else "meta")}
         device = "cpu" if "--cpu" in options else "cuda"
         loss = options[options.index("--loss") + 1] if "--loss" in options else "own"
-        return {"trace": trace_model(job, loss=loss, device=device, workers=workers).to_json()}
+        return {"trace": trace_model(job, loss=loss, device=device, workers=workers, told=told).to_json()}
     except Impossible as error:
         return {"impossible": str(error)}
     except Untraceable as error:
@@ -297,7 +317,7 @@ def answer_to(job: Job, options: list[str], workers: int = 2) -> dict[str, Any]:
 
 def _sizes(job: Job, device: str) -> tuple[list[int], int]:
     """(elements of each trainable parameter, elements of all frozen ones)."""
-    trained, frozen = _parameters(job, _configuration(job), device)
+    trained, frozen = _sizes_of(_built(job, _configuration(job), device))
     return trained, sum(frozen)
 
 
@@ -315,7 +335,7 @@ def answer_all(asked: list[dict[str, Any]], workers: int) -> Iterator[dict[str, 
 
 def _children(workers: int) -> Any:
     """A pool of forked processes that end with this one: who gives a trace up ends only the process that it began."""
-    return multiprocessing.get_context("fork").Pool(workers, die_with_parent)
+    return multiprocessing.get_context("fork").Pool(workers, die_with_parent, (os.getpid(),))
 
 
 def _answer_at(one: tuple[int, dict[str, Any]]) -> dict[str, Any]:
@@ -343,7 +363,11 @@ def main() -> None:
         importlib.import_module("transformers.modeling_utils")
     print(IMPORTED, flush=True)
     job = Job.from_json(json.loads(sys.stdin.read()))
-    print(json.dumps(answer_to(job, sys.argv[1:])))
+
+    def told(sizes: tuple[list[int], int]) -> None:  # whatever becomes of the trace
+        print(json.dumps({"sizes": sizes}), flush=True)
+
+    print(json.dumps(answer_to(job, sys.argv[1:], told=told)))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ LOGIT_COPIES = (
 REDUCE_ELEMENTS = 5e8  # stage 0 reduces in flat copies of at most so many elements (engine.py, allreduce_gradients)
 
 SUMS = ("parameters", "gradients", "optimizer", "host", "left", "holes")  # of a Bill: one entry a candidate
-TABLES = ("buckets", "gathered", "temporaries", "activations")  # (moments, candidates)
+TABLES = ("buckets", "gathered", "temporaries", "activations", "sent")  # (moments, candidates)
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,11 @@ class Bill:
     gradients: Floats
     optimizer: Floats
     moments: tuple[str, ...]
-    buckets: Floats  # (moments, candidates), as are the next three
+    buckets: Floats  # (moments, candidates), as are the next four
     gathered: Floats  # whole parameters at stage 3
     temporaries: Floats  # gradients that backward holds, copies made by the optimizer's step
     activations: Floats  # what the model's own forward and backward hold
+    sent: Floats  # of these, what FSDP gathers and reduces: in segments of the streams that do it
     host: Floats  # pinned and plain host memory of one rank
     # Blocks that the optimizer's step has freed and cannot use again: flat 16-bit gradients, beside the 32-bit copy that is
     # larger than they were and torch's intermediates that are as large. The allocator keeps them.
@@ -70,18 +71,15 @@ class _Moments:
     def __init__(self, count: int) -> None:
         self.zero = np.zeros(count)
         self.names: list[str] = []
-        self.rows: list[tuple[Floats, Floats, Floats, Floats]] = []
+        self.rows: list[list[Floats]] = []
 
-    def add(
-        self, name: str, mine: Any, buckets: Floats, gathered: Floats, temporaries: Floats, activations: Floats
-    ) -> None:
-        """`mine` tells which candidates have this moment; the others get zeros."""
+    def add(self, name: str, mine: Any, *parts: Floats) -> None:
+        """`mine` tells which candidates have this moment; the others get zeros. The parts are those of TABLES."""
         self.names.append(name)
-        parts = (buckets, gathered, temporaries, activations)
-        self.rows.append(tuple(np.where(mine, part, 0.0) for part in parts))  # type: ignore[arg-type]
+        self.rows.append([np.where(mine, part, 0.0) for part in parts])
 
-    def tables(self) -> tuple[Floats, Floats, Floats, Floats]:
-        return tuple(np.array([row[i] for row in self.rows]) for i in range(4))  # type: ignore[return-value]
+    def tables(self) -> dict[str, Floats]:
+        return {name: np.array(part) for name, part in zip(TABLES, zip(*self.rows, strict=True), strict=True)}
 
 
 class _Terms:
@@ -90,7 +88,7 @@ class _Terms:
     def __init__(self, job: Job, trace: Trace, columns: Columns, device: str) -> None:
         self.trace, self.columns, self.ranks = trace, columns, float(job.ranks)
         self.width, self.frozen_width = trained_width(job, trace), job.element_bytes
-        self.plain = job.plain
+        self.plain, self.torch_alone = job.plain, job.torch_alone
         self.stepper = stepper(job)
         # torch's foreach is for CUDA alone; on CPU ranks nothing is really pinned (accelerator/cpu_accelerator.py)
         self.on_gpu = device == "cuda"
@@ -99,7 +97,7 @@ class _Terms:
         self.temporary_bytes = self.stepper.temporary_bytes * share if self.on_gpu else 0.0
         follows = self.stepper.follows_weights & (self.plain | (columns.stage > 0))
         self.states = self.stepper.state_bytes * np.where(follows, columns.state_share * narrower, 1.0)
-        self.master, self.accumulated, self.sent = columns.master, columns.accumulated, columns.communicated
+        self.accumulated, self.sent = columns.accumulated, columns.communicated
         self.total = float(sum(trace.parameters))  # elements, as are the next two
         self.part, self.largest = self.total / self.ranks, float(trace.largest)
         self.whole = self.width * self.total  # bytes
@@ -108,6 +106,11 @@ class _Terms:
         self.two = self.one | (stage == 2)  # the stages of stage_1_and_2.py
         self.out = columns.offload_optimizer > 0
         self.parameters_out = self.three & (columns.offload_param > 0)
+        # FSDP's shards are its masters: in 32 bits, unless all is in the weights' own type (torch 2.13, distributed/fsdp,
+        # _flat_param.py, _use_low_precision_shard); what is gathered is in the arithmetic's
+        self.fsdp = self.three & job.torch_alone
+        self.shard, self.frozen_shard = (self.width, self.frozen_width) if job.plain else (max(self.width, 4.0), 4.0)
+        self.master = np.where(self.fsdp, 0.0, columns.master)
         self.sub_group = sub_groups(columns, self.part, self.largest, self.ranks)
         self.stays = staying(columns, self.part, self.largest, self.ranks)
         shape = dense_shape(job.model.config)
@@ -162,8 +165,8 @@ def bill(job: Job, trace: Trace, columns: Columns, device: str = "cpu") -> Bill:
     parameters, gradients, optimizer = _resident(terms)
     _add_passes(terms, moments)
     _add_step(terms, moments, gradients)
-    kept = (_host(terms), _left(terms), _holes(terms))
-    return Bill(parameters, gradients, optimizer, tuple(moments.names), *moments.tables(), *kept)
+    kept = {"host": _host(terms), "left": _left(terms), "holes": _holes(terms)}
+    return Bill(parameters, gradients, optimizer, tuple(moments.names), **moments.tables(), **kept)
 
 
 def trained_width(job: Job, trace: Trace) -> float:
@@ -177,9 +180,9 @@ def trained_width(job: Job, trace: Trace) -> float:
 
 def _resident(t: _Terms) -> tuple[Floats, Floats, Floats]:
     """(parameters, gradients, optimizer): device bytes that are there all the time."""
-    frozen = t.frozen_width * t.trace.frozen
+    frozen = np.where(t.fsdp, t.frozen_shard, t.frozen_width) * t.trace.frozen
     second = np.where(t.columns.secondary > 1, 1 / t.columns.secondary, 0.0)
-    shared = (1 / t.ranks + second) * (t.whole + frozen)
+    shared = (1 / t.ranks + second) * (np.where(t.fsdp, t.shard * t.total, t.whole) + frozen)
     parameters = np.where(t.three, np.where(t.parameters_out, 0.0, shared), t.whole + frozen)
     # stages 1 to 3 clone 32-bit master weights even of 32-bit parameters; stage 0 needs none of these
     master = np.where(t.zero0 & ~t.plain, 0.0 if t.width == 4 else 4.0, t.master)
@@ -188,9 +191,9 @@ def _resident(t: _Terms) -> tuple[Floats, Floats, Floats]:
     optimizer = np.where(t.zero0, (master + t.states) * t.total, partitioned)
     # stage 3 keeps its partition's gradients in one buffer; stages 1 and 2 stage one parameter's on the way to the host
     staged = np.where(t.two & t.out, t.width * t.largest, 0.0)
-    at_three = np.where(t.out, t.stays * t.master, t.accumulated) * t.part
+    at_three = np.where(t.out, t.stays * t.master, np.where(t.fsdp, t.shard * t.accumulates, t.accumulated)) * t.part
     # torch's DistributedDataParallel copies gradients into buckets of its own (gradient_as_bucket_view is off by default)
-    copied = np.where(t.plain & t.zero0 & (t.ranks > 1), t.whole, 0.0)
+    copied = np.where(t.zero0 & (t.plain | t.torch_alone) & (t.ranks > 1), t.whole, 0.0)
     gradients = np.select([t.three, t.bf16_optimizer], [at_three, t.accumulated * t.total], staged + copied)
     return parameters, gradients, optimizer
 
@@ -206,7 +209,8 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
         without_logits = max(0.0, max(run.per_sequence) - t.logits)
         for phase, name in ((FORWARD, "forward"), (BACKWARD, "backward")):
             for fixed, each, grads, used in _points(run, phase):
-                held, buckets = _pending(t, grads)
+                (held, buckets), shards = _pending(t, grads), _shards(t, grads)
+                whole = np.where(t.three, np.maximum(gathered, used), 0.0) * (t.ranks > 1)
                 held_each = np.where(c.liger > 0, min(each, without_logits), each)
                 if phase == BACKWARD:
                     buckets = np.maximum(buckets, t.early)
@@ -216,17 +220,19 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
                     name,
                     mine,
                     np.maximum(t.kept_buckets, t.standing + buckets),
-                    np.where(t.three & (t.ranks > 1), np.maximum(gathered, used), 0.0),
-                    np.maximum(t.kept, held),
+                    whole,
+                    np.maximum(t.kept, held + shards),
                     kept * np.maximum(0.0, fixed + held_each * c.micro_batch) + _kept_inputs(t, run, each),
+                    shards + t.fsdp * whole,
                 )
     held, buckets = _pending(t, t.whole, done=True)
     flat = min(t.total, REDUCE_ELEMENTS) * (t.width + np.where(t.sent != t.width, t.sent, 0.0))
-    flat = np.where(t.plain, 0.0, flat)
+    flat = np.where(t.plain | t.torch_alone, 0.0, flat)
     held = np.where(t.zero0, t.whole + flat, held)
     # the one flat tensor of BF16_Optimizer is reduced as it is, in the dtype that is sent
     held = np.where(t.bf16_optimizer & (t.sent != t.accumulated), held + t.sent * t.total, held)
-    moments.add("backward", every, t.standing + buckets, gathered, held, moments.zero)
+    made = _shards(t, t.whole)
+    moments.add("backward", every, t.standing + buckets, gathered, held + made, moments.zero, made + t.fsdp * gathered)
 
 
 def _kept_inputs(t: _Terms, run: Pass, each: float) -> Floats:
@@ -254,17 +260,18 @@ def _add_step(t: _Terms, moments: _Moments, gradients: Floats) -> None:
     of_sub_group = np.maximum(of_sub_group, 8.0 * t.largest / t.ranks)
     # Twin-Flow's second optimizer is torch's AdamW, not fused; the gradients that it takes are there all the time
     of_split = np.where((t.stays > 0) & t.on_gpu, 4.0, 0.0) * t.sub_group
+    shards = _shards(t, t.whole, stepping=True)
     one_by_one = t.stepper.one_by_one_bytes * np.where(t.zero0, t.largest, np.minimum(t.largest, t.part))
     copies = one_by_one + np.select(
-        [t.zero0, t.bf16_optimizer, t.two & ~t.out, t.three & ~t.out, t.three],
-        [of_all, of_sum, of_part, of_sub_group, of_split],
+        [t.zero0, t.bf16_optimizer, t.two & ~t.out, t.fsdp & ~t.out, t.three & ~t.out, t.three],
+        [of_all, of_sum, of_part, shards + t.temporary_bytes * t.part, of_sub_group, of_split],
         0.0,
     )
     whole = np.where(t.three & (t.ranks > 1), t.frozen_width * persistent(t.trace, t.columns), 0.0)
-    moments.add("step", every, t.kept_buckets, whole, np.maximum(copies, t.kept), moments.zero)
+    moments.add("step", every, t.kept_buckets, whole, np.maximum(copies, t.kept), moments.zero, shards + t.fsdp * whole)
     # stage 3 begins with a gradient of the largest sub-group in the master's precision (initialize_optimizer_states)
     beyond = np.maximum(0.0, t.master * t.sub_group - gradients)
-    moments.add("init", t.three & ~t.out, moments.zero, moments.zero, beyond, moments.zero)
+    moments.add("init", t.three & ~t.out, moments.zero, moments.zero, beyond, moments.zero, moments.zero)
 
 
 def _left(t: _Terms) -> Floats:
@@ -272,14 +279,14 @@ def _left(t: _Terms) -> Floats:
     of_part = np.where(t.own != t.master, np.where(t.compact, t.own, 2 * t.width), 0.0) * t.part
     of_sub_group = np.where(t.accumulated != t.master, t.accumulated, 0.0) * t.sub_group
     left = np.select([t.two & ~t.bf16_optimizer & ~t.out, t.three & ~t.out], [of_part, of_sub_group], 0.0)
-    return np.where(t.columns.master > 0, left, 0.0)
+    return np.where(t.master > 0, left, 0.0)
 
 
 def _holes(t: _Terms) -> Floats:
     """Bytes that lie unused between frozen partitions at stage 3: each was cut out of the block of its whole parameter. Those of
     trainable parameters are moved together (stage3.py, _create_fp16_partitions_with_defragmentation)."""
     frozen = HOLES * t.frozen_width * t.trace.frozen / t.ranks
-    return np.where(t.three & ~t.parameters_out & (t.ranks > 1) & ~t.plain, frozen, 0.0)
+    return np.where(t.three & ~t.parameters_out & (t.ranks > 1) & ~t.plain & ~t.fsdp, frozen, 0.0)
 
 
 def _host(t: _Terms) -> Floats:
@@ -375,6 +382,13 @@ def _pending(t: _Terms, grads: float, done: bool = False) -> tuple[Floats, Float
         first + converted + scattered,  # stage 3: the flat bucket, and what is scattered out of it
     )
     return held, flat
+
+
+def _shards(t: _Terms, grads: float, stepping: bool = False) -> Floats:
+    """Bytes of gradients that FSDP has reduced when backward has made `grads`: a unit waits until it is whole."""
+    waiting = 0.0 if stepping else t.columns.reduce_bucket
+    done = np.maximum(0.0, grads / t.width - waiting)
+    return np.where(t.fsdp & ~t.out & ~t.accumulates, t.shard * done / t.ranks, 0.0)
 
 
 def bypassing(trace: Trace, c: Columns, width: float | Floats, grads: float | Floats, where: Any) -> Floats:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
-from autotune.problem.ds_file import read_config
+from autotune.problem.ds_file import MOST_BYTES, read_config
 from autotune.problem.frameworks import framework_of
 from autotune.problem.job import ArgumentFile, Script
 
@@ -141,7 +141,10 @@ def with_copies(script: Script, folder: Path) -> list[str]:
     return words
 
 
-_WRITTEN = ("meta.json", "ladder.json", "accelerate.yaml", "training_arguments.json")  # beside NAME.json as NAME.…
+# beside NAME.json as NAME.…
+_WRITTEN = {"meta.json", "ladder.json", "table.json", "accelerate.yaml", "training_arguments.json"}
+_WRITTEN |= {f"{of}.{what}.json" for of in ("accelerate", "sbatch") for what in ("deepspeed", "meta")}
+_WRITTEN |= {"training_arguments.meta.json"}
 
 
 def winners_copy(config: Path, file: ArgumentFile) -> Path:
@@ -149,7 +152,7 @@ def winners_copy(config: Path, file: ArgumentFile) -> Path:
     # a launcher's file may be called as the script's is, and either as what is written beside a config
     name = Path(file.path).name
     part = "launcher." if file.launcher else "argument." if name in _WRITTEN else ""
-    return config.with_name(f"{config.stem}.{part}{name}")
+    return config.with_name(f"{config.name.removesuffix('.json')}.{part}{name}")
 
 
 def renamed(word: str, path: str) -> str:
@@ -159,10 +162,13 @@ def renamed(word: str, path: str) -> str:
 
 
 def is_ds_config(path: Path) -> bool:
-    """Whether the file is a DeepSpeed config."""
+    """Whether the file is a DeepSpeed config. One that is too large for that is not read: every rank asks, and a data set would
+    cost it seconds and gigabytes."""
     if path.suffix not in _CONFIG_SUFFIXES or not path.is_file():
         return False
     try:
+        if path.stat().st_size > MOST_BYTES:
+            return False
         data = read_config(path)
     except (OSError, ValueError):
         return False

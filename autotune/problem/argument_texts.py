@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -27,12 +26,12 @@ from autotune.problem.argument_files import (
     winners_copy,
 )
 from autotune.problem.candidate import Candidate
-from autotune.problem.ds_file import read_config
+from autotune.problem.ds_file import MOST_BYTES, read_config
 from autotune.problem.job import ArgumentFile, Job, Script
+from autotune.problem.script_job import over_present
 from autotune.problem.yaml_edit import edited, parsed
 
 SUFFIXES = (".yaml", ".yml", ".json")
-_MOST_BYTES = 1 << 20  # a larger file holds data
 
 
 def argument_files(argv: Sequence[str], cwd: Path, *, named: Sequence[str] = ()) -> tuple[ArgumentFile, ...]:
@@ -116,6 +115,12 @@ def write_trial_files(job: Job, candidate: Candidate | None, folder: Path, *, qu
         (below / path.name).write_text(edited(file.text, changes, is_json=path.suffix == ".json"))
 
 
+def output_folders(script: Script) -> list[Path]:
+    """The user's, as argument files name them: what a trial's copies name in their place shows the first that is there."""
+    said = [value_at(file.data, place) for file in own_files(script) if (place := find(file.data, (OUTPUT,)))]
+    return [Path(script.cwd, os.path.expanduser(one)) for one in said if isinstance(one, str)]
+
+
 def _merged_config(job: Job, candidate: Candidate, path: Path) -> str | None:
     """Writes the config that the script's files hold or name, with the candidate's keys in it; returns its path."""
     assert job.script is not None
@@ -123,8 +128,7 @@ def _merged_config(job: Job, candidate: Candidate, path: Path) -> str | None:
     if own is None:
         return None
     known = own if isinstance(own, dict) else read_config(own)
-    base = {**known, **{key: value for key, value in job.base_config.items() if key not in known}}
-    path.write_text(json.dumps(candidate.ds_config(dataclasses.replace(job, base_config=base))))
+    path.write_text(json.dumps(candidate.ds_config(over_present(job, known))))
     return str(path)
 
 
@@ -152,7 +156,7 @@ def winners_files(script: Script, candidate: Candidate, config: Path) -> dict[Pa
 def _mentioned(argv: Sequence[str], cwd: Path) -> Iterator[tuple[int, Path]]:
     for index, word in enumerate(argv):
         path = cwd / (word.partition("=")[2] or word)
-        if path.suffix in SUFFIXES and path.is_file() and path.stat().st_size <= _MOST_BYTES and not is_ds_config(path):
+        if path.suffix in SUFFIXES and path.is_file() and path.stat().st_size <= MOST_BYTES and not is_ds_config(path):
             yield index, path
 
 

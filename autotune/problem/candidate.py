@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.problem.ds_file import in_new_names
+from autotune.problem.early_variables import ALLOCATOR_VARIABLES
 from autotune.problem.job import Job, Script, parse_lora
 from autotune.problem.knobs import (
     ACCUMULATION,
@@ -26,6 +28,7 @@ from autotune.problem.knobs import (
     MICRO_BATCH,
     MODEL_KNOBS,
     OFFLOAD_RATIO,
+    OFFLOADING,
     PACKING,
     RUNG_KNOBS,
     SHORT_NAMED,
@@ -41,6 +44,7 @@ from autotune.problem.script_text import under_lightning
 
 __all__ = [  # the names of knobs that whoever has a candidate needs
     "ACCUMULATION",
+    "ALLOCATOR_VARIABLES",
     "ATTENTION",
     "BATCH_KEYS",
     "CHECKPOINTING",
@@ -80,10 +84,6 @@ ZERO_DEFAULTS: dict[str, float] = {
     "zero_optimization.stage3_max_reuse_distance": 1e9,
     "zero_optimization.stage3_param_persistence_threshold": 1e5,
 }
-
-# Settings of torch's caching allocator, `key:value,…`. The first of these that is set is read and no other, when CUDA
-# memory is first asked for (torch 2.13, c10/core/AllocatorConfig.cpp: tried with two that contradict each other).
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def _settings(text: str) -> list[str]:
@@ -138,6 +138,11 @@ class Candidate:
     def offload_param(self) -> str:
         return str(self.get("offload_param", "none"))
 
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """Of `OFFLOADING` what is kept elsewhere than on the device."""
+        return tuple(name for name in OFFLOADING if self.get(name, "none") != "none")
+
     @functools.cached_property
     def family(self) -> tuple[tuple[str, Value], ...]:
         """What needs an engine of its own: every knob but micro-batch and accumulation."""
@@ -152,7 +157,7 @@ class Candidate:
 
     def ds_config(self, job: Job) -> dict[str, Any]:
         """The DeepSpeed config: the user's own, with this candidate's keys and the job's precision on top."""
-        config = copy.deepcopy(job.base_config)
+        config = copy.deepcopy(in_new_names(job.base_config))
         for name, value in self.told(job.script):
             path = KNOBS[name].path if name in KNOBS else name
             if path is not None:
@@ -209,6 +214,7 @@ def knobs_of(config: dict[str, Any]) -> dict[str, Value]:
 
 def settings_of(config: dict[str, Any]) -> dict[str, Value]:
     """Every knob that a DeepSpeed config sets, as `knobs_of`."""
+    config = in_new_names(config)
     found: dict[str, Value] = {}
     for name, knob in KNOBS.items():
         value: Any = config if knob.path else None

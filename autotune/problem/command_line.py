@@ -132,19 +132,19 @@ def take_apart(words: Sequence[str]) -> CommandLine:
 
 
 def with_option(line: CommandLine, name: str, value: str) -> list[str]:
-    """The launcher's words with an option set: in place where it is given, else at their end.
+    """The launcher's words with an option set: wherever it is given, of which it takes the last, else at their end.
 
     Args:
         name: as it is written, like `--nproc-per-node`.
     """
-    words = list(line.launcher)
+    words, found = list(line.launcher), False
     wanted = _canonical(line.kind, name)
     for key, at, end in _given(line):
         if key == wanted:
             given, equals, _ = words[at].partition("=")
             words[at:end] = [f"{given}={value}"] if equals else [given, value]
-            return words
-    return [*words, name, value]
+            found = True
+    return words if found else [*words, name, value]
 
 
 def options_without(line: CommandLine, *names: str) -> list[str]:

@@ -21,7 +21,7 @@ from autotune.problem.candidate import (
 )
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
-from autotune.problem.knobs import KNOBS, is_off
+from autotune.problem.knobs import FIRST_ORDER, KNOBS, is_off
 from autotune.problem.needs import FATAL, OF_PACKAGES, READ, Circumstances, Release
 from autotune.problem.space import Domain, SearchSpace
 from autotune.problem.tasks import CAUSAL
@@ -67,7 +67,7 @@ def fitted(space: SearchSpace, job: Job, hardware: Hardware, *, here: bool = Tru
     for name in sorted(unread):
         why = f"{name} is read by no candidate of space {space.name}: it needs {KNOBS[name].read.where}"
         # what gains nothing without its conditions is said; buckets and offloading that a stage does not read are as usual
-        if knobs[name].fixed and KNOBS[name].needs:
+        if knobs[name].fixed and KNOBS[name].needs and name not in FIRST_ORDER:
             raise UserError(f"{why}; leave it out of `fixed`, or give it what it needs")
         notes.append(f"{why}: left out")
         del knobs[name]

@@ -18,6 +18,7 @@ from typing import Any
 
 from autotune.interpreter import NVML_FILE
 from autotune.linux import name_of, runs
+from autotune.problem.gpu_memory import own_memory, shared_memory
 from autotune.units import MIB, format_bytes
 
 _TUNERS_NVML = "autotune_nvml"
@@ -56,10 +57,14 @@ class Gpu:
     in_slices: bool = False  # a card in MIG mode: only its slices can be used, and only of them is the memory known
     is_slice: bool = False
     trouble: str = ""  # why it cannot be used: NVML's error
+    unified: bool = False  # its memory is main memory
 
     @property
     def held_bytes(self) -> int:
-        """What processes hold of it, whether NVML shows them or not."""
+        """What processes hold of it, whether NVML shows them or not; of main memory what it shows, for the rest is not the
+        GPU's."""
+        if self.unified:
+            return sum(self.holders.values())
         return max(0, self.total_bytes - self.reserved_bytes - self.free_bytes)
 
 
@@ -112,20 +117,27 @@ def nvml() -> Iterator[Any]:
                 lib.nvmlShutdown()
 
 
+def driver_error() -> Exception | None:
+    """What NVML's bindings raise when they are opened; None where the driver answers."""
+    try:
+        lib = _bindings()
+        lib.nvmlInit()
+    except Exception as error:
+        return error
+    lib.nvmlShutdown()
+    return None
+
+
 def driver_trouble() -> str:
     """Why the driver does not answer; an empty string where it does, or where this machine has none."""
+    error = driver_error()
+    if error is None:
+        return ""
     try:
         pynvml = _bindings()
-    except Exception as error:
+    except Exception:
         return f"nvidia-ml-py cannot be imported: {error}"
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError_LibraryNotFound:
-        return ""
-    except pynvml.NVMLError as error:
-        return str(error)
-    pynvml.nvmlShutdown()
-    return ""
+    return "" if isinstance(error, pynvml.NVMLError_LibraryNotFound) else str(error)
 
 
 @contextmanager
@@ -138,16 +150,6 @@ def telling(label: str) -> Iterator[None]:
     except pynvml.NVMLError as error:
         kind = GpuLost if error.value in gone else GpuError
         raise kind(f"{label} does not answer: {error}") from None
-
-
-def memory(lib: Any, handle: Any) -> tuple[int, int, int]:
-    """(total, free, kept by the driver) bytes of a device; the last is 0 where the driver does not say."""
-    try:
-        found = lib.nvmlDeviceGetMemoryInfo(handle, lib.nvmlMemory_v2)
-    except (lib.NVMLError_FunctionNotFound, lib.NVMLError_NotSupported):  # before R510
-        found = lib.nvmlDeviceGetMemoryInfo(handle)
-        return int(found.total), int(found.free), 0
-    return int(found.total), int(found.free), int(found.reserved)
 
 
 def holders(lib: Any, handle: Any) -> dict[int, int]:
@@ -344,7 +346,8 @@ def _look(
     lib: Any, handle: Any, label: str, with_holders: bool = True, *, in_slices: bool = False, is_slice: bool = False
 ) -> Gpu:
     # Of a card in MIG mode only an administrator may ask for memory and processes.
-    total, free, reserved = (0, 0, 0) if in_slices else memory(lib, handle)
+    own = (0, 0, 0) if in_slices else own_memory(lib, handle)
+    total, free, reserved = own or shared_memory()
     return Gpu(
         label,
         _text(lib.nvmlDeviceGetUUID(handle)),
@@ -355,6 +358,7 @@ def _look(
         holders(lib, handle) if with_holders and not in_slices else {},
         in_slices,
         is_slice,
+        unified=own is None,
     )
 
 

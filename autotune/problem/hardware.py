@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
-import json
 import os
 import platform
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import UserError, near
+from autotune.errors import UserError
+from autotune.problem.cards import GpuFacts, facts_for, gpu_table, named_gpu
 from autotune.problem.gpus import (
     BY_BUS,
     ORDER,
@@ -25,30 +22,18 @@ from autotune.problem.gpus import (
     settled_gpus,
 )
 from autotune.problem.host import host_available_bytes
+from autotune.problem.unlisted import told_by_driver, unlisted
+from autotune.problem.unseen import unseen_gpu
 from autotune.units import GIB, format_bytes
 
-
-@dataclass(frozen=True)
-class GpuFacts:
-    """A row of `data/gpus.json`; rates are peaks, one direction, of one GPU."""
-
-    name: str
-    match: str  # a pattern found in NVML's name; a short one must be a word of it (H200 is no GH200)
-    memory_gib: float
-    tflops: float  # dense 16-bit
-    fp32_tflops: float
-    memory_gb_per_s: float
-    link_gb_per_s: float
-    link: str
-    pcie_gb_per_s: float
-    bf16: bool
-    network_gb_per_s: float | None = None  # of a whole node, where it is known; else by the class of the card
+__all__ = ["GpuFacts", "Hardware", "detect", "facts_for", "gpu_table", "named_gpu", "named_hardware"]
 
 
 # What a GPU's share of its node's network is, one direction: one adapter a GPU in NVIDIA's reference servers, 200 Gbit/s
 # with A100 and 400 Gbit/s from Hopper on (DGX A100 and H100 user guides), four of 100 Gbit/s for eight V100 (DGX-1).
 # Servers of PCIe cards have one 100 Gbit/s adapter (NVIDIA's EGX reference designs): that is of the whole node.
 _NETWORK_GB_PER_S = {"v100": 6.25, "a100": 25.0, "h100": 50.0, "h200": 50.0, "b200": 50.0}
+_NETWORK_GB_PER_S |= {"gh200": 50.0, "gb200": 50.0}
 _PCIE_NODE_NETWORK_GB_PER_S = 12.5
 
 
@@ -71,6 +56,7 @@ class Hardware:
     environment: dict[str, str] = field(default_factory=dict)  # what a training needs set to get these very devices
     nodes: int = 1
     threads: int | None = None  # CPU threads a rank, as nodes have said; None: a share of this machine's
+    unified: bool = False  # the GPU has no memory of its own: it is main memory, and offloading to that frees nothing
     sliced: bool = False  # one of the nodes is there, and stands for all of them
 
     def __post_init__(self) -> None:
@@ -127,9 +113,12 @@ class Hardware:
 
     @property
     def gpu_facts(self) -> GpuFacts | None:
+        """Of any GPU: of one that is no row of the table, and of a slice, they are estimated. None: CPU ranks."""
         if self.rates:
             return GpuFacts(**self.rates)
-        return gpu_table().get(self.facts) if self.facts else None
+        if self.device != "cuda":
+            return None
+        return gpu_table().get(self.facts or "") or unlisted(self.name, self.memory_bytes, unified=self.unified)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -143,59 +132,11 @@ class Hardware:
     def __str__(self) -> str:
         cap = f" capped at {format_bytes(self.capacity_bytes)} a rank" if self.memory_cap_bytes else ""
         free = f"{format_bytes(self.memory_bytes - self.taken_bytes)} free of " if self.taken_bytes else ""
+        whose = " of main memory" if self.unified else ""
         nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         if self.sliced:
             nodes += f" (a slice: {self.per_node} of them measured, the others' communication predicted)"
-        return f"{self.count} x {self.name} ({free}{format_bytes(self.memory_bytes)}){cap}{nodes}"
-
-
-@cache
-def gpu_table() -> dict[str, GpuFacts]:
-    text = (resources.files("autotune") / "data" / "gpus.json").read_text()
-    return {row["name"]: GpuFacts(**row) for row in json.loads(text)["gpus"]}
-
-
-def facts_for(nvml_name: str, memory_bytes: int) -> GpuFacts | None:
-    """The row whose pattern matches NVML's name of the GPU; of several, the one nearest in memory. None: no row does."""
-    words = set(nvml_name.replace("-", " ").split())
-    rows = [
-        row
-        for row in gpu_table().values()
-        if fnmatch.fnmatch(nvml_name, f"*{row.match}*") and (len(row.match) > 4 or row.match in words)
-    ]
-    if not rows:
-        return None
-    return min(rows, key=lambda row: (abs(row.memory_gib * GIB - memory_bytes), -len(row.match)))
-
-
-def named_gpu(name: str) -> GpuFacts:
-    """The row of a name like `rtx3090`, `a100-80gb`, `H100`.
-
-    Raises:
-        UserError: no such row.
-    """
-    table = gpu_table()
-    words = name.lower().replace("nvidia", "").replace("geforce", "").replace(" ", "")
-    plain = words.replace("_", "-").strip("-")
-    aliases = {
-        "a100": "a100-80gb",
-        "a100-80": "a100-80gb",
-        "a100-40": "a100-40gb",
-        "v100": "v100-32gb",
-        "h100-80gb": "h100",
-        "h100-sxm": "h100",
-        "a6000": "rtxa6000",
-        "a5000": "rtxa5000",
-        "a4000": "rtxa4000",
-        "3090": "rtx3090",
-        "4090": "rtx4090",
-        "5090": "rtx5090",
-        "6000-ada": "rtx6000-ada",
-    }
-    found = table.get(plain) or table.get(aliases.get(plain, "")) or table.get(plain.replace("-", ""))
-    if found is None:
-        raise UserError(f"unknown GPU {name!r}{near(plain, table)}; known: {', '.join(table)}")
-    return found
+        return f"{self.count} x {self.name} ({free}{format_bytes(self.memory_bytes)}{whose}){cap}{nodes}"
 
 
 def named_hardware(
@@ -220,7 +161,8 @@ def detect(device: str, gpus: int | None, *, memory_cap_bytes: int | None = None
     """The machine's own devices; `gpus=None` takes all GPUs, or two CPU ranks where there is none.
 
     Raises:
-        UserError: fewer devices than asked for, or a cap above the capacity.
+        UserError: fewer devices than asked for, a GPU that cannot be used where none is asked for, or a cap above the
+            capacity.
     """
     if gpus is not None and gpus < 1:
         raise UserError(f"--gpus {gpus}: expected at least 1")
@@ -232,13 +174,18 @@ def detect(device: str, gpus: int | None, *, memory_cap_bytes: int | None = None
         raise UserError(f"{error}; try --device cpu, or `autotune doctor`") from None
     if not visible and device != "cpu" and (device == "cuda" or gpus is not None):
         raise UserError(_no_gpu(device, gpus))
+    if not visible and device == "auto" and (why := unseen_gpu()):
+        raise UserError(
+            f"found no GPU that can be used: {why}; mend that (`autotune doctor`), or --device cpu for CPU ranks"
+        )
     found = _detect_cuda(visible, gpus) if visible else _detect_cpu(gpus)
     return dataclasses.replace(found, headroom=headroom).capped(memory_cap_bytes)
 
 
 def _no_gpu(device: str, gpus: int | None) -> str:
     trouble = driver_trouble()
-    why = f" (NVIDIA's driver does not answer: {trouble})" if trouble else ""
+    unseen = f"NVIDIA's driver does not answer: {trouble}" if trouble else unseen_gpu()
+    why = f" ({unseen})" if unseen else ""
     if device == "cuda":
         return f"--device cuda: no GPU found{why or ' (NVML sees none)'}; try --device cpu, or `autotune doctor`"
     return (
@@ -277,6 +224,8 @@ def _detect_cuda(visible: list[Gpu], gpus: int | None) -> Hardware:
         )
     memory = min(one.total_bytes for one in used)  # the smallest decides what fits
     facts = None if used[0].is_slice else facts_for(used[0].name, memory)  # the table's rates are whole cards'
+    told = None if facts or used[0].is_slice else told_by_driver(used[0].uuid)
+    rates = unlisted(used[0].name, memory, told, unified=used[0].unified) if told else None
     return Hardware(
         "cuda",
         " + ".join(sorted({one.name for one in used})),
@@ -285,10 +234,12 @@ def _detect_cuda(visible: list[Gpu], gpus: int | None) -> Hardware:
         None,
         host_available_bytes(),
         facts.name if facts else None,
-        bf16=facts.bf16 if facts else True,
+        bf16=one_of.bf16 if (one_of := facts or rates) else True,
+        rates=dataclasses.asdict(rates) if rates else None,
         taken_bytes=memory - min(one.free_bytes for one in used),
         gpus=tuple(one.uuid for one in used),
         environment=order_to_set(),
+        unified=any(one.unified for one in used),
     )
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.problem.ds_file import read_config
 from autotune.problem.models import ModelSpec
 from autotune.problem.tasks import CAUSAL, SEQ2SEQ, TASKS
 
@@ -187,6 +186,7 @@ class Job:
     task: str = CAUSAL  # one of `tasks.TASKS`: the head and its loss
     liger: bool = False  # Liger's fused kernels in place of the model's own
     image_size: int | None = None  # pixels of an image's height and width, where the configuration does not tell
+    torch_alone: bool = False  # no DeepSpeed: stage 0 is DistributedDataParallel, stage 3 FullyShardedDataParallel
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -218,13 +218,14 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         data = dataclasses.asdict(self)
-        for name in ("script", "workload", "lora", "attention", "compiled", "lengths", "packed", "liger", "image_size"):
+        unused = "script workload lora attention compiled lengths packed liger image_size torch_alone"
+        for name in unused.split():
             if not data[name]:
                 del data[name]  # what is not used does not make an older study another's
-        if self.script:  # nor does what this one is started without
-            for name in ("launcher", "environment", "program", "files"):
-                if not data["script"][name]:
-                    del data["script"][name]
+        if script := data.get("script"):  # nor does what this one is started without
+            script["profile"].pop("sources", None)  # a fingerprint has them beside the job
+            for name in [one for one in ("launcher", "environment", "program", "files") if not script[one]]:
+                del script[name]
         if self.lora:
             data["lora"] = self.lora.to_json()
         if self.task == CAUSAL:
@@ -273,7 +274,13 @@ class Job:
     @property
     def optimizer_kind(self) -> str:
         """The type of the optimizer in lower case: the one in the user's own config, or else the job's."""
-        return str((self.base_config.get("optimizer") or {}).get("type", self.optimizer)).lower()
+        return str(self.own_optimizer.get("type", self.optimizer)).lower()
+
+    @property
+    def own_optimizer(self) -> dict[str, Any]:
+        """The `optimizer` section of the user's own config; empty where it has none, or a word."""
+        section = self.base_config.get("optimizer")
+        return section if isinstance(section, dict) else {}
 
     @property
     def tokens_per_sample(self) -> float:
@@ -374,25 +381,3 @@ def longest_sequence(config: dict[str, Any]) -> int | None:
         if isinstance(text.get(key), int):
             return int(text[key]) - taken
     return None
-
-
-def load_ds_config(path: Path) -> dict[str, Any]:
-    """The user's own DeepSpeed config.
-
-    Raises:
-        UserError: the file cannot be read or is no JSON object.
-    """
-    try:
-        data = read_config(path)
-    except FileNotFoundError:
-        raise UserError(f"--ds-config {path}: no such file; expected a DeepSpeed config JSON") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}: not JSON ({error.msg}); expected a DeepSpeed config") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--ds-config {path} cannot be read: {error}") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{path}: expected a JSON object with DeepSpeed's keys, found {type(data).__name__}")
-    zero = data.get("zero_optimization", {})
-    if not isinstance(zero, dict):
-        raise UserError(f"{path}: zero_optimization: expected an object, found {zero!r}")
-    return data

@@ -67,6 +67,9 @@ def stage_of(knobs: Knobs) -> int:
     return int(knobs.get("zero_stage", 0))
 
 
+OFFLOADING = ("offload_optimizer", "offload_param")
+
+
 def offloads(knobs: Knobs, what: str) -> bool:
     return knobs.get(what, "none") != "none"
 
@@ -150,21 +153,23 @@ def _stage3(kind: type = int, **facts: object) -> Knob:
 
 _ZENFLOW = Read(lambda knobs: TOP_K in knobs, f"candidates with {TOP_K}", TOP_K)
 _DEVICES = ("none", "cpu", "nvme")
+_OWN = (needs.memory_of_its_own,)
+_PLACE = (needs.memory_of_its_own, needs.place_of_its_optimizer)
 _DTYPES = ("fp32", "fp16", "bf16")
 # Read whatever else is said; the names are short ones.
 _FIRST: dict[str, Knob] = {
     MICRO_BATCH: Knob(MICRO_BATCH, int, low=1, short="mb"),
     ACCUMULATION: Knob(ACCUMULATION, int, low=1, short="ga"),
-    "zero_stage": Knob(ZERO + "stage", int, high=3, short="z"),
+    "zero_stage": Knob(ZERO + "stage", int, high=3, needs=(needs.sharded_for_its_optimizer,), short="z"),
     CHECKPOINTING: Knob(None, bool, short="ckpt"),
     ATTENTION: Knob(None, ATTENTIONS, needs=(needs.its_package,)),
     COMPILED: Knob(None, bool, off=False, needs=(needs.a_compiler,)),
     LORA: Knob(None, Lora, needs=(needs.its_package,)),
     PACKING: Knob(None, bool),
     LIGER: Knob(None, bool, off=False, needs=(needs.cuda, needs.liger_kernel)),
-    EXPANDABLE: Knob(None, bool, off=False, needs=(needs.cuda,), short="expandable"),
-    "offload_optimizer": Knob(ZERO + "offload_optimizer.device", _DEVICES, _at(1, 2, 3), short="opt"),
-    "offload_param": Knob(ZERO + "offload_param.device", _DEVICES, _at(3), short="par"),
+    EXPANDABLE: Knob(None, bool, off=False, needs=(needs.cuda, needs.own_allocator), short="expandable"),
+    "offload_optimizer": Knob(ZERO + "offload_optimizer.device", _DEVICES, _at(1, 2, 3), needs=_PLACE, short="opt"),
+    "offload_param": Knob(ZERO + "offload_param.device", _DEVICES, _at(3), needs=_OWN, short="par"),
     "reduce_bucket_size": Knob(ZERO + "reduce_bucket_size", int, _at(1, 2, 3), low=1, short="rbs"),
     "allgather_bucket_size": Knob(ZERO + "allgather_bucket_size", int, _at(1, 2), low=1, short="agbs"),
     "sub_group_size": Knob(ZERO + "sub_group_size", int, _at(3), low=1, short="sgs"),

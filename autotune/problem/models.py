@@ -65,7 +65,7 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelSpec:
 
 def _from_path(path: Path, trust_remote_code: bool) -> ModelSpec:
     file = path / "config.json" if path.is_dir() else path
-    name = path.name if path.is_dir() else path.parent.resolve().name
+    name = (path if path.is_dir() else path.parent).resolve().name or "model"  # of `.` and `..`, too
     try:
         config = json.loads(file.read_text())
     except FileNotFoundError:

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autotune.interpreter import current, which
+from autotune.problem.early_variables import ALLOCATOR_VARIABLES, settings_in
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
+from autotune.problem.script_text import script_text
 from autotune.versions import release
 
 Value = bool | int | float | str
@@ -42,6 +44,13 @@ def cuda(value: Value, c: Circumstances) -> str:
     return "" if c.hardware.device == "cuda" else "is for CUDA alone"
 
 
+def own_allocator(value: Value, c: Circumstances) -> str:
+    """What a script's code sets stands in its training, whatever the command that starts it says."""
+    set_by_it = settings_in(script_text(c.job.script) or "") if c.job.script is not None else []
+    name = next((one.name for one in set_by_it if one.name in ALLOCATOR_VARIABLES and not one.default), "")
+    return f"is the script's own to set: its code sets {name}" if name else ""
+
+
 def several_ranks(value: Value, c: Circumstances) -> str:
     return "" if c.job.ranks > 1 else "needs more than one rank"
 
@@ -69,6 +78,28 @@ def adam(value: Value, c: Circumstances) -> str:
     return "" if kind in ADAMS else f"needs DeepSpeed's Adam, not {kind}"
 
 
+def place_of_its_optimizer(value: Value, c: Circumstances) -> str:
+    """DeepSpeed's and apex's own optimizers that a script has made: kernels of the fused ones take tensors of a GPU alone
+    (`expected input to be on cuda`), those for the CPU of main memory alone (ops/adam/cpu_adam.py, `CPUAdam param is on`)."""
+    profile = c.job.script.profile if c.job.script is not None else {}
+    kind = "" if profile.get("through_arguments") else str(profile.get("optimizer", ""))  # Trainer goes by the config
+    if c.hardware.device == "cuda" and steps_on_gpu(kind) and value != "none":
+        return f"is not for the script's own {kind}, which steps on the GPU alone"
+    if c.hardware.device == "cuda" and "CPU" in kind and value == "none":
+        return f"is not for the script's own {kind}, which steps on the CPU alone"
+    return ""
+
+
+def sharded_for_its_optimizer(value: Value, c: Circumstances) -> str:
+    """Stage 0 offloads nothing."""
+    return place_of_its_optimizer("none", c) if value == 0 else ""
+
+
+def steps_on_gpu(optimizer: str) -> bool:
+    """Whether the class of an optimizer, of DeepSpeed's or apex's own, has kernels for GPUs alone."""
+    return optimizer.startswith("Fused")
+
+
 def no_clipping(value: Value, c: Circumstances) -> str:
     """DeepSpeed clips at 1.0 where a config is silent (runtime/constants.py, GRADIENT_CLIPPING_DEFAULT)."""
     own = c.job.base_config.get("gradient_clipping")
@@ -80,6 +111,11 @@ def no_narrower_than_the_model(value: Value, c: Circumstances) -> str:
     own = WIDTHS.get(c.job.precision, 4)
     narrower = WIDTHS.get(str(value), own) < own and not c.lossy
     return f"is narrower than {c.job.precision}, so that losses may differ: it needs a `lossy: true` space" * narrower
+
+
+def memory_of_its_own(value: Value, c: Circumstances) -> str:
+    """What main memory takes, a GPU that shares it has not."""
+    return "frees nothing here, where the GPU's memory is main memory" * (c.hardware.unified and value == "cpu")
 
 
 def a_compiler(value: Value, c: Circumstances) -> str:

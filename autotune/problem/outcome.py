@@ -86,8 +86,10 @@ class Source(StrEnum):
 class Measurement:
     """End-to-end figures of one candidate; memory is the worst rank's, speed the whole group's."""
 
-    step_seconds: float  # median of whole optimizer steps, or extrapolated (see extrapolated)
-    step_seconds_spread: float  # half the width of the 95 % interval of that median
+    step_seconds: (
+        float  # median of optimizer steps, the mean where a script's differ (rank/recurring.py), or extrapolated
+    )
+    step_seconds_spread: float  # half the width of the 95 % interval of that
     steps: int
     samples_per_second: float  # of all ranks
     tokens_per_second: float  # of all ranks

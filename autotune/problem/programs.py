@@ -29,15 +29,25 @@ def program_file(name: str) -> Path:
         raise UserError(f"no script {name}: expected a Python file, `-m` and a module, or an installed command")
     interpreter = interpreter_of(Path(found))
     if interpreter is None:
-        raise UserError(
-            f"`-- {name} …`: a command, no script: give what it starts, like `-- train.py …` or `-- -m trl.scripts.sft …`"
-        )
+        raise UserError(no_script(name))
     if _other(interpreter, python):
         raise UserError(
             f"`-- {name} …`: {found} is of {_environment(interpreter)}, and ranks run in {_environment(python)}: "
             f"install it there, or give the Python that has it"
         )
     return Path(found)
+
+
+def no_script(name: str, started: str = "") -> str:
+    """Says that a command is none that Python runs, and what to give instead.
+
+    Args:
+        started: the command that it starts, where that is known.
+    """
+    if not started:
+        return f"`-- {name} …`: a command, no script: give what it starts, like `-- train.py …` or `-- -m trl.scripts.sft …`"
+    filled = ", with its variables filled in" if "$" in started else ""
+    return f"`-- {name} …`: a shell script: give what it starts{filled}: `-- {started}`"
 
 
 def check_module(name: str) -> None:

@@ -24,6 +24,7 @@ from autotune.problem.argument_files import (
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, KNOBS, MICRO_BATCH, Candidate, Value, knobs_of
 from autotune.problem.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, CommandLine, started, take_apart, with_option
 from autotune.problem.ds_file import read_config
+from autotune.problem.flag_words import with_flag, with_setting
 from autotune.problem.frameworks import FRAMEWORKS, framework_of
 from autotune.problem.job import Script
 from autotune.problem.script_text import script_text, under_lightning
@@ -130,6 +131,23 @@ def carried(script: Script) -> bool:
 def carries_knob(script: Script, knob: str) -> bool:
     """Whether a flag or a file of `command` carries a knob."""
     return _flag_of(script, knob)[0] in _flags(script) or carries(script, knob)
+
+
+def half_told(script: Script, candidate: Candidate) -> str:
+    """What a script computes wrongly of its batch before `prepare` (the length of a learning-rate schedule, as Hugging Face's
+    `no_trainer` examples do) where a flag carries the accumulation and its loader alone the micro-batch; empty otherwise."""
+    seen = script.profile
+    if not seen.get("loader_prepared") or seen.get("through_arguments") or script.holds_batch:
+        return ""
+    if carries_knob(script, MICRO_BATCH) or not carries_knob(script, ACCUMULATION):
+        return ""
+    if seen["micro_batch"] == candidate.micro_batch:
+        return ""
+    return (
+        "what the script computes before accelerate prepares its loader (steps of an epoch, the length of a schedule) is of its "
+        f"own micro-batch of {seen['micro_batch']} with accumulation {candidate.accumulation}, and it trains on "
+        f"{candidate.micro_batch}: tune with --map {MICRO_BATCH}=--FLAG, the flag of its batch size, and both are right"
+    )
 
 
 def _flags(script: Script) -> set[str]:
@@ -271,57 +289,3 @@ def with_configs(
     for at, head, path in _config_files(argv, cwd, own):
         found[at] = head + renamed(path, at)
     return found
-
-
-_TRUTHS = ("true", "false", "1", "0", "yes", "no")  # as parsers of truth values read them
-
-
-def with_flag(argv: list[str], flag: str, value: Value) -> list[str]:
-    """The arguments with the flag set to this value: in place where it is given, else at the end.
-
-    A flag without dashes is an argument `name=value`, as Hydra and OmegaConf read it.
-    """
-    found = list(argv)
-    for at, word in enumerate(found):
-        if not flag.startswith("-"):
-            name, equals, _ = word.partition("=")
-            if equals and name.lstrip("+") == flag:
-                found[at] = f"{name}={value}"
-                return found
-            continue
-        if word == flag:
-            follows = found[at + 1] if at + 1 < len(found) else ""
-            if isinstance(value, bool) and follows.lower() not in _TRUTHS:  # a switch, which takes no value
-                return found if value else found[:at] + found[at + 1 :]
-            if at + 1 < len(found) and not found[at + 1].startswith("--"):
-                found[at + 1] = str(value)
-                return found
-            found[at] = f"{flag}={value}"
-            return found
-        if word.startswith(flag + "="):
-            found[at] = f"{flag}={value}"
-            return found
-    return [*found, *([flag, str(value)] if flag.startswith("-") else [f"{flag}={value}"])]
-
-
-SPELLINGS = "spellings"  # of a profile: flag -> words for [no, yes], where these are not `flag False` and `flag True`
-
-
-def with_setting(script: Script, argv: list[str], flag: str, value: Value) -> list[str]:
-    """The arguments with the flag set, as the script's own parser takes it where it was seen to (`rank/hooks/arguments.py`)."""
-    words: list[str | None] | None = script.profile.get(SPELLINGS, {}).get(flag)
-    if words is None or not isinstance(value, bool):
-        return with_flag(argv, flag, value)
-    takes_value = f"{flag}=" in str(words[True])
-    found: list[str] = []
-    place, follows = None, False  # where it stood; whether the word before was the flag, whose value comes
-    for word in argv:
-        mine = word in (flag, *words) or word.startswith(f"{flag}=")
-        if mine and place is None:
-            place = len(found)
-        if not mine and not (follows and not word.startswith("-")):
-            found.append(word)
-        follows = word == flag and takes_value
-    place = len(found) if place is None else place
-    said = words[value]
-    return [*found[:place], *([said] if said else []), *found[place:]]

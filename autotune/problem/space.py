@@ -118,8 +118,9 @@ class SearchSpace:
             pairs = [pair for pair in pairs if pair[1] in accumulation.values]
         if not pairs:
             raise UserError(
-                f"--global-batch-size {job.global_batch_size} over {job.ranks} ranks cannot be made from the "
-                f"micro-batches of space {self.name!r} ({sizes[0]} to {sizes[-1]}): change the batch or the space"
+                f"a global batch of {job.global_batch_size} over {job.ranks} ranks cannot be made from the "
+                f"micro-batches of space {self.name!r} ({sizes[0]} to {sizes[-1]}): "
+                "change the batch (--global-batch-size) or the space"
             )
         return pairs
 

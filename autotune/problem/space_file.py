@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
+import math
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ import yaml
 
 from autotune.errors import UserError, near
 from autotune.problem.candidate import KNOBS, Value, short_name
-from autotune.problem.job import Lora, parse_lora
-from autotune.problem.knobs import ZERO, Knob
+from autotune.problem.knob_values import knob_value
+from autotune.problem.knobs import ZERO
 from autotune.problem.space import Domain, SearchSpace
 
 _DS_KEYS = json.loads((resources.files("autotune") / "data" / "deepspeed_keys.json").read_text())
@@ -193,14 +193,17 @@ class _Parser:
         when = raw.get("when") or {}
         if not isinstance(when, dict):
             raise self.fail((*path, "when"), "expected a mapping of a knob to the values at which this one exists")
-        conditions = tuple(
-            (_name_of(str(name)), tuple(value) if isinstance(value, list) else (value,)) for name, value in when.items()
-        )
+        conditions = tuple(self._condition((*path, "when", str(name)), value) for name, value in when.items())
         if "values" in raw:
             if not isinstance(raw["values"], list) or {"from", "to", "step", "scale", "points"} & set(raw):
                 raise self.fail(path, "expected either `values: [...]` or `from:` and `to:`")
             return raw["values"], conditions, False
         return self._range(path, raw), conditions, True
+
+    def _condition(self, path: tuple[str, ...], raw: Any) -> tuple[str, tuple[Value, ...]]:
+        """A knob and its values, written as its own are."""
+        name = _name_of(path[-1])
+        return name, tuple(self._check(path, name, value) for value in (raw if isinstance(raw, list) else [raw]))
 
     def _range(self, path: tuple[str, ...], raw: dict[str, Any]) -> list[Any]:
         low, high = raw.get("from"), raw.get("to")
@@ -209,7 +212,7 @@ class _Parser:
                 raise self.fail((*path, key), f"expected a number, found {bound!r}")
         assert isinstance(low, int | float)
         assert isinstance(high, int | float)
-        if not low <= high < 1e15:
+        if not -1e15 < low <= high < 1e15:
             raise self.fail(path, f"the range is upside down: from {low} to {high}")
         scale = raw.get("scale", "linear")
         whole = isinstance(low, int) and isinstance(high, int)
@@ -226,7 +229,7 @@ class _Parser:
         if scale != "linear":
             raise self.fail((*path, "scale"), f"expected linear, pow2 or log, found {scale!r}")
         step = raw.get("step", 1 if whole else None)
-        if isinstance(step, bool) or not isinstance(step, int | float) or step <= 0:
+        if isinstance(step, bool) or not isinstance(step, int | float) or not 0 < step < math.inf:
             raise self.fail((*path, "step"), f"expected a number above 0, found {step!r}")
         count = int((high - low) / step + 1e-9) + 1
         if count > 10_000:
@@ -235,50 +238,10 @@ class _Parser:
 
     def _check(self, path: tuple[str, ...], name: str, value: Any) -> Value:
         if name not in KNOBS:
-            if not isinstance(value, bool | int | float | str):
+            if not isinstance(value, bool | int | float | str) or value in (math.inf, -math.inf) or value != value:
                 raise self.fail(path, f"expected a number, a word or true/false, found {value!r}")
             return value
-        knob = KNOBS[name]
-        if knob.kind is Lora:
-            return self._lora(path, value)
-        if isinstance(knob.kind, tuple):
-            word = "none" if value is None else value
-            if word not in knob.kind:
-                hint = difflib.get_close_matches(str(word), knob.kind, 1)
-                raise self.fail(path, f"expected one of {', '.join(knob.kind)}, found {value!r}{near(str(word), hint)}")
-            return str(word)
-        if knob.kind is bool:
-            if not isinstance(value, bool):
-                raise self.fail(path, f"expected true or false, found {value!r}")
-            return value
-        if knob.kind is float:
-            return self._share(path, knob, value)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)  # YAML reads 5.0e+8 as a float, and 5e8 as a word
-        if isinstance(value, str):
-            try:
-                value = int(float(value))
-            except (ValueError, OverflowError):
-                raise self.fail(path, f"expected a whole number, found {value!r}") from None
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.fail(path, f"expected a whole number, found {value!r}")
-        if not knob.low <= value <= knob.high:
-            expected = f"at least {knob.low}" if knob.high == float("inf") else f"{knob.low} to {knob.high}"
-            raise self.fail(path, f"{value} is out of range: expected {expected}")
-        return value
-
-    def _share(self, path: tuple[str, ...], knob: Knob, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not knob.low <= value <= knob.high:
-            raise self.fail(path, f"expected a number from {knob.low:g} to {knob.high:g}, found {value!r}")
-        return float(value)
-
-    def _lora(self, path: tuple[str, ...], value: Any) -> str:
-        """`none` for full training, or adapters in their shortest writing; a number is a rank."""
-        if value in (None, "none"):
-            return "none"
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise self.fail(path, f"expected none, a rank, or r=16,targets=all-linear, found {value!r}")
         try:
-            return str(parse_lora(f"r={value}" if isinstance(value, int) else value))
-        except UserError as error:
+            return knob_value(KNOBS[name], value)
+        except ValueError as error:
             raise self.fail(path, str(error)) from None

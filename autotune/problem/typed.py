@@ -12,10 +12,13 @@ from autotune.problem.argument_files import is_ds_config
 from autotune.problem.argument_texts import argument_files, read_file
 from autotune.problem.candidate import KNOBS, MICRO_BATCH
 from autotune.problem.command_line import ACCELERATE, CommandLine, several_nodes, take_apart
+from autotune.problem.early_variables import after, settings_in
 from autotune.problem.frameworks import framework_of
 from autotune.problem.job import ArgumentFile, Script
-from autotune.problem.programs import check_module, program_file
+from autotune.problem.programs import check_module, no_script, program_file
 from autotune.problem.script import KNOWN_FLAGS
+from autotune.problem.script_text import script_text
+from autotune.problem.shell_scripts import shell_script, training_line
 
 _MPI = {"mpirun", "mpiexec", "srun"}
 _RANKS_VARIABLES, _NODES_VARIABLE = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE"), "NNODES"
@@ -31,6 +34,7 @@ class Typed(NamedTuple):
     ranks: int | None  # as the launcher, a file of its or a variable says
     said: str  # where they are said
     variables: dict[str, str]  # for this process and its ranks
+    own: dict[str, str]  # of these, those that the script's code sets
 
 
 def read_command(
@@ -48,7 +52,8 @@ def read_command(
     gpus = line.gpus or next((str(ids) for file in script.files if (ids := _gpu_ids(file))), None)
     if gpus is not None:
         variables["CUDA_VISIBLE_DEVICES"] = gpus
-    return Typed(script, ranks, said, variables)
+    own = after(settings_in(script_text(script) or ""), {**os.environ, **variables})
+    return Typed(script, ranks, said, {**variables, **own}, own)
 
 
 def make_script(
@@ -65,15 +70,13 @@ def make_script(
     flags = tuple(_mapping(text) for text in maps)
     named = [flag for _, flag in flags if not flag.startswith("-")]
     files = (*argument_files(argv, cwd, named=named), *_launcher_files(line))
-    if ds_config is None and line.kind == ACCELERATE:
-        own = Path(line.options.get("deepspeed_config_file") or _named_by(files) or "")
-        ds_config = own if is_ds_config(own) else None
+    beside = str(ds_config.resolve()) if ds_config is not None else launchers_config(line, files, str(cwd))
     return Script(
         argv,
         str(cwd),
         (*flags, *_known_names(argv, {knob for knob, _ in flags})),
         worst_case,
-        str(ds_config.resolve()) if ds_config is not None else None,
+        beside,
         launcher=line.launcher,
         environment=line.environment,
         program=str(program) if program is not None else None,
@@ -93,9 +96,13 @@ def _target(line: CommandLine) -> tuple[tuple[str, ...], Path | None]:
             raise UserError("`-- -m`: expected a module's name after it")
         check_module(argv[1])
         return argv, None
+    if (shell := shell_script(argv)) is not None:
+        raise UserError(no_script(argv[0], training_line(shell)))
     path = Path(argv[0])
     if path.is_file():
-        if b"\0" in path.read_bytes()[:4096]:
+        with path.open("rb") as file:
+            start = file.read(4096)
+        if b"\0" in start:
             raise UserError(f"{argv[0]} is no Python script: give the training's .py file")
         return argv, None
     if line.python or path.suffix == ".py" or "/" in argv[0]:
@@ -160,6 +167,13 @@ def _default_config() -> Path:
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
     folder = Path(home).expanduser() / "accelerate"
     return next((path for end in ("yaml", "json") if (path := folder / f"default_config.{end}").is_file()), folder)
+
+
+def launchers_config(line: CommandLine, files: Sequence[ArgumentFile], cwd: str) -> str | None:
+    """The DeepSpeed config that accelerate's launcher names, or its file; None where there is none."""
+    named = (line.options.get("deepspeed_config_file") or _named_by(files)) if line.kind == ACCELERATE else None
+    path = Path(cwd) / (named or "")
+    return str(path.resolve()) if is_ds_config(path) else None
 
 
 def _named_by(files: Sequence[ArgumentFile]) -> str | None:

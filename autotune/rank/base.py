@@ -56,6 +56,14 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def handled(error: BaseException) -> list[BaseException]:
+    """The errors upon which, or in whose handling, it was raised, the nearest first."""
+    found = [error]
+    for one in found:  # which grows meanwhile
+        found += [cause for cause in (one.__cause__, one.__context__) if cause is not None and cause not in found]
+    return found[1:]
+
+
 class BaseRank(ABC):
     """One rank, from its spec to its end. A kind of rank says in `run` what it does in between."""
 
@@ -70,6 +78,7 @@ class BaseRank(ABC):
         self.steps = 0  # optimizer steps so far
         self.device: Device | None = None
         self.pulse = Pulse(channel)
+        self.written = ["."]  # folders that the training may write into
         self._last_progress = 0.0
 
     @abstractmethod
@@ -186,6 +195,7 @@ class BaseRank(ABC):
             "files": [frame.filename for frame in frames],
             "rank": self.number,
             "cause": str(error.cause) if isinstance(error, Unusable) else None,
+            "full_disk": numbers.full_disk(self.written),
             "numbers": numbers.collect(self.spec["device"], self.spec.get("cap_bytes")),
         }
 
@@ -200,6 +210,13 @@ class BaseRank(ABC):
             self.report(error, described)
             leave(EXIT_REPORTED)
         return described
+
+    def leave_if_memory_ended(self, ended: SystemExit) -> None:
+        """A program may catch that memory ran out, say so in its own way and end by itself, with an exit code that says
+        nothing: that is reported, and the process left."""
+        if ended.code not in (None, 0):
+            for error in handled(ended):
+                self.leave_if_out_of_memory(error)
 
     # -- among the ranks ---------------------------------------------------------------------------------------------
 

@@ -70,11 +70,11 @@ def _nvme(found: tuple[object, ...]) -> tuple[bool, ...]:
 
 def written_under(folder: Path) -> dict[str, Any] | None:
     """The DeepSpeed config that a checkpoint's folder was written under; None where there is no checkpoint."""
-    config = _model_states(folder).get("ds_config")
+    config = model_states(folder).get("ds_config")
     return config if isinstance(config, dict) else None
 
 
-def _model_states(folder: Path) -> dict[str, Any]:
+def model_states(folder: Path) -> dict[str, Any]:
     """The first rank's model states, tensors mapped and not read; empty where there is no checkpoint."""
     import torch
 
@@ -244,7 +244,7 @@ def _workers(folder: Path) -> list[str]:
     holds a whole file of optimizer states and a copy of its largest slice, a merging one a parameter three times in 32 bits."""
     most, free = min(usable_cpus(), _MOST_WORKERS), host_available_bytes() // 2  # half: the ranks grow meanwhile
     files = [file.stat().st_size for file in folder.glob("*optim_states.pt")]
-    shapes = _model_states(folder).get("param_shapes") or []
+    shapes = model_states(folder).get("param_shapes") or []
     parameters = [math.prod(shape) for group in shapes for shape in group.values()]
     extract = min(most, len(files), free // (2 * max(files, default=1)))
     merge = min(most, len(parameters), free // (3 * 4 * max(parameters, default=1)))
@@ -290,7 +290,7 @@ def _keep_groups(groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> Non
 
 def _load_buffers(module: Any, folder: Path) -> None:
     """Loads the module's buffers from the original checkpoint: universal ones hold parameters alone."""
-    saved = _model_states(folder).get("module") or {}
+    saved = model_states(folder).get("module") or {}
     for name, buffer in module.named_buffers():
         if name in saved:
             buffer.copy_(saved[name])

@@ -19,6 +19,7 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"type": "SGD", "params": {"lr": 1e-5, "momentum": 0.9}},
     "adagrad": {"type": "Adagrad", "params": {"lr": 1e-5}},
 }
+MOST_SCALE_POWER = 8  # of a dynamic loss scale in trials; what is exported keeps its own
 QUIET = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger", "autotuning", "dump_state")
 
 # Builders of ops without which DeepSpeed does, or whose lack the machine's own test finds before any candidate.
@@ -42,6 +43,10 @@ def trial_config(candidate: Candidate, job: Job) -> dict[str, Any]:
     config["steps_per_print"] = 10**9
     config["wall_clock_breakdown"] = False
     config.setdefault("zero_optimization", {})
+    fp16 = config.get("fp16")
+    if job.precision == "fp16" and isinstance(fp16, dict) and not fp16.get("loss_scale"):
+        # Random weights may overflow where a trained model does not: the scale that suits them is looked for from below.
+        fp16["initial_scale_power"] = min(MOST_SCALE_POWER, fp16.get("initial_scale_power", MOST_SCALE_POWER))
     return config
 
 
@@ -83,8 +88,7 @@ def _optimizer_ops(job: Job) -> tuple[str, str]:
     profile = job.script.profile if job.script is not None else {}
     if profile.get("client_optimizer") and not profile.get("through_arguments"):
         return "", ""  # the script's, which it stays (`job_of`)
-    section = job.base_config.get("optimizer")
-    own = section if isinstance(section, dict) and "type" in section else None
+    own = job.own_optimizer if "type" in job.own_optimizer else None
     kind = str(own["type"] if own else job.optimizer).lower()
     if kind in ("adam", "adamw", "fused_adam", "muon"):
         if own and (own.get("params") or {}).get("torch_adam"):

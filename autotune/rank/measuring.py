@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune.group.protocol import Message
-from autotune.linux import die_with_parent
 from autotune.problem.checkpoint import checkpoint_bytes
 from autotune.problem.outcome import Phase
 from autotune.rank.base import EXIT_REPORTED, BaseRank, greet, leave
@@ -20,7 +19,6 @@ from autotune.rank.base import EXIT_REPORTED, BaseRank, greet, leave
 
 def run_as(kind: type[BaseRank]) -> NoReturn:
     """The command line of a rank that starts cold: the address of its parent's socket, and its number."""
-    die_with_parent()
     measure_as(kind, sys.argv[1], int(sys.argv[2]))
 
 
@@ -90,8 +88,12 @@ def checkpoint(rank: BaseRank, engine: Any, save: Callable[[str], Any], message:
     rank.channel.send("measured", checkpointed=room)
 
 
-def load(rank: BaseRank, engine: Any) -> None:
-    """Loads the checkpoint that the spec names into a fresh engine, and tells the memory that it took at most."""
+def load(rank: BaseRank, load_checkpoint: Callable[[str], Any]) -> None:
+    """Loads the checkpoint that the spec names into a fresh engine, and tells the memory that it took at most.
+
+    Args:
+        load_checkpoint: DeepSpeed's own, of the engine.
+    """
     folder = rank.spec.get("resume")
     if not folder:
         return
@@ -99,7 +101,7 @@ def load(rank: BaseRank, engine: Any) -> None:
     rank.fault(Phase.LOAD)
     device = rank.own_device
     device.reset_peaks()
-    path, _ = engine.load_checkpoint(folder)
+    path, _ = load_checkpoint(folder)
     if path is None:
         raise RuntimeError("DeepSpeed found nothing to load in its own checkpoint")
     device.synchronize()

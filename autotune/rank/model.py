@@ -15,6 +15,7 @@ from autotune.problem.outcome import Phase
 from autotune.rank import timing
 from autotune.rank.base import BaseRank
 from autotune.rank.measuring import certify_save, checkpoint, load, measure_as, run_as
+from autotune.rank.overflow import Overflows
 from autotune.rank.timing import Request, StepParts
 
 
@@ -35,7 +36,7 @@ class ModelRank(BaseRank):
         self.enter(Phase.INIT)
         self.fault(Phase.INIT)
         self._build()
-        load(self, self.engine)
+        load(self, self.engine.load_checkpoint)
         self.channel.send("phase", phase="ready")
         while (message := self.channel.receive()) is not None:
             if message["type"] == "measure":
@@ -63,6 +64,7 @@ class ModelRank(BaseRank):
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
         if self.job.compiled:
             self.engine.compile()
+        self.overflows = Overflows(self.engine)
         self.own_device.note()
 
     def _batches(self, micro_batch: int) -> Iterator[Any]:
@@ -76,10 +78,9 @@ class ModelRank(BaseRank):
         began = time.perf_counter()
         warm: list[float] = []  # seconds of the slowest rank
         while not timing.warmed_up(warm, request):
-            warm.append(self.agree(sum(self._step(batches, request))))
+            warm.append(self.agree(sum(self._whole_step(batches, request))))
         warmup_seconds = time.perf_counter() - began
         self.live_steps = []
-        skipped_before = getattr(self.engine, "skipped_steps", 0)
         measuring = time.perf_counter()
         steps = self._timed_steps(batches, request, warm[-1])
         step_seconds = self.average([timing.extrapolate(parts, request.accumulation) for parts in steps])
@@ -93,7 +94,6 @@ class ModelRank(BaseRank):
             micro_seconds=timing.micro_seconds(steps) if request.extrapolated else None,
             boundary_seconds=timing.boundary_seconds(steps) if request.extrapolated else None,
             extrapolated=request.extrapolated,
-            skipped_steps=getattr(self.engine, "skipped_steps", 0) - skipped_before,
             live_bytes=lowest(self.live_steps),
             **device.peaks(),
         )
@@ -104,7 +104,7 @@ class ModelRank(BaseRank):
         elapsed, began = 0.0, time.perf_counter()
         while not timing.enough(request, elapsed, len(steps)):
             for _ in range(timing.stretch(request, elapsed, len(steps), pace)):
-                steps.append(self._step(batches, request))
+                steps.append(self._whole_step(batches, request))
             elapsed = self.agree(time.perf_counter() - began)
             pace = elapsed / len(steps)
         return steps
@@ -116,6 +116,16 @@ class ModelRank(BaseRank):
         if hasattr(engine.optimizer, "gradient_accumulation_steps"):
             engine.optimizer.gradient_accumulation_steps = request.accumulation
         engine.micro_steps = 0
+
+    def _whole_step(self, batches: Iterator[Any], request: Request) -> StepParts:
+        """A step in which the optimizer ran: one that DeepSpeed skips is none, and is forgotten."""
+        while True:
+            parts = self._step(batches, request)
+            if not self.overflows.skipped():
+                return parts
+            if self.overflows.endless:
+                raise RuntimeError(self.overflows.endless)
+            del self.live_steps[-1:]
 
     def _step(self, batches: Iterator[Any], request: Request) -> StepParts:
         """One optimizer step: seconds of the whole, or of each micro-batch where the rest is extrapolated."""

@@ -1,22 +1,26 @@
-"""Memory as a rank counts it when something has failed: sent with every error, where texts are in doubt.
+"""Memory and disks as a rank counts them when something has failed: sent with every error, where texts are in doubt.
 
-Imports torch only where it is loaded already, and never wakes CUDA. Nothing here raises, and a driver that does not answer
-costs `PATIENCE_SECONDS`: its question stays behind in a thread that ends with the process.
+Imports torch only where it is loaded already, and never wakes CUDA. Nothing here raises, and a driver or a disk that does not
+answer costs `PATIENCE_SECONDS`: its question stays behind in a thread that ends with the process.
 """
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from autotune.linux import main_memory
+from autotune.units import MIB
 
 PATIENCE_SECONDS = 2.0  # for the driver; it answers within a millisecond where it answers at all
+
+FULL_BYTES = 16 * MIB  # left: what could not be written whole is mostly there
 
 Numbers = dict[str, int]
 
@@ -42,6 +46,22 @@ def collect(device: str, cap_bytes: int | None = None) -> Numbers:
                 index = torch.cuda.current_device()  # of this thread; another begins with GPU 0
                 _within(PATIENCE_SECONDS, lambda: of_cuda(torch, index, numbers))
     return dict(numbers)  # the thread may still write
+
+
+def full_disk(folders: Sequence[str]) -> str:
+    """The first of these folders in which as good as nothing can be written any more; empty where there is none. A quota that the
+    file system does not tell of is not seen, nor is one that does not answer."""
+    full: list[str] = []
+
+    def look() -> None:
+        for folder in folders:
+            with suppress(OSError):
+                disk = os.statvfs(folder)
+                if disk.f_bavail * disk.f_frsize < FULL_BYTES or (disk.f_files > 0 and disk.f_favail == 0):
+                    full.append(os.path.abspath(folder))
+
+    _within(PATIENCE_SECONDS, look)
+    return full[0] if full else ""
 
 
 def of_cuda(torch: Any, index: int, numbers: Numbers) -> None:

@@ -15,18 +15,36 @@ from typing import Any, NoReturn
 from autotune.errors import Cause, Unusable
 from autotune.group.protocol import Channel, Message
 from autotune.problem.candidate import Candidate
+from autotune.problem.early_variables import set_late, settings_in, too_late
 from autotune.problem.outcome import Phase
+from autotune.problem.script_text import script_text
+from autotune.problem.sources import SOURCES
 from autotune.rank import timing
 from autotune.rank.base import EXIT_REPORTED, BaseRank, leave
 from autotune.rank.execution import run_script
 from autotune.rank.hooks import Hooks
 from autotune.rank.hooks.batches import Sizes
 from autotune.rank.hooks.context import Context
+from autotune.rank.links import Links
 from autotune.rank.measuring import certify_save, checkpoint, load, measure_as, run_as, say_goodbye
+from autotune.rank.overflow import Overflows
+from autotune.rank.saved_tensors import SavedTensors
 from autotune.rank.timing import Request
-from autotune.rank.trained import MOST_SHORT, Batch, check_batch, check_beside, check_checkpointing, check_steady, usual
+from autotune.rank.trained import (
+    MOST_SHORT,
+    Batch,
+    check_batch,
+    check_beside,
+    check_checkpointing,
+    check_tokens,
+    own_steps,
+    usual,
+    usual_step,
+)
+from autotune.rank.writes import Writes
 
 WARMUP_STEPS = 2  # batches of a script differ in length: its step times never settle as synthetic ones do
+MOST_AT_ONCE = 4  # measured steps until the ranks compare their clocks for the first time
 _MIN_STEPS = 2  # measured steps without which a script that has ended was not measured
 _PROGRESS_SECONDS = 0.5
 _MOST_FAILURES = 10  # of the engine, one after another, that a script may catch and go on after
@@ -57,6 +75,8 @@ class ScriptRank(BaseRank):
         self.facts: dict[str, Any] = {}  # of the engine
         self.request: Request | None = None  # what to measure; heard before the first batch
         self.batch = Batch()  # of the step that runs
+        self.overflows = Overflows(None)
+        self.warmup: list[float] = []  # seconds of the steps before the measured ones, but for those that were skipped
         self.timed: list[tuple[float, Batch]] = []  # seconds and batch of every measured step
         self.widest_tokens = 0  # of a row
         self.short_steps = 0  # the last of their data
@@ -67,8 +87,10 @@ class ScriptRank(BaseRank):
         self._failure: tuple[int, Message] | None = None  # the engine's last, since the last step: its id, described
         self._failures = 0  # since the last step
         self._evaluating = False  # whether the model was in evaluation mode in the last step
+        self._variables: dict[str, str] | None = None  # before the script ran
         self._steps_left = 0  # until the ranks compare their clocks
         self._step_began = self._measuring_began = 0.0
+        self._pid = os.getpid()
 
     def run(self) -> None:
         os.environ.update(_QUIET_ENVIRONMENT)
@@ -79,9 +101,15 @@ class ScriptRank(BaseRank):
         os.chdir(scratch)
         self.hooks = Hooks(Context(self.job, self.candidate, self, self.spec["device"], scratch, quiet=True))
         self.hooks.install()
+        self._variables = dict(os.environ)
+        study = self.spec.get("study")
+        kept = Path(study) if study else None
+        self.writes = Writes(Links(scratch), Path(self.script.cwd), self.script.path, kept, self._would_lose)
+        self.writes.install(self.hooks.context.patches)
         try:
             run_script(self.script, self.hooks.arguments())
         except SystemExit as error:
+            self.leave_if_memory_ended(error)
             self._leave_if_failed()
             if error.code not in (None, 0):
                 raise RuntimeError(f"{self.script.name} exited with {error.code}") from None
@@ -100,11 +128,29 @@ class ScriptRank(BaseRank):
             self.send_error(self._failure[1])
             leave(EXIT_REPORTED)
 
+    def send_error(self, described: Message) -> None:
+        """With what may be why: a variable that came too late."""
+        if late := self._too_late():
+            first, newline, rest = described["text"].partition("\n")
+            described = {**described, "text": f"{first[:160]} ({late}){newline}{rest}"}
+        super().send_error(described)
+
+    def _too_late(self) -> str:
+        """Which variables a script as it is has set too late, and what to do; those of its text were there from the start."""
+        late = set_late(self._variables) if self.candidate is None and self._variables is not None else []
+        known = {one.name for one in settings_in(script_text(self.script) or "")} if late else set()
+        names = [name for name in late if name not in known]
+        return too_late(names) if names else ""
+
     def _why_ended(self) -> Unusable:
         if self.engine is None:
             return Unusable(f"{self.script.target} ended without {_MISSING_DEEPSPEED}")
+        counted = len(self.warmup) + len(self.timed)
+        skipped = f", of which DeepSpeed skipped {self.steps - counted} (fp16 overflow)" if self.steps > counted else ""
+        others = max(map(len, self.rows_beside.values()), default=0)
+        of = f" of the engine that is tuned ({others} of another, which it trains beside)" if others else ""
         return Unusable(
-            f"{self.script.target} ended after {self.steps} optimizer steps: a measurement needs at least "
+            f"{self.script.target} ended after {self.steps} optimizer steps{of}{skipped}: a measurement needs at least "
             f"{WARMUP_STEPS + 3}; give it more data or steps",
             Cause.STEPS,
         )
@@ -114,15 +160,32 @@ class ScriptRank(BaseRank):
     def configured(self, config: dict[str, Any]) -> None:
         self.config = config
 
-    def planned(self, micro_batch: int, accumulation: int) -> None:
+    def planned(self, micro_batch: int, accumulation: int, optimizer: str = "") -> None:
         if self.candidate is None and self.engine is None:
-            own, said = {"micro_batch": micro_batch, "accumulation": accumulation}, self.hooks.context.said
-            self.channel.send("facts", config=self.config, said=said, **own)
+            own: dict[str, Any] = {"micro_batch": micro_batch, "accumulation": accumulation}
+            own |= {"optimizer": optimizer} if optimizer else {}
+            self.channel.send("facts", config=self.config, said=self.hooks.context.said, **own)
 
     def built(self, engine: Any, facts: dict[str, Any]) -> None:
+        another = self.engine is not None
         self.engine, self.facts = engine, facts
         self.own_device.note()
-        load(self, engine)
+        if another:
+            self._begin_anew()
+            return
+        load(self, self.hooks.load_checkpoint)
+
+    def _begin_anew(self) -> None:
+        """The engine that was watched was not the one that trains."""
+        self.steps = self.short_steps = self.widest_tokens = 0
+        self.batch, self.warmup, self.timed, self.rows_beside = Batch(), [], [], {}
+        self._evaluating = False
+        if self.saved_tensors is not None:
+            self.saved_tensors.close()
+        self.saved_tensors = None
+        if self.request is not None:
+            self._tell_facts()
+            self._begin_measuring()
 
     def forward(self, sizes: Sizes) -> None:
         self._await_request()
@@ -158,16 +221,26 @@ class ScriptRank(BaseRank):
         self._evaluating = not self.engine.module.training
         if self.candidate is not None:
             self._check(self.candidate)
-        if self.steps == WARMUP_STEPS:
-            self._steps_left = timing.stretch(self.request, 0.0, 0, self.agree(seconds))
-            self._measuring_began = time.perf_counter()
-        elif self.steps > WARMUP_STEPS:
-            self.timed.append((seconds, self.batch))
-            self._steps_left -= 1
-            if not self._steps_left:
-                self._compare_clocks(self.request)
+        if not self.overflows.skipped():
+            self._count(seconds, self.request)
+        elif self.overflows.endless:
+            raise Unusable(self.overflows.endless)
         self.batch = Batch()
         self._step_began = time.perf_counter()
+
+    def _count(self, seconds: float, request: Request) -> None:
+        """A step in which the optimizer ran."""
+        if len(self.warmup) < WARMUP_STEPS:
+            self.warmup.append(seconds)
+            if len(self.warmup) == WARMUP_STEPS:
+                self.warmup = self.average(self.warmup)
+                self._go_on(timing.stretch(request, 0.0, 0, max(self.warmup)))
+                self._measuring_began = time.perf_counter()
+            return
+        self.timed.append((seconds, self.batch))
+        self._steps_left -= 1
+        if not self._steps_left:
+            self._compare_clocks(request)
 
     def beside(self, number: int, rows: int) -> None:
         self.rows_beside.setdefault(str(number), []).append(rows)
@@ -198,22 +271,45 @@ class ScriptRank(BaseRank):
         self.report(Unusable(f"{self.script.target} trains without {_MISSING_DEEPSPEED}"))
         leave(EXIT_REPORTED)
 
+    def _would_lose(self, path: str) -> None:
+        """A file of the user's, upon what the script is about to do.
+
+        Raises:
+            Unusable: in a child of the rank's, whose parent hears of it.
+        """
+        error = Unusable(
+            f"{self.script.target} would overwrite or remove {path}, which is yours, by an absolute path: a trial keeps to its "
+            "own folder only what is written by relative paths. Write to a path relative to the folder in which you call "
+            f"autotune, or move {Path(path).name} away for as long as you tune"
+        )
+        if os.getpid() != self._pid:
+            raise error
+        self.report(error)
+        leave(EXIT_REPORTED)
+
     # -- the measurement ---------------------------------------------------------------------------------------------
 
     def _await_request(self) -> None:
         """Before the first batch: tells what is known of the engine, and waits to hear what to measure."""
         if self.request is not None:
             return
-        self.facts |= self.hooks.checkpointing()  # the script may have switched it since the engine was made
-        if self.candidate is not None and self.script.profile:
-            check_checkpointing(self.facts, self.candidate)
-        self.channel.send("facts", config=self.config, said=self.hooks.context.said, **self.facts)
+        self._tell_facts()
         self.channel.send("phase", phase="ready")
         message = self.channel.receive()
         if message is None or message["type"] != "measure":
             say_goodbye(self)
         self.request = Request.of(message)
+        self._begin_measuring()
+
+    def _tell_facts(self) -> None:
+        self.facts |= self.hooks.late_facts()
+        if self.candidate is not None and self.script.profile:
+            check_checkpointing(self.facts, self.candidate)
+        self.channel.send("facts", config=self.config, said=self.hooks.context.said, **self.facts)
+
+    def _begin_measuring(self) -> None:
         self.own_device.reset_peaks()
+        self.overflows = Overflows(self.engine)
         self._step_began = self._measuring_began = time.perf_counter()
         if self.candidate is None:
             self.saved_tensors = SavedTensors(self.engine)
@@ -221,29 +317,33 @@ class ScriptRank(BaseRank):
     def _compare_clocks(self, request: Request) -> None:
         """Ends the measurement, on all ranks at once, or says when to compare again."""
         elapsed, steps = self.agree(time.perf_counter() - self._measuring_began), len(self.timed)
-        if timing.enough(request, elapsed, steps):
+        if not timing.enough(request, elapsed, steps):
+            self._go_on(timing.stretch(request, elapsed, steps, elapsed / steps))
+        elif timing.settled(request, elapsed, self.average([seconds for seconds, _ in self.timed]), self.warmup):
             self._finish()
-        self._steps_left = timing.stretch(request, elapsed, steps, elapsed / steps)
+        else:
+            self._go_on(1 + steps // 4)
+
+    def _go_on(self, steps: int) -> None:
+        """For so many until the clocks are compared; first for fewer, since steps may differ."""
+        self._steps_left = min(steps, max(MOST_AT_ONCE, len(self.timed)))
 
     def _finish(self) -> NoReturn:
         device = self.own_device
         device.synchronize()
         batches = [batch for _, batch in self.timed]
-        if self.candidate is None:
-            check_steady([batch.rows for batch in batches])
         tokens = statistics.fmean(batch.tokens for batch in batches)
-        # of a step, as most are: the last one of a data set may be smaller
-        facts: dict[str, Any] = {
-            "micros": statistics.mode(batch.micro_batches for batch in batches),
-            "rows": statistics.mode(batch.rows for batch in batches),
-            "sequences": statistics.mode(batch.sequences for batch in batches),
-            "tokens": tokens,
-            "widest": self.widest_tokens,
-        }
+        facts = {**self._trained(batches), "tokens": tokens, "widest": self.widest_tokens}
         if self._evaluating:
             facts["evaluating"] = True
+        if not self.script.profile:
+            facts[SOURCES] = self.hooks.sources()
         if self.saved_tensors is not None:
             facts["saved_bytes"] = self.saved_tensors.bytes
+        if late := self._too_late():
+            facts["late"] = late
+        if left := self.writes.left():
+            facts["left"] = left
         if self.rows_beside:
             facts["beside"] = {number: usual(rows) for number, rows in self.rows_beside.items()}
         self.channel.send(
@@ -253,13 +353,25 @@ class ScriptRank(BaseRank):
             measured_seconds=time.perf_counter() - self._measuring_began,
             tokens=tokens,
             extrapolated=False,
-            skipped_steps=getattr(self.engine, "skipped_steps", 0),
             facts=facts,
             live_bytes={},
             **device.peaks(),
         )
         self._serve_certificates()
         say_goodbye(self)
+
+    def _trained(self, batches: list[Batch]) -> dict[str, Any]:
+        """What the measured steps have.
+
+        Raises:
+            Unusable: it is not what the candidate asks for, or changes where the script is as it is.
+        """
+        if self.candidate is not None and self.script.profile:
+            check_tokens(batches, self.candidate, self.script.profile)
+            return {**usual_step(batches)}
+        loader = getattr(self.engine, "training_dataloader", None)
+        fed = any(getattr(loader, name, None) is not None for name in ("data", "data_iterator"))  # once it is read
+        return own_steps(batches, self.facts["micro_batch"], self.facts["accumulation"], fed=fed)
 
     def _serve_certificates(self) -> None:
         message: Message | None
@@ -274,35 +386,6 @@ _MISSING_DEEPSPEED = (
     "calling deepspeed.initialize: give it its DeepSpeed config (for Hugging Face's Trainer: --deepspeed ds.json) or make "
     "it use DeepSpeed"
 )
-
-
-class SavedTensors:
-    """Counts the bytes that forwards keep for their backward, from its making until `close`; the model's parameters are
-    not counted, and a storage is counted once."""
-
-    def __init__(self, engine: Any) -> None:
-        import torch
-
-        self.bytes = 0
-        parameters = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
-        seen: set[int] = set()
-
-        def pack(tensor: Any) -> Any:
-            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                where = tensor.untyped_storage().data_ptr()
-                if where not in parameters and where not in seen:
-                    seen.add(where)
-                    self.bytes += tensor.untyped_storage().nbytes()
-            return tensor
-
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        self._hooks.__enter__()
-        self._open = True
-
-    def close(self) -> None:
-        if self._open:
-            self._open = False
-            self._hooks.__exit__(None, None, None)
 
 
 become = partial(measure_as, ScriptRank)  # address, number

@@ -7,9 +7,15 @@ import statistics
 from dataclasses import dataclass, fields
 from typing import Any
 
+from autotune.rank.recurring import UNLIKE, pace_of
+
 SETTLED = 0.05  # warm-up ends when two step times in a row differ by less than this fraction
 MAX_WARMUP_STEPS = 6
 MAX_TIMED_MICRO_BATCHES = 3  # of a longer accumulation only the first, one from the middle and the boundary are run
+
+LONGER = 2  # times the most steps and seconds, where work may recur of which too little was seen
+ALIKE_STEPS = 12  # after so many that are alike nothing is expected to recur, though the first took longer
+ALIKE_SHARE = 0.25  # of the longest measurement's seconds, which may be spent on seeing that
 
 StepParts = list[float]  # seconds of one optimizer step: of the whole, or of each micro-batch that was run
 
@@ -24,6 +30,7 @@ class Request:
     max_steps: int
     min_seconds: float
     max_seconds: float
+    most_seconds: float = math.inf  # however much longer it would take
     full: bool = False  # run every micro-batch of an accumulation, extrapolate nothing
 
     @classmethod
@@ -59,6 +66,24 @@ def enough(request: Request, elapsed_seconds: float, steps: int) -> bool:
     if steps >= request.max_steps or elapsed_seconds > request.max_seconds:
         return True
     return steps >= request.min_steps and elapsed_seconds > request.min_seconds
+
+
+def settled(request: Request, elapsed_seconds: float, step_seconds: list[float], warmup: list[float]) -> bool:
+    """Whether measured steps that are enough also tell what a script's steps take, or the time for that is over. More of
+    them are needed where one had other work than the rest (data that is generated, an evaluation): it may recur. What a
+    script does every so many steps it does in the first, too, where it cannot be told from what an engine does only once.
+
+    Args:
+        step_seconds: of all ranks, so that all come to the same.
+        warmup: the same of those before them.
+    """
+    pace, count = pace_of(step_seconds, len(warmup)), len(step_seconds)
+    if pace.settled:
+        alike = count >= min(ALIKE_STEPS, LONGER * request.max_steps) or max(warmup) <= UNLIKE * pace.seconds
+        return alike or elapsed_seconds > ALIKE_SHARE * request.max_seconds
+    times = LONGER if pace.pending else 1
+    most_seconds = min(times * request.max_seconds, max(request.max_seconds, request.most_seconds))
+    return count >= times * request.max_steps or elapsed_seconds > most_seconds
 
 
 def stretch(request: Request, elapsed_seconds: float, steps: int, seconds_per_step: float) -> int:

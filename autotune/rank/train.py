@@ -8,27 +8,29 @@ from __future__ import annotations
 import atexit
 import datetime
 import functools
-import json
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from autotune.linux import die_with_parent
+from autotune.group.protocol import Message
+from autotune.linux import outlive_notices
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Phase
-from autotune.rank.base import BaseRank, greet, leave
+from autotune.rank.base import BaseRank, greet, handled, leave
 from autotune.rank.checkpoints import load_any
 from autotune.rank.execution import run_script
 from autotune.rank.hooks import Hooks
 from autotune.rank.hooks.batches import Sizes
 from autotune.rank.hooks.context import Context
+from autotune.rank.shards import Part, instead_of_latest, tag_of, tags_in
+from autotune.rank.trainer_checkpoints import Ledger, Seen, chosen
 from autotune.rank.versions import imported
 
+T = TypeVar("T")
 _PROGRESS_SECONDS = 0.2
 _FIRST_STEPS = 3  # each is told of at once
 
@@ -36,6 +38,8 @@ _FIRST_STEPS = 3  # each is told of at once
 class TrainRank(BaseRank):
     """Trains to the script's own end; reports progress, and memory failures the moment they happen. A `Watcher` of its
     hooks."""
+
+    _unloaded: tuple[Exception, str] | None = None  # why a checkpoint could not be loaded, and its folder
 
     def run(self) -> None:
         # The first to be registered is the last to run: what the script registers may still need the group.
@@ -48,8 +52,9 @@ class TrainRank(BaseRank):
         context.collective_timeout = self.collective_timeout
         self.hooks = Hooks(context)
         self.hooks.install()
-        self._resume_trainer(self.spec["earlier"])
-        self._note_loads()
+        self._ledgers: dict[str, Ledger] = {}  # by output folder
+        self._resume_trainer()
+        self._note_checkpoints()
         run_script(self.job.script, self.hooks.arguments())
 
     def _leave_group(self) -> None:
@@ -66,14 +71,9 @@ class TrainRank(BaseRank):
 
     # -- restarting --------------------------------------------------------------------------------------------------
 
-    def _resume_trainer(self, earlier: dict[str, dict[str, int]]) -> None:
-        """Trainer goes on from the newest whole checkpoint of this launch, or from the one that the script names where
-        there is none.
-
-        Args:
-            earlier: by output folder, the checkpoints that were there when this launch first trained into it, see
-                `checkpoints`. The parent is told of a folder that is not among them.
-        """
+    def _resume_trainer(self) -> None:
+        """Trainer goes on from the newest whole checkpoint that the same call of `train` has written in this launch, or from the
+        one that the script names where there is none."""
         trainer_class = imported("transformers", "Trainer")
         if trainer_class is None:  # nor has the script one
             return
@@ -82,37 +82,98 @@ class TrainRank(BaseRank):
             original: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
         ) -> Any:
             folder = Path(trainer.args.output_dir).resolve()
-            if str(folder) not in earlier:
-                self.channel.send("checkpoints", folder=str(folder), found=checkpoints(folder))
-            elif (newest := self._newest(folder, earlier[str(folder)])) is not None:
-                resume_from_checkpoint = str(newest)
-                self.channel.send("resumed", path=resume_from_checkpoint)
-            return original(trainer, resume_from_checkpoint, *args, **kwargs)
+            return original(trainer, self._resumed(folder, resume_from_checkpoint), *args, **kwargs)
 
         self.hooks.context.patches.wrap(trainer_class, "train", train)
 
-    def _newest(self, folder: Path, earlier: dict[str, int]) -> Path | None:
-        """The newest whole checkpoint. On several machines, which need not see the same files, one of which every rank finds
-        its own part; every rank calls it."""
-        if self.spec.get("nodes", 1) == 1:
-            return newest_checkpoint(folder, earlier, self.world)
-        mine = whole_checkpoints(folder, earlier, lambda parts: f"rng_state_{self.number}.pth" in parts)
-        found: list[set[int]] = [set()] * self.world
-        self.torch.distributed.all_gather_object(found, set(mine))
-        return mine.get(max(set.intersection(*found), default=-1))
+    def _resumed(self, folder: Path, given: Any) -> Any:
+        """What a call of `train` goes on from, where the script says `given`; every rank calls it."""
+        self.written.append(str(folder))
+        told = self.spec["earlier"].get(str(folder))
+        ledger = self._ledgers.setdefault(str(folder), Ledger.of(folder, told))
+        ledger.begin()
+        if self.number == 0:
+            self.channel.send("checkpoints", folder=str(folder), ledger=ledger.told())
+        seen = self._of_all(ledger.seen(self._part, given, self.spec["bad"]))
+        choice = chosen(seen, ledger.call)
+        if choice is None:
+            if told is None and not given and ledger.call == 0:
+                self._tell_of_earlier(ledger, seen[0])
+            return given
+        path = str(ledger.path(choice.step)) if choice.step is not None else None
+        if choice.not_whole is not None and self.number == 0:
+            instead = "the newest that is whole is taken" if path else "training begins anew"
+            self._tell(f"{ledger.path(choice.not_whole)} is not whole: {instead}")
+        if path is not None:
+            self.channel.send("resumed", path=path)
+        return path
 
-    def _note_loads(self) -> None:
-        """What another rung of the ladder has saved is loaded too, and the parent hears of every load."""
+    def _tell_of_earlier(self, ledger: Ledger, seen: Seen) -> None:
+        """A script that is started once more, by a queue or by hand, begins anew beside what it has saved, if it does not say
+        otherwise: that is its own to decide, and must not go unseen."""
+        step = seen.newest_before
+        if step is not None and self.number == 0:
+            self._tell(
+                f"{ledger.path(step)} is of an earlier launch, and the script does not resume by itself: training begins anew "
+                "(with `trainer.train(resume_from_checkpoint=True)` it would go on from there)"
+            )
+
+    @property
+    def _part(self) -> Part:
+        return Part(self.number, self.world, self.local)
+
+    def _of_all(self, mine: T) -> list[T]:
+        """What every rank has, the first one's first; every rank calls it."""
+        found = [mine]
+        if self.world > 1:
+            found *= self.world
+            self.torch.distributed.all_gather_object(found, mine)
+        return found
+
+    def _note_checkpoints(self) -> None:
+        """What another rung of the ladder has saved is loaded too, and the parent hears of every load. Where it saves is
+        noted."""
         from deepspeed.runtime.engine import DeepSpeedEngine
 
-        def load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+        def load_checkpoint(
+            original: Callable[..., Any], engine: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any
+        ) -> Any:
+            folder, latest = Path(load_dir), tag is None
+            tag = self._sound_tag(folder) if latest else tag
             load = functools.partial(load_any, original, convert=self.spec["convert"], say=self._tell)
-            found = load(engine, *args, **kwargs)
+            try:
+                found = load(engine, load_dir, tag, *args, **kwargs)
+            except Exception as error:
+                if name := tag or tag_of(folder):
+                    self._unloaded = error, str(folder / str(name))
+                raise
             if found and found[0]:
                 self.channel.send("resumed", path=str(found[0]))
             return found
 
+        def save_checkpoint(original: Callable[..., Any], engine: Any, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
+            if str(save_dir) not in self.written:
+                self.written.append(str(save_dir))
+            return original(engine, save_dir, *args, **kwargs)
+
         self.hooks.context.patches.wrap(DeepSpeedEngine, "load_checkpoint", load_checkpoint)
+        self.hooks.context.patches.wrap(DeepSpeedEngine, "save_checkpoint", save_checkpoint)
+
+    def _sound_tag(self, folder: Path) -> str | None:
+        """The tag to load from a folder instead of the latest, which is not whole or could not be loaded; None: the latest."""
+        bad = {path.name for path in map(Path, self.spec["bad"]) if path.parent == folder}
+        seen = self._of_all(tags_in(folder, self._part))
+        tag = instead_of_latest(seen, bad)
+        if tag is not None and self.number == 0 and seen[0].latest not in bad:  # of which the parent has told
+            self._tell(f"{folder / str(seen[0].latest)} is not whole: {tag}, the newest that is whole, is taken")
+        return tag
+
+    def _described(self, error: BaseException) -> Message:
+        """With the checkpoint that could not be loaded, where that is the error."""
+        described = super()._described(error)
+        if self._unloaded is not None and self._unloaded[0] in (error, *handled(error)):
+            described["unloaded"] = self._unloaded[1]
+        return described
 
     def _tell(self, text: str) -> None:
         self.channel.send("note", text=text)
@@ -122,7 +183,7 @@ class TrainRank(BaseRank):
     def configured(self, config: dict[str, Any]) -> None:
         pass
 
-    def planned(self, micro_batch: int, accumulation: int) -> None:
+    def planned(self, micro_batch: int, accumulation: int, optimizer: str = "") -> None:
         pass
 
     def built(self, engine: Any, facts: dict[str, Any]) -> None:
@@ -156,44 +217,6 @@ def deepspeed_timeout() -> datetime.timedelta:
     return datetime.timedelta(minutes=int(minutes) if minutes.isdigit() else 0)
 
 
-def checkpoints(folder: Path) -> dict[str, int]:
-    """Trainer's checkpoints in a folder, by their states' paths: when each was written, by the file server's clock in ns.
-    Clocks differ and jump, so that of a launch's checkpoints only this is known: they are others than those."""
-    found = {}
-    for state in folder.glob("checkpoint-*/trainer_state.json"):
-        with suppress(OSError):
-            found[str(state)] = state.stat().st_mtime_ns
-    return found
-
-
-def newest_checkpoint(folder: Path, earlier: dict[str, int], ranks: int) -> Path | None:
-    """Trainer's checkpoint of the most steps that is none of the `earlier` ones and is whole: it has its state, which is
-    written last, DeepSpeed's part, and the state of every rank's random generators."""
-    whole = whole_checkpoints(folder, earlier, lambda parts: len(parts) >= ranks)
-    return whole[max(whole)] if whole else None
-
-
-def whole_checkpoints(folder: Path, earlier: dict[str, int], has_parts: Callable[[list[str]], bool]) -> dict[int, Path]:
-    """Trainer's checkpoints that are none of the `earlier` ones and have their state and DeepSpeed's part, by steps.
-
-    Args:
-        has_parts: whether these files of random generators' states are enough.
-    """
-    whole: dict[int, Path] = {}
-    for path, written_ns in checkpoints(folder).items():
-        checkpoint = Path(path).parent
-        if earlier.get(path) == written_ns:
-            continue
-        try:
-            step = int(json.loads(Path(path).read_text())["global_step"])
-        except (OSError, ValueError, KeyError):
-            continue
-        parts = [part.name for part in checkpoint.glob("rng_state*.pth")]
-        if has_parts(parts) and (checkpoint / "latest").exists():
-            whole[step] = checkpoint
-    return whole
-
-
 def train(address: str, number: int) -> Any:
     """Trains as rank `number`, and says goodbye at the script's end; returns what the script gave to `sys.exit`. After a
     failure it is reported and the process left with code 1."""
@@ -203,8 +226,9 @@ def train(address: str, number: int) -> Any:
     code: Any = None
     try:
         rank.run()
-    except SystemExit as error:
-        code = error.code
+    except SystemExit as ended:
+        rank.leave_if_memory_ended(ended)
+        code = ended.code
     except BaseException as error:
         rank.report(error)
         leave(1)
@@ -230,6 +254,7 @@ def become(address: str, number: int) -> NoReturn:
         (signal.SIGCHLD, signal.SIG_DFL),
     ):
         signal.signal(caught, handler)
+    outlive_notices()
     code = train(address, number)
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)
@@ -240,7 +265,7 @@ def become(address: str, number: int) -> NoReturn:
 
 def main() -> None:
     """A cold start ends as the script alone would: the interpreter's own end, with the process group closed before."""
-    die_with_parent()
+    outlive_notices()
     sys.exit(train(sys.argv[1], int(sys.argv[2])))
 
 

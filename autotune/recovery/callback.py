@@ -6,16 +6,17 @@ trainer = Trainer(..., callbacks=[StudyCallback("my-study")])
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
+from autotune.errors import one_line
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, samples
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
 from autotune.problem.script import candidate_of_config
-from autotune.problem.space_file import parse_space
 from autotune.rank import cuda
 from autotune.rank.devices import used_bytes
 from autotune.search.records import TRAINING
@@ -27,6 +28,9 @@ WARMUP_STEPS = 3
 class StudyCallback(TrainerCallback):  # type: ignore[misc]
     """Records median step time and peak memory of a training with DeepSpeed into a study, when it ends.
 
+    A study that is not there is said when training begins, as a UserError. What cannot be recorded at the end costs one line on
+    standard error: the model is not saved yet then, and hours of training count for more than a trial.
+
     Args:
         study: its name or folder, as for `autotune show`.
         storage: its database, where it is not in the folder.
@@ -37,6 +41,13 @@ class StudyCallback(TrainerCallback):  # type: ignore[misc]
         self._began = 0.0
         self._seconds: list[float] = []
         self._peak = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:  # other machines need not have it
+            self._study()
+
+    def _study(self) -> StudyStore:
+        return StudyStore.load(self.study, self.storage, Path("runs"))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self._began:
@@ -54,9 +65,12 @@ class StudyCallback(TrainerCallback):  # type: ignore[misc]
         config = getattr(getattr(args, "hf_deepspeed_config", None), "config", None)
         if config is None or len(seconds) < 2 or not state.is_world_process_zero:
             return
-        self._peak = max(self._peak, used_bytes())
-        store = StudyStore.load(self.study, self.storage, Path("runs"))
-        store.finish(*self._entry(store, args, config, seconds))
+        try:
+            self._peak = max(self._peak, used_bytes())
+            store = self._study()
+            store.finish(*self._entry(store, args, config, seconds))
+        except Exception as error:  # a database, a disk, a value that the study's space has not
+            print(f"autotune: this training is not recorded in {self.study}: {one_line(error)}", file=sys.stderr)
 
     def _entry(self, store: StudyStore, args: Any, config: dict[str, Any], seconds: list[float]) -> tuple[int, Outcome]:
         knobs = {
@@ -70,5 +84,5 @@ class StudyCallback(TrainerCallback):  # type: ignore[misc]
         speed = samples(store.job, candidate) / step
         spread = statistics.stdev(seconds) / len(seconds) ** 0.5
         measured = Measurement(step, spread, len(seconds), speed, speed * store.job.tokens_per_sample, self._peak)
-        number = store.start(candidate, parse_space(store.space_text), TRAINING, "real training")
+        number = store.start(candidate, None, TRAINING, "real training")
         return number, Outcome(Kind.OK, Phase.STEP, measured, peak_bytes=self._peak, seconds=sum(self._seconds))

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import MachineTrouble, Stopped, UserError
+from autotune.errors import MachineTrouble, Stopped, UserError, one_line
 from autotune.executors.base import Ground
-from autotune.executors.ops import Ops
+from autotune.executors.ops import Ops, op_name
 from autotune.executors.station import Needs
 from autotune.files import write_atomically
 from autotune.group.environment import training_environment
@@ -25,15 +25,17 @@ from autotune.group.group import Group
 from autotune.group.launchers import Launcher, SpawnLauncher
 from autotune.group.policy import Policy, Stop
 from autotune.group.protocol import Message
-from autotune.group.verdict import judge
 from autotune.interpreter import current
+from autotune.linux import NOTICES
 from autotune.problem.argument_texts import write_trial_files
 from autotune.problem.cpus import threads_per_rank
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind
-from autotune.rank.config import needed_ops
+from autotune.rank.config import DISPENSABLE, needed_ops
 from autotune.recovery.course import Course, Point
+from autotune.recovery.descent import Descent
+from autotune.recovery.ends import End, Heard, end_of
 from autotune.recovery.ladder import Rung
 from autotune.units import format_bytes, format_duration
 
@@ -41,7 +43,9 @@ TRAIN_RANK = "autotune.rank.train"
 HELLO_SECONDS = 60.0  # for a rank's interpreter to come up
 LEAVE_SECONDS = 30.0  # for ranks that show no life to end, after a signal was passed on
 SETTLE_SECONDS = 0.5  # after the first failure: the other ranks' reports
-_NEAR_FULL = 0.97  # of the capacity: a hang this near to it is memory's
+MACHINES_CODE = 4  # of the command line, where the machine fails and no rank has ended
+MOST_UNLOADED = 2  # checkpoints that are set aside one after another
+_LOOK_SECONDS = 0.1  # between looks for a signal, in a pause
 
 
 @dataclass
@@ -78,43 +82,6 @@ class LaunchSummary:
 
     def to_json(self) -> dict[str, Any]:
         return {"code": self.code, "attempts": [dataclasses.asdict(one) for one in self.attempts]}
-
-
-@dataclass(frozen=True)
-class _End:
-    code: int
-    kind: Kind | None  # None: the script's own end
-    reason: str
-    steps: int
-    resumed_from: str
-
-
-@dataclass
-class _Heard:
-    """What the ranks of one attempt have said."""
-
-    say: Callable[[str], None]
-    steps: int = 0
-    resumed_from: str = ""
-    strayed: bool = False
-    earlier: dict[str, dict[str, int]] = field(default_factory=dict)  # see `rank.train.checkpoints`; by output folder
-
-    def take(self, rank: int, message: Message) -> None:
-        kind = message["type"]
-        if kind == "resumed" and not self.resumed_from:
-            self.resumed_from = message["path"]
-            self.say(f"going on from {self.resumed_from}")
-        elif kind == "checkpoints":
-            self.earlier.setdefault(message["folder"], message["found"])
-        elif kind == "note":
-            self.say(message["text"])
-        elif kind == "strayed" and not self.strayed:
-            self.strayed = True
-            self.say("the script trains without DeepSpeed: no config of ours is in it")
-        self.steps = max(self.steps, int(message.get("steps") or 0))
-
-    def end(self, code: int, kind: Kind | None, reason: str) -> _End:
-        return _End(code, kind, reason, self.steps, self.resumed_from)
 
 
 class Supervisor:
@@ -161,10 +128,11 @@ class Supervisor:
         self._needs = Needs(hardware.device, self.threads, training=True, cwd=job.script.cwd)
         self._signal: signal.Signals | None = None
         self._group: Group | None = None
-        self._earlier: dict[str, dict[str, int]] = {}  # checkpoints that are none of this launch's, by output folder
+        self._earlier: dict[str, dict[str, Any]] = {}  # what ranks have last said of Trainer's output folders
+        self._bad: list[str] = []  # folders of checkpoints that could not be loaded, since the last step
 
     def run(self) -> LaunchSummary:
-        """Trains; passes SIGINT, SIGTERM and SIGHUP on."""
+        """Trains; passes SIGINT, SIGTERM and SIGHUP on, and SIGUSR1 and SIGUSR2 to ranks that catch them."""
         passed = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         # a signal that is ignored stays so: nohup's trainings outlive their terminal
         before = {
@@ -172,13 +140,19 @@ class Supervisor:
             for number in passed
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
         }
+        # nor does one that says something end the training, as Slurm's `--signal=USR1@600` would
+        notices = [number for number in NOTICES if signal.getsignal(number) is signal.SIG_DFL]
+        before |= {number: signal.signal(number, self._notify) for number in notices}
         try:
             summary = self._run()
         finally:
             self._own_launcher.close()
             for number, old in before.items():
                 signal.signal(number, old)
-        write_atomically(self.folder / "launch.json", json.dumps(summary.to_json(), indent=2) + "\n")
+        try:
+            write_atomically(self.folder / "launch.json", json.dumps(summary.to_json(), indent=2) + "\n")
+        except OSError as error:  # a full disk does not change how the training ended
+            self.say(f"{self.folder / 'launch.json'} was not written: {one_line(error)}")
         return summary
 
     @property
@@ -192,38 +166,87 @@ class Supervisor:
             file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n")
 
     def _run(self) -> LaunchSummary:
-        at, barren = 0, 0
+        way = Descent()
         attempts: list[Attempt] = []
         while True:
-            rung = self.ladder[at]
+            rung = self.ladder[way.at]
             how = "measured" if rung.measured else "predicted"
             self.say(f"starting under {rung.candidate} ({how} {format_bytes(rung.peak_bytes)} a rank)")
-            attempt = Attempt(at, str(rung.candidate), peak_bytes=rung.peak_bytes)
-            attempts.append(attempt)
-            started = time.monotonic()
-            course = Course()
-            end = self._prepare(rung) or self._attempt(rung, course)
-            attempt.course = course.points
-            attempt.steps, attempt.seconds = end.steps, time.monotonic() - started
-            attempt.resumed_from = end.resumed_from
-            attempt.ended = f"{end.kind.value}: {end.reason}" if end.kind else end.reason
-            if end.kind is None or self._signal is not None or (end.kind is Kind.INVALID and at == 0):
+            attempts.append(attempt := Attempt(way.at, str(rung.candidate), peak_bytes=rung.peak_bytes))
+            end = self._timed(rung, attempt, first=len(attempts) == 1)
+            if self._sets_aside(end, first=len(attempts) == 1) and len(attempts) <= self.max_restarts:
+                continue
+            if end.kind is None or self._signal is not None or (end.kind is Kind.INVALID and way.at == 0):
                 return LaunchSummary(end.code, attempts)
             self.say(f"{end.kind.value} after {end.steps} steps: {end.reason}")
-            barren = 0 if end.steps else barren + 1
-            down = end.kind in (Kind.OOM_DEVICE, Kind.OOM_HOST, Kind.INVALID) or barren > 1
-            if down and at + 1 == len(self.ladder):
+            down = way.after(end.kind, end.steps, end.words)
+            if way.hopeless:
+                self.say("it has failed so before its first step twice in a row, which no waiting mends: giving up")
+                return LaunchSummary(end.code or 1, attempts)
+            if down and rung is self.ladder[-1]:
                 self.say("no config with less memory is left on the ladder: giving up")
                 return LaunchSummary(end.code or 1, attempts)
             if len(attempts) > self.max_restarts:
                 self.say(f"--max-restarts {self.max_restarts} reached: giving up")
                 return LaunchSummary(end.code or 1, attempts)
-            at += down
-            self.say("stepping down" if down else "starting again under the same config")
+            if down:
+                way.down()
+                self.say("stepping down")
+                continue
+            pause = f" in {format_duration(way.pause_seconds)}" if way.pause_seconds else ""
+            self.say(f"starting again under the same config{pause}")
+            self._wait(way.pause_seconds)
+            if self._signal is not None:
+                self.say(f"stopped by {self._signal.name}, before it was started again")
+                return LaunchSummary(128 + self._signal, attempts)
 
-    def _prepare(self, rung: Rung) -> _End | None:
+    def _sets_aside(self, end: End, *, first: bool) -> bool:
+        """Whether the attempt could not load the checkpoint that a restart has begun with, and the next is to take an older one:
+        once a checkpoint, and of few in a row, since then it is not they that fail."""
+        if end.steps:
+            self._bad.clear()
+        again = end.unloaded in self._bad or len(self._bad) >= MOST_UNLOADED
+        if first or end.steps or not end.unloaded or again or self._signal is not None:
+            return False
+        self._bad.append(end.unloaded)
+        self.say(f"{end.reason} in loading {end.unloaded}: starting again from an older checkpoint, if there is one")
+        return True
+
+    def _wait(self, seconds: float) -> None:
+        """Lets so much time pass, or less where a signal ends the training."""
+        until = time.monotonic() + seconds
+        while self._signal is None and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, _LOOK_SECONDS))
+
+    def _timed(self, rung: Rung, attempt: Attempt, *, first: bool) -> End:
+        """One attempt, noted with its course.
+
+        Raises:
+            UserError: it cannot be prepared, and is the first.
+        """
+        started, course, heard = time.monotonic(), Course(), Heard(self.say)
+        try:
+            end = self._prepare(rung, heard) or self._attempt(rung, course, heard)
+        except OSError as error:  # no memory, no process, no disk for it
+            end = heard.end(1, Kind.INFRASTRUCTURE, one_line(error))
+        except UserError as error:
+            if first:
+                raise
+            end = heard.end(1, Kind.INFRASTRUCTURE, one_line(error))  # what was good once is no bad input
+        attempt.course = course.points
+        attempt.steps, attempt.seconds = end.steps, time.monotonic() - started
+        attempt.resumed_from = end.resumed_from
+        attempt.ended = f"{end.kind.value}: {end.reason}" if end.kind else end.reason
+        return end
+
+    def _prepare(self, rung: Rung, heard: Heard) -> End | None:
         """Builds the ops that a rung needs and that are not there, which ranks would do in silence, and reaches nodes again that
-        were lost; how it ended where that was stopped, or cannot be done."""
+        were lost; how it ended where that was stopped, or cannot be done.
+
+        Raises:
+            UserError: what starts ranks or builds ops died, or hangs.
+            OSError: the machine refuses to start it.
+        """
         try:
             if self._ground is None:
                 self._build(rung)
@@ -232,10 +255,14 @@ class Supervisor:
         except Stopped:
             assert self._signal is not None
             reason = f"stopped by {self._signal.name}, before DeepSpeed's ops were built"
-            return _Heard(self.say).end(128 + self._signal, None, reason)
-        except MachineTrouble as trouble:
-            self.say(str(trouble))
-            return _Heard(self.say).end(1, None, str(trouble))
+            return heard.end(128 + self._signal, None, reason)
+        except MachineTrouble as trouble:  # a node that restarts is away for minutes
+            return heard.end(MACHINES_CODE, Kind.INFRASTRUCTURE, str(trouble))
+        failed = (self._ground.ops if self._ground is not None else self._ops).failed
+        for builder in needed_ops([rung.candidate], self.job, self.hardware.device):
+            if builder in failed.keys() - DISPENSABLE:  # its ranks would end in an error that is nobody's memory
+                why = f"DeepSpeed's {op_name(builder)} cannot be built ({failed[builder]})"
+                return heard.end(1, Kind.INVALID, why)
         return None
 
     def _ready(self, ground: Ground, rung: Rung) -> None:
@@ -258,9 +285,7 @@ class Supervisor:
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 
-    def _attempt(self, rung: Rung, course: Course) -> _End:
-        heard = _Heard(self.say)
-
+    def _attempt(self, rung: Rung, course: Course, heard: Heard) -> End:
         def take(rank: int, message: Message) -> None:
             heard.take(rank, message)
             if message["type"] == "progress":
@@ -284,6 +309,7 @@ class Supervisor:
             "env": rung.candidate.environment(os.environ),
             "folder": str(group.home),
             "earlier": self._earlier,
+            "bad": self._bad,
             "convert": self.convert,
         }
         try:
@@ -292,48 +318,20 @@ class Supervisor:
             stop = group.start(TRAIN_RANK, self.job.ranks, spec)
             if stop is Stop.ARRIVED:
                 stop = group.watch(lambda: group.all_left)
-            return self._ended(stop, group, heard)
+            return self._leave(group, heard) if stop is Stop.CANCELLED else end_of(stop, group, heard, self.hardware)
         finally:
+            self._end(group)
+            self._group = None
+            self._earlier |= heard.earlier
+
+    def _end(self, group: Group) -> None:
+        """Whatever the machine refuses at the end changes nothing of how the attempt ended."""
+        try:
             group.end()
-            self._earlier = {**heard.earlier, **self._earlier}
+        except OSError as error:
+            self.say(f"the ranks' end: {one_line(error)}")
 
-    def _ended(self, stop: Stop, group: Group, heard: _Heard) -> _End:
-        """What an attempt came to."""
-        if stop is Stop.CANCELLED:
-            return self._leave(group, heard)
-        if stop is Stop.SILENT and group.greeted:
-            return self._hang(group, heard)
-        if stop is Stop.ARRIVED:
-            for rank, status in group.statuses().items():
-                if status < 0:
-                    name = signal.Signals(-status).name
-                    self.say(f"rank {rank} died by {name} on its way out, after the script's end")
-            return heard.end(0, None, "done")
-        evidence = group.evidence()
-        codes = [128 - status if status < 0 else status for status in evidence.statuses.values() if status]
-        code = codes[0] if codes else 1
-        verdict = judge(evidence)
-        # by SIGABRT torch ends a rank whose collective has timed out
-        deadly = (signal.SIGKILL, signal.SIGABRT) if heard.steps else (signal.SIGKILL,)
-        killed = verdict.kind is Kind.CRASH and verdict.signal in deadly
-        if verdict.kind.is_oom or killed or verdict.kind in (Kind.INVALID, Kind.INFRASTRUCTURE, Kind.FOREIGN):
-            return heard.end(code, verdict.kind, verdict.reason)
-        return heard.end(code, None, f"the script's own failure ({verdict.reason})")
-
-    def _hang(self, group: Group, heard: _Heard) -> _End:
-        """No rank shows life: memory's doing where a device or the host is as good as full."""
-        if (code := group.scripts_code) is not None:
-            self.say("the script is over, and ranks do not leave: ended")
-            return heard.end(code, None, "done")
-        peaks = group.peaks()
-        text = f"hang in {group.silence}"
-        if peaks.worst > _NEAR_FULL * self.hardware.capacity_bytes:
-            return heard.end(1, Kind.OOM_DEVICE, f"{text}, with the device's memory full")
-        if peaks.host_low < 0.03 * self.hardware.host_memory_bytes:
-            return heard.end(1, Kind.OOM_HOST, f"{text}, with main memory full")
-        return heard.end(1, Kind.TIMEOUT, f"{text}, with memory to spare")
-
-    def _leave(self, group: Group, heard: _Heard) -> _End:
+    def _leave(self, group: Group, heard: Heard) -> End:
         """After a signal: the ranks have it too, and some time to end in their own way."""
         assert self._signal is not None
         group.signal(self._signal)
@@ -343,6 +341,10 @@ class Supervisor:
         codes = [code for code in group.exit_codes().values() if code > 0]
         code = codes[0] if codes else 0 if group.all_left else 128 + self._signal
         return heard.end(code, None, f"stopped by {self._signal.name}")
+
+    def _notify(self, number: int, frame: object) -> None:
+        if self._group is not None:
+            self._group.notify(signal.Signals(number))
 
     def _forward(self, number: int, frame: object) -> None:
         again, self._signal = self._signal is not None, signal.Signals(number)

@@ -9,14 +9,15 @@ from typing import Any
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Kind, Outcome
+from autotune.results.tables import DataTable
 from autotune.results.winner import speed, winner_lines
 from autotune.search.records import RESUME, VERIFY, Record
+from autotune.search.rivals import rivals
 from autotune.search.study import StudyStore
 from autotune.streams import is_watched
 from autotune.units import format_bytes, format_duration
@@ -79,7 +80,7 @@ class PlainObserver:
         pass
 
     def _print(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 class LiveObserver(PlainObserver):
@@ -156,9 +157,9 @@ def make_observer(hardware: Hardware, budget_seconds: float, console: Console, q
     return PlainObserver(console)
 
 
-def trials_table(records: list[Record]) -> Table:
+def trials_table(records: list[Record]) -> DataTable:
     """Every trial with its result or reason."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = DataTable(box=None, pad_edge=False, header_style="bold")
     for heading in ("#", "candidate", "outcome", "samples/s", "step", "peak", "why tried / what happened"):
         table.add_column(
             heading, overflow="fold", justify="right" if heading in ("#", "samples/s", "step", "peak") else "left"
@@ -214,7 +215,7 @@ def show_study(store: StudyStore, out: Console) -> None:
     records, calls = store.records(), store.calls()
     out.print(trials_table(records))
     for reason, count in sorted(store.skips.items(), key=lambda item: -item[1])[:12]:
-        out.print(f"not tried ({count}): {reason}", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"not tried ({count}): {reason}", markup=False, emoji=False, highlight=False, soft_wrap=True)
     if calls:
         total, last = sum(call.used_seconds for call in calls), calls[-1]
         print(
@@ -223,6 +224,6 @@ def show_study(store: StudyStore, out: Console) -> None:
             f"({last.ended or 'not ended'})"
         )
     winner = store.winner
-    lines = winner_lines(winner, records, store.job, store.hardware) if winner else ["no winner yet"]
+    lines = winner_lines(winner, rivals(store), store.job, store.hardware) if winner else ["no winner yet"]
     for line in lines:
         print(line)

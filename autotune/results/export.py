@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -19,14 +20,16 @@ from autotune.problem.candidate import CHECKPOINTING, Candidate, under
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement
 from autotune.problem.script import carried, command
-from autotune.problem.script_job import other_batch
+from autotune.problem.script_job import CALL, ZERO_INIT, other_batch
 from autotune.problem.script_text import under_lightning
 from autotune.problem.tasks import CAUSAL
 from autotune.rank.config import needed_ops
 from autotune.results.lossy import lossy_settings
 from autotune.results.over_nodes import sbatch_script
 from autotune.results.sliced import slice_line
+from autotune.results.targets import beside, check_out
 from autotune.search.records import VERIFY, Record, resumed_peak_bytes
+from autotune.search.storage import output_folder
 from autotune.search.study import StudyStore
 from autotune.version import __version__
 
@@ -124,20 +127,39 @@ def lightnings_own(candidate: Candidate) -> str:
     return f"with accumulate_grad_batches={candidate.accumulation} in its Trainer, which takes it from no config"
 
 
+_MEASURED_WITH = "it was measured with activation checkpointing"
 WITH_CHECKPOINTING = (
     "call model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False}) "
-    "(Trainer: gradient_checkpointing=True): it was measured with activation checkpointing"
+    f"(Trainer: gradient_checkpointing=True): {_MEASURED_WITH}"
 )
+
+
+def with_checkpointing(job: Job) -> str:
+    """What a training must do that has it, where nothing carries it there."""
+    call = job.script.profile.get(CALL) if job.script is not None else None
+    return f"have model.{call} in your script's code: {_MEASURED_WITH}" if call else WITH_CHECKPOINTING
 
 
 def without_checkpointing(candidate: Candidate, job: Job) -> str:
     """What a script must leave that switches activation checkpointing on, where the candidate is without; else empty."""
     if job.script is None or not job.script.profile.get("checkpointed") or candidate.get(CHECKPOINTING) is not False:
         return ""
+    if call := job.script.profile.get(CALL):
+        return f"where your script's code itself has model.{call}, take it out: it was measured without activation checkpointing"
     return (
         "where your script's code itself calls model.gradient_checkpointing_enable(), or peft's prepare_model_for_kbit_training "
         "without use_gradient_checkpointing=False, take it out (Trainer: gradient_checkpointing=False): it was measured without "
         "activation checkpointing"
+    )
+
+
+def without_zero_init(candidate: Candidate, job: Job) -> str:
+    """What a script must leave that makes its model in parts, where the candidate's stage trains whole ones; else empty."""
+    if job.script is None or not job.script.profile.get(ZERO_INIT) or candidate.stage == 3:
+        return ""
+    return (
+        "take deepspeed.zero.Init out of your script's code, or give it enabled=False: below stage 3 no engine trains a model "
+        "that is made under it, and it was measured without"
     )
 
 
@@ -154,9 +176,11 @@ def needs(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[
     if own is not None and under_lightning(own) and not carried(own) and not own.holds_batch:
         lines.append(lightnings_own(candidate))
     if candidate.checkpointing:
-        lines.append(WITH_CHECKPOINTING)
+        lines.append(with_checkpointing(job))
     elif left := without_checkpointing(candidate, job):
         lines.append(left)
+    if whole := without_zero_init(candidate, job):
+        lines.append(whole)
     made = under(job, candidate)
     if made.task != CAUSAL:
         lines.append(f"train the model with its head for {made.task}: it was measured with it")
@@ -173,12 +197,12 @@ def needs(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[
     if made.liger:
         lines.append("use Liger's kernels (Trainer: use_liger_kernel=True): it was measured with them")
     lines += [f"compare losses: it {line}" for line in lossy_settings(candidate, job)]
-    if candidate.offload_optimizer != "none" and "optimizer" not in job.base_config:
+    if candidate.offload_optimizer != "none" and "type" not in job.own_optimizer:
         lines.append(
             'give deepspeed.ops.adam.DeepSpeedCPUAdam as the optimizer, or an "optimizer" section: offload takes no '
             "other unless zero_force_ds_cpu_optimizer is false, and that is slow"
         )
-    if "optimizer" not in job.base_config:
+    if "type" not in job.own_optimizer:
         lines.append(f"the optimizer and its learning rate are yours; it was measured with {job.optimizer}")
     return lines
 
@@ -225,7 +249,7 @@ def meta(
         "environment": variables,
         "resume_peak_bytes": resume_peak_bytes,
         "your_training_must": needs(candidate, job, variables),
-        "measured_with_optimizer": job.base_config.get("optimizer", {}).get("type", job.optimizer),
+        "measured_with_optimizer": job.own_optimizer.get("type", job.optimizer),
         "fingerprint": fingerprint,
     }
 
@@ -240,26 +264,25 @@ def write_export(
     device: str = "cuda",
     nodes: int = 1,
 ) -> list[Path]:
-    """Writes the files of a format and `NAME.meta.json` beside them; returns their paths."""
-    stem = out.with_suffix("")
+    """Writes the files of a format and its `.meta.json` beside them; returns their paths."""
     written = [out]
     if style == "deepspeed":
         written += _write_config(candidate, job, out)
     elif style == "sbatch":
-        config = stem.with_name(f"{stem.name}.json")
+        config = beside(out, style, "deepspeed.json")
         written += [config, *_write_config(candidate, job, config)]
         write_atomically(out, _batch_script(candidate, job, config, meta_data, device, nodes))
     elif style == "hf":
         write_atomically(out, _json(training_arguments(candidate, job, device)))
     else:
-        config = stem.with_name(f"{stem.name}.deepspeed.json")
+        config = beside(out, style, "deepspeed.json")
         # a loop of accelerate's own has its batch sizes from the config, Trainer from its arguments
         made = hf_deepspeed_config if job.script and job.script.profile.get("through_arguments") else deepspeed_config
         write_atomically(config, _json(made(candidate, job)))
         launched = yaml.safe_dump(accelerate_config(candidate, job, str(config), device, nodes), sort_keys=False)
         write_atomically(out, _WHERE_FROM + launched)
         written.append(config)
-    meta_path = stem.with_name(f"{stem.name}.meta.json")
+    meta_path = beside(out, style, "meta.json")
     write_atomically(meta_path, _json(meta_data))
     return [*written, meta_path]
 
@@ -297,24 +320,30 @@ def _json(data: dict[str, Any]) -> str:
 
 
 def export_study(study: str, storage: str | None, style: str, out: Path | None, trial: int | None) -> list[Path]:
-    """Writes a study's winner, or the trial of a number, to `out` or into the study's folder; returns the paths.
+    """Writes a study's winner, or the trial of a number, to `out` or into the study's folder; returns the paths. There a trial
+    that was asked for is NAME.trialN, and the winner's files are let alone.
 
     Raises:
         UserError: no such study or format, no winner yet, no measured trial of that number, or nothing can be written.
     """
     if style not in FORMATS:
         raise UserError(f"--format {style}: expected one of {', '.join(FORMATS)}")
+    if out is not None:
+        check_out(out, makes_folders=True)
     store = StudyStore.load(study, storage)
     record = store.winner
     if trial is not None:
         record = next((one for one in store.records() if one.number == trial), None)
         if record is None or record.outcome is None or not record.outcome.ok:
             raise UserError(
-                f"--trial {trial}: no measured trial of that number in {store.name} (`autotune show {study}`)"
+                f"--trial {trial}: no measured trial of that number in {store.name} (`autotune show {shlex.quote(study)}`)"
             )
     if record is None:
-        raise UserError(f"study {store.name} has no winner yet: `autotune run --study {store.name} …` goes on")
-    target = out or (store.folder or Path()) / f"{store.name}{FORMATS[style]}"
+        raise UserError(
+            f"study {store.name} has no winner yet: `autotune run --study {shlex.quote(store.name)} …` goes on"
+        )
+    name = store.name if trial is None else f"{store.name}.trial{trial}"
+    target = out or output_folder(store.folder) / f"{name}{FORMATS[style]}"
     return export_record(store, record, target, style, record.role == VERIFY)
 
 

@@ -13,9 +13,10 @@ PORT = 29500  # torchrun's own default (torch/distributed/run.py)
 
 
 def first_host(hostfile: Path | None) -> str:
-    """Where the ranks meet: the first host of the file that `run` wrote beside its study."""
+    """Where the ranks meet: the first host of the file that `run` wrote beside its study, without the user as whom ssh logs in
+    there."""
     lines = hostfile.read_text().split() if hostfile is not None and hostfile.is_file() else []
-    return lines[0] if lines else "FIRST_NODE"
+    return lines[0].rpartition("@")[2] if lines else "FIRST_NODE"
 
 
 def over_nodes(words: Sequence[str], nodes: int, per_node: int, hostfile: Path | None) -> tuple[list[str], bool]:
@@ -29,7 +30,8 @@ def over_nodes(words: Sequence[str], nodes: int, per_node: int, hostfile: Path |
     head, port = list(line.launcher[: line.head]), str(PORT)
     if line.kind == TORCHRUN:
         meet = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-id", "autotune"]
-        meet += ["--rdzv-endpoint", f"{first_host(hostfile)}:{port}"]
+        host = first_host(hostfile)
+        meet += ["--rdzv-endpoint", f"[{host}]:{port}" if ":" in host else f"{host}:{port}"]
         launcher = [*head, *meet, *options_without(line, "--standalone")]
     elif line.kind == DEEPSPEED:
         meet = ["--hostfile", str(hostfile or "HOSTFILE"), "--num_gpus", str(per_node)]
@@ -47,7 +49,8 @@ def over_nodes(words: Sequence[str], nodes: int, per_node: int, hostfile: Path |
 def sbatch_script(
     words: Sequence[str], *, name: str, nodes: int, per_node: int, device: str, cwd: str, variables: Mapping[str, str]
 ) -> str:
-    """A batch script for Slurm: one torchrun a node, which meet at the allocation's first.
+    """A batch script for Slurm: one torchrun a node, which meet at the allocation's first. Nodes are shared: at one port for all,
+    the second job there would join the first one's ranks, and die when they end.
 
     Args:
         words: what each rank runs, the launcher left out.
@@ -55,14 +58,18 @@ def sbatch_script(
     """
     gpus = f"#SBATCH --gpus-per-node={per_node}\n" if device == "cuda" else ""
     exports = f"export {assignments(variables)}\n" if variables else ""
+    # below 32768, from where on Linux gives ports to whoever connects
+    meet = f"""first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+srun torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d \\
+  --rdzv-endpoint "$first:$((20000 + SLURM_JOB_ID % 12000))"
+"""
+    start = meet.rstrip() if nodes > 1 else f"srun torchrun --standalone --nproc-per-node {per_node}"
     return f"""#!/bin/bash
-#SBATCH --job-name={name}
+#SBATCH --job-name={shlex.quote(name)}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
 {gpus}# add what your cluster asks for: --partition, --account, --time, --cpus-per-task
 set -euo pipefail
 cd {shlex.quote(cwd)}
-{exports}first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d \\
-  --rdzv-endpoint "$first:{PORT}" {shlex.join(words)}
+{exports}{start} {shlex.join(words)}
 """

@@ -42,10 +42,11 @@ class Outlook:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs over what the devices could compute, recomputation not counted; None where either is unknown."""
+        """Model FLOPs over what the devices could compute, recomputation not counted; None where either is unknown or
+        only estimated."""
         flops = model_flops_per_token(under(self.job, self.prediction.candidate))
         card = self.hardware.gpu_facts
-        if not flops or card is None:
+        if not flops or card is None or card.doubt:
             return None
         peak = card.fp32_tflops if self.job.precision == "fp32" else card.tflops
         return flops * self.tokens_per_second / self.hardware.count / (peak * 1e12)
@@ -108,6 +109,7 @@ class Outlook:
             "mfu_interval": list(self.mfu_interval) if self.mfu_interval else None,
             "peak_bytes": round(one.peak_bytes),
             "peak_interval": [round(v) for v in one.peak_interval],
+            "chance": round(one.chance, 3),
             "host_bytes_per_node": round(self.host_bytes),
             "tokens": self.tokens,
             "hours": self.hours,
@@ -122,12 +124,21 @@ class Outlook:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The largest micro-batch of one ZeRO stage that fits, and what would let the next one fit."""
+    """The largest micro-batch of one ZeRO stage that surely fits, with as little else as the space allows, and what would let
+    the next one fit."""
 
     stage: int
     fitting: Prediction | None  # None: not even one sequence fits
     smallest: Prediction  # at micro-batch 1
     unlocks: list[str]
+    helped: Prediction | None = (
+        None  # where not even one does: the stage's best with checkpointing, offload and the like
+    )
+
+    @property
+    def shown(self) -> Prediction:
+        """What stands for the stage."""
+        return self.fitting or self.helped or self.smallest
 
 
 @dataclass(frozen=True)
@@ -164,7 +175,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is predicted for one job on one machine; `best` is fastest first."""
+    """What is predicted for one job on one machine; `best` is fastest first, or likeliest where nothing surely fits."""
 
     job: Job
     hardware: Hardware
@@ -206,7 +217,8 @@ class Plan:
                 {
                     "stage": one.stage,
                     "largest_micro_batch": one.fitting.candidate.micro_batch if one.fitting else None,
-                    "prediction": prediction_json(one.fitting or one.smallest, self.job),
+                    "prediction": prediction_json(one.shown, self.job),
+                    "with_help": prediction_json(one.helped, self.job) if one.helped else None,
                     "unlocks": one.unlocks,
                 }
                 for one in self.stages
@@ -231,6 +243,7 @@ def prediction_json(one: Prediction, job: Job) -> dict[str, Any]:
         "candidate": one.candidate.as_dict,
         "ds_config": one.candidate.ds_config(job),
         "fits": one.fits,
+        "chance": round(one.chance, 3),
         "peak_bytes": round(one.peak_bytes),
         "peak_interval": [round(v) for v in one.peak_interval],
         "memory": {name: round(value) for name, value in one.memory.items()},

@@ -16,6 +16,7 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.knobs import FIRST_ORDER, OFFLOAD_RATIO
 from autotune.results.plan import CardPlan, HostNeed, Interval, Outlook, Plan
+from autotune.results.tables import DataTable
 from autotune.units import GIB, format_bytes, format_count, format_hours, format_usd
 
 _COLOURS = {
@@ -41,6 +42,7 @@ _DECIDING = {*FIRST_ORDER, OFFLOAD_RATIO}
 WIDTH = 100  # columns at most
 BAR = 36  # characters for a device's whole memory
 CARDS = 8  # of the table of cards, besides the one asked for
+UNPRICED = 12  # of the cards without a price, by name; all are in --json
 
 
 def show_plan(plan: Plan, out: Console) -> None:
@@ -72,18 +74,18 @@ def _show_answer(plan: Plan, out: Console) -> None:
         _put(out, Text("nothing of the space is predicted to fit", style="bold yellow"))
         _show_enough(plan, out)
         return
-    grid = Table.grid(padding=(0, 2))
+    grid = DataTable.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
     for name, text in _answers(plan, outlook):
-        grid.add_row(name, Text(text))
+        grid.add_row(name, text)
     _put(out, grid)
     out.print()
 
 
 def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str]]:
     one, hardware = outlook.prediction, plan.hardware
-    yield "fastest", str(one.candidate)
+    yield "fastest" if one.sure else "likeliest", str(one.candidate)
     low, high = outlook.tokens_interval
     tokens = outlook.tokens_per_second
     each = f", {_rate(tokens / hardware.count)} a GPU" if hardware.count > 1 else ""
@@ -93,7 +95,8 @@ def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str]]:
     low, high = one.peak_interval
     yield (
         "memory a GPU",
-        f"{one.peak_bytes / GIB:.1f} GiB ({low / GIB:.1f} to {high / GIB:.1f}) of {hardware.capacity_bytes / GIB:.1f}",
+        f"{one.peak_bytes / GIB:.1f} GiB ({low / GIB:.1f} to {high / GIB:.1f}) of {hardware.capacity_bytes / GIB:.1f}"
+        + _chance(one),
     )
     if one.host_bytes:
         yield (
@@ -104,6 +107,13 @@ def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str]]:
     yield "limited by", f"{one.binding}: {_shares(one)}"
     if plan.errors:
         yield "measured", describe_errors(plan.errors)
+
+
+def _chance(one: Prediction) -> str:
+    """How surely it fits."""
+    if one.sure:
+        return f"; fits: {min(one.chance, 0.99):.0%}"
+    return f"; fits: only {one.chance:.0%}, and nothing is likelier: keep a smaller one at hand"
 
 
 def _show_enough(plan: Plan, out: Console) -> None:
@@ -171,14 +181,14 @@ def _show_gains(plan: Plan, out: Console) -> None:
         if plan.own:
             _put(out, Text("nothing tried would give 2 % more speed\n", style="dim"))
         return
-    table = Table.grid(padding=(0, 2))
+    table = DataTable.grid(padding=(0, 2))
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
     _put(out, Text("what would help most, by speed", style="bold"))
     for gain in plan.gains:
         usd = "" if gain.usd_share is None else f" (cost {gain.usd_share:+.0%})".replace("-0%", "+0%")
         faster = f"{1 + gain.share:.1f} x" if gain.share >= 1 else f"+{gain.share:.0%}"
-        table.add_row(f" {faster}", Text(gain.what + usd + (f"; {gain.detail}" if gain.detail else "")))
+        table.add_row(f" {faster}", gain.what + usd + (f"; {gain.detail}" if gain.detail else ""))
     _put(out, table)
     out.print()
 
@@ -186,11 +196,9 @@ def _show_gains(plan: Plan, out: Console) -> None:
 def _show_best(plan: Plan, out: Console) -> None:
     if len(plan.best) < 2:
         return
-    table = _table("fastest configs")
-    for name in ("config", "tokens/s", "step", "GiB a GPU", "limited by"):
-        table.add_column(
-            name, overflow="fold", justify="right" if name in ("tokens/s", "step", "GiB a GPU") else "left"
-        )
+    table = _table("fastest configs" if plan.best[0].sure else "likeliest configs")
+    for name in ("config", "tokens/s", "step", "GiB a GPU", "fits", "limited by"):
+        table.add_column(name, overflow="fold", justify="left" if name in ("config", "limited by") else "right")
     for one in plan.best:
         low, high = one.peak_interval
         spread = 100 * (one.step_interval[1] / one.step_seconds - 1)
@@ -199,6 +207,7 @@ def _show_best(plan: Plan, out: Console) -> None:
             _rate(one.samples_per_second * plan.job.tokens_per_sample),
             f"{one.step_seconds:.3g} s ±{spread:.0f} %",
             f"{one.peak_bytes / GIB:.1f} ({low / GIB:.0f} to {high / GIB:.0f})",
+            f"{min(one.chance, 0.99):.0%}",
             one.binding,
         )
     _put(out, table)
@@ -209,17 +218,22 @@ def _show_stages(plan: Plan, out: Console) -> None:
     hardware = plan.hardware
     _put(out, Text(f"largest micro-batch by stage; the bar is {_gib(hardware.capacity_bytes)} of a GPU", style="bold"))
     for stage in plan.stages:
-        one = stage.fitting or stage.smallest
-        what = f"mb {one.candidate.micro_batch}" if stage.fitting else "none fits"
+        one = stage.shown
+        may = stage.fitting or stage.helped
+        what = f"mb {one.candidate.micro_batch}" if may else "none fits"
         line = Text(f" ZeRO {stage.stage}  {what:<10}")
         line.append(bar(one, hardware))
-        line.append(f"  {one.peak_bytes / GIB:.1f} GiB, {token_speed(one, plan.job)}")
+        speed = f", {token_speed(one, plan.job)}" if may else ""  # of what does not run there is none
+        line.append(f"  {one.peak_bytes / GIB:.1f} GiB{speed}")
         _put(out, line)
+        if may is not None and may is stage.helped:
+            unsure = "" if one.sure else f" (fits: {one.chance:.0%})"
+            _put(out, Text(f"         only as {short(one.candidate)}{unsure}", style="dim"))
         for unlock in stage.unlocks:
             _put(out, Text(f"         {unlock}", style="dim"))
     legend = Text(" ")
     for name, colour in _COLOURS.items():
-        if any((s.fitting or s.smallest).memory.get(name, 0) > 0.005 * hardware.capacity_bytes for s in plan.stages):
+        if any(s.shown.memory.get(name, 0) > 0.005 * hardware.capacity_bytes for s in plan.stages):
             legend.append("█", style=colour)
             legend.append(f" {_SHORT.get(name, name)} ")
     _put(out, legend)
@@ -275,10 +289,11 @@ def _show_cards(plan: Plan, out: Console) -> None:
         table.add_row(*_card_row(card), style="bold" if own else "")
     _put(out, table)
     out.print()
-    dear = ", ".join(card.gpu for card in plan.cards if card.best and card.best.price is None)
+    dear = [card.gpu for card in plan.cards if card.best and card.best.price is None]
+    others = f" and {len(dear) - UNPRICED} more" if len(dear) > UNPRICED else ""
     note = "GPUs: the cheapest of 1, 2, 4, 8 or whole nodes of 8 within 30 days; +cpu: with offload. "
     note += "Prices are rough, on demand"
-    note += f"; none known for {dear}" if dear else ""
+    note += f"; none known for {', '.join(dear[:UNPRICED])}{others}" if dear else ""
     _put(out, Text(note, style="dim"))
 
 
@@ -352,9 +367,14 @@ def token_speed(one: Prediction, job: Job) -> str:
     return f"{_rate(one.samples_per_second * job.tokens_per_sample)} tokens/s"
 
 
-def _table(title: str) -> Table:
-    return Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
+def _table(title: str) -> DataTable:
+    return DataTable(
+        title=Text(title),
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
     )
 
 

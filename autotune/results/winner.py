@@ -16,15 +16,17 @@ from autotune.problem.frameworks import framework_of
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, Script
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
-from autotune.problem.script import RELAUNCHED, carried, carries_knob, training_command, typed, variables_for
+from autotune.problem.script import RELAUNCHED, carried, carries_knob, half_told, training_command, typed, variables_for
 from autotune.problem.script_job import SPLIT, other_batch
 from autotune.problem.script_text import under_lightning
-from autotune.results.export import WITH_CHECKPOINTING, lightnings_own, without_checkpointing
+from autotune.results.export import lightnings_own, with_checkpointing, without_checkpointing, without_zero_init
 from autotune.results.lossy import lossy_settings
 from autotune.results.over_nodes import over_nodes
 from autotune.results.sliced import slice_line
 from autotune.search.records import AS_IS, SEARCH, VERIFY, Record, resumed_peak_bytes
 from autotune.units import format_bytes, format_count, format_duration
+
+DOUBTFUL = 0.5  # of a step's seconds: what half of its 95 % interval is not to exceed
 
 
 def speed(measured: Measurement) -> str:
@@ -46,6 +48,11 @@ def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hard
         f"  step {format_duration(measured.step_seconds)}; peak {format_bytes(measured.peak_bytes)} of "
         f"{format_bytes(hardware.capacity_bytes)} ({free:.0f} % free, headroom {100 * hardware.headroom:.0f} %)",
     ]
+    if measured.step_seconds_spread > DOUBTFUL * measured.step_seconds:
+        lines.append(
+            f"  doubtful: its steps differ so much that {measured.steps} of them tell no better: train some hundred steps "
+            "with it and with your own config before you rely on it"
+        )
     if measured.predicted_seconds is not None:
         lines.append(f"  {slice_line(measured, hardware)}")
     if (peak_bytes := resumed_peak_bytes(records, record.candidate)) is not None:
@@ -148,7 +155,7 @@ def train_with(
     variables = {**environment, **variables_of(winner, threads), **variables_for(job.script, per_node)}
     plain = f"{assignments(variables)} {shlex.join(words)}"
     where = f" --hostfile {shlex.quote(str(hostfile or 'HOSTFILE'))}" if nodes > 1 else ""
-    watched = f"autotune launch {study}{where} -- {shlex.join(typed(job.script))}"
+    watched = f"autotune launch {shlex.quote(study)}{where} -- {shlex.join(typed(job.script))}"
     instead, hints = "", []
     if carried(job.script):
         commands = [("train with, on every node" if each else "train with", plain), ("or watched", watched)]
@@ -158,6 +165,8 @@ def train_with(
         if under_lightning(job.script) and not job.script.holds_batch:
             hints += [f"  {lightnings_own(winner)}"]
     hints += [f"  {line}" for line in _checkpointing(winner, job, job.script)]
+    if whole := without_zero_init(winner, job):
+        hints += [f"  {whole}"]
     started = job.script.profile.get(RELAUNCHED, 0)
     if started not in (0, per_node) and not job.script.launcher and framework_of(job.script) is None:
         hints += [f"  it starts its own ranks: have it start {per_node}"]
@@ -165,6 +174,8 @@ def train_with(
     if loads and not dict(job.script.flags).get(MICRO_BATCH):
         size = winner.micro_batch * (job.ranks if job.script.profile.get(SPLIT) else 1)
         hints += [f"  with batch_size={size} in its data loader, which no config reaches"]
+    if half := half_told(job.script, winner):
+        hints += [f"  {half}"]
     return HowToTrain(tuple(commands), instead, tuple(hints))
 
 
@@ -173,7 +184,7 @@ def _checkpointing(winner: Candidate, job: Job, script: Script) -> list[str]:
     on and the winner off that is always said: what its code switches on no flag switches off."""
     if winner.checkpointing:
         known = script.profile.get("checkpointed") or carries_knob(script, CHECKPOINTING)
-        return [] if known else [WITH_CHECKPOINTING]
+        return [] if known else [with_checkpointing(job)]
     left = without_checkpointing(winner, job)
     return [left] if left else []
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from typing import Any
 
 import optuna
@@ -16,19 +15,6 @@ import optuna
 MOST_BYTES = 60_000  # in one attribute; MySQL's TEXT holds 65,535 (Optuna's tables have no larger type)
 _PIECE_CHARACTERS = MOST_BYTES // 2 - 1  # a piece is JSON again: a backslash before each quote doubles it at worst
 _PIECES = "autotune pieces"  # the only key of a value that stands for pieces
-
-
-LAST_FOUNDED = "objective"  # of the attributes with which a study begins
-_FOUNDING_SECONDS = 3.0  # within which a study that was just made says what it is of
-
-
-def await_founding(study: optuna.Study) -> None:
-    """Waits until whoever has just made the study has said what it is of."""
-    until = time.monotonic() + _FOUNDING_SECONDS
-    while LAST_FOUNDED not in study.user_attrs and not study.get_trials(deepcopy=False):
-        if time.monotonic() > until:
-            return
-        time.sleep(0.1)
 
 
 def set_attribute(study: optuna.Study, key: str, value: Any) -> None:

@@ -31,6 +31,7 @@ ONE_SURPRISE = 2.0  # the most that one measurement may say
 RECALLED = 16  # Outcomes of a study that is resumed by which both are charged anew: more than credit and debt can hold
 SHORTLIST = 2048  # candidates of a large space that are predicted anew after every measurement
 ALL_EVERY = 8  # tables
+MOST_OF_HOST = 1.1  # of what the bill leaves free of the host's memory; beyond that nothing is tried
 REPEAT_TIME, REPEAT_MEMORY = 0.03, 0.01  # of one logarithm measured twice
 
 
@@ -58,6 +59,7 @@ class Forecast:
     step: Floats  # seconds
     fits: Floats  # probability of staying under the ceiling
     share: Floats  # what a rank is believed to need, as a share of the device
+    held: Floats  # what a node's ranks are believed to keep of its host's memory, as a share of what they may
     hopeless: Flags  # whether the device's memory is too small beyond doubt
     host: Flags  # whether the host's is
 
@@ -72,6 +74,11 @@ class Beliefs:
         first, second = features(candidates)
         self._speeds, self._peaks = Surrogate(first, second), Surrogate(first, second)
         self.speed, self.memory = Trust(), Trust()
+        self._stage = np.array([candidate.stage for candidate in candidates])
+        # bytes by which verification goes beyond what a search measures: what may be predicted, and what may be measured
+        self._room = np.full(self._count, float(hardware.ceiling_bytes))
+        self._measured_room = self._room.copy()
+        self._host_ran_out = False
         self._surprises: list[float] = []
         self._table: Table | None = None
         self._forecasts: dict[bool, Forecast] = {}
@@ -118,6 +125,11 @@ class Beliefs:
         promise += np.log(np.maximum(normal_cdf((capacity - table.needed) / table.peak_sigma), 1e-9))
         return np.argpartition(promise, -SHORTLIST)[-SHORTLIST:]
 
+    @property
+    def host_bytes(self) -> Floats | None:
+        """(n,) what each keeps in the host's memory by the bill; None where host and device are one."""
+        return self._prepared.bill.host if self.hardware.device == "cuda" else None
+
     # -- learning ----------------------------------------------------------------------------------------------------
 
     def observe(self, candidate: Candidate, at: int | None, outcome: Outcome) -> None:
@@ -126,8 +138,18 @@ class Beliefs:
             self._hear(at, outcome.measurement)
         elif at is not None and outcome.kind is Kind.OOM_DEVICE:
             self._hear_shortage(at, outcome)
+        self._host_ran_out |= outcome.kind is Kind.OOM_HOST
         self.predictor.observe(candidate, outcome)
         self._table = None
+        self._forecasts.clear()
+
+    def tighten(self, at: int, searched: Measurement, share: float) -> None:
+        """The candidate at this place ran in the search and not in verification, which takes more: of its stage only what needs
+        less than `share` of its memory is believed to fit from now on."""
+        alike = self._stage == self._stage[at]
+        rooms = (self._room, self.table().needed[at]), (self._measured_room, searched.peak_bytes)
+        for room, most in rooms:
+            room[alike] = np.minimum(room[alike], share * float(most))
         self._forecasts.clear()
 
     def _hear(self, at: int, measured: Measurement) -> None:
@@ -181,16 +203,19 @@ class Beliefs:
         if (rival or self.speed.refuted) and len(self._speeds):
             logs, sigma = self._speeds.predict()
             step = table.samples * table.step / np.exp(logs)
-        capacity, ceiling = float(self.hardware.capacity_bytes), float(self.hardware.ceiling_bytes)
-        host = table.host * self.job.ranks / self.hardware.nodes > 1.1 * host_limit_bytes(self.hardware)
+        capacity = float(self.hardware.capacity_bytes)
+        held = table.host * self.job.ranks / self.hardware.nodes / max(1.0, host_limit_bytes(self.hardware))
+        host, in_host = held > MOST_OF_HOST, np.ones(self._count)
+        if self._host_ran_out:  # until then the bill is taken at its word
+            in_host = normal_cdf(-np.log(np.maximum(held, 1e-9)) / self.predictor.host_sigma)
         if self.memory.refuted and len(self._peaks):
             peak, spread = self._peaks.predict()
-            fits = normal_cdf((math.log(ceiling) - peak) / spread)
+            fits = in_host * normal_cdf((np.log(self._measured_room) - peak) / spread)
             hopeless = np.zeros(len(peak), dtype=bool)
-            return Forecast(logs, sigma, step, fits, np.exp(peak) / capacity, hopeless, hopeless)
-        fits = normal_cdf((ceiling - table.needed) / table.peak_sigma)
+            return Forecast(logs, sigma, step, fits, np.exp(peak) / capacity, held, hopeless, host)
+        fits = in_host * normal_cdf((self._room - table.needed) / table.peak_sigma)
         hopeless = table.needed - HOPELESS_SIGMAS * table.peak_sigma > capacity
-        return Forecast(logs, sigma, step, fits, table.needed / capacity, hopeless, host)
+        return Forecast(logs, sigma, step, fits, table.needed / capacity, held, hopeless, host)
 
 
 def _one(surrogate: Surrogate, at: int) -> tuple[float, float]:
@@ -208,6 +233,12 @@ def _log_share(z: float) -> float:
     """The logarithm of the probability that something is below z; what was thought impossible is not held against anyone
     without end."""
     return math.log(max(float(normal_cdf(z)), 1e-3))
+
+
+def expected_gain(ahead: Floats, sigma: Floats) -> Floats:
+    """By how much something will be above zero, of which `ahead` is expected: on average, what is below counting for nothing."""
+    z = ahead / sigma
+    return np.asarray(sigma * (z * normal_cdf(z) + np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)))
 
 
 def normal_cdf(z: Floats | float) -> Floats:

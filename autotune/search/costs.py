@@ -12,6 +12,8 @@ from autotune.problem.outcome import Kind, Outcome, Phase, Source
 
 STARTUP_SECONDS = 15.0  # an engine's start, until one was measured
 RECENT = 8  # starts
+# Of a step, before any trial says that steps take longer: no estimate, however wrong, gives a trial that hangs the whole budget.
+MOST_STEP_SECONDS = 600.0
 
 
 class Costs:
@@ -20,10 +22,13 @@ class Costs:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._starts: list[float] = []
+        self._most_step = MOST_STEP_SECONDS
         self._slow_start = 0.0  # that an engine had been starting when a limit of ours ended it
 
     def observe(self, outcome: Outcome) -> None:
         """Takes in a trial that says something of its candidate."""
+        if outcome.measurement is not None:
+            self._most_step = max(self._most_step, 4 * outcome.measurement.step_seconds)
         if outcome.kind is Kind.TIMEOUT:
             self.note_slow_start(outcome)
         # a study of an earlier version does not say which trials started an engine
@@ -43,18 +48,19 @@ class Costs:
 
     def measuring_seconds(self, step_seconds: Floats, accumulation: Floats) -> Floats:
         """Of candidates once their engine runs."""
-        if self._job.script is not None:  # whole steps, at least two to warm up and three
-            return np.maximum(5 * step_seconds, 2 * step_seconds + 1.0)
+        if self._job.script is not None:  # whole steps, two to warm up and at least three; of short ones a dozen
+            return 2 * step_seconds + np.maximum(np.maximum(3 * step_seconds, 1.0), np.minimum(12 * step_seconds, 5.0))
         return step_seconds * np.minimum(4.0, 6.0 / accumulation) + 1.0
 
     def limit_seconds(self, candidate: Candidate, step_seconds: float, patience: float) -> float:
         """What a trial of the candidate may take at the most, by its size and by what others took.
 
         Args:
-            step_seconds: what its step should not exceed.
+            step_seconds: what its step should not exceed; more than MOST_STEP_SECONDS, or four times what one took,
+                is not waited for.
             patience: a factor on what is usual.
         """
-        measuring = 12 * step_seconds + 30.0
+        measuring = 12 * min(step_seconds, self._most_step) + 30.0
         starting = 4 * max(self._starts, default=STARTUP_SECONDS) + size_seconds(self._job, candidate)
         usual = patience * (starting + measuring)
         # what was ended while it started shows only that starting takes longer than that

@@ -14,7 +14,7 @@ _WAY_SECONDS = 0.01  # in which somebody who was told takes his turn
 
 def host_bound(candidate: Candidate) -> bool:
     """Whether its speed is that of the host: of main memory, its bus, the CPUs or a disk, which all jobs share."""
-    return candidate.offload_optimizer != "none" or candidate.offload_param != "none"
+    return bool(candidate.offloaded)
 
 
 class Crew:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
+
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from autotune.problem.candidate import Candidate, Value
 from autotune.problem.hardware import Hardware
+from autotune.problem.knobs import KNOBS
 from autotune.problem.outcome import Outcome
 from autotune.problem.space import SearchSpace
 from autotune.units import GIB
@@ -22,21 +26,58 @@ def constraints(outcome: Outcome, hardware: Hardware) -> dict[str, float]:
     return {"memory_gib_over": 0.0, "failed": 1.0}
 
 
-def distributions(candidate: Candidate, space: SearchSpace) -> dict[str, BaseDistribution]:
-    """Optuna's view of the knobs that this candidate has: ordered numbers as ranges, the rest as choices."""
+def told(
+    candidate: Candidate, space: SearchSpace | None, stored: Mapping[str, BaseDistribution]
+) -> tuple[dict[str, Value], dict[str, BaseDistribution]]:
+    """The candidate's parameters as Optuna keeps them, and their distributions: ordered numbers as ranges, the rest as choices.
+
+    A database takes no other kind of distribution, and no other choices, for a name than it has; a study is searched in other
+    spaces, too. So what is stored decides, and a value that it cannot hold has the knob's name with a number: `NAME (2)`.
+
+    Args:
+        space: whose values a distribution should hold; None: the candidate's alone.
+        stored: by name, of the study's earlier trials.
+    """
+    parameters: dict[str, Value] = {}
     found: dict[str, BaseDistribution] = {}
     for name, value in candidate.knobs:
-        values: tuple[Value, ...] = space.knobs[name].values if name in space.knobs else (value,)
-        found[name] = distribution(values, value)
-    return found
+        values = space.knobs[name].values if space is not None and name in space.knobs else ()
+        for key in itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2))):
+            holds = holding(stored[key], value) if key in stored else distribution(name, (*values, value))
+            if holds is not None:
+                parameters[key], found[key] = value, holds
+                break
+    return parameters, found
 
 
-def distribution(values: tuple[Value, ...], value: Value) -> BaseDistribution:
-    """A range that holds all the values and this one, or a choice."""
-    numbers = [v for v in (*values, value) if isinstance(v, int | float) and not isinstance(v, bool)]
-    if len(numbers) == len(values) + 1 and len(set(numbers)) > 1 and max(numbers) > 3:
+def holding(stored: BaseDistribution, value: Value) -> BaseDistribution | None:
+    """A distribution that has the value and may stand beside the stored one; None where none may."""
+    if isinstance(stored, CategoricalDistribution):
+        return stored if any(type(one) is type(value) and one == value for one in stored.choices) else None
+    assert isinstance(stored, IntDistribution | FloatDistribution)
+    if isinstance(value, bool | str) or (stored.log and value <= 0):
+        return None
+    if isinstance(stored, FloatDistribution):
+        return FloatDistribution(min(stored.low, float(value)), max(stored.high, float(value)), log=stored.log)
+    if isinstance(value, int):
+        return IntDistribution(min(stored.low, value), max(stored.high, value), log=stored.log)
+    return None
+
+
+def distribution(name: str, values: tuple[Value, ...]) -> BaseDistribution:
+    """A range that holds all values of a knob, or a choice: of all that the knob can be where these are few, whatever a space
+    has of them."""
+    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(numbers) == len(values) and name != "zero_stage":
         low, high = min(numbers), max(numbers)
         if all(isinstance(v, int) for v in numbers):
             return IntDistribution(int(low), int(high), log=low >= 1)
         return FloatDistribution(float(low), float(high), log=low > 0)
-    return CategoricalDistribution(values if value in values else (*values, value))
+    return CategoricalDistribution(tuple(dict.fromkeys((*_all_of(name), *values))))
+
+
+def _all_of(name: str) -> tuple[Value, ...]:
+    kind = KNOBS[name].kind if name in KNOBS else None
+    if name == "zero_stage":
+        return (0, 1, 2, 3)
+    return (False, True) if kind is bool else kind if isinstance(kind, tuple) else ()

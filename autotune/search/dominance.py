@@ -19,13 +19,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.predict.knobs import Flags
+from autotune.predict.knobs import Flags, Floats
 from autotune.predict.passes import Trace
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, EXPANDABLE, MICRO_BATCH, Candidate
-from autotune.problem.knobs import OFFLOAD_RATIO
+from autotune.problem.knobs import OFFLOAD_RATIO, OFFLOADING
 
 MORE_IS_MORE = (MICRO_BATCH, "reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
-OFFLOADING = ("offload_optimizer", "offload_param")
 # settings that spare memory; segments that grow have fewer holes than those that were cut once
 _SPARES = {
     CHECKPOINTING: (True,),
@@ -64,7 +63,6 @@ EVERY_RULE = Rules()
 class Dominance:
     """Compares one candidate with all others at once. Those of other stages are not compared, for each has buffers of its own.
     Knobs that may raise or lower memory must be equal.
-
     """
 
     def __init__(self, candidates: Sequence[Candidate], rules: Rules = EVERY_RULE) -> None:
@@ -117,6 +115,30 @@ class Dominance:
         groups, mine = self._more["sub_group_size"], self._leaves[at]
         comparable = (groups == groups[at]) | (mine == 1) | (self._leaves == 0)
         return np.asarray((self._leaves <= mine) & comparable)
+
+
+class HostDominance:
+    """The same of the host's memory: of one stage, those that offload all that a candidate does to where it does and, by the
+    bill, no fewer bytes. Micro-batches and buckets of the device do not matter.
+
+    Args:
+        host: (n,) bytes; 0: nothing is offloaded, and the host's memory says nothing of the candidate.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate], host: Floats) -> None:
+        self._index = {candidate: i for i, candidate in enumerate(candidates)}
+        self._host, self._stage = host, np.array([c.stage for c in candidates])
+        self._where = [np.array([str(c.get(name, "none")) for c in candidates]) for name in OFFLOADING]
+
+    def needs_no_less(self, candidate: Candidate) -> Flags:
+        """(n,) whether each needs at least as much of the host as the candidate; all false where that offloads nothing."""
+        at = self._index.get(candidate)
+        if at is None or self._host[at] <= 0:
+            return np.zeros(len(self._stage), dtype=bool)
+        found = (self._stage == self._stage[at]) & (self._host >= self._host[at])
+        for where in self._where:
+            found &= (where == where[at]) | (where[at] == "none")
+        return np.asarray(found)
 
 
 def _leaves(candidate: Candidate) -> float:

@@ -36,6 +36,7 @@ class Kinds:
         self._first = np.full(len(kinds), np.nan)  # logarithms of samples a second
         self._best = np.full(len(kinds), -np.inf)
         self._again = np.zeros(len(kinds), dtype=bool)  # measured with other second-order settings, too
+        self._tight = np.zeros(len(kinds), dtype=bool)  # one that was measured ran out when it was verified
 
     def note(self, at: int, speed: float) -> None:
         """The candidate at this place was measured; its speed is the logarithm of samples a second."""
@@ -45,6 +46,15 @@ class Kinds:
         else:
             self._again[kind] = True
         self._best[kind] = max(self._best[kind], speed)
+
+    def note_tight(self, at: int) -> None:
+        """The candidate at this place fitted in a search, and not in verification."""
+        self._tight[self.of[at]] = True
+
+    @property
+    def fitted(self) -> Flags:
+        """(n,) whether one of each candidate's kind has fitted, and none did so by chance."""
+        return np.asarray(self.measured & ~self._tight[self.of])
 
     @property
     def measured(self) -> Flags:

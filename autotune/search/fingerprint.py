@@ -17,8 +17,12 @@ from autotune.problem.cpus import threads_per_rank
 from autotune.problem.gpus import nvml
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
+from autotune.problem.sources import SOURCES, edited, sources_of
 
 THREADS, ENVIRONMENT, VERSIONS = "threads_per_rank", "environment", "versions"
+# No measurement depends on the tuner's own package: it is written down, and neither names a study nor makes it another. The
+# version that stands in every name is the one that all studies had that were named by it.
+_TUNERS, _NAMED_BY = "optuna", "5.0.0"
 # Variables that change how fast or how large a training is, whatever its config: of libraries that compute, communicate
 # and allocate. Which GPUs are meant is not among them: the hardware says it.
 _WATCHED = (*ALLOCATOR_VARIABLES, "LD_PRELOAD", "GLIBC_TUNABLES", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
@@ -39,27 +43,31 @@ def identity(job: Job, hardware: Hardware) -> dict[str, Any]:
         machine["nodes"] = hardware.nodes
     if hardware.sliced:
         machine["sliced"] = True
-    if hardware.device == "cpu":
-        del machine["memory_bytes"]  # a share of main memory, which differs a little from boot to boot
-    return {"job": job.to_json(), "hardware": machine, VERSIONS: package_versions()}
+    if hardware.device == "cpu" or hardware.unified:
+        del machine["memory_bytes"]  # of main memory, which differs a little from boot to boot
+    return {"job": job.to_json(), "hardware": machine, VERSIONS: {**package_versions(), _TUNERS: _NAMED_BY}}
 
 
 def fingerprint(job: Job, hardware: Hardware) -> dict[str, Any]:
-    """Its identity, and the driver, the CPU threads a rank and the variables that it is measured under."""
+    """Its identity, the digests of the user's own files, and the driver, the CPU threads a rank and the variables that it is
+    measured under."""
     found = identity(job, hardware)
+    found[VERSIONS] |= package_versions()
     if hardware.device == "cuda":
         found[VERSIONS] |= driver_versions()
+    known = sources_of(job)
     return {
         **found,
+        **({SOURCES: known} if known else {}),
         THREADS: hardware.threads or threads_per_rank(hardware.processes),
         ENVIRONMENT: watched_variables(),
     }
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of the packages on which measurements depend, as the ranks have them."""
+    """Versions of the packages on which measurements depend, as the ranks have them, and of the tuner's own."""
     theirs = {package: current().version(package) or "missing" for package in ("torch", "deepspeed", "transformers")}
-    return {**theirs, "optuna": inquiry.version("optuna") or "missing"}  # the tuner's own
+    return {**theirs, _TUNERS: inquiry.version(_TUNERS) or "missing"}
 
 
 def driver_versions() -> dict[str, str]:
@@ -86,11 +94,13 @@ def watched_variables() -> dict[str, str]:
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Differences in what both know."""
+    """Differences in what both know, but for the tuner's own package; first the files that were edited."""
+    files = [f"{path} was edited" for path in edited(before.get(SOURCES, {}), now.get(SOURCES, {}))]
+    before, now = ({**mark, SOURCES: {}} for mark in (before, now))
     both = [{key: mark[key] for key in before.keys() & now.keys()} for mark in (before, now)]
-    known = before.get(VERSIONS, {}).keys() & now.get(VERSIONS, {}).keys()
+    known = (before.get(VERSIONS, {}).keys() & now.get(VERSIONS, {}).keys()) - {_TUNERS}
     old, new = ({**mark, VERSIONS: {key: mark[VERSIONS][key] for key in known}} for mark in both)
-    return differences(old, new)
+    return [*files, *differences(old, new)]
 
 
 def knowing_more(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:

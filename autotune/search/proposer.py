@@ -14,24 +14,25 @@ from collections.abc import Iterable
 import numpy as np
 
 from autotune.predict.knobs import Flags, Floats
-from autotune.predict.predictor import Predictor, Table
+from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
-from autotune.problem.outcome import Kind, Outcome
+from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.space import SearchSpace
-from autotune.search.beliefs import RECALLED, Beliefs, Forecast, normal_cdf
+from autotune.search.beliefs import RECALLED, Beliefs, Forecast, expected_gain
 from autotune.search.costs import Costs
 from autotune.search.dominance import Rules
 from autotune.search.factors import Kinds, Screen
 from autotune.search.openings import Openings
+from autotune.search.predicted_skips import predicted_skips
+from autotune.search.resorts import Resorts
 from autotune.search.sampler import FAILED, Answer, Sampler
 from autotune.search.start import Proposal, Start
-from autotune.units import GIB, format_bytes
+from autotune.units import GIB
 
 RISK_STEP = 0.25  # by which every out-of-memory raises the least probability of fitting
 MOST_CAUTIOUS = 0.8  # up to this
-LAST_RESORTS = 4  # engines tried although nothing is predicted to fit
 LEAST_EVIDENCE = 8  # candidates measured before a search may end by itself
 MEMORY_END_AFTER = 4  # candidates measured before an exhaustive search looks for where memory ends
 HEAD = 6  # trials before the sampler has its share
@@ -62,9 +63,11 @@ class Proposer:
         self.space, self.job, self.hardware, self.predictor = space, job, hardware, predictor
         self.tolerance, self.exhaustive = tolerance, exhaustive
         self.candidates = candidates
-        self._openings = Openings(candidates, Rules.of(hardware.device, job.ranks, predictor.trace))
-        self._index, self._family = self._openings.index, self._openings.family
         self._beliefs = Beliefs(predictor, job, hardware, candidates)
+        rules = Rules.of(hardware.device, job.ranks, predictor.trace)
+        self._openings = Openings(candidates, rules, self._beliefs.host_bytes)
+        self._index, self._family = self._openings.index, self._openings.family
+        self._resorts = Resorts(candidates, hardware.device)
         self._screen = Screen(candidates)
         self._kinds = Kinds(candidates)
         self._micro_batch = np.array([c.micro_batch for c in candidates])
@@ -73,7 +76,6 @@ class Proposer:
         self._costs = Costs(job)
         self._overran: Counter[Candidate] = Counter()  # how often a limit of ours has ended it
         self._ran_out = 0
-        self._last_resorts = 0
         self._proposed = 0  # candidates in this call
         self._sampled = 0  # of these, the sampler's
         self._in_a_row = 0  # the latest of these
@@ -108,17 +110,19 @@ class Proposer:
         self._openings.observe(candidate, outcome)
         self._costs.observe(outcome)
         foreign = self._start is not None and candidate == self._start.candidate  # no prediction of ours
-        self._ran_out += outcome.kind is Kind.OOM_DEVICE and not foreign
+        self._ran_out += outcome.kind.is_oom and not foreign
         speed = outcome.measurement.samples_per_second if outcome.measurement else 0.0
         over = (
             outcome.measurement.peak_bytes - self.hardware.ceiling_bytes
             if outcome.measurement
             else max(FAILED * GIB, outcome.missing_bytes or 0)
         )
-        if outcome.measurement and over <= 0:
+        fits = outcome.measurement is not None and over <= 0
+        if fits and at is not None:  # what another space had is not to be beaten
             if speed > max(self.speed.values(), default=0.0) * (1 + self.tolerance):
                 self._improved_at, self._audited = self._proposed, 0
             self.speed[candidate] = speed
+        self._resorts.take(at, outcome.kind, fits)
         if at is not None:
             self._screen.see(at)
             self._answers[at] = speed, max(0.0, over / GIB)
@@ -127,18 +131,36 @@ class Proposer:
 
     def settle(self, candidate: Candidate, samples_per_second: float) -> None:
         """Verification's measurement of a candidate counts in place of the search's."""
-        if candidate in self.speed:
-            self.speed[candidate] = samples_per_second
+        self.speed[candidate] = samples_per_second
+
+    def drop(self, candidate: Candidate) -> None:
+        """The candidate cannot win, or hardly: gains are expected against the best of the others from now on."""
+        if self.speed.pop(candidate, None) is not None:
+            self._improved_at, self._audited = self._proposed, 0
+
+    def tighten(self, candidate: Candidate, outcome: Outcome, searched: Measurement | None, share: float) -> None:
+        """Learns that verifying the candidate takes more memory than there is; `share` of what the search measured would do."""
+        self._ran_out += 1
+        if outcome.kind.is_oom:
+            self._openings.observe(candidate, outcome)
+        if (at := self._index.get(candidate)) is None:
+            return
+        self._kinds.note_tight(at)
+        self._answers[at] = 0.0, FAILED
+        if searched is not None and outcome.kind is not Kind.OOM_HOST:
+            self._beliefs.tighten(at, searched, share)
+
+    def needing_no_less(self, candidate: Candidate, kind: Kind) -> set[Candidate]:
+        """The candidates that need no less than this one of the memory that ran out, itself among them."""
+        return {self.candidates[i] for i in np.flatnonzero(self._openings.needing_no_less(candidate, kind))}
 
     def expect(self, left: int) -> None:
-        """Has the predictor say what it expects before the next Outcome, so that it can be charged for it. A search has it say
-        so anyhow; while a study is recalled, of which `left` Outcomes are yet to be observed, for the last of these."""
+        """Has the predictor say what it expects of the next of `left` Outcomes that are recalled, to be charged for it."""
         if left <= RECALLED:
             self._beliefs.table()
 
     def allow_longer(self, candidate: Candidate, outcome: Outcome) -> None:
-        """A limit of ours has ended the candidate's trial: from now on it has twice as long, and what still was starting
-        raises what all others have to start."""
+        """A limit of ours has ended the candidate's trial: it has twice as long from now on, and all others may have, too."""
         self._overran[candidate] += 1
         self._costs.note_slow_start(outcome)
 
@@ -152,22 +174,8 @@ class Proposer:
 
     def skips(self) -> dict[str, int]:
         """How many candidates were not tried, by reason: what followed from measurements, and what the predictor says."""
-        reasons = Counter(self._openings.skipped)
-        if self._open.any():
-            forecast = self._beliefs.forecast()
-            hopeless, host = forecast.hopeless, forecast.host
-            capacity = format_bytes(self.hardware.capacity_bytes)
-            table = self._predictions()
-            for mask, what in (
-                (hopeless, f"predicted to need more than the {capacity} of a device"),
-                (host & ~hopeless, "predicted to need more than the host's memory"),
-            ):
-                if (count := int((mask & self._open).sum())) > 0:
-                    least = format_bytes(int(table.peak[mask & self._open].min()))
-                    reasons[f"{what} beyond the interval" + (f" (the least {least})" if mask is hopeless else "")] = (
-                        count
-                    )
-        return dict(reasons)
+        predicted = predicted_skips(self._open, self._beliefs.forecast(), self._beliefs.table(), self.hardware)
+        return {**self._openings.skipped, **predicted}
 
     # -- proposing ---------------------------------------------------------------------------------------------------
 
@@ -204,6 +212,8 @@ class Proposer:
         if self._start is not None and self._start_is_due:
             self._start.tried = True
             return Proposal(self._start.candidate, self._start.note)
+        if not self.speed and self._resorts.due and not self.exhaustive:
+            return self._last_resort()
         if self._sampler_is_due:
             return self._advised()
         self._in_a_row = 0
@@ -227,9 +237,8 @@ class Proposer:
         if self._beliefs.refuted or (self.exhaustive and some):
             return self._advised()
         if some:
-            self.stopped_early = (
-                f"the predicted gain of going on is below {100 * self.tolerance:g} % (--exhaustive goes on)"
-            )
+            least = f"{100 * self.tolerance:g} %"
+            self.stopped_early = f"the predicted gain of going on is below {least} (--exhaustive goes on)"
         return None
 
     @property
@@ -286,12 +295,15 @@ class Proposer:
         return Proposal(self.candidates[nearest], "predicted not to fit, and of a level not seen before")
 
     def _last_resort(self) -> Proposal | None:
-        """Where nothing has fitted and nothing is predicted to: the candidate of least memory, in case that is wrong."""
-        if self._last_resorts >= LAST_RESORTS:
+        """Where nothing has fitted and nothing is predicted to, or much has failed: what needs the least, in case that fits."""
+        forecast = self._beliefs.forecast()
+        need = np.maximum(forecast.share, forecast.held)
+        at = self._resorts.next(self._open, need, believed=not self._beliefs.memory.refuted)
+        if at is None:
+            self.stopped_early = self._resorts.why
             return None
-        self._last_resorts += 1
-        least = int(np.where(self._open, self._predictions().peak, np.inf).argmin())
-        return Proposal(self.candidates[least], "least predicted memory: nothing is predicted to fit")
+        why = "has fitted" if self._resorts.due else "is predicted to fit"
+        return Proposal(self.candidates[at], f"least memory of its stage: nothing {why}")
 
     def next_rung(self, current: Candidate) -> Proposal | None:
         """The next candidate for the engine that just measured `current`, or None where another engine is worth more.
@@ -337,9 +349,6 @@ class Proposer:
         step = float(forecast.step[at] * np.exp(2 * forecast.sigma[at])) if at is not None else 10.0
         return self._costs.limit_seconds(candidate, step, self.patience(candidate))
 
-    def _predictions(self) -> Table:
-        return self._beliefs.table()
-
     def _worth(self, forecast: Forecast | None = None, alive: Flags | None = None) -> tuple[Floats, Floats]:
         """(gain a second, gain) of measuring each candidate; the first is minus infinity where it is ruled out.
 
@@ -357,10 +366,9 @@ class Proposer:
         seen, reach = self._kinds.measured, self._kinds.reach
         logs = np.where(seen, np.minimum(forecast.logs, self._kinds.ceiling), forecast.logs)
         sigma = np.where(seen, np.minimum(forecast.sigma, reach), forecast.sigma)
-        z = (logs - best) / sigma
-        gain = sigma * (z * normal_cdf(z) + np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)) * forecast.fits
+        gain = expected_gain(logs - best, sigma) * forecast.fits
         if not self.exhaustive:
-            barred = barred | ~seen & (forecast.fits < min(MOST_CAUTIOUS, RISK_STEP * self._ran_out))
+            barred = barred | ~self._kinds.fitted & (forecast.fits < min(MOST_CAUTIOUS, RISK_STEP * self._ran_out))
         startup = self._costs.startup_seconds
         measuring = self._costs.measuring_seconds(forecast.step, self._accumulation)
         seconds = measuring + np.where(alive, 0.0, startup) if alive is not None else measuring + startup

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Collection, Iterable
 
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
@@ -24,20 +26,31 @@ class Standings:
 
     Args:
         job: whose global batch a winner has, where it names one.
+        candidates: of this call's space, which may be another than that of earlier calls on the study; None: all may win.
     """
 
-    def __init__(self, hardware: Hardware, job: Job | None = None) -> None:
+    def __init__(
+        self, hardware: Hardware, job: Job | None = None, candidates: Collection[Candidate] | None = None
+    ) -> None:
         self._hardware, self._job = hardware, job
+        self._candidates = None if candidates is None else frozenset(candidates)
+        self.set_aside: set[Candidate] = set()  # measured, and not among these
         self.measured: dict[Candidate, Measured] = {}  # what verification measured replaces what the search did
         self.verified: dict[Candidate, Measured] = {}
         self.resumed: dict[Candidate, Outcome] = {}  # the latest try to go on from a checkpoint
         self._why_not: dict[Candidate, str] = {}  # what failed in verification
+        self._doubted: set[Candidate] = set()  # need no less than one that ran out in verification
+        self._most_held: dict[int, float] = {}  # by stage, bytes in a search: from there on verification failed
         self._turns: dict[Candidate, list[Measurement]] = {}  # verifications of this call
 
     def learn(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
         """Takes in a trial's Outcome."""
         if self._is_of_another_batch(candidate):  # a script as it is, where another batch was asked for
             self.reject(candidate, "its steps are of another global batch")
+        if self._candidates is not None and candidate not in self._candidates:
+            self.reject(candidate, "it is not in the space of this call")
+            if outcome.measurement is not None:
+                self.set_aside.add(candidate)
         if role == RESUME:
             self.resumed[candidate] = outcome
             if (
@@ -69,6 +82,26 @@ class Standings:
         """The candidate cannot win."""
         self._why_not.setdefault(candidate, why)
 
+    def doubt(self, candidates: Iterable[Candidate]) -> None:
+        """Verification will hardly let these pass: they come after those of which nothing is known."""
+        self._doubted.update(candidates)
+
+    def doubt_stage(self, stage: int, held: float) -> None:
+        """The same of all candidates of the stage that held so many bytes in the search, or will."""
+        self._most_held[stage] = min(held, self._most_held.get(stage, held))
+
+    def is_doubted(self, candidate: Candidate) -> bool:
+        """Whether a measured candidate will hardly pass verification."""
+        if candidate in self.verified or candidate not in self.measured:
+            return False
+        most = self._most_held.get(candidate.stage, math.inf)
+        return candidate in self._doubted or held_bytes(self.measured[candidate][1]) >= most
+
+    @property
+    def rejected(self) -> int:
+        """How many candidates cannot win."""
+        return len(self._why_not)
+
     def why_not(self, candidate: Candidate) -> str:
         """What keeps a candidate from being a verified winner; empty where nothing does."""
         if candidate in self._why_not:
@@ -83,16 +116,17 @@ class Standings:
         return ""
 
     def feasible(self) -> list[Candidate]:
-        """Measured candidates under the ceiling, fastest first; allocator retries cost two per cent."""
+        """Measured candidates under the ceiling, fastest first, those that are doubted last; allocator retries cost 2 %."""
         good = [
             candidate
             for candidate, (_, measured) in self.measured.items()
             if measured.peak_bytes <= self._hardware.ceiling_bytes and candidate not in self._why_not
         ]
 
-        def worth(candidate: Candidate) -> float:
+        def worth(candidate: Candidate) -> tuple[bool, float]:
             measured = self.measured[candidate][1]
-            return measured.samples_per_second * (1 - RETRY_SHARE if measured.alloc_retries else 1)
+            speed = measured.samples_per_second * (1 - RETRY_SHARE if measured.alloc_retries else 1)
+            return not self.is_doubted(candidate), speed
 
         return sorted(good, key=worth, reverse=True)
 
@@ -117,6 +151,10 @@ class Standings:
         near = 1 - RIVAL_SHARE if len(self._turns) == 1 else 1.0
         for candidate in contenders:
             other = self.measured[candidate][1]
+            if self.is_doubted(candidate):
+                if (1 - RIVAL_SHARE) * other.samples_per_second > measured.samples_per_second:
+                    return candidate
+                continue
             if other.samples_per_second > near * measured.samples_per_second:
                 return candidate
             if (
@@ -146,6 +184,11 @@ class Standings:
         rivals = [c for c in passed if overlap(self.verified[c][1], best) and as_fast(self.verified[c][1], best)]
         saving = [c for c in rivals if self.verified[c][1].peak_bytes < THRIFT * best.peak_bytes]
         return min(saving, key=lambda c: self.verified[c][1].peak_bytes, default=fastest)
+
+
+def held_bytes(measured: Measurement) -> int:
+    """Bytes in use where that is known: the peak that NVML shows is as high for all that fill the allocator's cache."""
+    return measured.torch_allocated_bytes or measured.peak_bytes
 
 
 def averaged(turns: list[Measurement]) -> Measurement:

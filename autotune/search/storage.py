@@ -10,12 +10,14 @@ import errno
 import os
 import re
 import sqlite3
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import optuna
+from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, ProgrammingError
 
 from autotune.errors import UserError
@@ -24,23 +26,27 @@ from autotune.search.journal import JournalFile
 from autotune.search.servers import ServerStorage, away, hide_password, is_server, what_it_says, without_secrets
 
 _SQLITE, _JOURNAL = "sqlite:///", "journal:"  # beginnings of a URL
-DATABASES = {
-    "study.db": _SQLITE,
-    "study.journal": _JOURNAL,
-}  # files in a study's folder; the first that is there counts
+DATABASES = ("study.db", "study.journal")  # files in a study's folder; the first that is there counts
 BUSY_SECONDS = 60.0  # that SQLite waits for another process's write; then the call ends
 _FOUNDERS = 4  # that may make the tables of a new database at once
 
 
 def stored_in(folder: Path) -> str | None:
     """The URL of the study that a folder has, where it has one."""
-    return next((f"{url}{folder / file}" for file, url in DATABASES.items() if os.path.exists(folder / file)), None)
+    return next((url_of(folder / file) for file in DATABASES if os.path.exists(folder / file)), None)
+
+
+def url_of(path: Path) -> str:
+    """The URL of a study's own file, whatever its folder is called: `?`, `#` and `%` mean something in a URL."""
+    if path.suffix == ".journal":
+        return f"{_JOURNAL}{path}"
+    return URL.create("sqlite", database=str(path)).render_as_string()
 
 
 def default_storage(folder: Path) -> str:
     """The URL of a study's own file: the one that is there, or the one that its file system can bear."""
     file = "study.journal" if file_system_of(folder).on_network else "study.db"
-    return stored_in(folder) or f"{DATABASES[file]}{folder / file}"
+    return stored_in(folder) or url_of(folder / file)
 
 
 def make_study_folder(folder: Path) -> None:
@@ -51,26 +57,34 @@ def make_study_folder(folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        written = folder / ".written"
-        written.write_text("x" * 4096)
-        written.unlink()
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".written-") as written:  # several may try at once
+            written.write(b"x" * 4096)
+            written.flush()
     except OSError as error:
         raise UserError(
             f"{folder} cannot be written ({error.strerror}): free or unlock it, or change directory"
         ) from None
 
 
-def open_storage(url: str) -> optuna.storages.BaseStorage:
+def output_folder(folder: Path | None) -> Path:
+    """Where what is made of a study goes: into its folder, or where that is somebody else's into the current one."""
+    return folder if folder is not None and os.access(folder, os.W_OK) else Path()
+
+
+def open_storage(url: str, *, reading: bool = False) -> optuna.storages.BaseStorage:
     """The database behind a URL.
+
+    Args:
+        reading: nothing will be stored: a file must be there, and need not be writable.
 
     Raises:
         UserError: it cannot be opened; the message never holds the password.
     """
     try:
         if url.startswith(_JOURNAL):
-            return _open_journal(Path(url.removeprefix(_JOURNAL)))
+            return _open_journal(Path(url.removeprefix(_JOURNAL)), reading)
         if url.startswith(_SQLITE):
-            _check_sqlite(Path(url.removeprefix(_SQLITE)))
+            _check_sqlite(Path(make_url(url).database or ""), reading)
         return _database(url)
     except UserError:
         raise
@@ -83,6 +97,7 @@ def open_storage(url: str) -> optuna.storages.BaseStorage:
 
 
 def _database(url: str) -> optuna.storages.RDBStorage:
+    url = url.replace("{", "{{").replace("}", "}}")  # Optuna takes it for a template
     for left in reversed(range(_FOUNDERS)):
         try:
             if is_server(url):
@@ -97,21 +112,26 @@ def _database(url: str) -> optuna.storages.RDBStorage:
     raise AssertionError("the last try returns or raises")
 
 
-def _open_journal(path: Path) -> optuna.storages.JournalStorage:
-    _check_file(path, f"--storage {_JOURNAL}{path}")
+def _open_journal(path: Path, reading: bool) -> optuna.storages.JournalStorage:
+    _check_file(path, f"--storage {_JOURNAL}{path}", reading)
     try:
         return optuna.storages.JournalStorage(JournalFile(path))
     except (ValueError, KeyError, TypeError) as error:
         raise _unreadable(path, "journal", error) from None
 
 
-def _check_file(path: Path, shown: str) -> None:
-    """Raises a UserError where no file can be opened or made there."""
+def _check_file(path: Path, shown: str, reading: bool) -> None:
+    """Raises a UserError where no file can be opened or, unless it is but read, made there."""
     if not path.parent.is_dir():
         raise UserError(f"{shown}: there is no folder {path.parent}; make it, or choose another")
     if path.is_dir():
         raise UserError(f"{shown} is a folder; expected a file")
-    if not os.access(path if path.exists() else path.parent, os.R_OK | os.W_OK):
+    if reading:
+        if not path.exists():
+            raise UserError(f"{shown}: there is no such file")
+        if not os.access(path, os.R_OK):
+            raise UserError(f"{path} cannot be read: give this user the right to")
+    elif not os.access(path if path.exists() else path.parent, os.R_OK | os.W_OK):
         raise UserError(f"{path} cannot be written: give this user the right to, or choose another --storage")
 
 
@@ -122,12 +142,12 @@ def _unreadable(path: Path, what: str, error: Exception) -> UserError:
     )
 
 
-def _check_sqlite(path: Path) -> None:
+def _check_sqlite(path: Path, reading: bool) -> None:
     """Raises a UserError that says what is wrong with an SQLite file before Optuna makes one or fails in its own words."""
-    _check_file(path, f"--storage {_SQLITE}{path}")
+    _check_file(path, f"--storage {_SQLITE}{path}", reading)
     if path.exists() and path.stat().st_size:
         try:
-            with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+            with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
                 connection.execute("select count(*) from sqlite_master").fetchone()
         except sqlite3.DatabaseError as error:
             raise _unreadable(path, "SQLite database", error) from None

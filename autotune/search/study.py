@@ -22,10 +22,11 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome
 from autotune.problem.space import SearchSpace
 from autotune.problem.space_file import parse_space
-from autotune.search.attributes import LAST_FOUNDED, attributes, await_founding, set_attribute
+from autotune.search.attributes import attributes, set_attribute
 from autotune.search.calls import Call, calls_in, name_of_call
 from autotune.search.dashboard import best_shown, save_note, winners_note
 from autotune.search.fingerprint import THREADS, changes, fingerprint, knowing_more
+from autotune.search.founding import await_founding, check_founded, found
 from autotune.search.lock import hold
 from autotune.search.records import (
     LET_GO,
@@ -61,15 +62,8 @@ class StudyStore:
     def in_memory(cls, job: Job, hardware: Hardware, space: SearchSpace) -> StudyStore:
         """A study that ends with the process: replays need no database."""
         store = cls(optuna.create_study(direction="maximize", sampler=optuna.samplers.RandomSampler()), None)
-        store._found(fingerprint(job, hardware), hardware, space)
+        found(store.study, fingerprint(job, hardware), hardware, space)
         return store
-
-    def _found(self, mark: dict[str, Any], hardware: Hardware, space: SearchSpace) -> None:
-        self._set("fingerprint", mark)
-        self._set("hardware", hardware.to_json())
-        self._set("space", space.text)
-        self._set("python", other_python())
-        self._set(LAST_FOUNDED, "samples per second, all ranks")
 
     @classmethod
     def create_or_resume(
@@ -97,11 +91,12 @@ class StudyStore:
         if name not in optuna.get_all_study_names(database):
             with suppress(optuna.exceptions.DuplicatedStudyError):  # of several that begin at once one makes it
                 made = optuna.create_study(study_name=name, storage=database, direction="maximize", sampler=here)
-                store = cls(made, folder)
-                store._found(mark, hardware, space)
-                return store, False
+                found(made, mark, hardware, space)
+                return cls(made, folder), False
         store = cls(optuna.load_study(study_name=name, storage=database, sampler=here), folder)
-        await_founding(store.study)
+        if not await_founding(store.study):  # whoever made it has died before saying what it is of
+            found(store.study, mark, hardware, space)
+            return store, False
         before = store.attributes.get("fingerprint")
         if before is None:
             raise UserError(
@@ -127,7 +122,7 @@ class StudyStore:
 
     @classmethod
     def load(cls, name: str, storage: str | None = None, runs: Path = Path("runs")) -> StudyStore:
-        """An existing study, by name or by the folder of its run.
+        """An existing study, by name or by the folder of its run; it may be a colleague's, whose files can only be read.
 
         Raises:
             UserError: there is none of that name.
@@ -140,15 +135,14 @@ class StudyStore:
                 hint = near(name, known) or (f"; there are {', '.join(known[:8])}" if known else "")
                 raise UserError(f"no study {name!r} in {runs}/{hint} (`--storage` reaches other databases)")
             name = folder.resolve().name
-        database = open_storage(storage)
+        database = open_storage(storage, reading=True)
         try:
             study = optuna.load_study(study_name=name, storage=database, sampler=optuna.samplers.RandomSampler())
         except KeyError:
             known = optuna.get_all_study_names(database)
             raise UserError(f"no study {name!r} in {hide_password(storage)}{near(name, known)}") from None
         store = cls(study, folder)
-        if "fingerprint" not in store.attributes:
-            raise UserError(f"study {name!r} in {hide_password(storage)} was not made by autotune")
+        check_founded(study, f"study {name!r} in {hide_password(storage)}")
         return store
 
     @property
@@ -255,8 +249,12 @@ class StudyStore:
         measured = {candidate for candidate, outcome in told if outcome.measurement}
         return {candidate for candidate, outcome in told if outcome.kind.says_something_of_the_candidate} - measured
 
-    def start(self, candidate: Candidate, space: SearchSpace, role: str = SEARCH, note: str = "") -> int:
-        """Stores that the candidate is being tried; returns the trial's number."""
+    def start(self, candidate: Candidate, space: SearchSpace | None, role: str = SEARCH, note: str = "") -> int:
+        """Stores that the candidate is being tried; returns the trial's number.
+
+        Args:
+            space: that it is of; None where it is of none.
+        """
         return self._opened(begin(self.study, candidate, space, role=role, note=note, tuner=self.tuners.me))
 
     def claim(
@@ -300,8 +298,7 @@ class StudyStore:
             return
         # It was closed by a tuner that took this one for dead: what was measured is kept as a trial of its own.
         was = next(record for record in self.records() if record.number == number)
-        space = parse_space(self.space_text)
-        again = begin(self.study, was.candidate, space, role=was.role, note=was.note, tuner=self.tuners.me)
+        again = begin(self.study, was.candidate, None, role=was.role, note=was.note, tuner=self.tuners.me)
         end(self.study, again, outcome, self.hardware)
 
     def close_interrupted(self) -> int:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import optuna
+from optuna.distributions import BaseDistribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
@@ -16,15 +17,17 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Outcome
 from autotune.problem.space import SearchSpace
 from autotune.search.dashboard import flat, tell
-from autotune.search.distributions import distributions
+from autotune.search.distributions import told
 from autotune.search.records import CANDIDATE, CLAIM, LEFT, OUTCOME, ROLE, TUNER
 from autotune.search.tuners import Tuners
+
+_BEGINNERS = 8  # tuners, each with a space of its own, that may begin a study's first trials at once
 
 
 def begin(
     study: optuna.Study,
     candidate: Candidate,
-    space: SearchSpace,
+    space: SearchSpace | None,
     *,
     role: str,
     note: str,
@@ -34,14 +37,31 @@ def begin(
     """Stores in one step that a candidate is being tried.
 
     Args:
+        space: whose values Optuna is told; None: those of the candidate alone.
         claim: only that it is claimed; `confirm` makes a trial of it, `withdraw` nothing.
     """
     knobs: dict[str, Any] = dict(candidate.knobs)
     attributes = {CLAIM if claim else CANDIDATE: knobs, ROLE: role, "note": note, "started": now(), TUNER: tuner}
-    template = optuna.trial.create_trial(
-        state=TrialState.RUNNING, params=knobs, distributions=distributions(candidate, space), user_attrs=attributes
-    )
-    return optuna.Trial(study, study._storage.create_new_trial(study._study_id, template_trial=template))
+    for left in reversed(range(_BEGINNERS)):
+        parameters, kinds = told(candidate, space, _stored_distributions(study))
+        template = optuna.trial.create_trial(
+            state=TrialState.RUNNING, params=parameters, distributions=kinds, user_attrs=attributes
+        )
+        try:
+            return optuna.Trial(study, study._storage.create_new_trial(study._study_id, template_trial=template))
+        except ValueError:  # meanwhile another tuner, with another space, has told the database of other choices
+            if not left:
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def _stored_distributions(study: optuna.Study) -> dict[str, BaseDistribution]:
+    """By name, as the study's first trial with it has it."""
+    found: dict[str, BaseDistribution] = {}
+    for trial in study.get_trials(deepcopy=False):
+        for name, kind in trial.distributions.items():
+            found.setdefault(name, kind)
+    return found
 
 
 def confirm(trial: optuna.Trial, candidate: Candidate) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,13 +23,15 @@ from autotune.search.blame import Blame
 from autotune.search.clock import Clock
 from autotune.search.company import Company
 from autotune.search.crew import Crew
+from autotune.search.lessons import teach
 from autotune.search.observer import NullObserver, Observer
 from autotune.search.proposer import Proposer
 from autotune.search.records import RESUME, SEARCH, VERIFY, Record
+from autotune.search.rivals import set_aside
+from autotune.search.second_tries import excused
 from autotune.search.standings import NOT_VERIFIED, Standings
 from autotune.search.start import Proposal
 from autotune.search.study import StudyStore
-from autotune.units import format_duration
 
 BUDGET_USED = "budget used"
 MAX_VERIFIED = 4
@@ -75,7 +76,7 @@ class Tuner:
         self.max_trials, self.cancelled = max_trials, cancelled
         self.observer: Observer = observer or NullObserver()
         self.search_effort, self.verify_effort = search_effort, verify_effort
-        self.standings = Standings(hardware, proposer.job)
+        self.standings = Standings(hardware, proposer.job, proposer.candidates)
         self.clock = Clock(executor, proposer, verify_effort, budget_seconds, spent_seconds, self._best)
         self.blame = Blame(proposer, self.standings, space)
         self.crew, self._beside = crew or Crew(), beside
@@ -102,6 +103,8 @@ class Tuner:
             self.proposer.expect(left)
             self.company.known.add(record.number)
             self._learn(record.number, record.candidate, outcome, record.role)
+        if line := set_aside(self.store, self.standings.set_aside):
+            self.observer.say(line)
         self.standings.begin_call()
         self.store.begin_call(self.clock.budget_seconds)
         try:
@@ -124,11 +127,16 @@ class Tuner:
 
     def _search_and_verify(self) -> tuple[str, Record | None, bool]:
         """(why the search ended, the winner, whether it is verified). What verification leaves of the budget goes back to the
-        search, as long as it is enough for one more trial and its verification."""
+        search, as long as it is enough for one more trial and its verification; and so does what verification has taught it."""
+        ended = self._search()
         while True:
-            ended = self._search()
+            before = self.standings.rejected
             winner, verified = self._verify()
-            if ended != BUDGET_USED or not verified or self._beside or self._why_stop() is not None:
+            learnt = self.standings.rejected > before
+            goes_on = not self._beside and self._why_stop() is None
+            if goes_on and (learnt or (verified and ended == BUDGET_USED)):
+                ended = self._search()
+            elif verified or not learnt:
                 return ended, winner, verified
 
     def _search(self) -> str:
@@ -236,30 +244,14 @@ class Tuner:
                 limit = self.proposer.trial_seconds(candidate)
                 with self.crew.aside():
                     outcome = session.measure(candidate, self.search_effort, min(left, limit))
-            outcome = self._excused(candidate, outcome, limit if limit < left else None)
+            outcome = excused(candidate, outcome, self._limited(limit, left), self.proposer, self.crew)
             self._tried += 1
             self._record(number, candidate, outcome, SEARCH)
         return outcome
 
-    def _excused(self, candidate: Candidate, outcome: Outcome, limit: float | None) -> Outcome:
-        """The Outcome, but where the trial is made again: a limit of ours that ended it may have been too short the first time,
-        or main memory ran out while others ran beside it. With twice as much time, or alone, it counts.
-
-        Args:
-            limit: the trial's, in seconds; None where the budget's end came first.
-        """
-        if outcome.kind is Kind.INTERRUPTED and outcome.source is Source.BUDGET and limit and not self.cancelled():
-            why = f"took over {format_duration(limit)}, far more than what similar trials took"
-            outcome = dataclasses.replace(
-                outcome, kind=Kind.TIMEOUT, reason=why, evidence="deadline of the trial", source=Source.LIMIT
-            )
-        if outcome.kind is Kind.OOM_HOST and self.crew.set_apart(candidate):
-            again = f"{outcome.reason}, while others ran beside it; it is tried again alone"
-            outcome = dataclasses.replace(outcome, kind=Kind.INTERRUPTED, reason=again)
-        if outcome.kind is Kind.TIMEOUT and self.proposer.patience(candidate) == 1.0:
-            again = f"{outcome.reason}; it is tried again with twice the time"
-            outcome = dataclasses.replace(outcome, kind=Kind.INTERRUPTED, reason=again)
-        return outcome
+    def _limited(self, limit: float, left: float) -> float | None:
+        """The trial's limit in seconds; None where the budget's end or a person came first."""
+        return limit if limit < left and not self.cancelled() else None
 
     def _record(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
         self.store.finish(number, outcome)
@@ -274,11 +266,15 @@ class Tuner:
     def _learn(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
         if outcome.kind is Kind.INTERRUPTED and outcome.source in (Source.LIMIT, Source.SILENCE):
             self.proposer.allow_longer(candidate, outcome)
-        if role not in (VERIFY, RESUME):
-            self.proposer.observe(candidate, outcome)
+        searched = self.standings.measured.get(candidate)
         self.standings.learn(number, candidate, outcome, role)
-        if role == VERIFY and candidate in self.standings.verified:
-            self.proposer.settle(candidate, self.standings.verified[candidate][1].samples_per_second)
+        if role in (VERIFY, RESUME):
+            teach(candidate, outcome, searched, self.standings, self.proposer)
+            return
+        self.proposer.observe(candidate, outcome)
+        is_unknown = self.standings.why_not(candidate) in ("", NOT_VERIFIED)
+        if self.standings.is_doubted(candidate) or not is_unknown:  # it will hardly win, or is of another batch
+            self.proposer.drop(candidate)
 
     # -- the winner --------------------------------------------------------------------------------------------------
 
@@ -311,7 +307,6 @@ class Tuner:
                 self.observer.say(f"verification of {candidate} failed: {why}")
                 if not outcome.kind.says_something_of_the_candidate:
                     break
-                standings.reject(candidate, why)
         if passed := standings.passed():
             chosen = standings.thriftiest(passed)
             return self._as_record(chosen, standings.verified[chosen], VERIFY), True
@@ -374,7 +369,7 @@ class Tuner:
             outcome = Outcome(Kind.INTERRUPTED, reason=str(error), evidence="the script", source=Source.EXCEPTION)
         finally:
             session.close()
-        outcome = self._excused(candidate, outcome, limit if limit < left else None)
+        outcome = excused(candidate, outcome, self._limited(limit, left), self.proposer, self.crew)
         self._record(number, candidate, outcome, role)
         return outcome
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from autotune.group.protocol import Channel, Message
-from autotune.linux import die_with_parent
 from autotune.rank.base import greet
-from autotune.rank.train import checkpoints, newest_checkpoint
+from autotune.rank.shards import Part
+from autotune.rank.trainer_checkpoints import Ledger, chosen
 
 STEPS, BATCH, SAVE_STEPS = 12, 8, 5
 
@@ -23,16 +23,17 @@ def note(number: int, **entry: object) -> None:
 
 def save(step: int) -> None:
     folder = Path("out") / f"checkpoint-{step}"
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in ("rng_state_0.pth", "rng_state_1.pth", "latest"):
-        (folder / file).write_text("")
+    (folder / "shards").mkdir(parents=True, exist_ok=True)
+    for file in ("rng_state_0.pth", "rng_state_1.pth", "shards/mp_rank_00_model_states.pt"):
+        (folder / file).write_text("whole")
+    (folder / "latest").write_text("shards")
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
 
 
 def become(address: str, number: int) -> NoReturn:
     channel, spec = greet(address, number)
     os.chdir(spec["job"]["script"]["cwd"])
-    begin = resumed(channel, spec)
+    begin = resumed(channel, spec, number)
     if begin:
         channel.send("resumed", path=f"out/checkpoint-{begin}")
     note(number, started=True)
@@ -48,16 +49,16 @@ def become(address: str, number: int) -> NoReturn:
     os._exit(0)
 
 
-def resumed(channel: Channel, spec: Message) -> int:
+def resumed(channel: Channel, spec: Message, number: int) -> int:
     """The step of the newest checkpoint of this launch."""
     folder = Path("out").resolve()
-    if str(folder) not in spec["earlier"]:
-        channel.send("checkpoints", folder=str(folder), found=checkpoints(folder))
-        return 0
-    newest = newest_checkpoint(folder, spec["earlier"][str(folder)], 2)
-    return int(newest.name.split("-")[1]) if newest else 0
+    ledger = Ledger.of(folder, spec["earlier"].get(str(folder)))
+    ledger.begin()
+    if number == 0:
+        channel.send("checkpoints", folder=str(folder), ledger=ledger.told())
+    choice = chosen([ledger.seen(Part(rank, 2, rank), None) for rank in range(2)], ledger.call)
+    return choice.step or 0 if choice else 0
 
 
 if __name__ == "__main__":
-    die_with_parent()
     become(sys.argv[1], int(sys.argv[2]))

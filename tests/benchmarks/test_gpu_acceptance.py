@@ -171,7 +171,7 @@ def test_a_step_that_raises_leaves_its_rows_and_its_error(tmp_path: Path, monkey
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(variants, "run", run)
-    monkeypatch.setattr(gpu_acceptance, "die_with_parent", lambda: None)
+    monkeypatch.setattr(gpu_acceptance, "die_with_parent", lambda parent: None)
     path = tmp_path / "step.json"
     code = gpu_acceptance.run_step(gpu_acceptance.BY_NAME["variants"], path, tmp_path / "gpu", True)
     found = json.loads(path.read_text())

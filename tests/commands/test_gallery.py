@@ -36,7 +36,7 @@ def test_a_study_is_shared_and_what_is_written_passes_the_check(
     assert json.loads(out)["files"] == ["new/folder/e.json"]
     for words, said in (
         (("share", "s", "--out", "runs"), "--out runs is a folder"),
-        (("share", "s", "--out", "runs/s/share.json/e.json"), "cannot be written"),
+        (("share", "s", "--out", "runs/s/share.json/e.json"), "there is no folder runs/s/share.json"),
         (("share", "nothing"), "no study 'nothing'"),
         (("gallery", "check", "none.json"), "no gallery entry none.json"),
     ):

@@ -26,7 +26,7 @@ def test_a_plan_says_what_fits_and_what_would_unlock_more() -> None:
     by_stage = {stage.stage: stage for stage in plan.stages}
     assert by_stage[0].fitting is None  # 16 bytes for each of 2.6e9 parameters
     assert any("GiB or more, like" in text for text in by_stage[0].unlocks)
-    assert by_stage[3].fitting is not None
+    assert by_stage[3].shown.sure
     assert any("activation checkpointing" in text for text in by_stage[2].unlocks + by_stage[3].unlocks)
     data = json.loads(json.dumps(plan.to_json()))
     assert data["best"][0]["ds_config"]["zero_optimization"]["stage"] in (0, 1, 2, 3)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autotune.commands.probe import _counted_otherwise, _in_one_line
+from autotune.commands.probe import _counted_otherwise, _in_one_line, thrifty
 from autotune.problem.outcome import Kind, Outcome, Phase, Source
 
 BUSY = "The server socket has failed to listen on any local network address. port: 29511, code: -98, name: EADDRINUSE"
@@ -50,3 +50,16 @@ def test_a_profile_that_counted_otherwise_is_made_anew() -> None:
     assert _counted_otherwise({"counted": "rows", "batch_note": "it has its own"})
     assert not _counted_otherwise({"counted": "rows", "batch_note": "it has its own", "held": {}})
     assert not _counted_otherwise({"counted": "rows", "batch_note": ""})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "device", "offloads"),
+    [("", "cuda", True), ("DeepSpeedCPUAdam", "cuda", True), ("FusedAdam", "cuda", False), ("FusedAdam", "cpu", True)],
+)
+def test_what_takes_least_memory_keeps_a_fused_optimizer_where_it_steps(
+    optimizer: str, device: str, offloads: bool
+) -> None:
+    candidate = thrifty(optimizer, device)
+    assert (candidate.offload_optimizer == "cpu") is offloads
+    assert (candidate.stage, candidate.micro_batch, candidate.checkpointing) == (3, 1, True)
+    assert candidate.offload_param == "cpu"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from autotune.executors.replay import load_landscape
+from autotune.executors.replay import Row, load_landscape, write_landscape
+from autotune.problem.candidate import Value
 from autotune.problem.outcome import Kind
 from autotune.units import GIB
 from tests.cli_call import call
@@ -41,6 +42,25 @@ def test_a_study_becomes_a_table_that_is_searched(
     assert "winner: z0 mb7 ga1" in out, "2 ranks x 7 samples in 2 s against 2 x 1 in 1 s"
 
 
+def test_a_table_is_never_written_over_a_winner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    study_of_every_kind(tmp_path / "runs")
+    assert call(monkeypatch, capsys, "export", "s")[0] == 0
+    exported = Path("runs/s/s.json").read_text()
+    for out in ("runs/s/s.csv", "runs/s/s.csv.gz", "runs/s/s.json", "runs/s/s.meta.csv"):
+        code, _, err = call(monkeypatch, capsys, "record", "s", "--out", out)
+        assert (code, "is of no table" in err) == (2, True), out
+    assert Path("runs/s/s.json").read_text() == exported
+    assert not list(Path("runs/s").glob("*.csv*"))
+    for _ in range(2):
+        assert call(monkeypatch, capsys, "record", "s", "--out", "t.csv")[0] == 0, "a table of before is written anew"
+    Path("a-file").touch()
+    code, _, err = call(monkeypatch, capsys, "record", "s", "--out", "a-file/t.csv")
+    assert (code, err.count("\n")) == (2, 1)
+
+
 def test_nothing_measured_is_nothing_to_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -50,6 +70,31 @@ def test_nothing_measured_is_nothing_to_record(
     assert (code, "has measured nothing" in err) == (2, True)
     code, _, err = call(monkeypatch, capsys, "record", "nothing")
     assert (code, "no study 'nothing'" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lora", "none"),
+        ("lora", "r=16"),
+        ("lora", "r=8,targets=q_proj+v_proj,alpha=32,dropout=0.05"),
+        ("attention", "sdpa"),
+        ("packing", True),
+        ("compile", False),
+        ("zero_optimization.offload_optimizer.ratio", 0.25),
+        ("communication_data_type", "bf16"),
+        ("reduce_bucket_size", 5 * 10**8),
+        ("optimizer.type", "Lion"),
+    ],
+)
+def test_a_table_gives_back_every_kind_of_knob(tmp_path: Path, name: str, value: Value) -> None:
+    candidate = make_candidate(3, **{"zero_stage": 3, "offload_optimizer": "cpu", name: value})
+    facts = {"model": "m", "seq_len": 8, "gpu": "x", "gpu_memory_gib": 1, "n_gpus": 2, "precision": "bf16"}
+    write_landscape(tmp_path / "t.csv.gz", facts, {candidate: Row(1.0, 2.0, 3.0, Kind.OK)})
+    (read,) = load_landscape(tmp_path / "t.csv.gz").rows
+    assert read == candidate
+    assert read.get(name) == value
+    assert type(read.get(name)) is type(value)
 
 
 def test_a_slice_is_not_recorded(

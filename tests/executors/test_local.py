@@ -15,7 +15,6 @@ from autotune.errors import MachineTrouble
 from autotune.executors.base import RESUME, VERIFY, Effort
 from autotune.executors.deadlines import Deadlines
 from autotune.executors.local import WOKEN, LocalExecutor
-from autotune.executors.measurement import median_spread
 from autotune.group import fork_server
 from autotune.group.group import Group
 from autotune.group.launchers import ForkLauncher, SpawnLauncher
@@ -253,12 +252,6 @@ def test_ranks_die_with_their_server_which_is_started_again(bench: Bench) -> Non
         os.kill(server, signal.SIGKILL)
         wait_until(lambda: not any(pid_lives(pid) for pid in (server, *ranks)), "their end")
     assert bench.run(make_candidate()).ok
-
-
-def test_the_medians_interval() -> None:
-    assert median_spread([1.0, 1.0, 1.0, 1.0]) == 0
-    assert median_spread([1.0, 2.0]) == 1.0
-    assert 0 < median_spread([1.0, 1.1, 1.2, 1.1, 1.0, 1.1, 9.0]) < 0.2
 
 
 def test_a_rank_is_told_the_environment_of_its_candidate(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from autotune.executors.measurement import judged, measurement_of
 from autotune.group.gauge import Peaks
 from autotune.group.verdict import Evidence
 from autotune.problem.hardware import Hardware, named_hardware
+from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.units import GIB, MIB
 from tests.conftest import make_candidate, make_job
@@ -59,6 +60,16 @@ def test_clocks_are_recorded_and_survive_the_study() -> None:
     assert (found.sm_clock_mhz, found.clock_limits) == (1410, ["power cap", "temperature (hardware)"])
     data = Outcome.from_json(Outcome("ok", measurement=found).to_json())  # type: ignore[arg-type]
     assert data.measurement == found
+
+
+def test_a_scripts_work_of_every_third_step_is_in_its_speed() -> None:
+    script = make_job(2, script=Script(("train.py",), "/"))
+    result = {"type": "measured", "step_seconds": [1.0, 1.0, 4.0] * 4, "reserved_bytes": GIB}
+    options: dict[str, Any] = {"candidate": make_candidate(), "hardware": ON_GPUS, "facts": {}}
+    found = measurement_of([result] * 2, Peaks(used=[0, 0]), {}, job=script, **options)
+    assert (found.step_seconds, found.samples_per_second, found.steps) == (2.0, 1.0, 12)
+    named = measurement_of([result] * 2, Peaks(used=[0, 0]), {}, job=make_job(2), **options)
+    assert named.step_seconds == 1.0, "all of whose steps are alike"
 
 
 KILLED = Evidence("cpu", statuses={0: -9, 1: -9})

@@ -7,7 +7,7 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.executors.ops import Ops
-from autotune.group.launchers import ForkLauncher
+from autotune.group.launchers import ForkLauncher, SpawnLauncher
 from autotune.results.export import environment_of
 from autotune.search.study import StudyStore
 from tests.conftest import make_candidate, make_job
@@ -90,3 +90,23 @@ def test_the_printed_command_finds_the_ops_that_its_config_needs(tmp_path: Path)
     store.note_extensions("/built")
     assert environment_of(store, make_candidate())["TORCH_EXTENSIONS_DIR"] == "/built"
     assert store.hardware.device == "cpu", "whose ranks always need one"
+
+
+def test_what_a_server_died_over_is_asked_for_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Cold ranks would build it, in silence and all at once."""
+    asked: list[list[str]] = []
+
+    def load_ops(server: ForkLauncher, names: list[str], tell: object) -> dict[str, Any]:
+        asked.append(list(names))
+        if len(asked) == 1:
+            raise UserError("the fork server died")
+        return {"failed": {}, "folder": "/built", "fork_safe": True}
+
+    for name in ("open", "close"):
+        monkeypatch.setattr(ForkLauncher, name, lambda server: None)
+    monkeypatch.setattr(ForkLauncher, "load_ops", load_ops)
+    ops = Ops(lambda text: None)
+    with pytest.raises(UserError, match="the fork server died"):
+        ops.load(SpawnLauncher({}), ["CPUAdamBuilder"], {}, tmp_path / "log")
+    assert ops.load(SpawnLauncher({}), ["CPUAdamBuilder"], {}, tmp_path / "log")
+    assert asked == [["CPUAdamBuilder"]] * 2

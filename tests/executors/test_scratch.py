@@ -4,38 +4,105 @@ import dataclasses
 import os
 from pathlib import Path
 
+import pytest
+
 from autotune.executors.scratch import scratch_folder
 from autotune.problem.candidate import Candidate
 from autotune.problem.script import Script
+from autotune.problem.typed import read_command
 from tests.conftest import make_job
 
 
-def seen(cwd: Path, study: Path) -> dict[str, str]:
+def shown(cwd: Path, study: Path, trial: str = "trials/1") -> Path:
     (cwd / "train.py").write_text("")
     script = Script(argv=(str(cwd / "train.py"),), cwd=str(cwd))
-    found = scratch_folder(study, dataclasses.replace(make_job(), script=script), Candidate(()))
-    assert found.parent == study.resolve()
-    return {entry.name: os.readlink(entry) for entry in found.iterdir()}
+    job = dataclasses.replace(make_job(), script=script)
+    found = scratch_folder(study / trial, job, Candidate(()), study)
+    assert found.parent == (study / trial).resolve()
+    return found
 
 
-def test_everything_but_what_holds_the_study(tmp_path: Path) -> None:
+def seen(cwd: Path, study: Path) -> dict[str, str]:
+    """Every entry, and where it leads; what is no link is a folder."""
+    root = shown(cwd, study)
+    entries = [path for path in root.rglob("*") if path.is_symlink() or not any(path.iterdir())]
+    return {str(path.relative_to(root)): os.readlink(path) if path.is_symlink() else "" for path in entries}
+
+
+def linked(folder: Path, *names: str) -> dict[str, str]:
+    return {name: str(folder / name) for name in names}
+
+
+def test_everything_but_the_study_and_what_holds_it_is_a_folder_of_links(tmp_path: Path) -> None:
+    """`runs/` is a usual place for people's own checkpoints too."""
     (tmp_path / "data").mkdir()
-    study = tmp_path / "runs" / "mine" / "trial-1"
+    (tmp_path / "runs" / "sft").mkdir(parents=True)
+    (tmp_path / "runs" / "mine").mkdir()
+    assert seen(tmp_path, tmp_path / "runs" / "mine") == linked(tmp_path, "data", "train.py", "runs/sft")
+
+
+def test_a_study_at_any_depth(tmp_path: Path) -> None:
+    study = tmp_path / "a" / "b" / "c" / "mine"
     study.mkdir(parents=True)
-    assert seen(tmp_path, study) == {name: str(tmp_path / name) for name in ("data", "train.py")}
+    for name in ("a/one", "a/b/two"):
+        (tmp_path / name).write_text("")
+    assert seen(tmp_path, study) == {**linked(tmp_path, "a/one", "a/b/two", "train.py"), "a/b/c": ""}
 
 
-def test_a_study_elsewhere_hides_nothing_but_a_link_that_leads_to_it(tmp_path: Path) -> None:
+def test_a_study_elsewhere_is_hidden_behind_a_link_too(tmp_path: Path) -> None:
     cwd, far = tmp_path / "project", tmp_path / "far"
     (far / "mine").mkdir(parents=True)
+    (far / "sft").mkdir()
     cwd.mkdir()
     (cwd / "runs").symlink_to(far)
     (cwd / "weights").symlink_to(tmp_path / "gone")
-    assert set(seen(cwd, far / "mine")) == {"train.py", "weights"}
+    (cwd / "study").symlink_to(far / "mine")
+    (cwd / "trials").symlink_to(far / "mine" / "trials")
+    assert seen(cwd, far / "mine") == linked(cwd, "train.py", "weights", "runs/sft")
+
+
+def test_links_that_lead_around_in_circles(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "up").symlink_to(tmp_path)
+    (tmp_path / "here").symlink_to(".")
+    (tmp_path / "also").symlink_to(tmp_path / "runs")
+    assert seen(tmp_path, tmp_path / "runs" / "mine") == {**linked(tmp_path, "train.py"), "runs": ""}
+
+
+def test_a_link_to_a_neighbour_is_one_again(tmp_path: Path) -> None:
+    (tmp_path / "step-5").mkdir()
+    (tmp_path / "latest").symlink_to("step-5")
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    found = seen(tmp_path, tmp_path / "runs" / "mine")
+    assert (found["latest"], found["step-5"]) == ("step-5", str(tmp_path / "step-5"))
+
+
+def test_called_from_inside_the_study(tmp_path: Path) -> None:
+    (tmp_path / "trials" / "0").mkdir(parents=True)
+    assert set(seen(tmp_path, tmp_path)) == {"train.py", "trials/0"}
 
 
 def test_a_folder_that_is_a_link_itself(tmp_path: Path) -> None:
     real, link = tmp_path / "real", tmp_path / "link"
-    (real / "runs").mkdir(parents=True)
+    (real / "runs" / "mine").mkdir(parents=True)
     link.symlink_to(real)
-    assert seen(link, link / "runs") == {"train.py": str(link / "train.py")}
+    assert seen(link, link / "runs" / "mine") == {**linked(link, "train.py"), "runs": ""}
+
+
+def test_the_output_folder_that_a_file_of_arguments_names_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial's copy of the file names another folder, which holds what the user's does."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "vocab.json").write_text("{}")
+    (tmp_path / "project" / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path / "project")
+    for named in ("../elsewhere", str(tmp_path / "elsewhere"), "../nowhere"):
+        (tmp_path / "project" / "mine.yaml").write_text(f"output_dir: {named}\n")
+        found = read_command(["train.py", "mine.yaml"], [])
+        job = dataclasses.replace(make_job(), script=found.script)
+        scratch = scratch_folder(tmp_path / "study" / "trials" / "1", job, Candidate(()), tmp_path / "study")
+        shown_there = scratch / ".autotune-output"
+        expected = [] if "nowhere" in named else [shown_there / "vocab.json"]
+        assert list(shown_there.glob("*")) == expected

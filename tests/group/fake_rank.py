@@ -2,8 +2,8 @@
 
 FAKE_RANK is JSON: {"rank": 1, "where": "hello" or a phase, "what": ...}; all other ranks do as they are told. `what`:
 `hang`, a signal's name, `exit N` (without a word), `bye N SIGNAL` (its script is over with exit code N, then it dies),
-`error TEXT`, `worker` (starts a process in a session of its own and goes on), `worker SIGNAL` (the same, and dies), `compute`
-(says nothing more, and computes), `beat` (says nothing, computes nothing, and its pulse goes). `device` and `numbers` are what the
+`error TEXT`, `worker` (starts a process in a session of its own and goes on), `worker SIGNAL` (the same, and dies), `task` (a
+worker in the rank's own session), `compute` (says nothing more, and computes), `beat` (says nothing, computes nothing, and its pulse goes). `device` and `numbers` are what the
 rank tells of its GPU, and with its error.
 """
 
@@ -42,8 +42,8 @@ def misbehave(channel: Channel | None, what: str, numbers: dict[str, int] | None
         while True:
             channel.send("pulse", moved=True, where="fake_rank.py", waits=False)
             time.sleep(0.1)
-    elif word == "worker":
-        subprocess.Popen(["sleep", "3600"], start_new_session=True)
+    elif word in ("worker", "task"):
+        subprocess.Popen(["sleep", "3600"], start_new_session=word == "worker")
         if rest:
             os.kill(os.getpid(), getattr(signal, rest[0]))
     else:

@@ -11,11 +11,12 @@ import pytest
 from autotune.group import gpu_meter
 from autotune.group.gauge import FOREIGN_BYTES, CpuMeter, Gauge, Peaks
 from autotune.group.gpu_meter import NvmlMeter, blame_hidden, clock_limits, clock_mhz, make_meter
+from autotune.problem import gpu_memory
 from autotune.problem.gpus import GpuError, GpuLost
 from autotune.problem.hardware import detect
 from autotune.units import GIB
 from tests.conftest import wait_until
-from tests.fake_driver import FUNCTION_NOT_FOUND, GPU_IS_LOST, Card, Driver, Slice
+from tests.fake_driver import FUNCTION_NOT_FOUND, GPU_IS_LOST, NOT_SUPPORTED, Card, Driver, Slice
 
 RANK, NEIGHBOUR, DESKTOP = 4_194_301, 4_194_302, 4_194_303  # no process can have these numbers here
 
@@ -353,3 +354,32 @@ def test_a_meter_that_is_collected_calls_no_driver(driver: Driver, card: Card, m
     del meter
     gc.collect()
     assert shut_down == []
+
+
+# -- GPUs without memory of their own ------------------------------------------------------------------------------------
+
+
+def test_of_main_memory_only_what_nvml_shows_is_the_gpus(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tuner, a data loader and the page cache take main memory, too: no neighbour on the GPU, and nothing that ranks left."""
+    left = 113 * GIB
+    monkeypatch.setattr(gpu_memory, "host_total_bytes", lambda: 121 * GIB)
+    monkeypatch.setattr(gpu_memory, "host_available_bytes", lambda: left)
+    driver.cards = [Card("NVIDIA GB10", 0, graphics={DESKTOP: 90})]
+    driver.failing = {"nvmlDeviceGetMemoryInfo": NOT_SUPPORTED, "nvmlDeviceGetMemoryInfo_v2": NOT_SUPPORTED}
+    driver.write()
+    (card,) = driver.cards
+    meter = begun(driver)
+    left = 80 * GIB
+    change(driver, card, processes={RANK: 10 * 1024})
+    peaks = sampled(meter, RANK)
+    assert (peaks.used, peaks.grown, peaks.foreign, peaks.lost) == ([10 * GIB], {0: 10 * GIB}, 0, "")
+    change(driver, card, processes={RANK: 10 * 1024, NEIGHBOUR: 12 * 1024})
+    peaks = sampled(meter, RANK)
+    assert (peaks.used, peaks.foreign) == ([10 * GIB], 12 * GIB)
+    change(driver, card, processes={RANK: 3 * 1024})
+    (line,) = meter.left()
+    assert line.startswith(
+        "GPU 0 has 3.00 GiB less free than before its ranks were launched: ended ranks still hold it"
+    )
+    change(driver, card, processes={})
+    assert (meter.left(), meter.crowd()) == ([], [])

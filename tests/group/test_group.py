@@ -1,6 +1,7 @@
 """One watch for trials and trainings: ranks that die, hang or leave at every point of their life."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -170,8 +171,10 @@ def test_the_first_complaint_does_not_hide_the_cause(fakes: Fakes) -> None:
     assert evidence.phase is Phase.FORWARD
 
 
-def test_what_a_finished_training_leaves_running_was_meant_to(fakes: Fakes) -> None:
-    group, stop = fakes.run(policy(may_leave=True), {"where": "init", "what": "worker"})
+@pytest.mark.parametrize("what", ["worker", "task"])
+def test_what_a_finished_training_leaves_running_was_meant_to(fakes: Fakes, what: str) -> None:
+    """The upload of its last checkpoint."""
+    group, stop = fakes.run(policy(may_leave=True), {"where": "init", "what": what})
     assert stop is Stop.ARRIVED
     group.tell("leave")
     assert group.watch(lambda: group.all_left) is Stop.ARRIVED
@@ -245,6 +248,47 @@ def test_ranks_that_save_after_a_signal_are_waited_for(
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     group.wait_left(30.0, 1800.0)
     assert waited - 7 <= clock[0] <= waited + 7  # it looks every five seconds
+
+
+class Suspended(Leaving):
+    """Two ranks that never leave, and say nothing once they are up; squad and clock of a loop that is stopped for a while."""
+
+    lost = cut_off = ""
+    hung_up = False
+    numbers = (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("works_until", "stopped_seconds", "waited"),
+    [(0.0, 0.0, 600.0), (0.0, 7200.0, 600.0), (7000.0, 7200.0, 660.0), (HOUR, 7200.0, HOUR + 600.0)],
+    ids=["hangs", "hangs and is stopped", "worked until it was stopped", "works on"],
+)
+def test_a_launcher_that_was_stopped_with_its_ranks_does_not_take_them_for_hanging(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch, works_until: float, stopped_seconds: float, waited: float
+) -> None:
+    """By `scontrol suspend` or `docker pause`, for longer than a hang may take."""
+    clock, stops = [0.0], [stopped_seconds]
+
+    def hear(seconds: float) -> bool:
+        clock[0] += 10 * seconds
+        if clock[0] > 60.0 and stops:
+            clock[0] += stops.pop()
+        return False
+
+    patience = Policy(HOUR, lambda phase: 600.0, settle_seconds=0.2, may_leave=True)
+    group = fakes.make(patience)
+    worked = works_until + stopped_seconds if works_until == HOUR else works_until
+    monkeypatch.setattr(group, "_squads", [Suspended(clock, worked, (math.inf, math.inf))])
+    monkeypatch.setattr(group, "_workers", {0: 1, 1: 2})
+    monkeypatch.setattr(group, "_world", 2)
+    monkeypatch.setattr(group, "_hear", hear)
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    assert group.watch(lambda: False) is Stop.SILENT
+    assert waited - 20 <= clock[0] - stopped_seconds <= waited + 20
+    clock[0], stops[:] = 0.0, [stopped_seconds]
+    group.wait_left(600.0, 1800.0)
+    least = min(waited, 1800.0)
+    assert least - 20 <= clock[0] - stopped_seconds <= least + 20
 
 
 def test_a_stopped_rank_is_ended_as_well(fakes: Fakes) -> None:

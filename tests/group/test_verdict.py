@@ -390,3 +390,13 @@ def test_any_text_has_a_verdict(text: str) -> None:
     verdict = judge(Evidence("cuda", [error("builtins.RuntimeError", text)], {0: 1}, logs={0: text}))
     assert len(verdict.reason) <= len("RuntimeError: ") + 300
     assert "\n" not in verdict.reason
+
+
+def test_a_full_disk_is_the_machines_whatever_a_save_says() -> None:
+    saving = 'File "/x/engine.py", line 5, in _save_checkpoint\n    write()\nRuntimeError: who knows'
+    full = {**error("builtins.RuntimeError", "who knows"), "full_disk": "/out", "traceback": saving}
+    verdict = judge(Evidence("cpu", [full]))
+    assert (verdict.kind, verdict.reason) == (Kind.INFRASTRUCTURE, "RuntimeError: who knows (the disk of /out is full)")
+    assert judge(Evidence("cpu", [{**full, "full_disk": ""}])).kind is Kind.CRASH
+    assert judge(Evidence("cpu", [{**full, "traceback": saving.replace("_save_", "_make_")}])).kind is Kind.CRASH
+    assert judge(Evidence("cpu", [{**full, "text": "CUDA out of memory"}])).kind.is_oom

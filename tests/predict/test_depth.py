@@ -72,6 +72,81 @@ def test_layers_that_differ_without_a_pattern_are_all_run(irregular: dict[str, A
     assert extrapolation(Config(num_hidden_layers=24, **irregular)) is None
 
 
+def model_of(kinds: list[type], inner: str = "layers") -> Any:
+    torch = pytest.importorskip("torch")
+    with torch.device("meta"):
+        model = torch.nn.Module()
+        setattr(model, inner, torch.nn.ModuleList(torch.nn.ModuleDict({"one": kind(4, 4)}) for kind in kinds))
+    return model
+
+
+def kinds_at(indices: set[int], layers: int) -> list[type]:
+    from torch import nn
+
+    return [nn.Embedding if layer in indices else nn.Linear for layer in range(layers)]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("indices", "layers", "found"),
+    [
+        (set(), 32, (2, 3)),
+        ({9, 18, 27}, 32, None),  # Bamba's attention: two depths would be more layers than there are
+        ({9, 18, 27, 36, 45, 54}, 60, (15, 24)),
+        (set(range(4, 32, 8)), 32, (8, 16)),  # Jamba's, told by a period and an offset
+        (set(range(2, 26, 3)), 26, (5, 8)),
+        ({0}, 24, (2, 3)),  # T5's first layer has what no other has
+        ({0, 1, 2}, 24, (6, 7)),
+        ({31}, 32, None),
+        ({3, 8, 20}, 32, None),
+    ],
+)
+def test_the_model_itself_says_which_layers_are_alike(
+    indices: set[int], layers: int, found: tuple[int, int] | None
+) -> None:
+    config = Config(num_hidden_layers=layers, attn_layer_indices=sorted(indices))
+    got = extrapolation(config, model_of(kinds_at(indices, layers)))
+    if found is None:
+        assert got is None
+        return
+    assert got is not None
+    assert (got.short["num_hidden_layers"], got.longer[0][0]["num_hidden_layers"]) == found
+
+
+def test_patterns_of_two_periods_repeat_after_their_least_common_multiple() -> None:
+    kinds = {"layer_types": ["a", "b"] * 24, "rope": [1, 1, 0] * 16}
+    found = extrapolation(Config(num_hidden_layers=48, **kinds), model_of(kinds_at(set(), 48)))
+    assert found == ({"num_hidden_layers": 6}, [({"num_hidden_layers": 12}, 6.0)])
+    of_model = extrapolation(
+        Config(num_hidden_layers=48, layer_types=["a", "b"] * 24), model_of(kinds_at(set(range(2, 48, 3)), 48))
+    )
+    assert of_model == found
+
+
+def test_sizes_and_switches_tell_layers_apart_and_numbers_that_count_them_do_not() -> None:
+    torch = pytest.importorskip("torch")
+
+    def numbered(odd: Any) -> Any:
+        model = model_of(kinds_at(set(), 24))
+        for at, layer in enumerate(model.layers):
+            layer.layer_idx, layer.name, layer.window = at, f"layer.{at}", 0.1 * at
+            layer.local = odd(at) if callable(odd) else False
+        return model
+
+    config = Config(num_hidden_layers=24)
+    assert extrapolation(config, numbered(None)) == extrapolation(config)
+    by_switch = extrapolation(config, numbered(lambda at: at % 2 == 1))
+    assert by_switch is not None
+    assert by_switch.short == {"num_hidden_layers": 2}
+    assert by_switch.longer[0][0] == {"num_hidden_layers": 4}
+    wider = numbered(None)
+    wider.layers[11].one = torch.nn.Linear(4, 8, device="meta")
+    assert extrapolation(config, wider) is None
+
+
+def test_where_no_list_of_layers_is_found_all_are_run() -> None:
+    assert extrapolation(Config(num_hidden_layers=12), model_of(kinds_at(set(), 3))) is None
+
+
 def test_a_model_inside_another_is_run_whole_unless_it_is_the_text() -> None:
     inner = Config(num_hidden_layers=24)
     assert extrapolation(SimpleNamespace(get_text_config=lambda: inner)) is None

@@ -43,7 +43,7 @@ def test_blocks_that_can_be_given_back_make_nothing_not_fit() -> None:
     one = predictor_on(card(between)).predict(BIG)
     assert one.fits
     assert one.peak_bytes == pytest.approx(between, rel=1e-6), "the card is full, and no fuller"
-    assert one.peak_interval[1] <= between + 1
+    assert one.peak_interval[1] > between, "more may be needed than is expected"
     assert one.allocated_bytes == pytest.approx(free.allocated_bytes)
     assert sum(one.memory.values()) == pytest.approx(one.peak_bytes, rel=1e-6)
 
@@ -56,9 +56,29 @@ def test_what_does_not_fit_is_said_by_what_it_needs() -> None:
     assert one.peak_bytes == pytest.approx(free.needed_bytes)
 
 
+@pytest.mark.parametrize(("batch", "at"), [(1, "step"), (256, "backward")])
+def test_what_fsdps_streams_have_taken_is_shown_beside_the_peak_and_can_be_given_back(batch: int, at: str) -> None:
+    """In forward the last step's gradients are gone, in the step the gathered parameters: nothing else takes their place."""
+    foreach = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    job = make_job(precision="bf16", seq_len=SEQ_LEN, torch_alone=True, base_config=foreach)
+    predictor = Predictor(job, card(200 * GIB), recorded_trace(job))
+    prepared = predictor.prepare([make_candidate(3, batch, activation_checkpointing=True, reduce_bucket_size=1000)])
+    bill, mean = prepared.bill, predictor._memory.mean
+    peak = bill.peaks()[:, 0].argmax()
+    assert bill.moments[peak] == at
+    before = bill.sent[:, 0].max() - bill.sent[peak, 0]
+    assert before > 0
+    without = replace(prepared, bill=replace(bill, sent=np.zeros_like(bill.sent)))
+    found, bare = (peaks(one, predictor.hardware, mean) for one in (prepared, without))
+    assert found.shown[0] - bare.shown[0] == pytest.approx(before)
+    assert found.needed[0] - bare.needed[0] == pytest.approx(0.1 * before)
+    assert found.allocated[0] == bare.allocated[0]
+
+
+@pytest.mark.parametrize("torch_alone", [False, True])
 @pytest.mark.parametrize("lengths", [(), ((SEQ_LEN // 2, 10_000), (SEQ_LEN, 1))])
-def test_slopes_are_those_of_the_peaks(lengths: tuple[tuple[int, int], ...]) -> None:
-    job = make_job(precision="bf16", seq_len=SEQ_LEN, lengths=lengths)
+def test_slopes_are_those_of_the_peaks(lengths: tuple[tuple[int, int], ...], torch_alone: bool) -> None:
+    job = make_job(precision="bf16", seq_len=SEQ_LEN, lengths=lengths, torch_alone=torch_alone)
     predictor = Predictor(job, card(200 * GIB), recorded_trace(job))
     candidates = [make_candidate(stage, batch) for stage in range(4) for batch in (1, 256)]
     prepared, mean = predictor.prepare(candidates), predictor._memory.mean

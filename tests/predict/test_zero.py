@@ -124,6 +124,62 @@ def test_what_is_there_all_the_time(knobs: dict, job: dict, parameters: int, gra
     assert (one.parameters[0], one.gradients[0], one.optimizer[0]) == (parameters, gradients, optimizer)
 
 
+@pytest.mark.parametrize(
+    ("config", "precision", "copied"),
+    [
+        ({}, "fp32", 400),
+        ({"torch_autocast": {"enabled": True}}, "fp32", 400),
+        ({"bf16": {"enabled": False}}, "bf16", 200),
+    ],
+)
+def test_ddp_keeps_gradients_a_second_time_in_every_precision(config: dict, precision: str, copied: int) -> None:
+    job = make_job(precision=precision, base_config=config, torch_alone=True)
+    one = bill_of({"zero_stage": 0}, job)
+    assert one.gradients[0] == copied
+    assert bill_of({"zero_stage": 0}, dataclasses.replace(job, ranks=1)).gradients[0] == 0
+    end = [i for i, name in enumerate(one.moments) if name == "backward"][-1]
+    assert one.temporaries[end, 0] == copied, "gradients, and none of the flat copies that DeepSpeed's stage 0 makes"
+
+
+FSDP = {"zero_stage": 3, "contiguous_gradients": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "optimizer", "gradients"),
+    [({}, 4 * 50, 8 * 50, 4), ({"bf16": {"enabled": False}}, 2 * 50, 4 * 50, 2)],
+)
+def test_fsdps_shards_are_its_masters(config: dict, parameters: int, optimizer: int, gradients: int) -> None:
+    job = make_job(precision="bf16", base_config=config, torch_alone=True)
+    one = bill_of(FSDP, job)
+    assert (one.parameters[0], one.gradients[0], one.optimizer[0]) == (parameters, 0, optimizer)
+    # 60 elements have gradients at the third moment: 40 wait in the unit's 16 bits, 20 are shared by two ranks
+    assert one.temporaries[2, 0] == 2 * 40 + gradients * 20 / 2
+    at = one.moments.index("step")
+    assert one.temporaries[at, 0] == gradients * 50
+    sent = one.sent[:, 0] - one.gathered[:, 0]
+    assert [sent[i] for i in (0, 2, at)] == [0, gradients * 20 / 2, gradients * 50]
+    assert one.left[0] == 0
+    assert not bill_of(FSDP).sent.any(), "DeepSpeed's are not told apart"
+    between = bill_of({**FSDP, **ACCUMULATING}, job)
+    assert between.gradients[0] == gradients * 50
+    assert (between.temporaries[2, 0], between.temporaries[at, 0]) == (2 * 40, 0)
+
+
+@pytest.mark.parametrize(("config", "width"), [({}, 4), ({"bf16": {"enabled": False}}, 2)])
+def test_fsdps_frozen_shards_are_as_wide_as_the_others(config: dict, width: int) -> None:
+    job = make_job(precision="bf16", base_config=config, torch_alone=True)
+    one = bill_of(FSDP, job, trace=dataclasses.replace(TRACE, frozen=20))
+    assert one.parameters[0] == width * (100 + 20) / 2
+    assert one.holes[0] == 0
+
+
+def test_fsdp_offloads_gradients_with_the_rest() -> None:
+    job = make_job(precision="bf16", torch_alone=True)
+    one = bill_of({**FSDP, **OUT, "offload_param": "cpu"}, job)
+    assert (one.parameters[0], one.gradients[0], one.optimizer[0]) == (0, 0, 0)
+    assert one.temporaries[2, 0] == 2 * 40
+
+
 def test_frozen_parameters_are_partitioned_at_stage_3_alone_and_train_nothing() -> None:
     frozen = dataclasses.replace(TRACE, frozen=20)
     for stage, parameters, optimizer in ((0, 240, 1200), (1, 240, 600), (2, 240, 600), (3, 120, 600)):

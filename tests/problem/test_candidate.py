@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -339,3 +341,19 @@ def test_expandable_segments_join_the_users_own_settings(on: bool | None, own: d
 def test_stage_3_gathers_what_it_saves_unless_the_user_says_otherwise(stage: int, own: dict, expected: object) -> None:
     config = make_candidate(stage).ds_config(make_job(base_config=own))
     assert config["zero_optimization"].get(GATHER_ON_SAVE) is expected
+
+
+def test_what_a_config_says_by_old_names_is_a_knob_like_any() -> None:
+    zero = {"stage": 2, "cpu_offload": True, "stage3_gather_fp16_weights_on_model_save": False}
+    job = dataclasses.replace(make_job(), base_config={"zero_optimization": zero})
+    assert knobs_of(job.base_config) == {"zero_stage": 2, "offload_optimizer": "cpu"}
+
+    def told(candidate: Candidate) -> dict:
+        return candidate.ds_config(job)["zero_optimization"]
+
+    assert "offload_optimizer" not in told(make_candidate(2, offload_optimizer="none"))
+    offloaded = told(make_candidate(3, offload_optimizer="cpu"))
+    assert offloaded["offload_optimizer"]["device"] == "cpu"
+    assert offloaded[GATHER_ON_SAVE] is False
+    for found in (told(make_candidate(2, offload_optimizer="none")), offloaded):
+        assert not found.keys() & zero.keys() - {"stage"}

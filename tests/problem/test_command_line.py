@@ -142,6 +142,11 @@ def test_ranks_that_are_no_number(ranks: str) -> None:
         ("python -m torch.distributed.run a", "--nproc-per-node", "python -m torch.distributed.run --nproc-per-node 4"),
         ("deepspeed --module mine", "--num_gpus", "deepspeed --num_gpus 4"),
         ("accelerate launch --debug a", "--num_processes", "accelerate launch --debug --num_processes 4"),
+        (
+            "torchrun --nproc-per-node 2 --nproc_per_node=3 a",
+            "--nproc-per-node",
+            "torchrun --nproc-per-node 4 --nproc_per_node=4",
+        ),
     ],
 )
 def test_an_option_is_set_where_it_stands(typed: str, option: str, expected: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.problem.ds_file import named_config, parsed_config, read_config
+from autotune.problem.ds_file import in_new_names, named_config, parsed_config, read_config
 
 COMMENTED = """
 // ours, since May
@@ -61,3 +61,37 @@ def test_plain_json_needs_no_reader_of_hjson() -> None:
     code = "import sys; from autotune.problem.ds_file import parsed_config; parsed_config('{}'); print('hjson' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"stage": 2, "cpu_offload": True},
+        {"stage": 2, "cpu_offload": "true", "cpu_offload_use_pin_memory": True},
+        {"stage": 2, "cpu_offload": False},
+        {"stage": 3, "cpu_offload": True, "cpu_offload_param": True, "sub_group_size": 10},
+        {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True},
+        {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+        True,
+        False,
+    ],
+)
+def test_new_names_are_those_that_deepspeed_itself_reads_of_the_old(zero: dict | bool) -> None:
+    config_of = pytest.importorskip("deepspeed.runtime.zero.config").get_zero_config
+    own = {"zero_optimization": zero, "allgather_size": 1000}
+    written = json.dumps(own)
+    found = in_new_names(own)
+    assert json.dumps(own) == written, "the script's own stays as it is"
+    assert isinstance(found["zero_optimization"], dict)
+    assert not [key for key in found["zero_optimization"] if key.startswith("cpu_") or "fp16" in key]
+
+    def read(config: dict) -> dict:
+        old = (
+            "cpu_offload",
+            "cpu_offload_param",
+            "cpu_offload_use_pin_memory",
+            "stage3_gather_fp16_weights_on_model_save",
+        )
+        return config_of(config).model_dump(exclude=set(old))
+
+    assert read(found) == read(own)

@@ -119,6 +119,33 @@ def test_what_is_installed_stays(bare: SearchSpace, monkeypatch: pytest.MonkeyPa
     assert fitted(plain, make_job(), GPUS) == (plain, [])
 
 
+def test_an_optimizer_of_the_scripts_own_has_one_place() -> None:
+    space = parse_space("name: mine\nknobs: {zero_stage: [0, 1, 2, 3], offload_optimizer: [none, cpu, nvme]}")
+    left, lines = fitted(space, script_job(optimizer="FusedAdam"), GPUS)
+    assert left.knobs["offload_optimizer"].values == ("none",)
+    assert left.knobs["zero_stage"].values == (0, 1, 2, 3)
+    assert lines == [
+        "offload_optimizer cpu, offload_optimizer nvme is not for the script's own FusedAdam, which steps on the GPU alone: "
+        "left out"
+    ]
+    left, lines = fitted(space, script_job(optimizer="DeepSpeedCPUAdam"), GPUS)
+    assert left.knobs["offload_optimizer"].values == ("cpu", "nvme")
+    assert left.knobs["zero_stage"].values == (1, 2, 3)
+    assert lines == [
+        "zero_stage 0, offload_optimizer none is not for the script's own DeepSpeedCPUAdam, which steps on the CPU alone: "
+        "left out"
+    ]
+    for job in (script_job(), make_job()):
+        assert fitted(space, job, GPUS).space.knobs == space.knobs
+
+
+def test_offloading_that_a_stage_does_not_read_is_left_out_as_ever() -> None:
+    space = parse_space("name: mine\nknobs: {zero_stage: [0], offload_optimizer: [cpu]}")
+    left, lines = fitted(space, make_job(), GPUS)
+    assert "offload_optimizer" not in left.knobs
+    assert "is read by no candidate of space mine" in lines[0]
+
+
 def test_a_knob_that_has_no_value_left(bare: SearchSpace) -> None:
     adapters = dataclasses.replace(bare.knobs["lora"], values=("r=8", "r=16"))
     with pytest.raises(UserError) as caught:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autotune.errors import UserError
 from autotune.group.environment import trial_environment
-from autotune.problem import hardware
+from autotune.problem import cards, hardware
 from autotune.problem.hardware import Hardware, detect, facts_for, gpu_table, named_gpu, named_hardware
 from autotune.search.fingerprint import fingerprint
 from autotune.units import GIB, MIB
@@ -35,6 +35,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.setattr(hardware, "settled_gpus", lambda count: [])
     monkeypatch.setattr(hardware, "driver_trouble", str)
+    monkeypatch.setattr(hardware, "unseen_gpu", str)
     monkeypatch.setattr(hardware, "Path", lambda file: tmp_path / str(file).lstrip("/"))
     monkeypatch.setattr(hardware, "host_available_bytes", lambda: 64 * GIB)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
@@ -363,7 +364,7 @@ def test_a_name_that_is_nobodys() -> None:
         ("NVIDIA H100 80GB HBM3", 80, "h100"),
         ("NVIDIA H100 PCIe", 80, "h100-pcie"),  # of two rows that fit alike the longer pattern
         ("NVIDIA A40-48Q", 48, "a40"),  # a virtual one
-        ("NVIDIA GH200 480GB", 96, None),  # no H200
+        ("NVIDIA GH200 480GB", 96, "gh200"),  # no H200
         ("Voodoo 2", 1, None),
     ],
 )
@@ -375,7 +376,7 @@ def test_nvmls_names(name: str, gib: int, row: str | None) -> None:
 def test_of_one_name_the_nearest_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     row = dataclasses.replace(gpu_table()["rtx3080"], match="RTX 3080")
     rows = {f"{gib}gb": dataclasses.replace(row, name=f"{gib}gb", memory_gib=gib) for gib in (8, 20, 12)}
-    monkeypatch.setattr(hardware, "gpu_table", lambda: rows)
+    monkeypatch.setattr(cards, "gpu_table", lambda: rows)
     found = {gib: facts_for("NVIDIA GeForce RTX 3080", gib * GIB) for gib in (9, 12, 15, 17)}
     assert {gib: row.name for gib, row in found.items() if row} == {9: "8gb", 12: "12gb", 15: "12gb", 17: "20gb"}
 

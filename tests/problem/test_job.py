@@ -9,17 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import UserError
-from autotune.problem.job import (
-    MOST_LENGTHS,
-    Job,
-    Lora,
-    Script,
-    load_ds_config,
-    load_lengths,
-    longest_sequence,
-    parse_lora,
-)
+from autotune.problem.job import MOST_LENGTHS, Job, Lora, Script, load_lengths, longest_sequence, parse_lora
 from autotune.problem.models import ModelSpec
+from autotune.problem.own_config import load_ds_config
 from tests.conftest import make_job
 
 SCRIPT = Script(("train.py", "--x"), "/tmp", (("zero_stage", "--z"),), True, "ds.json", {"micro_batch": 2})
@@ -34,6 +26,7 @@ def test_a_job_survives_json() -> None:
         workload="a:b",
         lengths=((5, 2), (9, 1)),
         packed=True,
+        torch_alone=True,
         global_batch_size=8,
         base_config={"gradient_clipping": 1.0},
     )
@@ -48,7 +41,7 @@ def test_a_job_survives_json() -> None:
 
 
 def test_what_is_not_used_leaves_older_studies_alone() -> None:
-    unused = {"script", "lora", "attention", "compiled", "lengths", "workload", "packed"}
+    unused = {"script", "lora", "attention", "compiled", "lengths", "workload", "packed", "torch_alone"}
     assert unused.isdisjoint(make_job().to_json())
     assert {"global_batch_size", "base_config"} <= make_job().to_json().keys()
 

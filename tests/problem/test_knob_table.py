@@ -164,7 +164,12 @@ def test_settings_that_deepspeed_refuses_and_their_neighbours(setting: dict[str,
         ),
         (
             "offload_param",
-            {"values": "none, cpu, nvme", "read at": "stage 3", "in the config": ZERO + "offload_param.device"},
+            {
+                "values": "none, cpu, nvme",
+                "read at": "stage 3",
+                "needs": "memory of its own",
+                "in the config": ZERO + "offload_param.device",
+            },
         ),
         (
             ZERO + "mics_shard_size",

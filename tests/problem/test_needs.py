@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +56,32 @@ def around(hardware: Hardware = GPUS, *, lossy: bool = False, compiles: bool = F
 def test_of_job_and_machine(need: Callable[..., str], there: Circumstances, missing: Circumstances, said: str) -> None:
     assert need(True, there) == ""
     assert need(True, missing) == said
+
+
+def with_optimizer(kind: str, hardware: Hardware = GPUS, **profile: Any) -> Circumstances:
+    return around(hardware, script=Script(("train.py",), ".", profile={"optimizer": kind, **profile}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "none", "cpu"),
+    [
+        ("FusedAdam", True, False),
+        ("FusedLion", True, False),
+        ("FusedLAMB", True, False),
+        ("DeepSpeedCPUAdam", False, True),
+        ("DeepSpeedCPUAdagrad", False, True),
+        ("OnebitAdam", True, True),
+        ("", True, True),
+    ],
+)
+def test_an_optimizer_of_one_place_stays_there(kind: str, none: bool, cpu: bool) -> None:
+    there = with_optimizer(kind)
+    place, sharded = needs.place_of_its_optimizer, needs.sharded_for_its_optimizer
+    assert (not place("none", there), not place("cpu", there), not place("nvme", there)) == (none, cpu, cpu)
+    assert sharded(0, there) is not none
+    assert not sharded(1, there)
+    for free in (with_optimizer(kind, CPU), with_optimizer(kind, through_arguments=True), around()):
+        assert not any((place("none", free), place("cpu", free), sharded(0, free)))
 
 
 def test_nobody_makes_a_model_under_mics_init() -> None:
@@ -127,3 +154,19 @@ def test_circumstances_are_as_they_were_given() -> None:
     plain, both = around(), around(lossy=True, compiles=True)
     assert (plain.lossy, plain.compiles, both.lossy, both.compiles) == (False, False, True, True)
     assert plain.deepspeed >= (0, 16)
+
+
+def test_an_allocator_that_the_scripts_code_sets_is_its_own(tmp_path: Path) -> None:
+    """A training that is started with other settings would overwrite them."""
+    script = Script(("train.py",), str(tmp_path))
+    said = "is the script's own to set: its code sets PYTORCH_ALLOC_CONF"
+    for line, expected in (
+        ("os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True'", said),
+        ("os.environ.setdefault('PYTORCH_ALLOC_CONF', 'expandable_segments:True')", ""),
+        ("os.environ['NCCL_ALGO'] = 'Ring'", ""),
+    ):
+        (tmp_path / "train.py").write_text(f"import os\n{line}\n")
+        assert needs.own_allocator(True, around(script=script)) == expected
+    assert needs.own_allocator(True, around()) == ""
+    (tmp_path / "train.py").unlink()
+    assert needs.own_allocator(True, around(script=script)) == ""

@@ -1,5 +1,6 @@
 """A script's command line: what is taken, and how a candidate gets into it."""
 
+import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from autotune.errors import UserError
 from autotune.problem.argument_files import is_ds_config
 from autotune.problem.candidate import Candidate
+from autotune.problem.flag_words import with_flag
 from autotune.problem.job import Script
 from autotune.problem.script import (
     FLAGS,
@@ -20,7 +22,6 @@ from autotune.problem.script import (
     settings,
     training_command,
     with_configs,
-    with_flag,
 )
 from autotune.problem.typed import make_script
 from tests.conftest import make_candidate
@@ -173,7 +174,8 @@ def test_settings_are_the_knobs_that_a_flag_is_known_for() -> None:
     [
         (["a.py"], "--bs", ["a.py", "--bs", "4"]),
         (["a.py", "--bs", "8", "x"], "--bs", ["a.py", "--bs", "4", "x"]),
-        (["a.py", "--bs=8", "--bs=9"], "--bs", ["a.py", "--bs=4", "--bs=9"]),
+        (["a.py", "--bs=8", "--bs=9"], "--bs", ["a.py", "--bs=4", "--bs=4"]),
+        (["a.py", "--bs", "8", "--lr", "1", "--bs=9"], "--bs", ["a.py", "--bs", "4", "--lr", "1", "--bs=4"]),
         (["a.py", "--bs", "--other"], "--bs", ["a.py", "--bs=4", "--other"]),
         (["a.py", "--bs"], "--bs", ["a.py", "--bs=4"]),
         (["a.py", "--bs", "-1"], "--bs", ["a.py", "--bs", "4"]),
@@ -183,12 +185,24 @@ def test_settings_are_the_knobs_that_a_flag_is_known_for() -> None:
         (["a.py", "data.bs=8=9", "x"], "data.bs", ["a.py", "data.bs=4", "x"]),
         (["a.py", "++data.bs=8"], "data.bs", ["a.py", "++data.bs=4"]),
         (["a.py", "data.bs", "bs=8"], "data.bs", ["a.py", "data.bs", "bs=8", "data.bs=4"]),
+        (["a.py", "data.bs=8", "x", "+data.bs=9"], "data.bs", ["a.py", "data.bs=4", "x", "+data.bs=4"]),
     ],
 )
 def test_a_flag_is_set_where_it_stands(argv: list[str], flag: str, expected: list[str]) -> None:
     before = list(argv)
     assert with_flag(argv, flag, 4) == expected
     assert argv == before, "the list given is not changed"
+
+
+def test_a_flag_given_twice_says_one_thing(folder: Path) -> None:
+    """A parser takes the last."""
+    flag = "--per_device_train_batch_size"
+    script = make_script(["train.py", flag, "8", "--lr", "1", flag, "4"], [])
+    parser = argparse.ArgumentParser()
+    parser.add_argument(flag, type=int)
+    parser.add_argument("--lr", type=float)
+    words = command(script, make_candidate(0, 2, 2), "best.json")[1:]
+    assert vars(parser.parse_args(words)) == {"per_device_train_batch_size": 2, "lr": 1.0}
 
 
 def test_a_name_without_dashes_reaches_the_command(folder: Path) -> None:
@@ -305,6 +319,16 @@ def test_what_is_a_deepspeed_config(tmp_path: Path, name: str, text: str | None,
     assert is_ds_config(tmp_path / name) is expected
 
 
+def test_a_file_of_data_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look of every rank would parse it."""
+    data = tmp_path / "data.json"
+    data.write_text(json.dumps({"train_batch_size": 8, "data": "x" * 1000}))
+    assert is_ds_config(data)
+    data.write_text(json.dumps({"train_batch_size": 8, "data": "x" * (1 << 20)}))
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: pytest.fail("it was read"))
+    assert not is_ds_config(data)
+
+
 def test_a_config_as_a_candidate() -> None:
     config = {
         "train_micro_batch_size_per_gpu": "auto",
@@ -331,6 +355,12 @@ def test_a_config_as_a_candidate() -> None:
         (["--lr", "1", "--gc"], False, ["--lr", "1"]),
         (["--gc", "False", "x"], True, ["--gc", "True", "x"]),
         (["--gc=False"], True, ["--gc=True"]),
+        (["--gc", "--lr", "1", "--gc"], False, ["--lr", "1"]),
+        (["--gc", "on", "x"], False, ["--gc", "off", "x"]),
+        (["--gc=Disabled"], True, ["--gc=Enabled"]),
+        (["--gc", "0"], True, ["--gc", "1"]),
+        (["--gc", "yes"], True, ["--gc", "yes"]),
+        (["--gc=2"], True, ["--gc=True"]),
     ],
 )
 def test_a_switch_takes_no_value(words: list[str], value: bool, expected: list[str]) -> None:

@@ -218,6 +218,34 @@ def test_arguments_and_loaders_are_believed_where_they_fit(
 
 
 @pytest.mark.parametrize(
+    ("facts", "said", "batch", "counted"),
+    [
+        ({"micros": 3, "packed_tokens": 500.0}, {}, (4, 3), Counted("tokens", 125.0, 1.0)),
+        ({"micros": 3, "packed_tokens": 500.0}, {MICRO: [4], STEPS: [1]}, (4, 3), Counted("tokens", 125.0, 1.0)),
+        ({"micros": 6, "packed_tokens": 500.0}, {STEPS: [6]}, (4, 6), Counted("tokens", 125.0, 1.0)),
+        ({"micros": 6, "packed_tokens": 500.0}, {}, (4, 3), Counted("tokens", 125.0, 2.0)),
+        ({"micros": 3, "packed_tokens": 500.0}, {MICRO: [8]}, (4, 3), Counted("", 1, 1.0)),  # which of them is not seen
+        ({"micros": 3, "packed_tokens": 0.0}, {}, (4, 3), Counted("", 1, 1.0)),
+        # a row that is no more than one sample, with positions that begin anew in its padding
+        ({"micro_batch": 1, "micros": 3, "packed_tokens": 0.0}, {}, (1, 3), Counted("rows", 1, 1.0)),
+        ({"micro_batch": 1, "micros": 3, "packed_tokens": 500.0}, {}, (1, 3), Counted("tokens", 500.0, 1.0)),
+    ],
+)
+def test_how_many_rows_are_packed_end_to_end_is_what_is_said(
+    facts: dict, said: dict, batch: tuple[int, int], counted: Counted
+) -> None:
+    seen = batch_seen({"micro_batch": 4, "accumulation": 3, "rows": 3, "sequences": 24, "said": said, **facts})
+    assert (seen["micro_batch"], seen["accumulation"]) == batch
+    assert Counted.of(seen) == counted
+    assert ("packed end to end" in seen.get("uncounted", "")) is not bool(counted.unit)
+
+
+def test_which_tensor_was_counted_is_kept() -> None:
+    facts = {"micro_batch": 4, "accumulation": 2, "micros": 2, "rows": 8, "sequences": 8, "counted_by": "images"}
+    assert batch_seen(facts)["counted_by"] == batch_held(facts)["counted_by"] == "images"
+
+
+@pytest.mark.parametrize(
     ("facts", "batch"),
     [
         ({"micros": 2, "rows": 2, "sequences": 2}, (4, 2)),  # one row a forward: not its batch
@@ -290,3 +318,12 @@ def test_a_first_run_without_a_config_is_what_the_text_speaks_of(
     found = first_candidates(Script(("train.py",), str(tmp_path)))
     assert found[0] == Candidate(())
     assert ("CPUAdamBuilder" in needed_ops(found, make_job(base_config=ADAM), "cuda")) is offloads
+
+
+def test_a_script_that_offloads_by_an_old_name_is_told_as_one_that_offloads() -> None:
+    given = script(config={**PROFILE["config"], "zero_optimization": {"stage": 2, "cpu_offload": True}})
+    assert own_candidate(given).offload_optimizer == "cpu"
+    assert job_of(given, HARDWARE, None).base_config["zero_optimization"] == {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu"},
+    }

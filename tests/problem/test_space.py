@@ -137,8 +137,8 @@ def test_a_global_batch_that_nothing_meets() -> None:
     with pytest.raises(UserError) as caught:
         space.candidates(make_job(global_batch_size=22))
     assert str(caught.value) == (
-        "--global-batch-size 22 over 2 ranks cannot be made from the micro-batches of space 'mine' (4 to 8): "
-        "change the batch or the space"
+        "a global batch of 22 over 2 ranks cannot be made from the micro-batches of space 'mine' (4 to 8): "
+        "change the batch (--global-batch-size) or the space"
     )
 
 

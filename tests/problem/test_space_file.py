@@ -114,6 +114,34 @@ def test_default_holds_every_knob_that_was_promised() -> None:
             "knobs:\n  reduce_bucket_size:\n    from: 1\n    to: 9\n    step: 0\n",
             ":5: reduce_bucket_size.step: expected a number above 0, found 0",
         ),
+        *(
+            (
+                f"knobs:\n  reduce_bucket_size: {{from: 1, to: 9, step: {step}}}\n",
+                f":2: reduce_bucket_size.step: expected a number above 0, found {found}",
+            )
+            for step, found in ((".nan", "nan"), (".inf", "inf"), ("-.inf", "-inf"), ("'2'", "'2'"))
+        ),
+        (
+            "knobs:\n  reduce_bucket_size: {from: -.inf, to: 9}\n",
+            ":2: reduce_bucket_size: the range is upside down: from -inf to 9",
+        ),
+        (
+            "knobs:\n  gradient_clipping: [.nan]\n",
+            ":2: gradient_clipping: expected a number, a word or true/false, found nan",
+        ),
+        *(
+            (
+                f"knobs:\n  zero_stage: [0, 2]\n  overlap_comm: {{values: [true], when: {{zero_stage: {raw}}}}}\n",
+                f":3: overlap_comm.when.zero_stage: {said}",
+            )
+            for raw, said in (
+                ("[[2]]", "expected a whole number, found [2]"),
+                ("{a: 1}", "expected a whole number, found {'a': 1}"),
+                ("two", "expected a whole number, found 'two'"),
+                ("9", "9 is out of range: expected 0 to 3"),
+                ("true", "expected a whole number, found True"),
+            )
+        ),
         (
             "knobs:\n  reduce_bucket_size: {from: 1, to: 9, step: true}\n",
             ":2: reduce_bucket_size.step: expected a number above 0, found True",
@@ -323,6 +351,22 @@ knobs:
     assert space.knobs["overlap_comm"].when == (("zero_stage", (2, 3)),)
     assert space.knobs["sub_group_size"].when == (("zero_stage", (3,)),)
     assert space.knobs["zero_stage"].when == ()
+
+
+@pytest.mark.parametrize(
+    ("knob", "values", "written", "meant"),
+    [
+        ("reduce_bucket_size", "[5e8, 5e7]", "5e8", 500_000_000),
+        ("reduce_bucket_size", "[500000000, 5e7]", "[5.0e+8]", 500_000_000),
+        ("zero_stage", "[1, 2]", "2.0", 2),
+        ("offload_optimizer", "[null, cpu]", "null", "none"),
+        ("lora", "[none, 16]", "16", "r=16"),
+    ],
+)
+def test_conditions_are_written_as_values_are(knob: str, values: str, written: str, meant: object) -> None:
+    text = f"knobs:\n  zero_stage: [3]\n  {knob}: {values}\n  overlap_comm: {{values: [true], when: {{{knob}: {written}}}}}\n"
+    space = parse_space(text.replace("  zero_stage: [3]\n", "") if knob == "zero_stage" else text)
+    assert space.knobs["overlap_comm"].when == ((knob, (meant,)),)
 
 
 def test_any_deepspeed_key_may_be_fixed_or_tuned() -> None:

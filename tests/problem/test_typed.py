@@ -160,6 +160,22 @@ def test_variables_of_the_command(folder: Path) -> None:
     assert found.script.environment == (("CUDA_VISIBLE_DEVICES", "5"), ("A", "1"))
 
 
+def test_variables_that_the_scripts_code_sets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over those in front of it, as when it runs."""
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    (folder / "train.py").write_text(
+        "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '1'\nos.environ.setdefault('HF_HOME', '/own')\n"
+        "os.environ.setdefault('HF_ENDPOINT', 'https://a')\nos.environ.setdefault('NCCL_ALGO', 'Ring')\n"
+    )
+    found = read_command(["NCCL_ALGO=Tree", "deepspeed", "--include", "localhost:2,3", "train.py"], [])
+    assert found.own == {"CUDA_VISIBLE_DEVICES": "1", "HF_ENDPOINT": "https://a"}
+    assert found.variables == {"NCCL_ALGO": "Tree", **found.own}
+    assert found.script.environment == (("NCCL_ALGO", "Tree"),), (
+        "the printed command needs no other: the script sets them"
+    )
+    assert read_command(["-m", "json.tool"], []).own == {}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -433,6 +449,20 @@ def test_a_trial_of_json_arguments_that_starts_again_reads_its_new_copy(folder: 
     joined = make_script(["train.py", "--config=x.json"], [])
     write_trial_files(make_job(script=joined), WINNER, folder / "joined", quiet=True)
     assert with_copies(joined, folder / "joined")[1].startswith(f"--config={folder / 'joined'}/")
+
+
+def test_what_was_taken_out_of_a_files_config_stays_out(folder: Path) -> None:
+    config = {"zero_optimization": {"stage": 1}, "steps_per_print": 9}
+    (folder / "x.json").write_text(json.dumps({"per_device_train_batch_size": 2, "deepspeed": config}))
+    first = {**config, "scheduler": {"type": "WarmupLR"}, "steps_per_print": 3}
+    script = dataclasses.replace(make_script(["train.py", "x.json"], []), profile={"config": first})
+    job = make_job(script=script, base_config={**first, "zero_allow_untested_optimizer": True})
+    write_trial_files(job, WINNER, folder / "home", quiet=False)
+    (copy,) = (folder / "home").rglob("x.json")
+    merged = json.loads(Path(json.loads(copy.read_text())["deepspeed"]).read_text())
+    assert "scheduler" not in merged
+    assert (merged["steps_per_print"], merged["zero_allow_untested_optimizer"]) == (9, True)
+    assert merged["zero_optimization"]["stage"] == 2
 
 
 def test_a_training_writes_where_it_was_told(folder: Path) -> None:

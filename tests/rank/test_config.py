@@ -25,6 +25,17 @@ def test_autos_and_trackers_go_and_an_optimizer_comes() -> None:
     assert plain["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
 
 
+@pytest.mark.parametrize(
+    ("own", "power"),
+    [({}, 8), ({"initial_scale_power": 32}, 8), ({"initial_scale_power": 4}, 4), ({"loss_scale": 128}, None)],
+)
+def test_random_weights_begin_at_a_scale_that_they_bear(own: dict[str, int], power: int | None) -> None:
+    job = make_job(precision="fp16", base_config={"fp16": own})
+    assert trial_config(make_candidate(2), job)["fp16"].get("initial_scale_power") == power
+    exported = make_candidate(2).ds_config(job)["fp16"]
+    assert exported == {**own, "enabled": True}, "the training keeps its own"
+
+
 @pytest.mark.parametrize("name", ["adamw", "adam", "fused_adam", "lion", "sgd", "adagrad"])
 def test_every_optimizer_has_a_section(name: str) -> None:
     section = optimizer_section(make_job(optimizer=name), make_candidate(2, offload_optimizer="cpu"))

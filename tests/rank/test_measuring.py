@@ -82,14 +82,13 @@ def test_loading_is_a_phase_and_what_it_took_is_told() -> None:
         loaded.append(folder)
         return (None if folder == "empty" else folder), {}
 
-    engine = SimpleNamespace(load_checkpoint=load_checkpoint)
     fresh: Any = Asked()
-    measuring.load(fresh, engine)
+    measuring.load(fresh, load_checkpoint)
     assert (fresh.sent, fresh.phase) == ([], Phase.STEP), "nothing to load"
     resumed: Any = Asked(resume="folder")
-    measuring.load(resumed, engine)
+    measuring.load(resumed, load_checkpoint)
     assert resumed.sent == [{"type": "loaded", "data_bytes": 1}]
     assert resumed.phase is Phase.LOAD
     with pytest.raises(RuntimeError, match="nothing to load"):
-        measuring.load(Asked(resume="empty"), engine)  # type: ignore[arg-type]
+        measuring.load(Asked(resume="empty"), load_checkpoint)  # type: ignore[arg-type]
     assert loaded == ["folder", "empty"]

@@ -6,12 +6,15 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from autotune.rank.config import trial_config
-from autotune.rank.model import lowest
+from autotune.rank.model import ModelRank, lowest
+from autotune.rank.overflow import MOST_SKIPPED, Overflows
+from autotune.rank.timing import Request
 from tests.conftest import make_candidate, make_job
 from tests.rank.conftest import Parent, Rank, make_spec
 
@@ -158,3 +161,27 @@ def test_a_bucket_that_a_thread_kept_for_a_moment_is_no_part_of_a_steps_memory()
     steps = [{"backward": 9, "step": 13, "rest": 4}, {"backward": 10, "step": 8, "rest": 5}]
     assert lowest(steps) == {"backward": 9, "step": 8, "rest": 4}
     assert lowest([]) == {}
+
+
+def rank_that_skips(steps: int) -> ModelRank:
+    """A rank whose engine skips so many steps; each step takes a second more than the one before."""
+    rank, seconds = ModelRank.__new__(ModelRank), iter(range(1, 1000))
+    rank.engine = SimpleNamespace(skipped_steps=0)
+    rank.overflows, rank.live_steps = Overflows(rank.engine), [{"step": 7}]
+
+    def step(batches: Any, request: Request) -> list[float]:
+        second = next(seconds)
+        rank.engine.skipped_steps += second <= steps
+        rank.live_steps.append({"step": second})
+        return [float(second)]
+
+    rank._step = step  # type: ignore[method-assign]
+    return rank
+
+
+def test_a_step_that_deepspeed_skips_is_none() -> None:
+    request, rank = Request(1, 1, 1, 1, 0.0, 1.0), rank_that_skips(3)
+    assert rank._whole_step(iter(()), request) == [4.0]
+    assert rank.live_steps == [{"step": 7}, {"step": 4}], "what a skipped step held is no step's memory"
+    with pytest.raises(RuntimeError, match="skipped 40 steps in a row"):
+        rank_that_skips(MOST_SKIPPED)._whole_step(iter(()), request)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -166,3 +168,21 @@ def test_what_a_cpu_rank_counts() -> None:
     assert MIB < counted["reserved_bytes"] < 2**40
     assert set(numbers.collect("cpu")) == {"host_available_bytes", "reserved_bytes"}
     assert set(numbers.collect("tpu")) == {"host_available_bytes"}
+
+
+def test_a_disk_that_is_full_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, full = os.statvfs, {"f_bavail": 100, "f_frsize": 4096, "f_files": 10, "f_favail": 5}
+    (tmp_path / "out").mkdir()
+
+    def statvfs(folder: str) -> object:
+        return SimpleNamespace(**full) if folder.endswith("out") else real(folder)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    folders = [str(tmp_path / "nowhere"), str(tmp_path), str(tmp_path / "out")]
+    assert numbers.full_disk(folders) == str(tmp_path / "out")
+    full["f_bavail"] = 10**6
+    assert numbers.full_disk(folders) == ""
+    full["f_favail"] = 0
+    assert numbers.full_disk(folders) == str(tmp_path / "out")
+    full["f_files"] = 0  # as btrfs says, which has no such limit
+    assert numbers.full_disk(folders) == ""

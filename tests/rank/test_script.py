@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,20 @@ import torch
 from autotune.errors import Cause, Unusable
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Script
-from autotune.rank.script import WARMUP_STEPS, SavedTensors
-from autotune.rank.trained import Batch, check_batch, check_beside, check_steady, usual
+from autotune.rank.recurring import pace_of
+from autotune.rank.saved_tensors import SavedTensors
+from autotune.rank.script import WARMUP_STEPS
+from autotune.rank.timing import LONGER
+from autotune.rank.trained import (
+    Batch,
+    check_batch,
+    check_beside,
+    check_steady,
+    check_tokens,
+    own_steps,
+    usual,
+    usual_step,
+)
 from tests.conftest import make_candidate, make_job
 from tests.rank.conftest import Parent, Rank, make_spec
 
@@ -59,7 +72,7 @@ def test_a_life_from_hello_to_bye(parent: Parent, tmp_path: Path, candidate: Can
     assert told[-1]["trained"] == [64 * 16, 16, 1]
     rank.channel.send("measure", **REQUEST)
     measured = rank.wait_for("measured")
-    assert len(measured["step_seconds"]) == 3
+    assert 3 <= len(measured["step_seconds"]) <= LONGER * 3
     assert measured["warmup_steps"] == WARMUP_STEPS
     rows = micro_batch * accumulation
     assert measured["tokens"] == 8 * rows
@@ -73,7 +86,61 @@ def test_a_life_from_hello_to_bye(parent: Parent, tmp_path: Path, candidate: Can
     rank.channel.send("stop")
     rank.wait_for("bye")
     assert rank.exit_status() == 0
-    assert max(message["steps"] for message in rank.heard if message["type"] == "progress") <= WARMUP_STEPS + 3
+    assert max(message["steps"] for message in rank.heard if message["type"] == "progress") <= WARMUP_STEPS + LONGER * 3
+
+
+def test_a_file_of_the_users_is_neither_written_through_a_link_nor_overwritten(parent: Parent, tmp_path: Path) -> None:
+    text = """
+        import os
+        open("log.txt", "w").close()
+        open(os.path.abspath(__file__ + "/../log.txt"), "w")
+        """
+    (tmp_path / "train.py").write_text(textwrap.dedent(text))
+    (tmp_path / "log.txt").write_text("old")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (scratch / "log.txt").symlink_to(tmp_path / "log.txt")
+    job = replace(make_job(1), script=Script(("train.py",), str(tmp_path)))
+    (rank,) = parent.start("autotune.rank.script", make_spec(tmp_path, job, candidate={}, scratch=str(scratch)))
+    with pytest.raises(AssertionError):
+        rank.wait_for("bye")
+    error = rank.heard[-1]
+    assert error["cause"] == Cause.SCRIPT
+    assert f"train.py would overwrite or remove {tmp_path / 'log.txt'}, which is yours" in error["text"]
+    assert (tmp_path / "log.txt").read_text() == "old"
+    assert (scratch / "log.txt").read_text() == ""
+
+
+OWN_OPTIMIZER = """
+    import sys, torch, deepspeed
+    class FusedAdam(torch.optim.AdamW):
+        __module__ = "deepspeed.ops.adam.fused_adam"
+    class Mine(FusedAdam):
+        pass
+    net = torch.nn.Linear(4, 1)
+    engine, *_ = deepspeed.initialize(model=net, optimizer={optimizer}, config=sys.argv[1])
+    while True:
+        engine.backward(engine(torch.ones(2, 4)).mean())
+        engine.step()
+    """
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "told"),
+    [
+        ("Mine(net.parameters())", ["FusedAdam", "FusedAdam"]),
+        ("lambda parameters: Mine(parameters)", [None, "FusedAdam"]),  # not made yet
+        ("torch.optim.AdamW(net.parameters())", [None, ""]),
+    ],
+)
+def test_the_class_of_the_scripts_own_optimizer_is_told_before_memory_can_run_out(
+    parent: Parent, tmp_path: Path, optimizer: str, told: list[str | None]
+) -> None:
+    rank = start(parent, tmp_path, OWN_OPTIMIZER.format(optimizer=optimizer))
+    rank.wait_for("phase", phase="ready")
+    assert [message.get("optimizer") for message in rank.heard if message["type"] == "facts"] == told
+    rank.channel.send("stop")
+    rank.wait_for("bye")
 
 
 def test_a_rank_that_is_stopped_before_it_measures(parent: Parent, tmp_path: Path) -> None:
@@ -202,15 +269,15 @@ def test_what_the_engine_raises_is_why(parent: Parent, tmp_path: Path, way: str)
 
 def test_a_failure_that_the_script_gets_over_is_none(parent: Parent, tmp_path: Path) -> None:
     text = """
-        for place in range(40):
+        for place in range(80):
             try:
-                engine(torch.ones(2, 5)) if place % 4 == 0 else step()
+                engine(torch.ones(2, 5)) if place % 2 == 0 else step()
             except RuntimeError:
                 step()
         """
     rank = start(parent, tmp_path, textwrap.dedent(BEGINNING) + textwrap.dedent(text))
     rank.channel.send("measure", **REQUEST)
-    assert len(rank.wait_for("measured")["step_seconds"]) == 3
+    assert len(rank.wait_for("measured")["step_seconds"]) >= 3
     rank.channel.send("stop")
     rank.wait_for("bye")
 
@@ -385,6 +452,102 @@ def test_a_script_whose_batch_changes(rows: list[int], steady: bool) -> None:
         check_steady(rows)
 
 
+def packed(*tokens: int, sequences: tuple[int, ...] = (9, 7, 11, 8, 12)) -> list[Batch]:
+    """Steps of two forwards, each of one row."""
+    return [Batch(2, 2, many, one, packed=2) for one, many in zip(tokens, sequences[: len(tokens)], strict=True)]
+
+
+def test_rows_that_are_packed_end_to_end_are_known_by_their_tokens() -> None:
+    found = own_steps(packed(1000, 980, 1010, 990), 4, 2, fed=False)
+    assert found["packed_tokens"] == pytest.approx(497.5)
+    assert (found["micros"], found["rows"]) == (2, 2)
+    assert own_steps(packed(1000, 200, 1900, 700), 4, 2, fed=False)["packed_tokens"] == 0, "not full"
+    steady = packed(1000, 900, 950, sequences=(8, 8, 8))
+    assert own_steps(steady, 4, 2, fed=False) == usual_step(steady), "as many sequences each: these are counted"
+    one_unpacked = [*packed(1000, 980, 1010), Batch(2, 2, 9, 990, packed=1)]
+    assert "packed_tokens" not in own_steps(one_unpacked, 4, 2, fed=False)
+
+
+PACKED = {"micro_batch": 4, "accumulation": 2, "counted": "tokens", "rows_per_sample": 125.0}
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens", "fits"),
+    [
+        ((4, 2), (1000, 960), True),
+        ((2, 2), (500, 520), True),
+        ((2, 2), (1000, 960), False),  # the own, whatever it is told
+        ((8, 2), (1000, 960), False),
+        ((5, 2), (1000, 1000), False),
+        ((11, 2), (2500, 2500), False),  # of ten: within a tenth, and nearer to another
+        ((11, 2), (2700, 2740), True),
+        ((3, 2), (660, 660), False),
+    ],
+)
+def test_tokens_are_those_of_as_many_rows_as_asked_for(
+    asked: tuple[int, int], tokens: tuple[int, ...], fits: bool
+) -> None:
+    steps, candidate = packed(*tokens), make_candidate(1, *asked)
+    assert [check_batch(step, candidate, PACKED) for step in steps] == ["", ""]
+    with nullcontext() if fits else pytest.raises(Unusable, match="tokens a micro-batch where about") as caught:
+        check_tokens(steps, candidate, PACKED)
+    assert fits or caught.value.cause is Cause.BATCH
+    check_tokens([replace(step, packed=1) for step in steps], candidate, PACKED)  # by rows, as these are
+    check_tokens(steps, candidate, {**PACKED, "batch_note": "it has its own"})
+    check_tokens(steps, candidate, {**PACKED, "counted": "rows"})
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        (Batch(2, 8, 20, 1000), ""),  # packed, in as many rows
+        (Batch(1, 1, 5, 500, packed=1), "accumulated 1 micro-batches where 2"),  # an epoch's last
+        (Batch(3, 3, 12, 1000, packed=3), None),
+        (Batch(2, 3, 12, 1000, packed=1), None),
+        (Batch(2, 4, 12, 1000), None),
+    ],
+)
+def test_rows_that_should_be_packed_end_to_end(batch: Batch, says: str | None) -> None:
+    if says is None:
+        with pytest.raises(Unusable, match=r"where .* were asked for"):
+            check_batch(batch, make_candidate(1, 4, 2), PACKED)
+    else:
+        found = check_batch(batch, make_candidate(1, 4, 2), PACKED)
+        assert says in found
+        assert bool(says) == bool(found)
+
+
+def varying(**rows: tuple[int, ...]) -> list[Batch]:
+    """Steps of two forwards whose texts differ in number, and rows of other tensors."""
+    return [
+        Batch(
+            2,
+            texts,
+            texts,
+            100,
+            rows_by_name=Counter({"input_ids": texts, **{name: of[at] for name, of in rows.items()}}),
+        )
+        for at, texts in enumerate((9, 12, 8, 11))
+    ]
+
+
+def test_where_rows_differ_a_tensor_that_has_as_many_is_counted() -> None:
+    steps = varying(offsets=(9, 9, 9, 9), pairs=(16, 16, 16, 16), images=(8, 8, 8, 8), masks=(8, 4, 16, 8))
+    found = own_steps(steps, 4, 2, fed=False)
+    assert (found["counted_by"], found["rows"], found["sequences"]) == ("images", 8, 8)
+    for other in ({"offsets": (9, 9, 9, 9)}, {"images": (8, 8, 8, 0)}, {}):
+        with pytest.raises(Unusable, match="changes from step to step"):
+            own_steps(varying(**{"masks": (8, 4, 16, 8), **other}), 4, 1, fed=False)
+    last = varying(images=(8, 8, 8, 4))
+    assert own_steps(last, 4, 2, fed=False)["counted_by"] == "images"
+
+
+def test_where_nothing_has_as_many_deepspeeds_own_loader_does() -> None:
+    found = own_steps(varying(), 4, 2, fed=True)
+    assert (found["rows"], found["sequences"], found["micros"]) == (0, 0, 2)
+    assert "change from step to step" in found["uncounted"]
+
+
 def test_what_a_forward_keeps_is_counted_once_and_without_parameters() -> None:
     net = torch.nn.Linear(16, 4, bias=False)
     engine: Any = SimpleNamespace(module=net)
@@ -397,3 +560,69 @@ def test_what_a_forward_keeps_is_counted_once_and_without_parameters() -> None:
     net(torch.ones(8, 16, requires_grad=True))
     assert saved.bytes == 8 * 16 * 4, "nothing after it is closed"
     saved.close()
+
+
+EVERY_FOURTH = """
+    import sys, time, torch, deepspeed
+    net = torch.nn.Linear(16, 1)
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=sys.argv[1])
+    for at in range(400):
+        if at % 8 == 0:  # every fourth step of two micro-batches
+            time.sleep(0.3)
+        engine.backward(engine(torch.ones(engine.train_micro_batch_size_per_gpu(), 16)).mean())
+        engine.step()
+    """
+
+
+def test_work_that_recurs_is_measured_as_often_as_it_does(parent: Parent, tmp_path: Path) -> None:
+    rank = start(parent, tmp_path, EVERY_FOURTH)
+    rank.wait_for("phase", phase="ready")
+    rank.channel.send("measure", **{**REQUEST, "max_steps": 30})
+    seconds = rank.wait_for("measured")["step_seconds"]
+    assert sum(one > 0.3 for one in seconds) >= 3, "two whole periods"
+    assert pace_of(seconds).seconds >= 0.3 / 4
+
+
+OVERFLOWS = """
+    import sys, torch, deepspeed
+    net = torch.nn.Linear(16, 1)
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=sys.argv[1])
+    for _ in range(400):
+        rows = torch.ones(engine.train_micro_batch_size_per_gpu(), 16, device=engine.device).half()
+        engine.backward(engine(rows).float().mean() * {times})
+        engine.step()
+        open("skipped.txt", "a").write(str(engine.skipped_steps) + "\\n")
+    """
+
+
+def fp16(parent: Parent, folder: Path, monkeypatch: pytest.MonkeyPatch, times: str) -> Rank:
+    scaled = {"enabled": True, "initial_scale_power": 24, "hysteresis": 2}
+    monkeypatch.setitem(CONFIG, "gradient_accumulation_steps", 1)
+    monkeypatch.setitem(CONFIG, "zero_optimization", {"stage": 1})
+    monkeypatch.setitem(CONFIG, "fp16", {**scaled, **({"loss_scale": 2**24} if times == "1e9" else {})})
+    rank = start(parent, folder, OVERFLOWS.format(times=times))
+    rank.wait_for("phase", phase="ready")
+    rank.channel.send("measure", **REQUEST)
+    return rank
+
+
+def test_steps_that_deepspeed_skips_are_neither_warm_up_nor_measured(
+    parent: Parent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = fp16(parent, tmp_path, monkeypatch, "1e3")
+    measured = rank.wait_for("measured")
+    rank.channel.send("stop")
+    rank.wait_for("bye")
+    counts = [int(line) for line in (tmp_path / "skipped.txt").read_text().split()]
+    assert max(counts) > 2 * WARMUP_STEPS
+    counted = WARMUP_STEPS + len(measured["step_seconds"])
+    assert len(counts) - max(counts) == counted - 1, "all but the last, in which the rank has answered"
+    assert counts[0] == 1, "it began with those that were skipped"
+
+
+def test_a_script_all_of_whose_steps_are_skipped_says_nothing(
+    parent: Parent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = fp16(parent, tmp_path, monkeypatch, "1e9")
+    assert rank.exit_status() == 13
+    assert "DeepSpeed skipped 40 steps in a row, since gradients overflow in fp16" in rank.heard[-1]["text"]

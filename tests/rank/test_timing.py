@@ -11,6 +11,7 @@ from autotune.rank.timing import (
     enough,
     extrapolate,
     micro_seconds,
+    settled,
     stretch,
     warmed_up,
 )
@@ -104,3 +105,44 @@ def test_medians_of_parts() -> None:
     assert micro_seconds(steps) == 1.2
     assert boundary_seconds(steps) == 3.0
     assert micro_seconds([[2.0], [4.0]]) == 3.0
+
+
+FIRST = [5.0, 1.0]  # of a warm-up: an engine's first step takes long, whatever recurs
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "steps", "done"),
+    [
+        (10.0, [1.0] * 5, False),  # what the first did may come again
+        (12.0, [1.0] * 12, True),
+        (26.0, [1.0] * 5, True),  # a quarter of the longest measurement
+        (30.0, [*[1.0] * 11, 9.0], False),  # it came: once
+        (45.0, [*[1.0] * 11, 9.0, *[1.0] * 13], True),  # and not again when it would have
+        (60.0, [1.0, 1.0, 9.0, 1.0, 1.0, 9.0], False),  # one whole period
+        (90.0, [1.0, 1.0, 9.0, 1.0, 1.0, 9.0, 1.0, 1.0, 9.0], True),
+        (150.0, [*[1.0] * 11, 9.0], False),  # longer than usual
+        (201.0, [*[1.0] * 11, 9.0], True),  # but not for ever
+        (60.0, [*[1.0] * 60, 99.0, *[1.0] * 38], False),
+        (60.0, [*[1.0] * 61, 99.0, *[1.0] * 38], True),
+    ],
+)
+def test_steps_are_measured_until_it_is_known_whether_work_recurs(
+    elapsed: float, steps: list[float], done: bool
+) -> None:
+    assert settled(REQUEST, elapsed, steps, FIRST) is done
+
+
+def test_where_the_first_step_was_like_the_others_nothing_is_waited_for() -> None:
+    assert settled(REQUEST, 10.0, [1.0] * 5, [1.0, 1.0])
+
+
+def test_a_measurement_that_grows_longer_still_leaves_a_trial_its_end() -> None:
+    lone = [*[1.0] * 11, 9.0]
+    assert not settled(REQUEST, 150.0, lone, FIRST)
+    assert settled(replace(REQUEST, most_seconds=120.0), 150.0, lone, FIRST)
+
+
+def test_a_mean_that_stays_vague_is_measured_up_to_the_usual_limits() -> None:
+    uneven = [1.0, 5.0, 1.0, 1.0, 1.0, 2.0, 1.0, 9.0, 3.0, 1.0]
+    assert not settled(REQUEST, 50.0, uneven, FIRST)
+    assert settled(REQUEST, 101.0, uneven, FIRST)

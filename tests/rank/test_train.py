@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import textwrap
 import threading
 import types
@@ -10,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from autotune.linux import NOTICES, catches
 from autotune.problem.job import Script
-from autotune.rank.train import TrainRank, checkpoints, newest_checkpoint
-from tests.conftest import make_candidate, make_job
+from autotune.rank.train import TrainRank
+from tests.conftest import make_candidate, make_job, wait_until
 from tests.rank.conftest import Parent, Rank, make_spec
 from tests.rank.test_script import CONFIG, LOOP
+from tests.rank.test_trainer_checkpoints import checkpoint, own_part
 
 
 def start(parent: Parent, folder: Path, text: str, *, cold: bool = False) -> Rank:
@@ -24,7 +27,7 @@ def start(parent: Parent, folder: Path, text: str, *, cold: bool = False) -> Ran
     (folder / "ds.json").write_text(json.dumps(CONFIG))
     job = replace(make_job(1), script=Script((str(script), str(folder / "ds.json")), str(folder)))
     knobs = make_candidate(1, 4, 1).as_dict
-    spec = make_spec(folder, job, candidate=knobs, folder=str(own), earlier={}, convert=False)
+    spec = make_spec(folder, job, candidate=knobs, folder=str(own), earlier={}, bad=[], convert=False)
     (rank,) = parent.start("autotune.rank.train", spec, cold=cold)
     return rank
 
@@ -105,68 +108,146 @@ def test_a_loaded_checkpoint_is_told(parent: Parent, tmp_path: Path) -> None:
     rank.exit_status()
 
 
-# -- the newest checkpoint of Trainer's ------------------------------------------------------------------------------
+@pytest.mark.parametrize("damaged", ["latest", "both"])
+def test_a_damaged_checkpoint_gives_way_to_an_older_one(parent: Parent, tmp_path: Path, damaged: str) -> None:
+    """As a rank leaves it that is killed in the midst of a save, on a machine that loses its power."""
+    out, steps = tmp_path / "out", LOOP.format(steps=2)
+    text = steps + f"engine.save_checkpoint({str(out)!r}, tag='older')\n    "
+    text += f"engine.save_checkpoint({str(out)!r}, tag='newer')\n"
+    start(parent, tmp_path, text).exit_status()
+    for tag in ("newer",) if damaged == "latest" else ("older", "newer"):
+        for file in (out / tag).glob("*_states.pt"):
+            file.write_bytes(file.read_bytes()[:-100])
+    shutil.rmtree(tmp_path / "own")
+    (tmp_path / "store").unlink(missing_ok=True)
+    rank = start(parent, tmp_path, LOOP.format(steps=0) + f"engine.load_checkpoint({str(out)!r})\n")
+    if damaged == "both":
+        assert rank.exit_status() == 1
+        assert rank.heard[-1]["unloaded"] == str(out / "newer")
+        return
+    assert "out/older/" in rank.wait_for("resumed")["path"]
+    assert any("newer is not whole: older" in message.get("text", "") for message in rank.heard)
+    assert rank.wait_for("bye")["code"] == 0
+    rank.exit_status()
 
 
-def checkpoint(folder: Path, step: int, ranks: int = 2, changed: float = 100.0, latest: bool = True) -> Path:
-    made = folder / f"checkpoint-{step}"
-    made.mkdir(parents=True, exist_ok=True)
-    for rank in range(ranks):
-        (made / f"rng_state_{rank}.pth").touch()
-    if latest:
-        (made / "latest").touch()
-    state = made / "trainer_state.json"
-    state.write_text(json.dumps({"global_step": step}))
-    os.utime(state, (changed, changed))
-    return made
+NOTIFIED = """
+    import pathlib, signal, sys, time
+    folder = pathlib.Path({folder!r})
+    assert signal.getsignal(signal.SIGUSR1) is signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+    caught = []
+    def wait(name):
+        (folder / name).touch()
+        while not (folder / f"after {{name}}").exists():
+            time.sleep(0.01)
+    wait("not caught")
+    signal.signal(signal.SIGUSR1, lambda number, frame: caught.append(number))
+    signal.signal(signal.SIGUSR2, lambda number, frame: caught.append(number))
+    wait("caught")
+    sys.exit(len(caught))
+    """
 
 
-def test_the_newest_is_that_of_the_most_steps(tmp_path: Path) -> None:
-    assert newest_checkpoint(tmp_path, {}, 2) is None
-    checkpoint(tmp_path, 5)
-    newest = checkpoint(tmp_path, 20)
-    checkpoint(tmp_path, 9)
-    assert newest_checkpoint(tmp_path, {}, 2) == newest
+@pytest.mark.parametrize("cold", [True, False])
+def test_a_signal_that_reaches_a_rank_itself_ends_it_not(parent: Parent, tmp_path: Path, cold: bool) -> None:
+    """`scancel --signal=USR1` reaches every process of the step. Whether a script catches it is known as before."""
+    rank = start(parent, tmp_path, NOTIFIED.format(folder=str(tmp_path)), cold=cold)
+    for name in ("not caught", "caught"):
+        wait_until((tmp_path / name).exists, name)
+        for number in NOTICES:
+            assert catches(rank.hello["pid"], number) is (name == "caught")
+            os.kill(rank.hello["pid"], number)
+        (tmp_path / f"after {name}").touch()
+    assert rank.exit_status() == 2
 
 
-def test_what_is_not_whole_is_no_checkpoint(tmp_path: Path) -> None:
-    good = checkpoint(tmp_path, 1)
-    checkpoint(tmp_path, 2, ranks=1)
-    checkpoint(tmp_path, 3, latest=False)
-    (checkpoint(tmp_path, 6) / "trainer_state.json").write_text('{"global_st')
-    (tmp_path / "checkpoint-7").mkdir()
-    assert newest_checkpoint(tmp_path, {}, 2) == good
+HANDLED = """
+    import sys
+    import torch
+    try:
+        torch.empty(1 << 55)
+    except {what}
+    {after}
+    """
 
 
-@pytest.mark.parametrize("server_seconds", [-1e6, 0.0, 1e6], ids=["clock behind", "clock right", "clock ahead"])
-def test_earlier_checkpoints_are_known_whatever_the_clocks_say(tmp_path: Path, server_seconds: float) -> None:
-    checkpoint(tmp_path, 90)
-    written_again = checkpoint(tmp_path, 40)
-    earlier = checkpoints(tmp_path)
-    assert len(earlier) == 2
-    assert newest_checkpoint(tmp_path, earlier, 2) is None, "nothing of this launch"
-    checkpoint(tmp_path, 40, changed=200.0 + server_seconds)
-    assert newest_checkpoint(tmp_path, earlier, 2) == written_again
-    newer = checkpoint(tmp_path, 60, changed=300.0 + server_seconds)
-    assert newest_checkpoint(tmp_path, earlier, 2) == newer
+@pytest.mark.parametrize(
+    "what",
+    [
+        "Exception: sys.exit(1)",
+        "Exception as error: raise ValueError('said otherwise') from error",
+        "Exception: sys.exit('out of luck')",
+    ],
+)
+def test_memory_that_ran_out_is_why_a_program_has_ended_itself(parent: Parent, tmp_path: Path, what: str) -> None:
+    """As Hydra ends after any error, and many a script that logs it."""
+    text = HANDLED.format(what=what, after="")
+    if "ValueError" in what:
+        text = "try:\n" + textwrap.indent(textwrap.dedent(text), "    ") + "except ValueError: raise SystemExit(3)\n"
+    rank = start(parent, tmp_path, text)
+    assert rank.exit_status() == 13
+    assert "allocate memory" in rank.heard[-1]["text"]
 
 
-def rank_of_two(number: int, meet: threading.Barrier, said: dict[int, set[int]]) -> TrainRank:
+@pytest.mark.parametrize(("what", "status"), [("Exception: sys.exit(0)", 0), ("Exception: pass", 4)])
+def test_memory_that_ran_out_and_was_lived_with_is_not(parent: Parent, tmp_path: Path, what: str, status: int) -> None:
+    rank = start(parent, tmp_path, HANDLED.format(what=what, after=f"sys.exit({status})"))
+    assert rank.wait_for("bye")["code"] == status
+    assert rank.exit_status() == status
+
+
+# -- what a call of Trainer's `train` goes on from -----------------------------------------------------------------------
+
+
+def rank_of_two(number: int, meet: threading.Barrier, said: dict[int, object]) -> TrainRank:
     """A rank of two machines, one on each, whose group is two threads of this process."""
 
-    def all_gather_object(found: list[set[int]], mine: set[int]) -> None:
+    def all_gather_object(found: list[object], mine: object) -> None:
         said[number] = mine
         meet.wait(timeout=60)
         found[:] = [said[0], said[1]]
+        meet.wait(timeout=60)
 
     rank = TrainRank.__new__(TrainRank)
-    rank.number, rank.world, rank.spec = number, 2, {"nodes": 2}
+    rank.number, rank.world, rank.local, rank.spec = number, 2, 0, {"nodes": 2, "earlier": {}, "bad": []}
+    rank.channel, rank._ledgers, rank.written = Told(), {}, []
     rank.torch = types.SimpleNamespace(distributed=types.SimpleNamespace(all_gather_object=all_gather_object))
     return rank
 
 
-def own_part(disk: Path, step: int, rank: int) -> None:
-    (checkpoint(disk, step, ranks=0) / f"rng_state_{rank}.pth").touch()
+class Told(list):
+    """The parent's end, as far as it is told."""
+
+    def send(self, kind: str, **fields: object) -> None:
+        self.append((kind, fields))
+
+
+def resumed(
+    folder: Path, given: object = None, *, steps: tuple[tuple[int, ...], ...], started: bool = True
+) -> tuple[dict, list]:
+    """What both ranks go on from, after each has saved these steps on a disk of its own; and what the first has told.
+
+    Args:
+        started: whether an earlier attempt of this launch has told of the folder.
+    """
+    meet, said, found = threading.Barrier(2), {}, {}
+    ranks = [rank_of_two(number, meet, said) for number in range(2)]
+
+    def ask(number: int) -> None:
+        disk = folder / str(number)
+        disk.mkdir(exist_ok=True)
+        ranks[number].spec["earlier"] = {str(disk): {"found": {}, "last": 0}} if started else {}
+        found[number] = ranks[number]._resumed(disk, str(disk / given) if isinstance(given, str) else given)
+
+    for number in range(2):
+        for step in steps[number]:
+            own_part(checkpoint(folder / str(number), step, ranks=0), number)
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    return found, ranks[0].channel
 
 
 @pytest.mark.parametrize(
@@ -176,19 +257,33 @@ def own_part(disk: Path, step: int, rank: int) -> None:
 def test_machines_with_disks_of_their_own_agree_on_one_that_all_have(
     tmp_path: Path, first: tuple[int, ...], second: tuple[int, ...], newest: int | None
 ) -> None:
-    meet, said, found = threading.Barrier(2), {}, {}
-    for rank, steps in enumerate((first, second)):
-        for step in steps:
-            own_part(tmp_path / str(rank), step, rank)
     for step in (30, 40):  # what only others have saved there is no part of one's own
-        own_part(tmp_path / "0", step, 1)
+        own_part(checkpoint(tmp_path / "0", step, ranks=0), 1)
+    found, _ = resumed(tmp_path, steps=(first, second))
+    assert found == {rank: newest and str(tmp_path / str(rank) / f"checkpoint-{newest}") for rank in range(2)}
 
-    def ask(rank: int) -> None:
-        found[rank] = rank_of_two(rank, meet, said)._newest(tmp_path / str(rank), {})
 
-    threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert found == {rank: newest and tmp_path / str(rank) / f"checkpoint-{newest}" for rank in range(2)}
+def test_what_a_script_names_and_is_not_whole_for_all_is_replaced_for_all(tmp_path: Path) -> None:
+    (tmp_path / "0" / "checkpoint-30").mkdir(parents=True)
+    (tmp_path / "1" / "checkpoint-30").mkdir(parents=True)
+    found, told = resumed(tmp_path, True, steps=((), ()))
+    assert found == {0: None, 1: None}
+    assert ("note", {"text": f"{tmp_path / '0' / 'checkpoint-30'} is not whole: training begins anew"}) in told
+
+
+def test_a_checkpoint_of_an_earlier_launch_is_said_where_the_script_does_not_resume(tmp_path: Path) -> None:
+    found, told = resumed(tmp_path, steps=((8, 24), (8, 24)), started=False)
+    assert found == {0: None, 1: None}, "as the script says"
+    (line,) = [message["text"] for kind, message in told if kind == "note"]
+    assert line.startswith(
+        f"{tmp_path / '0' / 'checkpoint-24'} is of an earlier launch, and the script does not resume by itself"
+    )
+    assert "`trainer.train(resume_from_checkpoint=True)`" in line
+
+
+@pytest.mark.parametrize(("given", "steps"), [(True, (8,)), (None, ())])
+def test_a_script_that_resumes_and_an_empty_folder_need_no_line(
+    tmp_path: Path, given: object, steps: tuple[int, ...]
+) -> None:
+    _, told = resumed(tmp_path, given, steps=(steps, steps), started=False)
+    assert not [kind for kind, _ in told if kind == "note"]

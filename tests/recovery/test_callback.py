@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from autotune.errors import UserError
+from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.space_file import load_space
 from autotune.recovery import callback as recording
@@ -94,3 +96,49 @@ def test_what_is_no_training_with_deepspeed_is_not_recorded(
 
 def test_two_steps_after_the_warm_up_are_enough(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(recorded(folder, monkeypatch, arguments(), (*WARMUP_SECONDS, 1.0, 1.0))) == 1
+
+
+def test_a_study_that_is_not_there_is_said_before_anything_is_trained(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    first, other = (SimpleNamespace(is_world_process_zero=zero) for zero in (True, False))
+    StudyCallback(str(folder)).on_train_begin(arguments(), first, None)
+    mistyped = StudyCallback("stduy")
+    mistyped.on_train_begin(arguments(), other, None)
+    with pytest.raises(UserError, match="no study 'stduy'"):
+        mistyped.on_train_begin(arguments(), first, None)
+
+
+@pytest.mark.parametrize(
+    ("study", "config"),
+    [
+        pytest.param("stduy", CONFIG, id="no such study"),
+        pytest.param("s", {"zero_optimization": {"stage": 9}}, id="a value that no space has"),
+        pytest.param("s", {"zero_optimization": "auto"}, id="a config that says nothing"),
+        pytest.param("s", {"zero_optimization": {"stage": "auto"}}, id="a word in place of a number"),
+    ],
+)
+def test_what_cannot_be_recorded_costs_a_line_and_no_model(
+    folder: Path, capsys: pytest.CaptureFixture[str], study: str, config: dict[str, Any]
+) -> None:
+    callback = StudyCallback(str(folder.parent / study))
+    callback._seconds = [1.0] * (WARMUP_STEPS + 2)
+    callback.on_train_end(arguments(config), SimpleNamespace(is_world_process_zero=True), None)
+    told = capsys.readouterr().err
+    assert told.count("\n") <= 1
+    assert told.startswith("autotune: this training is not recorded in") or StudyStore.load(str(folder)).records()
+
+
+def test_a_training_outside_the_studys_space_is_recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the space has of it: the database has been told of other values, and the space's text may be unreadable."""
+    store = StudyStore.load(str(folder))
+    store.start(Candidate.of({"zero_stage": 0, "train_micro_batch_size_per_gpu": 1}), load_space("cpu_demo"))
+    store._set("space", "of a newer version")
+    for stage in (1, 3):
+        config = {"zero_optimization": {"stage": stage, "overlap_comm": True}}
+        args = arguments(config)
+        args.per_device_train_batch_size = 1000 * stage
+        records = recorded(folder, monkeypatch, args, (*WARMUP_SECONDS, 1.0, 1.0))
+        assert records[-1].role == TRAINING
+        assert records[-1].candidate.stage == stage

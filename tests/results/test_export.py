@@ -193,6 +193,9 @@ def test_what_a_config_cannot_carry_is_said(knobs: dict, job: dict, lines: list[
     assert needs(winner(**knobs), make_job(**job), variables) == [first, *lines]
 
 
+CALL, WITHOUT = "unet.enable_gradient_checkpointing()", "activation checkpointing"
+
+
 def of_a_script(folder: Path, **profile: object) -> Script:
     """A run of `train.py --deepspeed ds.json`, at 2 x 2 samples a rank."""
     (folder / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
@@ -216,6 +219,13 @@ def test_what_a_script_must_see_to(tmp_path: Path) -> None:
     assert "measured without activation checkpointing" in without
     assert said(same, of_a_script(tmp_path, **on)) == [], "which the space does not tune"
     assert said({**same, "activation_checkpointing": False}, of_a_script(tmp_path)) == []
+    (own,) = said({**same, "activation_checkpointing": False}, of_a_script(tmp_path, **on, checkpointing_call=CALL))
+    assert own == f"where your script's code itself has model.{CALL}, take it out: it was measured without {WITHOUT}"
+    (own,) = said({**same, "activation_checkpointing": True}, of_a_script(tmp_path, checkpointing_call=CALL))
+    assert own == f"have model.{CALL} in your script's code: it was measured with {WITHOUT}"
+    (whole,) = said(same, of_a_script(tmp_path, zero_init=True))
+    assert whole.startswith("take deepspeed.zero.Init out of your script's code, or give it enabled=False: ")
+    assert said({**same, "zero_stage": 3}, of_a_script(tmp_path, zero_init=True)) == []
     told = dataclasses.replace(of_a_script(tmp_path, lightning=True), flags=((ACCUMULATION, "--accumulate"),))
     assert said(same, told) == [], "its own flag says it"
 
@@ -306,9 +316,9 @@ def test_arguments_of_a_trainer_as_a_file(tmp_path: Path, device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_accelerate_has_its_config_in_a_file_of_its_own(tmp_path: Path, device: str) -> None:
-    out, config = tmp_path / "w.yaml", tmp_path / "w.deepspeed.json"
+    out, config = tmp_path / "w.yaml", tmp_path / "w.accelerate.deepspeed.json"
     written = write_export(winner(3), make_job(), out, {}, style="accelerate", device=device)
-    assert written == [out, config, tmp_path / "w.meta.json"]
+    assert written == [out, config, tmp_path / "w.accelerate.meta.json"]
     assert yaml.safe_load(out.read_text()) == accelerate_config(winner(3), make_job(), str(config), device)
     assert list(yaml.safe_load(out.read_text())) == list(accelerate_config(winner(3), make_job(), "", device)), (
         "in order"
@@ -324,7 +334,7 @@ def test_accelerates_path_is_as_the_file_was_named(tmp_path: Path, monkeypatch: 
     assert text.startswith(
         "# deepspeed_config_file is looked for from the folder in which `accelerate launch` is started"
     )
-    assert yaml.safe_load(text)["deepspeed_config"]["deepspeed_config_file"] == "runs/w.deepspeed.json"
+    assert yaml.safe_load(text)["deepspeed_config"]["deepspeed_config_file"] == "runs/w.accelerate.deepspeed.json"
 
 
 @pytest.mark.parametrize("through_arguments", [True, False])
@@ -332,7 +342,7 @@ def test_accelerates_config_of_a_trainers_script_is_trainers(tmp_path: Path, thr
     script = Script(("train.py",), ".", profile={"through_arguments": through_arguments})
     job = make_job(script=script, base_config=OWN)
     write_export(winner(), job, tmp_path / "w.yaml", {}, style="accelerate")
-    written = json.loads((tmp_path / "w.deepspeed.json").read_text())
+    written = json.loads((tmp_path / "w.accelerate.deepspeed.json").read_text())
     assert written == (hf_deepspeed_config if through_arguments else deepspeed_config)(winner(), job)
 
 
@@ -355,10 +365,9 @@ def test_a_batch_script_trains_the_studys_own_script(tmp_path: Path, through_tor
     out = tmp_path / "w.sbatch"
     write_export(winner(), make_job(8, script=script), out, about, style="sbatch", device="cuda", nodes=2)
     lines = out.read_text().splitlines()
-    words = (
-        f"{'train.py' if through_torchrun else '--no-python mytrain'} --deepspeed {tmp_path / 'w.json'} --accumulate 3"
-    )
-    assert lines[-1].strip() == f'--rdzv-endpoint "$first:29500" {words}'
+    started = "train.py" if through_torchrun else "--no-python mytrain"
+    words = f"{started} --deepspeed {tmp_path / 'w.sbatch.deepspeed.json'} --accumulate 3"
+    assert lines[-1].strip() == f'--rdzv-endpoint "$first:$((20000 + SLURM_JOB_ID % 12000))" {words}'
     assert {f"cd {tmp_path}", "export OMP_NUM_THREADS=3", "#SBATCH --job-name=night", "#SBATCH --gpus-per-node=4"} <= {
         *lines
     }
@@ -369,7 +378,7 @@ def test_a_batch_script_of_no_script_is_where_it_lies(tmp_path: Path) -> None:
     write_export(winner(), make_job(), tmp_path / "w.sbatch", {"study": "s", "environment": {}}, style="sbatch")
     lines = (tmp_path / "w.sbatch").read_text().splitlines()
     assert {"cd .", "#SBATCH --gpus-per-node=2"} <= {*lines}, "GPUs unless said otherwise"
-    assert lines[-1].endswith(f" train.py --deepspeed {tmp_path / 'w.json'}")
+    assert lines[-1].endswith(f" train.py --deepspeed {tmp_path / 'w.sbatch.deepspeed.json'}")
 
 
 def test_every_knob_of_a_real_winner_reaches_the_file(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from autotune.results.export import (
 )
 from autotune.search.records import RESUME, VERIFY
 from autotune.search.study import StudyStore
+from tests.cli_call import call
 from tests.conftest import make_candidate, make_job
 from tests.studies import study_of_every_kind
 
@@ -66,6 +67,27 @@ def test_the_winner_goes_into_the_studys_folder(folder: Path, style: str, names:
     if style == "hf":
         arguments = json.loads((folder / "runs/s" / names[0]).read_text())
         assert arguments == training_arguments(winner.candidate, store.job, "cpu"), "the study's device"
+
+
+@pytest.mark.parametrize("style", FORMATS)
+def test_a_trial_that_is_asked_for_lets_the_winners_files_alone(folder: Path, style: str) -> None:
+    export_study("s", None, "deepspeed", None, None)
+    before = {path.name: path.read_text() for path in folder.glob("runs/s/*.json")}
+    other = next(one for one in StudyStore.load("s").records() if one.outcome and one.outcome.ok and one.role != VERIFY)
+    for number in (other.number, None):
+        written = export_study("s", None, style, None, number)
+        assert len({*written}) == len(written)
+        if number is not None:
+            assert all(path.name.startswith(f"s.trial{number}.") for path in written)
+    assert {name: (folder / "runs/s" / name).read_text() for name in before} == before
+
+
+@pytest.mark.parametrize("style", FORMATS)
+def test_no_two_files_that_are_named_share_one(folder: Path, style: str) -> None:
+    names = ["run.1", "run.2", "job.json", "v1.5.json", "v1.6.json"]
+    written = [path for name in names for path in export_study("s", None, style, Path(name), None)]
+    assert len({*written}) == len(written)
+    assert all(path.is_file() for path in written)
 
 
 def test_a_trial_by_its_number_and_a_file_by_its_name(folder: Path) -> None:
@@ -189,3 +211,13 @@ def test_only_what_was_measured_has_a_config_to_export(folder: Path) -> None:
     unmeasured = dataclasses.replace(store.winner, outcome=None)
     with pytest.raises(AssertionError):
         export_record(store, unmeasured, Path("x.json"), "deepspeed", False)
+
+
+@pytest.mark.parametrize("words", [("export", "s"), ("share", "s"), ("report", "s"), ("record", "s")])
+def test_no_file_that_is_named_costs_a_study(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    before = Path("runs/s/study.db").read_bytes()
+    code, _, err = call(monkeypatch, capsys, *words, "--out", "runs/s/study.db")
+    assert (code, err.count("\n")) == ((0, 0) if words[0] == "record" else (2, 1)), err
+    assert Path("runs/s/study.db").read_bytes() == before

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shlex
 import stat
 import subprocess
 from pathlib import Path
@@ -138,22 +139,46 @@ def test_a_batch_script_runs_one_torchrun_a_node(tmp_path: Path) -> None:
                 "--rdzv-backend",
                 "c10d",
                 "--rdzv-endpoint",
-                "n7:29500",
+                "n7:20005",
             ]
         ),
         *("train.py", "--name", "it's $HOME"),
     ]
 
 
+def test_a_batch_script_of_one_node_meets_nobody_elses_ranks() -> None:
+    """Two jobs may share a node."""
+    about = {"name": "s", "per_node": 4, "device": "cuda", "cwd": ".", "variables": {}}
+    text = sbatch_script(["train.py", "--a", "1"], nodes=1, **about)
+    assert text.splitlines()[-1] == "srun torchrun --standalone --nproc-per-node 4 train.py --a 1"
+    assert "29500" not in sbatch_script(["train.py"], nodes=2, **about)
+
+
+def test_a_user_of_a_hostfile_is_no_part_of_an_address(tmp_path: Path) -> None:
+    hosts = tmp_path / "hostfile"
+    hosts.write_text("ubuntu@10.0.0.1 slots=4\nubuntu@10.0.0.2 slots=4\n")
+    torchrun = " ".join(over_nodes(["torchrun", "train.py"], 2, 4, hosts)[0])
+    accelerate = " ".join(over_nodes(["accelerate", "launch", "train.py"], 2, 4, hosts)[0])
+    assert "--rdzv-endpoint 10.0.0.1:29500" in torchrun
+    assert "--main_process_ip 10.0.0.1 " in accelerate
+
+
 def test_exports_of_a_study_of_several_nodes(tmp_path: Path) -> None:
     job, about = make_job(8), {"study": "s", "environment": {"OMP_NUM_THREADS": "1"}}
     written = write_export(make_candidate(3), job, tmp_path / "s.sbatch", about, style="sbatch", device="cpu", nodes=2)
-    assert [path.name for path in written] == ["s.sbatch", "s.json", "s.meta.json"]
+    assert [path.name for path in written] == ["s.sbatch", "s.sbatch.deepspeed.json", "s.sbatch.meta.json"]
     text = (tmp_path / "s.sbatch").read_text()
     assert "--nnodes 2 --nproc-per-node 4 --rdzv-id" in text
-    assert f"train.py --deepspeed {tmp_path / 's.json'}" in text
+    assert f"train.py --deepspeed {tmp_path / 's.sbatch.deepspeed.json'}" in text
     assert "gpus" not in text
     write_export(make_candidate(3), job, tmp_path / "s.yaml", about, style="accelerate", device="cpu", nodes=2)
     config = yaml.safe_load((tmp_path / "s.yaml").read_text())
     assert (config["num_machines"], config["num_processes"]) == (2, 8)
     assert config["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
+
+
+def test_a_batch_script_of_any_name_is_one_that_a_shell_and_slurm_read(tmp_path: Path) -> None:
+    about = {"study": "lr #2; rm x", "environment": {}}
+    write_export(make_candidate(3), make_job(), tmp_path / "s.sbatch", about, style="sbatch")
+    (line,) = [line for line in (tmp_path / "s.sbatch").read_text().splitlines() if "--job-name" in line]
+    assert shlex.split(line.removeprefix("#SBATCH ")) == ["--job-name=lr #2; rm x"]

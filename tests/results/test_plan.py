@@ -14,7 +14,7 @@ from autotune.problem.hardware import named_hardware
 from autotune.problem.prices import Price
 from autotune.problem.space_file import load_space
 from autotune.results.plan import Outlook, Plan
-from autotune.results.plan_view import BAR, WIDTH, bar, describe_errors, short, show_comparison, show_plan
+from autotune.results.plan_view import BAR, UNPRICED, WIDTH, bar, describe_errors, short, show_comparison, show_plan
 from tests.conftest import make_candidate, make_job
 
 
@@ -68,6 +68,14 @@ def test_a_whole_plan_is_readable_in_100_columns(whole: Plan) -> None:
         "Prices are rough",
     ):
         assert said in " ".join(text.split()), said
+
+
+def test_of_the_cards_without_a_price_a_dozen_are_named(whole: Plan) -> None:
+    dear = [card for card in whole.cards if card.best and card.best.price is None]
+    assert len(dear) > UNPRICED
+    named = " ".join(shown(whole).split()).split("none known for ")[1].split(" and ")
+    assert len(named[0].split(", ")) == UNPRICED
+    assert named[1].startswith(f"{len(dear) - UNPRICED} more")
 
 
 def test_programs_are_told_the_same(whole: Plan) -> None:

@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from autotune.problem.candidate import ACCUMULATION, ALLOCATOR_VARIABLES
+from autotune.problem.candidate import ACCUMULATION, ALLOCATOR_VARIABLES, MICRO_BATCH
 from autotune.problem.hardware import detect
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Measurement, Outcome
-from autotune.problem.script import CONFIG_FLAG, KNOWN_FLAGS
+from autotune.problem.script import CONFIG_FLAG, KNOWN_FLAGS, half_told
 from autotune.results.export import needs
 from autotune.results.lossy import lossy_settings
 from autotune.results.report.gather import _gains
@@ -48,6 +48,14 @@ def test_the_margin_compares_what_was_measured_alike() -> None:
     assert "next best" not in winner_lines(slowed, [slowed], make_job(), hardware)[-1]
 
 
+@pytest.mark.parametrize(("spread", "doubtful"), [(0.4, False), (0.6, True), (3.97, True)])
+def test_a_figure_that_may_be_anything_is_no_winner_without_a_word(spread: float, doubtful: bool) -> None:
+    outcome = Outcome(Kind.OK, measurement=Measurement(1.0, spread, 5, 9.0, 9.0, 300 * MIB))
+    record = Record(0, make_candidate(0, 1), outcome, VERIFY)
+    lines = winner_lines(record, [record], make_job(), detect("cpu", 2))
+    assert any("doubtful: its steps differ so much" in line for line in lines) is doubtful
+
+
 def test_what_came_closest(tmp_path: Path) -> None:
     study = study_of_every_kind(tmp_path)
     lines = closest_lines(study.records(), detect("cpu", 2), [])
@@ -69,6 +77,8 @@ def test_the_printed_command_has_the_environment_that_was_measured(
     first, watched = train_with(make_candidate(2, 4), job, "s", config, 5).lines()
     assert first == f"  train with: OMP_NUM_THREADS=5 torchrun --nproc-per-node 2 train.py {config}"
     assert watched == "  or watched: autotune launch s -- train.py ds.json"
+    odd = train_with(make_candidate(2, 4), job, "lr #2", config, 5).lines()[1]
+    assert odd == "  or watched: autotune launch 'lr #2' -- train.py ds.json"
     grown = make_candidate(2, 4, expandable_segments=True)
     first, _ = train_with(grown, job, "s", config, 5).lines()
     assert "OMP_NUM_THREADS=5 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True torchrun" in first
@@ -116,6 +126,15 @@ def test_checkpointing_that_no_command_carries_is_said(
     assert says is None or says in hints[0]
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_no_engine_below_stage_3_trains_is_said(tmp_path: Path, stage: int) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
+    profile = {"loader_prepared": False, "through_arguments": False, "flags": [], "zero_init": True}
+    script = Script(("train.py", "ds.json"), str(tmp_path), profile=profile)
+    hints = train_with(make_candidate(stage, 4), make_job(script=script), "s", tmp_path / "s.json", 5).hints
+    assert ["take deepspeed.zero.Init out" in hint for hint in hints] == [True] * (stage < 3)
+
+
 def test_a_loaders_batch_is_said_as_the_script_has_it(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
     profile = {"loader_prepared": True, "through_arguments": False, "flags": []}
@@ -138,6 +157,25 @@ def test_the_printed_command_gets_the_gpus_that_the_study_had(tmp_path: Path) ->
         order = "CUDA_DEVICE_ORDER=PCI_BUS_ID " if given else ""
         expected = f"  train with: {order}OMP_NUM_THREADS=3 torchrun"
         assert line.startswith(expected)
+
+
+def test_a_schedule_that_is_computed_of_half_a_batch_is_said(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    accumulates = ["--gradient_accumulation_steps"]
+    profile = {"loader_prepared": True, "through_arguments": False, "flags": accumulates, "micro_batch": 2}
+
+    def said(micro_batch: int = 8, map: tuple[tuple[str, str], ...] = (), **more: object) -> bool:
+        script = Script(("train.py", "ds.json"), str(tmp_path), map, profile={**profile, **more})
+        candidate = make_candidate(1, micro_batch)
+        found = train_with(candidate, make_job(script=script), "s", tmp_path / "s.json", 5).lines()[-1]
+        assert ("of its own micro-batch of 2" in found) is bool(half_told(script, candidate))
+        return "length of a schedule" in found
+
+    assert said()
+    assert not said(2), "its own"
+    assert not said(flags=[]), "both are told at prepare"
+    assert not said(map=((MICRO_BATCH, "--batch_size"),)), "both are told by flags"
+    assert not said(through_arguments=True, flags=["--gradient_accumulation_steps", "--per_device_train_batch_size"])
 
 
 def test_a_winner_of_another_batch_asks_for_a_look_at_the_learning_rate(tmp_path: Path) -> None:

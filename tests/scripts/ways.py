@@ -6,6 +6,7 @@ tests/test_ways.py knows how many sequences a step of each trains on.
 import argparse
 import dataclasses
 import json
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,28 @@ def accumulation_by_hand(args: argparse.Namespace) -> None:
         engine.step()
 
 
+def groups_of_eight(args: argparse.Namespace) -> None:
+    """As TRL's GRPO checks: the samples of a step over two ranks are whole groups."""
+    engine = engine_of(args)
+    assert 2 * micro(engine) * engine.gradient_accumulation_steps() % 8 == 0, "no whole groups"
+    train(engine, (ids(micro(engine)) for _ in range(8 * STEPS)))
+
+
+def accumulates_to_its_global_batch(args: argparse.Namespace) -> None:
+    """As Megatron-DeepSpeed does: the micro-batch is what it is told, and accumulation what is left."""
+    engine = engine_of(args)
+    times = max(1, int(args.settings[0]) // (2 * micro(engine)))
+    for step in range(8 * STEPS):
+        engine.set_gradient_accumulation_boundary(step % times == times - 1)
+        train(engine, [ids(micro(engine))])
+
+
+def one_or_four(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    assert micro(engine) in (1, 4), "one or four"
+    train(engine, (ids(micro(engine)) for _ in range(8 * STEPS)))
+
+
 def two_forwards(args: argparse.Namespace) -> None:
     engine = engine_of(args)
     for _ in range(STEPS):
@@ -181,6 +204,40 @@ def packed(args: argparse.Namespace) -> None:
     for step in range(STEPS):
         places = torch.cat([torch.arange(2 + step % 3), torch.arange(6 - step % 3)]).repeat(micro(engine), 1)
         engine.backward(engine(ids(micro(engine)), position_ids=places))
+        engine.step()
+
+
+def full_row(rows: int) -> dict[str, torch.Tensor]:
+    """As TRL's `packing` has it: rows of up to 64 tokens, each of as many texts as fit, laid end to end."""
+    places = []
+    for _ in range(rows):
+        cut = int(torch.randint(8, 48, ()))
+        texts = [cut, int(torch.randint(60, 65, ())) - cut]
+        places += [
+            torch.arange(text) for text in (texts if torch.rand(()) < 0.5 else [cut // 2, cut - cut // 2, texts[1]])
+        ]
+    row = torch.cat(places)[None]
+    return {"input_ids": ids(1, row.shape[1]), "position_ids": row}
+
+
+def full_rows(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    for _ in range(STEPS):
+        engine.backward(engine(**full_row(micro(engine))))
+        engine.step()
+
+
+def four_full_rows(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    for _ in range(STEPS):
+        engine.backward(engine(**full_row(4)))
+        engine.step()
+
+
+def rows_now_full_now_not(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    for step in range(STEPS):
+        engine.backward(engine(**full_row(1 + step * step % 7 * 3)))
         engine.step()
 
 
@@ -343,6 +400,57 @@ def detection(args: argparse.Namespace) -> None:
         engine.step()
 
 
+class Seeing(Net):
+    def forward(self, input_ids: Any, images: Any) -> Any:  # type: ignore[override]
+        return super().forward(input_ids) + images.mean()
+
+
+def with_images(engine: Any, images: Any) -> None:
+    """Images with up to three texts each, as LISA's collate function gives them."""
+    for _ in range(STEPS):
+        texts = int(torch.randint(1, 4, (images(),)).sum())
+        engine.backward(engine(input_ids=ids(texts), images=torch.rand(images(), 3, 4, 4)))
+        engine.step()
+
+
+def images_and_texts(args: argparse.Namespace) -> None:
+    engine = engine_of(args, Seeing())
+    with_images(engine, lambda: micro(engine))
+
+
+def four_images_and_texts(args: argparse.Namespace) -> None:
+    with_images(engine_of(args, Seeing()), lambda: 4)
+
+
+class Graphs:
+    """As PyTorch Geometric's `Batch`: what it holds lies in a store."""
+
+    def __init__(self, number: int) -> None:
+        sizes = torch.randint(2, 6, (number,))
+        nodes = int(sizes.sum())
+        starts = torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)])
+        self._store = UserDict(x=torch.randint(0, WORDS, (nodes,)), edge_index=torch.ones(2, 3 * nodes), ptr=starts)
+
+
+class GraphNet(Net):
+    def forward(self, data: Any) -> Any:  # type: ignore[override]
+        return super().forward(data._store["x"])
+
+
+def graphs(args: argparse.Namespace) -> None:
+    engine = engine_of(args, GraphNet())
+    for _ in range(STEPS):
+        engine.backward(engine(data=Graphs(micro(engine))))
+        engine.step()
+
+
+def clouds(args: argparse.Namespace) -> None:
+    """Points of one cloud after those of another, from DeepSpeed's own loader."""
+    collate = lambda some: torch.cat([torch.randint(0, WORDS, (3 + int(one[0]) % 5,)) for one in some])  # noqa: E731
+    engine, _, loader, _ = engine_of(args, training_data=Data(), collate_fn=collate)
+    train(engine, loader)
+
+
 def flag_of_its_own(name: str, default: int) -> int:
     """What a parser of the script's own says, whatever stands in the config."""
     parser = argparse.ArgumentParser()
@@ -494,11 +602,26 @@ def one_epoch(args: argparse.Namespace) -> None:
     train(engine, DataLoader(Data(160), batch_size=micro(engine)))
 
 
+def zero_init(args: argparse.Namespace) -> None:
+    with deepspeed.zero.Init(config_dict_or_path=args.deepspeed_config):
+        net = Net()
+    engine = engine_of(args, net)
+    train(engine, (ids(micro(engine)) for _ in range(STEPS)))
+
+
+def resumes(args: argparse.Namespace) -> None:
+    engine = engine_of(args)
+    path, state = engine.load_checkpoint("saved")
+    assert path is not None, "nothing to resume from"
+    train(engine, (ids(micro(engine)) for _ in range(state["step"], STEPS)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("way")
     parser.add_argument("settings", nargs="*")
     parser.add_argument("--loss", action="store_true")
+    parser.add_argument("--batch_size", type=int)  # which no way reads
     deepspeed.add_config_arguments(parser)
     args = parser.parse_args()
     deepspeed.init_distributed()

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from autotune.problem.job import Script
-from autotune.problem.outcome import Kind, Outcome, Phase, Source
-from autotune.search.costs import STARTUP_SECONDS, Costs
+from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
+from autotune.search.costs import MOST_STEP_SECONDS, STARTUP_SECONDS, Costs
 from tests.conftest import make_candidate, make_job
 
 
@@ -19,6 +19,15 @@ def test_a_short_start_counts_and_a_slow_rung_does_not() -> None:
     assert costs.startup_seconds == 0.6
     costs.observe(Outcome(Kind.OK, outside_seconds=9.0))  # of a study that does not say
     assert costs.startup_seconds == pytest.approx((0.6 + 9.0) / 2)
+
+
+def test_no_estimate_gives_a_trial_the_whole_budget() -> None:
+    costs, candidate = Costs(make_job()), make_candidate()
+    assert costs.limit_seconds(candidate, 1e6, 1.0) == costs.limit_seconds(candidate, MOST_STEP_SECONDS, 1.0) < 3 * 3600
+    assert costs.limit_seconds(candidate, 1e6, 2.0) > costs.limit_seconds(candidate, 1e6, 1.0)
+    slow = Measurement(1000.0, 1.0, 3, 1.0, 1.0, 1)
+    costs.observe(Outcome(Kind.OK, measurement=slow))
+    assert costs.limit_seconds(candidate, 1e6, 1.0) > 40_000, "one has shown that steps are long here"
 
 
 def test_a_script_s_steps_are_run_in_full() -> None:

@@ -1,12 +1,13 @@
 """Which candidates need no less memory than another: every rule by a pair, and what any such relation must obey."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.predict.passes import Pass, Trace
 from autotune.problem.candidate import Candidate
-from autotune.search.dominance import Dominance, Rules
+from autotune.search.dominance import Dominance, HostDominance, Rules
 from tests.conftest import make_candidate
 
 RATIO = "zero_optimization.offload_optimizer.ratio"
@@ -153,3 +154,49 @@ def test_on_cpu_ranks_many_small_micro_batches_of_stage_2_may_need_more() -> Non
         assert found.tolist() == [True, larger_is_ruled_out, True]
         on_gpus = Dominance([many, few, as_many]).needs_no_less(many)
         assert on_gpus.all()
+
+
+OFFLOADS = make_candidate(3, 4, 2, offload_optimizer="cpu")
+BOTH = {"offload_optimizer": "cpu", "offload_param": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("than", "changes", "gib", "needs_no_less"),
+    [
+        (OFFLOADS, {}, (8, 8), True),
+        # by the bill: of the same offloading no fewer bytes, however small the micro-batch
+        (OFFLOADS, {"train_micro_batch_size_per_gpu": 1}, (8, 8), True),
+        (OFFLOADS, {"train_micro_batch_size_per_gpu": 8}, (8, 9), True),
+        (OFFLOADS, {"train_micro_batch_size_per_gpu": 8}, (8, 7), False),
+        # all that it offloads, to where it does; more may be offloaded besides
+        (OFFLOADS, {"offload_param": "cpu"}, (8, 9), True),
+        (OFFLOADS, {"offload_optimizer": "nvme"}, (8, 9), False),
+        (OFFLOADS, {"offload_optimizer": "none", "offload_param": "cpu"}, (8, 9), False),
+        (OFFLOADS.but(**BOTH), {"offload_param": "none"}, (8, 9), False),
+        (OFFLOADS.but(**BOTH), {"offload_param": "nvme"}, (8, 9), False),
+        # other stages keep other things there
+        (OFFLOADS, {"zero_stage": 2}, (8, 9), False),
+        # the host says nothing of what offloads nothing
+        (OFFLOADS.but(offload_optimizer="none"), {"train_micro_batch_size_per_gpu": 8}, (0, 0), False),
+        (OFFLOADS.but(offload_optimizer="none"), BOTH, (0, 9), False),
+        (OFFLOADS, {"offload_optimizer": "none"}, (8, 0), False),
+        (OFFLOADS, {"offload_param": "cpu"}, (0.5, 1), True),
+    ],
+)
+def test_which_need_no_less_of_the_host(
+    than: Candidate, changes: dict[str, str], gib: tuple[float, float], needs_no_less: bool
+) -> None:
+    found = HostDominance([than, than.but(**changes)], np.array(gib)).needs_no_less(than)
+    assert found.dtype == bool
+    assert found.tolist() == [gib[0] > 0, needs_no_less]
+
+
+def test_who_is_none_of_them_rules_out_nothing_of_the_host() -> None:
+    assert HostDominance([OFFLOADS], np.array([8.0])).needs_no_less(STAGE_2).tolist() == [False]
+
+
+def test_what_is_left_open_of_offloading_is_none() -> None:
+    bare = Candidate.of({"zero_stage": 3, "train_micro_batch_size_per_gpu": 1, "offload_optimizer": "cpu"})
+    said = OFFLOADS.but(offload_param="cpu")
+    assert HostDominance([bare, said], np.array([8.0, 9.0])).needs_no_less(bare).all()
+    assert HostDominance([said, bare], np.array([8.0, 9.0])).needs_no_less(said).tolist() == [True, False]

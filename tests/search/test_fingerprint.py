@@ -1,4 +1,6 @@
 import dataclasses
+import hashlib
+import json
 from contextlib import contextmanager
 from importlib import metadata, util
 from pathlib import Path
@@ -7,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from autotune import inquiry
+from autotune.commands.study_names import study_name
 from autotune.problem.hardware import detect, named_hardware
 from autotune.search import fingerprint as module
 from autotune.search.fingerprint import changes, differences, fingerprint, identity, knowing_more, package_versions
@@ -89,6 +92,34 @@ def test_what_is_measured_under_does_not_name_another_study(monkeypatch: pytest.
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert identity(make_job(), detect("cpu", 2)) == before
+
+
+def test_another_optuna_makes_no_other_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that is measured depends on it; what it was is written down."""
+    job, hardware = make_job(), detect("cpu", 2)
+    before, name = fingerprint(job, hardware), study_name(job, hardware)
+    real = metadata.version
+    monkeypatch.setattr(inquiry, "version", lambda package: "9.1" if package == "optuna" else real(package))
+    now = fingerprint(job, hardware)
+    assert now["versions"]["optuna"] == "9.1" != before["versions"]["optuna"]
+    assert changes(before, now) == []
+    assert knowing_more(before, now) == now
+    assert study_name(job, hardware) == name
+    monkeypatch.setattr(inquiry, "version", lambda package: "9.1" if package == "torch" else real(package))
+    assert [line.partition(":")[0] for line in changes(before, fingerprint(job, hardware))] == ["versions.torch"]
+    assert study_name(job, hardware) != name
+
+
+def test_studies_that_were_named_by_optunas_version_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until 0.2.0 the version was in the name, and 5.0.0 was the only one that could be installed."""
+    job, hardware = make_job(), detect("cpu", 2)
+    monkeypatch.setattr(inquiry, "version", lambda package: "5.0.0" if package == "optuna" else "1.0")
+    machine = {key: hardware.to_json()[key] for key in ("device", "name", "count", "memory_cap_bytes")}
+    old = {"job": job.to_json(), "hardware": machine, "versions": package_versions()}
+    key = hashlib.sha256(json.dumps(old, sort_keys=True).encode()).hexdigest()[:6]
+    for version in ("5.0.0", "5.1.0"):
+        monkeypatch.setattr(inquiry, "version", lambda package, v=version: v if package == "optuna" else "1.0")
+        assert study_name(job, hardware).rpartition("-")[2] == key
 
 
 @pytest.mark.parametrize(

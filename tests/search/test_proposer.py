@@ -146,7 +146,7 @@ def test_dominance_compares_memory_only_where_it_holds_for_every_model() -> None
 
 def test_hopeless_candidates_are_skipped_and_counted(landscape: Landscape) -> None:
     proposer = make_proposer(landscape)
-    table = proposer._predictions()
+    table = proposer._beliefs.table()
     hopeless = proposer._beliefs.forecast().hopeless
     assert hopeless.any()
     worth, _ = proposer._worth()
@@ -256,3 +256,16 @@ def test_a_search_does_not_end_before_a_second_opinion(landscape: Landscape) -> 
         proposer.observe(proposal.candidate, result(landscape, proposal.candidate))
     assert sum("by measurements alone" in note for note in notes) >= 1
     assert proposer.stopped_early
+
+
+def test_what_fitted_in_another_space_has_not_failed(landscape: Landscape) -> None:
+    """A study that goes on in another space recalls what it has measured outside of that."""
+    fitting = [c for c in sorted(landscape.rows, key=str) if landscape.rows[c].kind is Kind.OK]
+    proposer = make_proposer(landscape)
+    for candidate in fitting[:10]:
+        other = candidate.but(gradient_accumulation_steps=77)
+        assert other not in landscape.rows
+        proposer.observe(other, result(landscape, candidate))
+    proposal = proposer.next()
+    assert proposal is not None
+    assert "least memory" not in proposal.note

@@ -8,8 +8,13 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from autotune.errors import UserError
+from autotune.problem.hardware import detect
+from autotune.problem.space_file import load_space
 from autotune.search.servers import hide_password
-from autotune.search.storage import failures_in_one_line, make_study_folder, open_storage
+from autotune.search.storage import default_storage, failures_in_one_line, make_study_folder, open_storage
+from autotune.search.study import StudyStore
+from tests.cli_call import call
+from tests.conftest import make_job
 
 
 @pytest.mark.parametrize(
@@ -26,6 +31,28 @@ def test_storage_urls_that_do_not_work_never_print_the_password(url: str, words:
         open_storage(url)
     assert "secret" not in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["lr#2", "a?b", "x%20y", "100%", "naïve 模型", "q'uote", "{SCHEMA_VERSION}", "a{b", "c&d=e"]
+)
+def test_a_study_may_be_called_as_anybody_likes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs") / name
+    make_study_folder(folder)
+    made = StudyStore.create_or_resume(
+        name, default_storage(folder), folder, make_job(), detect("cpu", 2), load_space("cpu_demo")
+    )
+    assert [path.name for path in folder.iterdir()] == ["study.db"]
+    assert [path.name for path in Path("runs").iterdir()] == [name]
+    assert StudyStore.load(name).name == StudyStore.load(str(folder)).name == made[0].name == name
+    code, out, err = call(monkeypatch, capsys, "show", name)
+    assert (code, "no winner yet" in out, err) == (0, True, "")
+    (folder / "study.db").write_text("no database")
+    with pytest.raises(UserError, match="is no SQLite database that can be read"):
+        StudyStore.load(name)
 
 
 def test_passwords_are_hidden() -> None:

@@ -10,7 +10,9 @@ from autotune.errors import UserError
 from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
+from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.script_job import unknown_job
 from autotune.problem.space_file import load_space
 from autotune.search.distributions import constraints
 from autotune.search.proposer import Proposer
@@ -235,3 +237,23 @@ def test_the_database_opens_in_plain_optuna(tmp_path: Path) -> None:
     assert study.best_params["train_micro_batch_size_per_gpu"] == 4
     with sqlite3.connect(tmp_path / "study.db") as connection:
         assert connection.execute("select count(*) from trials").fetchone() == (1,)
+
+
+def test_a_study_of_an_edited_script_is_refused(tmp_path: Path) -> None:
+    def begun(force: bool = False, **sources: str) -> StudyStore:
+        script = Script(("train.py",), str(tmp_path), profile={"sources": sources})
+        job = unknown_job(script, detect("cpu", 2))
+        where = default_storage(tmp_path)
+        return StudyStore.create_or_resume("s", where, tmp_path, job, detect("cpu", 2), SPACE, force=force)[0]
+
+    begun()  # by an earlier version, which did not know the files
+    begun(train="1", model="1")
+    begun(train="1", data="1")  # what is used no more tells nothing, and neither does what is new
+    begun(train="1", data="1", model="2")
+    with pytest.raises(UserError, match=r"\(data was edited; train was edited\): choose another --study, or --force"):
+        begun(train="2", data="2")
+    assert begun(force=True, train="2", data="2").study.user_attrs["forced"][0]["differences"] == [
+        "data was edited",
+        "train was edited",
+    ]
+    begun(train="2", data="2")

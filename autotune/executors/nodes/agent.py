@@ -43,7 +43,7 @@ from autotune.group.protocol import Message, Stream
 from autotune.group.squad import LocalSquad
 from autotune.group.verdict import log_tail
 from autotune.interpreter import interpreter_at, running_in
-from autotune.linux import adopt_orphans
+from autotune.linux import NOTICES, adopt_orphans
 from autotune.problem.argument_texts import write_trial_files
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
@@ -236,7 +236,10 @@ class Agent:
 
     def _wanted(self) -> bool:
         """Whether the tuner wants an end of it, or passes a signal on; it may well ask how things are meanwhile."""
-        return any(request["type"] in ("end", "signal") for request in list(self._requests.queue))
+        return any(
+            request["type"] == "end" or (request["type"] == "signal" and request["number"] not in NOTICES)
+            for request in list(self._requests.queue)
+        )
 
     def on_brief(self, *, spec: Message, workers: list[int], logs: bool) -> None:
         """Ranks get their spec; what they need on this machine's disk is made before."""
@@ -247,7 +250,8 @@ class Agent:
         if "candidate" in spec:
             job, candidate = Job.from_json(spec["job"]), Candidate.of(spec["candidate"])
             if "scratch" in spec:
-                spec["scratch"] = str(scratch_folder(folder, job, candidate))
+                spec["scratch"] = str(scratch_folder(folder, job, candidate, self.folder))
+                spec["study"] = str(self.folder.resolve())
             else:
                 write_trial_files(job, candidate, squad.home, quiet=False)
                 spec["folder"] = str(squad.home)
@@ -287,6 +291,11 @@ class Agent:
     def on_signal(self, *, number: int, pids: list[int]) -> None:
         if self.squad is not None:
             self.squad.signal(signal.Signals(number), pids)
+
+    def notify(self, number: signal.Signals) -> None:
+        """Passes a signal on that has come to this process, and ends nothing."""
+        if (squad := self.squad) is not None:
+            squad.signal(number, squad.pids)
 
     def on_end(self, *, done: bool) -> dict[str, Any]:
         """Ends the ranks; the answer has their logs."""
@@ -335,9 +344,11 @@ class Agent:
 
 @contextmanager
 def _ended_by_signals(agent: Agent) -> Iterator[None]:
-    """SIGTERM, SIGHUP and SIGINT end the agent as the end of its input does."""
+    """SIGTERM, SIGHUP and SIGINT end the agent as the end of its input does; SIGUSR1 and SIGUSR2, which Slurm may send to all
+    that it has started, are passed on."""
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     before = {number: signal.signal(number, lambda *_: agent.end()) for number in numbers}
+    before |= {number: signal.signal(number, lambda got, _: agent.notify(signal.Signals(got))) for number in NOTICES}
     try:
         yield
     finally:

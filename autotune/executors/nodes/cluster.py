@@ -228,6 +228,9 @@ class Cluster:
         count = len(self.nodes)
         return [RemoteSquad(node.wire, gauged, say, (at, count)) for at, node in enumerate(self.nodes)]
 
+    def begin(self, needs: Needs) -> None:
+        """Nothing: agents answer as soon as they are ready, and hold their devices from then on."""
+
     def open(self, needs: Needs) -> None:
         """Every agent gets ready to start ranks.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def read_hostfile(path: Path, include: str | None = None, exclude: str | None = 
 
 def _hosts(path: Path) -> list[Host]:
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8-sig").splitlines()  # some editors begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise UserError(f"--hostfile {path} cannot be read ({why}): expected lines like `worker-1 slots=8`") from None
@@ -62,7 +62,7 @@ def _hosts(path: Path) -> list[Host]:
         name, slots = match["host"], int(match["slots"])
         if name.startswith("-"):  # ssh would take it for an option
             raise UserError(f"{path}:{number}: {name!r} is no host's name: expected a line like `worker-1 slots=8`")
-        if name in found:
+        if _bare(name) in map(_bare, found):
             raise UserError(f"{path}:{number}: {name} a second time: give each host one line, with all its slots")
         if not slots:
             raise UserError(f"{path}:{number}: {name} has no slots: expected at least 1, or leave the line out")
@@ -75,11 +75,13 @@ def _hosts(path: Path) -> list[Host]:
 def _filter(option: str, text: str, hosts: list[Host], path: Path) -> dict[str, tuple[int, ...] | None]:
     """The slots that a filter names, by host; None: all of them."""
     known = {host.name: host for host in hosts}
+    full = {called: host.name for host in hosts for called in (host.name, _bare(host.name))}
     named: dict[str, tuple[int, ...] | None] = {}
-    for part in text.split("@"):
-        name, colon, numbers = part.strip().partition(":")
-        if name not in known:
-            raise UserError(f"{option} {text}: {path} has no host {name!r}{near(name, known)}; {_FILTER}")
+    for part in _parts(text, known):
+        called, colon, numbers = part.partition(":")
+        if called not in full:
+            raise UserError(f"{option} {text}: {path} has no host {called!r}{near(called, full)}; {_FILTER}")
+        name = full[called]
         slots = None
         if colon:
             if not re.fullmatch(r"\d+(,\d+)*", numbers):
@@ -91,6 +93,23 @@ def _filter(option: str, text: str, hosts: list[Host], path: Path) -> dict[str, 
                 )
         named[name] = slots
     return named
+
+
+def _parts(text: str, known: Container[str]) -> list[str]:
+    """The hosts of a filter, with their slots: the sign between two of them is also the one after a user's name."""
+    parts: list[str] = []
+    for word in (one.strip() for one in text.split("@")):
+        joined = f"{parts[-1]}@{word}" if parts and ":" not in parts[-1] else ""
+        if joined.partition(":")[0] in known:
+            parts[-1] = joined
+        else:
+            parts.append(word)
+    return parts
+
+
+def _bare(name: str) -> str:
+    """A host's name without the user as whom ssh logs in there."""
+    return name.rpartition("@")[2]
 
 
 def _kept(hosts: list[Host], named: dict[str, tuple[int, ...] | None]) -> list[Host]:

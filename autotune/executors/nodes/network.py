@@ -9,6 +9,7 @@ from typing import Any
 
 from autotune.errors import UserError
 
+_Address = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 # For each library its own variable of the interface; what the user has set stays.
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
@@ -22,7 +23,8 @@ class Meeting:
 
 
 def meeting(names: Sequence[str], surveys: Sequence[Mapping[str, Any]], interface: str | None = None) -> Meeting:
-    """The network that all nodes are in: of several that by which ssh reached the first node, else the first node's first.
+    """The network that all nodes are in: of several that by which ssh reached the first node, else the first node's first. One
+    of IPv6 is taken where there is none of IPv4: not every library and script reads such an address.
 
     Args:
         names: of the nodes.
@@ -40,11 +42,15 @@ def meeting(names: Sequence[str], surveys: Sequence[Mapping[str, Any]], interfac
                 raise UserError(
                     f"--interface {interface}: node {name} has no such interface that is up; it has {known}"
                 )
-        host = next(address for device, address in found[0] if device == interface)
+        versions = [{address.version for device, address in addresses if device == interface} for addresses in found]
+        alike = set.intersection(*versions)
+        if not alike:
+            raise UserError(f"--interface {interface}: some nodes have only IPv4 there and others only IPv6")
+        host = next(one for device, one in found[0] if device == interface and one.version == min(alike))
         return Meeting(str(host.ip), (interface,) * len(names))
     reached = surveys[0].get("reached_at") or [""]
     one_machine = len({str(one.get("hostname")) for one in surveys}) == 1
-    first = sorted(found[0], key=lambda known: (str(known[1].ip) != reached[0], found[0].index(known)))
+    first = sorted(found[0], key=lambda known: (known[1].version, str(known[1].ip) != reached[0]))
     for device, address in first:
         if address.ip.is_loopback and not one_machine:
             continue
@@ -61,11 +67,11 @@ def meeting(names: Sequence[str], surveys: Sequence[Mapping[str, Any]], interfac
     return Meeting(str(routed[1].ip), ("",) * len(names))
 
 
-def _addresses(survey: Mapping[str, Any]) -> list[tuple[str, ipaddress.IPv4Interface]]:
-    return [(name, ipaddress.IPv4Interface(f"{address}/{mask}")) for name, address, mask in survey["addresses"]]
+def _addresses(survey: Mapping[str, Any]) -> list[tuple[str, _Address]]:
+    return [(name, ipaddress.ip_interface(f"{address}/{bits}")) for name, address, bits in survey["addresses"]]
 
 
-def _in_network(known: list[tuple[str, ipaddress.IPv4Interface]], other: ipaddress.IPv4Interface) -> str | None:
+def _in_network(known: list[tuple[str, _Address]], other: _Address) -> str | None:
     """The interface that is in the network of an address. One that has the very same address is no way to it: bridges of
     containers (docker0, cni0) and of virtual machines (virbr0) have one address on all machines."""
     alike = ((device, address) for device, address in known if address.network == other.network)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import tempfile
@@ -69,15 +70,22 @@ def _check_writable(folder: Path) -> None:
         raise UserError(f"{folder} is full: its disk has less than {LEAST_FREE_BYTES >> 20} MiB left")
 
 
-def addresses() -> list[tuple[str, str, str]]:
-    """(interface, address, netmask) of every IPv4 address of this machine that is up."""
+def addresses() -> list[tuple[str, str, int]]:
+    """(interface, address, length of its network's prefix) of every address of this machine that is up, IPv4's first. What
+    holds on one link only (IPv6's fe80::) needs the interface beside it wherever it is written, and is left out."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    found = [(name, one) for name, known in psutil.net_if_addrs().items() if name in up for one in known]
     return [
-        (name, one.address, one.netmask or "255.255.255.255")
-        for name, found in psutil.net_if_addrs().items()
-        for one in found
-        if one.family == socket.AF_INET and name in up
+        (name, one.address, _prefix(one.netmask, most))
+        for family, most in ((socket.AF_INET, 32), (socket.AF_INET6, 128))
+        for name, one in found
+        if one.family == family and not (most == 128 and ipaddress.ip_address(one.address).is_link_local)
     ]
+
+
+def _prefix(mask: str | None, most: int) -> int:
+    """How many bits a netmask sets; all, where there is none."""
+    return int(ipaddress.ip_address(mask)).bit_count() if mask else most
 
 
 def _reached_at() -> list[str]:

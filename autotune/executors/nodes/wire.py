@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import Stopped, UserError
+from autotune.executors.nodes.echo import Echo
 from autotune.executors.nodes.talk import BEAT_SECONDS, GREETING, GREETING_SECONDS, SILENT_SECONDS
 from autotune.group.protocol import Message, Stream
 from autotune.group.verdict import log_tail
@@ -22,6 +23,7 @@ _LEAVE_SECONDS = 8.0  # for an agent to end what it has started: a grace, and wh
 _LAST_WORDS_SECONDS = 1.0  # for a process that has ended to be read to its end
 _LOG_LINES = 3
 _MOST_LOG_BYTES = 8 * 2**20
+_STANDARD_ERROR = 2
 
 
 class NodeDown(Exception):
@@ -58,6 +60,7 @@ class Wire:
     ) -> None:
         self.name, self.log = name, log
         self.down = ""  # why, once it is
+        self._echo = Echo(_STANDARD_ERROR, log)
         self.echo = False  # what it writes to standard error goes to this process's, too
         self.greeting: Message = {}
         self._answers: dict[int, Message] = {}
@@ -134,13 +137,12 @@ class Wire:
     # -- threads -----------------------------------------------------------------------------------------------------
 
     def _keep_errors(self) -> None:
-        """Standard error goes to the log, of which the end is kept."""
+        """Standard error goes to the log, of which the end is kept. What is not read here at once stops the stream, too."""
         assert self._process.stderr is not None
         with self.log.open("ab", buffering=0) as log:
             while data := self._process.stderr.read(65536):
                 if self.echo:
-                    with suppress(OSError):
-                        os.write(2, data)
+                    self._echo.give(data)
                 if log.tell() > _MOST_LOG_BYTES:
                     log.truncate(0)
                 log.write(data)
@@ -296,6 +298,8 @@ class Wire:
             self._process.kill()
         self._process.wait()
         self.down = self.down or f"{self.name}: closed"
+        self._errors.join(_LAST_WORDS_SECONDS)
+        self._echo.close()
         for thread in self._threads:
             thread.join()
         for descriptor in (self._wake, self._woken):

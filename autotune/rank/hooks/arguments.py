@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autotune.problem.candidate import RUNG_KNOBS
+from autotune.problem.flag_words import no_and_yes
 from autotune.problem.script import FLAGS, KNOWN_FLAGS, LOCAL_RANK_FLAGS, settings, yes_or_no_flags
 from autotune.rank.hooks.context import Context
 
@@ -27,7 +28,7 @@ def install(context: Context) -> None:
         actions = parser._option_string_actions
         context.flags |= actions.keys() & FLAGS
         for flag in actions.keys() & told:
-            if (said := _spelt(parser, flag)) is not None:
+            if (said := _spelt(parser, flag, found)) is not None:
                 context.spellings[flag] = said
         for flag, knob in carriers.items():
             if flag in actions:
@@ -35,7 +36,8 @@ def install(context: Context) -> None:
         for flag, value in wanted.items():
             action = actions.get(flag)
             if action is not None and hasattr(found, action.dest):
-                setattr(found, action.dest, value)
+                words = _in_words(parser, action, found) if isinstance(value, bool) else None
+                setattr(found, action.dest, value if words is None else words[bool(value)])
         for flag in LOCAL_RANK_FLAGS:
             action = actions.get(flag)
             if action is not None and getattr(found, action.dest, None) == action.default:
@@ -45,7 +47,7 @@ def install(context: Context) -> None:
     context.patches.wrap(argparse.ArgumentParser, "parse_known_args", parse_known_args)
 
 
-def _spelt(parser: Any, flag: str) -> list[str | None] | None:
+def _spelt(parser: Any, flag: str, found: Any) -> list[str | None] | None:
     """The word by which a command line says no, and the one for yes; for one of them None where that is to leave the flag out.
 
     None in all: `flag False` and `flag True` are read as they stand, or nothing is known to be.
@@ -57,17 +59,34 @@ def _spelt(parser: Any, flag: str) -> list[str | None] | None:
         return [flag, None] if action.const is False else [None, flag]
     if action.nargs not in (None, "?"):
         return None
+    if (pair := _in_words(parser, action, found)) is not None:
+        return [f"{flag}={word}" for word in pair]
     words = [next((word for word in _WORDS[value] if _read(parser, action, word) is value), None) for value in _WORDS]
     if None in words or words == ["False", "True"]:
         return None
     return [f"{flag}={word}" for word in words]
 
 
-def _read(parser: Any, action: Any, word: str) -> bool | None:
-    """A word as a flag of the parser's reads it; None where it is refused or is neither yes nor no."""
+def _in_words(parser: Any, action: Any, found: Any) -> tuple[str, str] | None:
+    """No and yes of a flag whose value is a word, with which the script compares: as its value, its default or its choices spell
+    them. None of any other flag."""
+    for one in (getattr(found, action.dest, None), action.default, *(action.choices or ())):
+        pair = no_and_yes(one) if isinstance(one, str) and action.nargs in (None, "?") else None
+        if pair is not None and all(_taken(parser, action, word) == word for word in pair):
+            return pair
+    return None
+
+
+def _taken(parser: Any, action: Any, word: str) -> Any:
+    """What a flag of the parser's makes of a word; None where it refuses it."""
     try:
         value = parser._registry_get("type", action.type, action.type)(word)
     except Exception:  # whatever a script's own type raises
         return None
-    refused = action.choices is not None and value not in action.choices
-    return bool(value) if value in (0, 1) and not refused else None  # of an int, too
+    return None if action.choices is not None and value not in action.choices else value
+
+
+def _read(parser: Any, action: Any, word: str) -> bool | None:
+    """A word as a flag of the parser's reads it; None where it is refused or is neither yes nor no."""
+    value = _taken(parser, action, word)
+    return bool(value) if value in (0, 1) else None  # of an int, too

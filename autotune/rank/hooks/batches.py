@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autotune.errors import Unusable
@@ -14,6 +15,7 @@ _BORDERS = (
     "cu_seq_lens",
     "cu_seqlens_q",
 )  # where sequences laid end to end begin, and end
+_FROM_ZERO = ("ptr", *_BORDERS)  # one more than there are samples; the first is of PyTorch Geometric's graphs
 _CHANNELS = (1, 3, 4)  # of an image
 _FILLERS = {"labels": -100, "attention_mask": 1}  # padding is attended to and not learnt from; all else is padded by 0
 
@@ -41,22 +43,42 @@ class Sizes:
     rows: int = 0
     sequences: int = 0  # more than rows where they are packed
     tokens: int = 0
+    packed: bool = False  # one row, of sequences laid end to end and told apart
+    rows_by_name: dict[str, int] = field(default_factory=dict)  # of all tensors
 
 
-def sizes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes:
+def sizes_of(args: tuple[Any, ...], kwargs: dict[str, Any], counted_by: str | None = None) -> Sizes:
     """Of a batch, from a forward's arguments; zeros where no tensor is among them, however deep in lists, mappings and
     objects.
 
     The sequences of packed rows start where `position_ids` are 0, or are said by borders, as flash attention takes them.
+
+    Args:
+        counted_by: a name of `rows_by_name`: the rows are those of this tensor, and none where there is no such.
     """
+    named: dict[str, Any] = {}
+    seen: Counter[str] = Counter()
+    for name, leaf in _leaves([*args, kwargs]):
+        seen[name] += 1
+        named[name if seen[name] == 1 else f"{name}#{seen[name]}"] = leaf
+    if not named:
+        return Sizes()
+    found = replace(_sizes(named), rows_by_name={name: _rows(name, leaf) for name, leaf in named.items()})
+    if counted_by is None:
+        return found
+    rows = found.rows_by_name.get(counted_by, 0)
+    return replace(found, rows=rows, sequences=rows)
+
+
+def _rows(name: str, leaf: Any) -> int:
+    return max(0, len(leaf) - (name in _FROM_ZERO))
+
+
+def _sizes(named: dict[str, Any]) -> Sizes:
+    """By `input_ids`, or the first tensor."""
     import torch
 
-    named: dict[str, Any] = {}
-    for name, leaf in _leaves([*args, kwargs]):
-        named.setdefault(name, leaf)
-    first = named.get("input_ids", next(iter(named.values()), None))
-    if first is None:
-        return Sizes()
+    first = named.get("input_ids", next(iter(named.values())))
     if isinstance(first, list):  # sequences of unlike lengths, or images, one by one
         tokens = sum(int(one.numel()) if not one.is_floating_point() else 1 for one in first)
         return Sizes(len(first), len(first), tokens)
@@ -66,15 +88,17 @@ def sizes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes:
         first = first[None]
     rows = int(first.shape[0])
     tokens = int(first.numel()) if first.dim() == 2 and not first.is_floating_point() else rows
-    sequences = rows
+    sequences, told_apart = rows, True
     if borders is not None:
         sequences = int((borders.diff() > 0).sum())  # some pad them with their last
     elif isinstance(positions, torch.Tensor) and positions.shape == first.shape:
         sequences = int((positions == 0).sum())
-    return Sizes(rows, max(rows, sequences), tokens)
+    else:
+        told_apart = False
+    return Sizes(rows, max(rows, sequences), tokens, packed=told_apart and rows == 1)
 
 
-def _leaves(value: Any, name: str = "", depth: int = 4) -> Iterator[tuple[str, Any]]:
+def _leaves(value: Any, name: str = "", depth: int = 5) -> Iterator[tuple[str, Any]]:
     """(name, tensor of one dimension or more) of all in a value; a list of samples, one by one, is one leaf."""
     import torch
 

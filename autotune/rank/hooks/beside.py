@@ -25,15 +25,18 @@ def with_batch(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def watch(context: Context, engine: Any, steps: Callable[[Any], bool]) -> None:
+def watch(context: Context, engine: Any, steps: Callable[[Any], bool], done: Callable[[Any], None]) -> None:
     """The watcher is told of every optimizer step of the engine, and of the rows that it was given since the one before.
+
+    One that turns out to be the one that trains, or to come before it, is told of no more.
 
     Args:
         steps: whether the engine's next `step` is one of its optimizer.
+        done: is told of each such step as well.
     """
     import torch
 
-    number, rows = len(context.beside), 0
+    rows = 0
     context.beside.append(engine)
 
     def forward(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -46,9 +49,11 @@ def watch(context: Context, engine: Any, steps: Callable[[Any], bool]) -> None:
         nonlocal rows
         boundary = steps(engine)
         result = original(*args, **kwargs)
-        if boundary:
+        number = next((at for at, one in enumerate(context.beside) if one is engine), None)
+        if boundary and number is not None:
             context.watcher.beside(number, rows)
             rows = 0
+            done(engine)
         return result
 
     context.patches.wrap(engine, "forward", forward)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 from autotune.problem.argument_files import carries, given, with_copies
-from autotune.problem.candidate import BATCH_KEYS
 from autotune.problem.ds_file import read_config
-from autotune.problem.script import line_of, with_configs, with_setting
+from autotune.problem.flag_words import with_setting
+from autotune.problem.script import line_of, with_configs
+from autotune.problem.script_job import over_present
 from autotune.rank.config import QUIET
 from autotune.rank.hooks.context import Context
 
@@ -25,19 +25,49 @@ def announce_to_accelerate(context: Context) -> None:
 
 
 def merged(context: Context, config: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the script's config with the candidate's keys in it, and without trackers where the context is quiet."""
+    """`with_candidate` of the config of the engine that trains, or of a file for it: the first that is seen is told as the
+    script's own."""
     if context.own_config is None:
         context.own_config = copy.deepcopy(config)
         context.watcher.configured(copy.deepcopy(config))
-    found = copy.deepcopy(config)
-    if context.quiet:
-        for key in QUIET:
-            found.pop(key, None)
+    return with_candidate(context, config)
+
+
+def note_own(context: Context, config: dict[str, Any], *, again: bool = False) -> None:
+    """Has the script's own be the config of the engine that trains, where the first that was seen may be another's: accelerate
+    has one for each of its plugins.
+
+    Args:
+        config: that the engine is given.
+        again: the first that was seen is known to be another's, unless accelerate or Trainer has read it.
+    """
+    own = next((said for plugin, said in context.plugins if plugin.config is config), None)
+    if own is None and again and not context.plugins:
+        own = config
+    if context.candidate is None and own is not None and own != context.own_config:
+        context.own_config = copy.deepcopy(own)
+        context.watcher.configured(copy.deepcopy(own))
+
+
+def kept_configs(context: Context) -> list[Any]:
+    """What the configs of accelerate's other plugins say of ZeRO, where it is not what the one that trains says: a teacher's."""
+    own = (context.own_config or {}).get("zero_optimization")
+    if not any(said == context.own_config for _, said in context.plugins):
+        return []
+    return [zero for _, said in context.plugins if (zero := said.get("zero_optimization")) != own]
+
+
+def with_candidate(context: Context, config: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a config with the candidate's keys in it, and without trackers where the context is quiet."""
+    found = without_trackers(context, config)
     if context.candidate is None:
         return found
-    more = {key: value for key, value in context.job.base_config.items() if key not in (*found, *BATCH_KEYS)}
-    base = {**found, **more}
-    return context.candidate.ds_config(dataclasses.replace(context.job, base_config=base))
+    return context.candidate.ds_config(over_present(context.job, found))
+
+
+def without_trackers(context: Context, config: dict[str, Any]) -> dict[str, Any]:
+    """A copy of the config, and none of its trackers where the context is quiet."""
+    return {key: copy.deepcopy(value) for key, value in config.items() if not (context.quiet and key in QUIET)}
 
 
 def merged_arguments(context: Context) -> list[str]:

@@ -37,11 +37,23 @@ class Context:
     accelerated: bool = False  # accelerate makes the engine that trains
     loader_prepared: bool = False  # accelerate has prepared the script's own loader
     loader_split: bool = False  # whose batches accelerate splits over the ranks
+    trains_anew: bool = False  # transformers' Trainer is kept from resuming
+    trainer_silent: bool = False  # and from evaluating and saving
+    zero_init: bool = False  # the script's own code makes its model under `deepspeed.zero.Init`
     relaunched: int = 0  # ranks that the script would have started itself; 1 where it did not say
     flags: set[str] = field(default_factory=set)  # of `problem.script.FLAGS`, those that the script's parsers have
     spellings: dict[str, list[str | None]] = field(default_factory=dict)  # flag -> [no, yes], see `hooks.arguments`
     said: dict[str, list[int]] = field(default_factory=dict)  # by knob, what arguments and loaders of the script say
-    beside: list[Any] = field(default_factory=list)  # engines that train, made after the first
+    beside: list[Any] = field(default_factory=list)  # engines with an optimizer, made after the one that trains
+    earlier: list[Any] = field(default_factory=list)  # those made before it, see `hooks.election`
+    rivals: list[Any] = field(default_factory=list)  # of `beside`, in the script's first run
+    trained: bool = False  # the engine that trains has had a backward
+    trained_steps: int = 0  # that it has made
+    plugins: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)  # accelerate's configs, and as they were
+    read: set[str] = field(
+        default_factory=set
+    )  # configs that a script has opened in its first run, see `hooks.sources`
+    written: set[str] = field(default_factory=set)  # those that it has made there
     allowed_tokens: list[int] = field(default_factory=list)  # longest sequences that arguments and tokenizers allow
 
     @property

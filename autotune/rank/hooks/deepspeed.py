@@ -13,9 +13,10 @@ from typing import Any
 from autotune.errors import Unusable
 from autotune.problem.ds_file import named_config
 from autotune.problem.outcome import Phase
-from autotune.rank.hooks import beside, checkpointing, lightning
+from autotune.problem.script_job import EARLIER, KEPT
+from autotune.rank.hooks import beside, checkpointing, election, lightning, optimizers
 from autotune.rank.hooks.batches import batch_of, padded, sizes_of
-from autotune.rank.hooks.config import merged
+from autotune.rank.hooks.config import kept_configs, merged, note_own
 from autotune.rank.hooks.context import Context
 from autotune.rank.versions import backward_prologue
 
@@ -40,7 +41,7 @@ def install(context: Context) -> None:
             patches.wrap(DeepSpeedEngine, name, lambda original, engine, *args, **kwargs: True)
 
 
-def saved(context: Context, method: str, *args: Any) -> Any:
+def unhooked(context: Context, method: str, *args: Any) -> Any:
     """What DeepSpeed's own method of the engine that trains answers, which `quiet` takes from the script."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -48,17 +49,27 @@ def saved(context: Context, method: str, *args: Any) -> Any:
 
 
 def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The first call that makes an engine that trains is changed; of later ones at most the batch."""
+    """The call that makes the engine that trains is changed; of later ones at most the batch, and nothing of earlier ones."""
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     config, through_args = _config_of(given)
     if not _trains(context, given, config):
         return original(*args, **kwargs)
+    if election.is_early(context):
+        made = original(*args, **kwargs)
+        context.earlier.append(made[0])
+        return made
     if context.engine is not None:
         changed = beside.with_batch(context, config)
         if changed is not config:
             _give_config(given, changed, through_args)
         made = original(**given)
-        beside.watch(context, made[0], _steps)
+        beside.watch(
+            context,
+            made[0],
+            _steps,
+            functools.partial(election.stepped, context, take=functools.partial(_take, context)),
+        )
+        election.stand(context, made[0], config, given.get("optimizer"))
         return made
     try:
         return _made(context, original, given, config, through_args)
@@ -85,10 +96,11 @@ def _made(
         )
     context.watcher.entered(Phase.INIT)
     optimizer = given.get("optimizer")
+    note_own(context, config)
     _give_config(given, merged(context, config), through_args)
     lightning.accumulate(context, given.get("model"), given["config"])
     if plan := batch_of(given["config"], context.job.ranks):
-        context.watcher.planned(*plan)
+        context.watcher.planned(*plan, optimizers.kind_of(context, optimizer))
     checkpointing.apply(context, given["model"])
     made = original(**given)
     _check_data_parallel(context, made[0])
@@ -96,6 +108,23 @@ def _made(
     watch_module(context, context.engine.module)
     context.watcher.built(context.engine, engine_facts(context, optimizer))
     return made
+
+
+def _take(context: Context, rival: election.Rival) -> None:
+    """The engine of another config is the one that trains: the hooks follow it, and the watcher begins anew."""
+    if context.module_hook is not None:
+        context.module_hook.remove()
+        context.module_hook = None
+    context.pending.clear()
+    context.engine = rival.engine
+    note_own(context, rival.config, again=True)
+    try:
+        _check_data_parallel(context, context.engine)
+    except Unusable as error:
+        context.watcher.failed(error)
+        raise
+    watch_module(context, context.engine.module)
+    context.watcher.built(context.engine, engine_facts(context, rival.optimizer))
 
 
 def _check_data_parallel(context: Context, engine: Any) -> None:
@@ -161,10 +190,13 @@ def _watched(
             _see(context, engine.module, args, kwargs)
         else:
             _count_pending(context)
+            if phase is Phase.BACKWARD:
+                election.trained(context)
             context.watcher.entered(phase)
         context.inside = phase
         result = original(engine, *args, **kwargs)
         if boundary:
+            context.trained_steps += 1
             context.watcher.stepped()
     except BaseException as error:
         context.watcher.failed(error)
@@ -200,7 +232,7 @@ def _see(context: Context, module: Any, args: tuple[Any, ...], kwargs: dict[str,
 
     if not torch.is_grad_enabled():
         return
-    sizes = sizes_of(args, kwargs)
+    sizes = sizes_of(args, kwargs, context.script.profile.get("counted_by"))
     if module.training:
         context.pending.clear()
         context.watcher.forward(sizes)
@@ -232,8 +264,8 @@ def watch_module(context: Context, module: Any) -> None:
 
 
 def _see_module(context: Context, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward of the module that the script calls past its engine."""
-    if context.inside is None:
+    """A forward of the module that the script calls past its engine; not of one whose engine was taken to train before."""
+    if context.inside is None and (context.engine is None or module is context.engine.module):
         _see(context, module, args, kwargs)
 
 
@@ -273,14 +305,17 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
         "model": type(plain).__name__,
         "trained": [elements for elements, trained in sizes if trained],
         "frozen": sum(elements for elements, trained in sizes if not trained),
-        **checkpointing_facts(module),
+        **late_facts(context),
+        "checkpointing_call": checkpointing.call_of(plain),
         "through_arguments": context.through_arguments,
         "lightning": lightning.trainer_of(plain) is not None,
-        "loader_prepared": context.loader_prepared,
-        "loader_split": context.loader_split,
+        "zero_init": context.zero_init,
+        EARLIER: len(context.earlier),
+        KEPT: kept_configs(context),
         "relaunched": context.relaunched,
         "client_optimizer": optimizer is not None,
         "untested_optimizer": not _zero_supports(optimizer),
+        "optimizer": optimizers.kind_of(context, optimizer if optimizer is None else engine.basic_optimizer),
         "flags": sorted(context.flags),
         "spellings": dict(sorted(context.spellings.items())),
     }
@@ -291,9 +326,15 @@ def _plain(module: Any) -> Any:
     return getattr(module, "get_base_model", lambda: module)()
 
 
-def checkpointing_facts(module: Any) -> dict[str, bool]:
-    """Whether activation checkpointing can be switched, and whether it is on."""
-    return {"checkpointing": checkpointing.can_switch(_plain(module)), "checkpointed": checkpointing.is_on(module)}
+def late_facts(context: Context) -> dict[str, bool]:
+    """What a script may do once its engine is made: switch activation checkpointing, prepare its loader."""
+    module = context.engine.module
+    return {
+        "checkpointing": checkpointing.can_switch(_plain(module), context.through_arguments),
+        "checkpointed": checkpointing.is_on(module),
+        "loader_prepared": context.loader_prepared,
+        "loader_split": context.loader_split,
+    }
 
 
 def _zero_supports(optimizer: Any) -> bool:

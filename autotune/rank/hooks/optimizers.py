@@ -1,4 +1,4 @@
-"""torch's optimizers: a script that trains without DeepSpeed is noticed."""
+"""Optimizers: a script that trains without DeepSpeed is noticed, and of which class is one that it has made itself."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from autotune.rank.hooks.context import Context
 
 _STEPS_WITHOUT_DEEPSPEED = 2  # one may be a script's own preparation
+_OF_ONE_PLACE = ("deepspeed", "apex")  # their kernels take tensors of one place alone
 
 
 def install(context: Context) -> None:
@@ -17,9 +18,17 @@ def install(context: Context) -> None:
 
     def stepped(*_: Any) -> None:
         nonlocal steps
-        if context.engine is None:
+        if context.engine is None and not context.earlier:
             steps += 1
             if steps >= _STEPS_WITHOUT_DEEPSPEED:
                 context.watcher.strayed()
 
     context.patches.on_undo(register_optimizer_step_post_hook(stepped).remove)
+
+
+def kind_of(context: Context, optimizer: Any) -> str:
+    """The name of the class, of DeepSpeed's or apex's, of an optimizer that the script has made; empty for all others, which step
+    wherever their parameters are, and where accelerate has made one of the kind that the script's config wants."""
+    ancestors = type(optimizer).__mro__ if optimizer is not None else ()
+    found = next((one.__name__ for one in ancestors if one.__module__.partition(".")[0] in _OF_ONE_PLACE), "")
+    return "" if context.accelerated and "CPU" in found else found

@@ -118,13 +118,9 @@ class _Takeover:
         self._context.spellings.clear()
         self._take(env if env is not None else os.environ)
         accelerate.begin_anew(self._context)
-        code: Any = 0
         sys.path[:] = self._home
-        try:
-            run_target(target)
-        except SystemExit as error:
-            code = error.code
-        raise SystemExit(code)
+        run_target(target)  # what it ends by goes up as it is, with the error that it may have been raised upon
+        raise SystemExit(0)
 
     def _take(self, env: Mapping[str, str]) -> None:
         patches, batch = self._context.patches, self._context.batch

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 from autotune.problem.argument_files import OUTPUT_FOLDER
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH
+from autotune.rank.hooks import resuming, saving
 from autotune.rank.hooks.context import Context
+from autotune.rank.links import Links, Want, show
 from autotune.rank.versions import imported
+
+_DEFAULT_OUTPUT = "trainer_output"  # since transformers 5
 
 
 def install(context: Context) -> None:
@@ -21,6 +26,8 @@ def install(context: Context) -> None:
     def post_init(original: Callable[..., Any], arguments: Any) -> None:
         _fill(context, arguments)
         original(arguments)
+        if context.quiet:
+            arguments.report_to = []  # transformers 5 adds Kubeflow to none
 
     def load_state(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state = original(*args, **kwargs)
@@ -56,11 +63,29 @@ def _fill(context: Context, arguments: Any) -> None:
 
 
 def _silence(context: Context, arguments: Any) -> None:
-    """Nothing is evaluated, reported or left behind outside the context's folder."""
-    arguments.output_dir = str(context.folder / OUTPUT_FOLDER)
+    """Nothing is resumed, evaluated, saved, reported or left behind outside the context's folder. When to evaluate and save the
+    arguments still say: callbacks and schedulers check that."""
+    resuming.keep_trainer_from_it(context, arguments)
+    saving.keep_trainer_from_it(context)
+    arguments.output_dir = _output(context, arguments.output_dir or _DEFAULT_OUTPUT)
     arguments.report_to = "none"
-    arguments.push_to_hub = arguments.load_best_model_at_end = False
-    arguments.save_strategy = arguments.eval_strategy = "no"
+    arguments.push_to_hub = False
     for name, value in (("eval_on_start", False), ("logging_dir", None)):  # not in every version
         if hasattr(arguments, name):
             setattr(arguments, name, value)
+
+
+def _output(context: Context, given: Any) -> str:
+    """Where in the context's folder the script finds what its output folder holds, and writes to. What lies below the current
+    folder has its place there; anything else is shown by a folder of links."""
+    links = Links(context.folder)
+    path = os.path.expanduser(os.fsdecode(given))
+    here = os.path.abspath(path)
+    if links.holds(here):
+        links.own(here, Want.FOLDER)
+        return here
+    ours = os.path.join(context.folder, OUTPUT_FOLDER)
+    theirs = os.path.join(context.script.cwd, path)  # `../out` means what it does in the user's folder
+    if os.path.isdir(theirs):
+        show(ours, theirs)
+    return ours

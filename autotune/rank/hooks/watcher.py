@@ -12,13 +12,16 @@ class Watcher(Protocol):
     """Sees the script's training. Every method is called on every rank."""
 
     def configured(self, config: dict[str, Any]) -> None:
-        """The script's own DeepSpeed config, before any key of a candidate is in it; called once."""
+        """The script's own DeepSpeed config, before any key of a candidate is in it; called again where the engine that trains
+        has another than the first that was seen."""
 
-    def planned(self, micro_batch: int, accumulation: int) -> None:
-        """The batch that the script asks for, in sequences and micro-batches: known before memory can run out."""
+    def planned(self, micro_batch: int, accumulation: int, optimizer: str = "") -> None:
+        """The batch that the script asks for, in sequences and micro-batches, and the optimizer that it has made itself (see
+        `optimizers.kind_of`): known before memory can run out."""
 
     def built(self, engine: Any, facts: dict[str, Any]) -> None:
-        """The engine that trains exists; for its facts see `deepspeed.engine_facts`."""
+        """The engine that trains exists; for its facts see `deepspeed.engine_facts`. Told again where another turns out to be the
+        one (`hooks.election`): all that was seen before is of no account."""
 
     def forward(self, sizes: Sizes) -> None:
         """A forward that gradients are taken of begins, with what it is given; one in evaluation mode is told when its

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from autotune.problem.candidate import KNOBS, Candidate
 from autotune.problem.job import Job
+from autotune.problem.sources import SOURCES
 from autotune.results.report.data import Code, StudyReport, Trial
 
 MODEL, STUDY, PATH, HOST, SCRIPT = "[model]", "[study]", "[path]", "[host]", "[script]"
@@ -197,7 +198,8 @@ def confidential(report: StudyReport, job: Job, folder: Path | None) -> StudyRep
         ),
         instead="",
     )
-    fingerprint = {**report.fingerprint, "job": _without_names(report.fingerprint.get("job", {}))}
+    known = {name: value for name, value in report.fingerprint.items() if name != SOURCES}
+    fingerprint = {**known, "job": _without_names(report.fingerprint.get("job", {}))}
     return masked(
         dataclasses.replace(
             report,

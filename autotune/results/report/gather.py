@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from autotune.results.report.memory_map import memory_map
 from autotune.results.sliced import slice_line
 from autotune.results.winner import closest_lines, measured_alike, train_with, unlike_steps
 from autotune.search.records import AS_IS, RESUME, SEARCH, TRAINING, VERIFY, Record
+from autotune.search.rivals import rivals
 from autotune.search.study import StudyStore
 from autotune.units import format_bytes
 from autotune.version import __version__
@@ -211,9 +213,13 @@ def _verdict(
         how = train_with(winner.candidate, job, store.name, config, *given, nodes=nodes, hostfile=hostfile)
         commands, instead, hints = how.commands, how.instead, how.hints
     else:
+        watched = ["autotune", "launch", store.name, "--", "train.py", "--deepspeed", str(config)]
         commands = (
-            ("your training script, watched", f"autotune launch {store.name} -- train.py --deepspeed {config}"),
-            ("the config for Trainer (or accelerate, sbatch)", f"autotune export {store.name} --format hf"),
+            ("your training script, watched", shlex.join(watched)),
+            (
+                "the config for Trainer (or accelerate, sbatch)",
+                f"autotune export {shlex.quote(store.name)} --format hf",
+            ),
         )
         instead, hints = "", ()
     variables = {**environment_of(store, winner.candidate), **variables_of(winner.candidate, store.threads)}
@@ -222,7 +228,7 @@ def _verdict(
         head="The fastest config that fits" if verified else "The fastest config that fits so far, not verified yet",
         verified=verified,
         checks=_checks(winner, records, store.hardware, store.job),
-        gains=_gains(winner, records, job, store.hardware),
+        gains=_gains(winner, rivals(store), job, store.hardware),
         run_now=(*(Code(name, text) for name, text in commands), exported),
         instead=instead,
         needs=tuple(dict.fromkeys([*(hint.strip() for hint in hints), *needs(winner.candidate, job, variables)])),

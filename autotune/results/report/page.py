@@ -8,7 +8,6 @@ import errno
 import hashlib
 import json
 import math
-import os
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -25,6 +24,7 @@ from autotune.results.report.data import Cell, Forecast, StudyReport, Trial
 from autotune.results.report.mattered import shown
 from autotune.results.report.planned import PlanReport
 from autotune.results.report.training import TrainingReport, over_time
+from autotune.results.targets import check_out
 from autotune.units import format_bytes, format_duration
 
 _SYMBOLS = {  # of the memory map: told without colour
@@ -200,24 +200,6 @@ def _short(value: Any) -> Any:
 
 
 # -- the file --------------------------------------------------------------------------------------------------------------
-
-
-def check_out(out: Path) -> None:
-    """Whether a page can be written there, before it is made.
-
-    Raises:
-        UserError: it cannot.
-    """
-    if out.is_dir():
-        raise UserError(f"{out} is a folder: give the name of a file, like {out / 'report.html'}")
-    if out.exists() and not out.is_file():
-        return  # a pipe
-    out = Path(os.path.realpath(out)) if out.is_symlink() else out
-    folder = out.parent
-    if not folder.is_dir():
-        raise UserError(f"{out}: there is no folder {folder}: make it first, or name another file")
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"{out}: the folder {folder} is read-only for you: name another file")
 
 
 def write_page(html: str, out: Path) -> None:

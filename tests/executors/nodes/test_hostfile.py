@@ -37,6 +37,7 @@ def test_hosts_with_comments_and_empty_lines(tmp_path: Path) -> None:
         ("worker-0 slots=-1", ":1: "),
         ("worker-0 slots=4 max_slots=4", ":1: "),
         ("a slots=1\nb slots=1\na slots=2\n", ":3: a a second time"),
+        ("me@a slots=1\na slots=2\n", ":2: a a second time"),
         ("a slots=0", "a has no slots"),
         ("-oProxyCommand=reboot slots=1", "is no host's name"),
         ("", "names no host"),
@@ -73,6 +74,31 @@ def test_filters_are_deepspeeds(
     assert {host.name: host.slots for host in hosts} == left
     for host in hosts:  # what a filter leaves of a host is all that its ranks may see
         assert host.chosen == (":" in f"{include}{exclude}" and len(host.slots) < 4)
+
+
+USERS = "me@worker-0 slots=4\nme@worker-1 slots=4\nworker-2 slots=2\n"
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "left"),
+    [
+        ("me@worker-1", None, {"me@worker-1": 4}),
+        ("worker-1", None, {"me@worker-1": 4}),
+        ("me@worker-1@me@worker-0:1,2", None, {"me@worker-0": 2, "me@worker-1": 4}),
+        ("worker-2@me@worker-0@worker-1:3", None, {"me@worker-0": 4, "me@worker-1": 1, "worker-2": 2}),
+        (None, "me@worker-0@worker-2", {"me@worker-1": 4}),
+    ],
+)
+def test_a_filter_names_a_host_with_its_user_or_without(
+    tmp_path: Path, include: str | None, exclude: str | None, left: dict[str, int]
+) -> None:
+    hosts = read_hostfile(written(tmp_path, USERS), include, exclude)
+    assert {host.name: len(host.slots) for host in hosts} == left
+
+
+def test_a_mark_at_a_files_beginning_is_no_part_of_a_name(tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_bytes(b"\xef\xbb\xbf" + FOUR.encode())
+    assert read_hostfile(tmp_path / "hostfile")[0].name == "worker-0"
 
 
 @pytest.mark.parametrize(

@@ -180,8 +180,8 @@ def test_a_relay_without_a_driver(tmp_path: Path) -> None:
 # -- a real one --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def _ray_of_this_worker() -> Iterator[Ray]:
+@pytest.fixture(scope="module")
+def _ray_of_this_module() -> Iterator[Ray]:
     if WHY_NOT:
         pytest.skip(WHY_NOT)
     with made_ray() as made:
@@ -189,11 +189,11 @@ def _ray_of_this_worker() -> Iterator[Ray]:
 
 
 @pytest.fixture
-def real(_ray_of_this_worker: Ray, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
+def real(_ray_of_this_module: Ray, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
     """A test leaves nothing running on it."""
     monkeypatch.setenv("PYTHONPATH", with_ray())
-    yield _ray_of_this_worker
-    wait_until(lambda: not _ray_of_this_worker.agents(), "the end of all that was started")
+    yield _ray_of_this_module
+    wait_until(lambda: not _ray_of_this_module.agents(), "the end of all that was started")
 
 
 def group_of(cluster: Cluster, hardware: object) -> Group:

@@ -32,7 +32,7 @@ class Recorder:
     def configured(self, config: dict[str, Any]) -> None:
         self.seen.append(["configured", config])
 
-    def planned(self, micro_batch: int, accumulation: int) -> None:
+    def planned(self, micro_batch: int, accumulation: int, optimizer: str = "") -> None:
         self.seen.append(["planned", micro_batch, accumulation])
 
     def built(self, engine: Any, facts: dict[str, Any]) -> None:

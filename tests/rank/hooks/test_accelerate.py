@@ -2,7 +2,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from autotune.problem.candidate import MICRO_BATCH, Candidate
+from autotune.problem.script_job import KEPT
 from autotune.rank.hooks import accelerate, config, deepspeed
 from tests.conftest import make_candidate
 from tests.rank.hooks.conftest import make_context
@@ -86,16 +89,21 @@ def split(folder: str) -> dict[str, Any]:
     """Of a loop whose loader's batches accelerate splits over four ranks: what the loader says, and what it is given."""
     from types import SimpleNamespace
 
+    from torch.nn import Linear
     from torch.utils.data import DataLoader
+
+    def prepared(context: Any, splits: bool) -> Any:
+        accelerator = SimpleNamespace(split_batches=splits, num_processes=4)
+        loader, net = DataLoader([0] * 64, batch_size=8), Linear(1, 1)
+        return accelerate.Loaders(context).prepare(lambda _, *objects: objects, accelerator, net, loader)[1]
 
     sizes = {}
     for splits in (True, False):
         context, _ = make_context(folder, make_candidate(1, 4, 2))
-        accelerator = SimpleNamespace(split_batches=splits, num_processes=4)
-        (loader,) = accelerate._resized(context, accelerator, (DataLoader([0] * 64, batch_size=8),))
+        loader = prepared(context, splits)
         sizes[splits] = (context.said[MICRO_BATCH], context.loader_split, loader.batch_size)
     held, _ = make_context(folder, make_candidate(1, 4, 2), profile={"batch_note": "it has its own"})
-    (loader,) = accelerate._resized(held, accelerator, (DataLoader([0] * 64, batch_size=8),))
+    loader = prepared(held, False)
     return {"split": sizes[True], "whole": sizes[False], "held": loader.batch_size}
 
 
@@ -104,6 +112,64 @@ def test_batches_that_are_split_over_the_ranks(in_rank: Callable[..., Any], tmp_
     assert list(found["split"]) == [[2], True, 16]
     assert list(found["whole"]) == [[8], False, 4]
     assert found["held"] == 8
+
+
+def in_several_calls(folder: str, way: str, micro_batch: int) -> dict[str, Any]:
+    """The rows that a script gets of its training's loader and of another, which it prepares in several calls."""
+    import torch
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+
+    context, _ = make_context(folder, make_candidate(1, micro_batch))
+    accelerate.install(context)
+    deepspeed.install(context)
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG))
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    data = TensorDataset(torch.ones(64, 4))
+    loader, other = DataLoader(data, batch_size=2), DataLoader(data, batch_size=16)
+    if way == "sampling_before":  # as diffusers' DreamBooth makes the images of its class
+        other = accelerator.prepare(other)
+        list(other)
+        net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    elif way == "sampling_before_all":
+        other = accelerator.prepare(other)
+        list(other)
+        net, optimizer = accelerator.prepare(net, optimizer)
+        loader = accelerator.prepare(loader)
+    elif way == "loaders_first":
+        loader, other = accelerator.prepare(loader, other)
+        net, optimizer = accelerator.prepare(net, optimizer)
+    elif way == "model_first":
+        net, optimizer = accelerator.prepare(net, optimizer)
+        loader, other = accelerator.prepare(loader, other)
+    elif way == "own_sampler":
+        loader = DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 2, False))
+        net, optimizer, loader, other = accelerator.prepare(net, optimizer, loader, other)
+    return {
+        "rows": {len(batch) for (batch,) in loader}.pop(),
+        "others": {len(batch) for (batch,) in other}.pop(),
+        "said": context.said.get(MICRO_BATCH),
+        "prepared": deepspeed.late_facts(context)["loader_prepared"],
+        "known": len(accelerator._dataloaders),
+    }
+
+
+@pytest.mark.parametrize("way", ["sampling_before", "sampling_before_all", "loaders_first", "model_first"])
+@pytest.mark.parametrize("micro_batch", [2, 8])
+def test_the_trainings_loader_is_found_in_whichever_call(
+    in_rank: Callable[..., Any], tmp_path: Path, way: str, micro_batch: int
+) -> None:
+    found = in_rank(in_several_calls, str(tmp_path), way, micro_batch)
+    assert (found["rows"], found["others"]) == (micro_batch, 16)
+    assert found["said"] == [2]
+    assert found["prepared"]
+    assert found["known"] == 2
+
+
+def test_a_batch_sampler_stays_and_so_does_the_loader_behind_it(in_rank: Callable[..., Any], tmp_path: Path) -> None:
+    found = in_rank(in_several_calls, str(tmp_path), "own_sampler", 8)
+    assert (found["rows"], found["others"], found["said"], found["prepared"]) == (2, 16, None, False)
 
 
 def told_by_the_environment(folder: str) -> dict[str, Any]:
@@ -122,3 +188,42 @@ def test_a_config_that_is_given_beside_the_script(in_rank: Callable[..., Any], t
     found = in_rank(told_by_the_environment, str(tmp_path))
     assert found["zero_optimization"]["stage"] == 2
     assert found["train_micro_batch_size_per_gpu"] == 4
+
+
+TEACHERS = {**CONFIG, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 10}}
+
+
+def distil(folder: str, candidate: dict[str, Any] | None, kept: list[Any]) -> dict[str, Any]:
+    """A student and its teacher, whose plugin is made first."""
+    import torch
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from torch.utils.data import DataLoader, TensorDataset
+
+    profile = {KEPT: kept} if kept else {}
+    context, watcher = make_context(folder, Candidate.of(candidate) if candidate else None, profile=profile)
+    accelerate.install(context)
+    deepspeed.install(context)
+    teachers, own = (DeepSpeedPlugin(hf_ds_config=one) for one in (TEACHERS, CONFIG))
+    accelerator = Accelerator(deepspeed_plugin={"student": own, "teacher": teachers})
+    student, teacher = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1).eval()
+    loader = DataLoader(TensorDataset(torch.ones(64, 4)), batch_size=2)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
+    accelerator.prepare(student, optimizer, loader)
+    accelerator.state.select_deepspeed_plugin("teacher")
+    teacher = accelerator.prepare(teacher)
+    return {
+        "stages": [context.engine.zero_optimization_stage(), teacher.zero_optimization_stage()],
+        "accumulation": accelerator.gradient_accumulation_steps,
+        "plugins": [own.zero_stage, teachers.zero_stage],
+        "configured": watcher.of("configured")[-1][0],
+        "kept": watcher.of("built")[0][0][KEPT],
+    }
+
+
+def test_the_plugin_of_a_teacher_keeps_its_own_config(in_rank: Callable[..., Any], tmp_path: Path) -> None:
+    probed = in_rank(distil, str(tmp_path), None, [])
+    assert probed["configured"] == CONFIG, "of the engine that trains, though the teacher's was read first"
+    assert probed["kept"] == [TEACHERS["zero_optimization"]]
+    found = in_rank(distil, str(tmp_path), make_candidate(2, 8, 4).as_dict, probed["kept"])
+    assert found["accumulation"] == 4, "accelerate has one for all plugins, of the last that is prepared"
+    assert (found["stages"], found["plugins"]) == ([2, 3], [2, 3])

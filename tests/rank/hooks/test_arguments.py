@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from autotune.problem.flag_words import with_setting
 from autotune.problem.job import Script
-from autotune.problem.script import command, with_setting
+from autotune.problem.script import command
 from autotune.rank.hooks import arguments
 from autotune.rank.hooks.config import merged_arguments
 from autotune.rank.hooks.context import Context
@@ -92,6 +93,11 @@ YES_OR_NO: dict[str, tuple[dict[str, Any], list[str]]] = {  # what `add_argument
         {"type": lambda word: {"true": True, "false": False}[word.lower()], "nargs": "?", "const": True},
         [CHECKPOINTING, "false"],
     ),
+    "choice of words": ({"type": str, "choices": ["on", "off"], "default": "off"}, [CHECKPOINTING, "on"]),
+    "choice of more words": ({"choices": ["auto", "Yes", "No"], "default": "auto"}, [f"{CHECKPOINTING}=Yes"]),
+    "choice in any case": ({"type": str.lower, "choices": ["enable", "disable"]}, [CHECKPOINTING, "Enable"]),
+    "word": ({"default": "true"}, [CHECKPOINTING, "false"]),
+    "word of a few": ({"type": str, "choices": ["0", "1", "on", "off"], "default": "on"}, [CHECKPOINTING, "on"]),
     "inverse": ({"action": "store_false"}, [CHECKPOINTING]),
 }
 
@@ -120,11 +126,18 @@ def test_a_command_says_yes_or_no_as_its_parser_takes_it(
     candidate = make_candidate(1, 8, 4, activation_checkpointing=value).but(overlap_comm=value)
     words = command(script, candidate, "best.json")[1:]
     read = yes_or_no_parser(kind).parse_args(words)
-    assert (read.gradient_checkpointing, read.oc, read.lr) == (value, value, 1.0), words
+    assert (meant(read.gradient_checkpointing), read.oc, read.lr) == (value, value, 1.0), words
     again = command(replace(script, argv=("train.py", *words)), candidate, "best.json")[1:]
     assert vars(yes_or_no_parser(kind).parse_args(again)) == vars(read), "said twice it is the same"
     made.candidate, made.job = candidate, replace(made.job, script=script)
-    assert yes_or_no_parser(kind).parse_args(merged_arguments(made)).oc is value, "trials, too"
+    arguments.install(made)
+    tried = yes_or_no_parser(kind).parse_args(merged_arguments(made))
+    assert (tried.oc, tried.gradient_checkpointing) == (value, read.gradient_checkpointing), "trials, too"
+
+
+def meant(value: bool | str) -> bool:
+    """As a script takes it, which compares with a word of its parser's."""
+    return value in ("on", "Yes", "enable", "true") if isinstance(value, str) else value
 
 
 def in_a_profile(made: Context) -> dict[str, Any]:

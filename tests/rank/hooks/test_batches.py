@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autotune.errors import Unusable
-from autotune.rank.hooks.batches import Sizes, batch_of, padded, sizes_of
+from autotune.rank.hooks.batches import batch_of, padded, sizes_of
 
 MICRO, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 
@@ -66,7 +66,41 @@ IDS = torch.ones(3, 7, dtype=torch.long)
     ],
 )
 def test_what_a_forward_is_given(args: tuple[Any, ...], kwargs: dict[str, Any], found: tuple[int, int, int]) -> None:
-    assert sizes_of(args, kwargs) == Sizes(*found)
+    sizes = sizes_of(args, kwargs)
+    assert (sizes.rows, sizes.sequences, sizes.tokens) == found
+
+
+def test_rows_of_all_that_a_forward_is_given() -> None:
+    graphs = SimpleNamespace(_store=UserDict(x=torch.ones(9, 4), ptr=torch.tensor([0, 4, 9])))
+    given = {"input_ids": IDS, "images": torch.ones(2, 3, 8, 8), "masks": [torch.ones(5, 2), torch.ones(4, 2)]}
+    sizes = sizes_of((IDS[:1], IDS[:2]), {**given, "data": graphs})
+    assert sizes.rows_by_name == {
+        "": 1,
+        "#2": 2,
+        "input_ids": 3,
+        "images": 2,
+        "masks": 2,  # a list of samples
+        "x": 9,
+        "ptr": 2,  # borders of two graphs
+    }
+    assert (sizes.rows, sizes.tokens) == (3, 21)
+    by_image = sizes_of((), given, "images")
+    assert (by_image.rows, by_image.sequences, by_image.tokens) == (2, 2, 21)
+    assert sizes_of((IDS,), {}, "images").rows == 0, "never taken for another"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "packed"),
+    [
+        ({"input_ids": IDS[:1], "position_ids": torch.tensor([[0, 1, 0, 1, 2, 0, 1]])}, True),
+        ({"input_ids": IDS[:1], "cu_seqlens": torch.tensor([0, 4, 7])}, True),
+        ({"input_ids": IDS[0], "cu_seqlens": torch.tensor([0, 4, 7])}, True),
+        ({"input_ids": IDS, "position_ids": torch.zeros(3, 7)}, False),
+        ({"input_ids": IDS[:1]}, False),
+    ],
+)
+def test_one_row_whose_sequences_are_told_apart_is_packed(kwargs: dict[str, Any], packed: bool) -> None:
+    assert sizes_of((), kwargs).packed is packed
 
 
 def test_padding_is_computed_and_not_learnt() -> None:

@@ -77,6 +77,97 @@ def test_trainer_switches_it_on_itself(context: Make) -> None:
     assert not checkpointing.is_on(model)
 
 
+class Block(torch.nn.Module):
+    """As diffusers' blocks, and models of one's own, ask."""
+
+    def __init__(self, on: bool = False) -> None:
+        super().__init__()
+        self.gradient_checkpointing = on
+        self.net = torch.nn.Linear(2, 2)
+
+    def forward(self, x: Any) -> Any:
+        if torch.is_grad_enabled() and self.gradient_checkpointing:
+            return torch.utils.checkpoint.checkpoint(self.net, x, use_reentrant=False)
+        return self.net(x)
+
+
+class Unet(torch.nn.Module):
+    """With the methods that diffusers' `ModelMixin` has (models/modeling_utils.py)."""
+
+    _supports_gradient_checkpointing = True
+
+    def __init__(self, on: bool = False) -> None:
+        super().__init__()
+        self.block = Block(on)
+
+    def _set(self, on: bool) -> None:
+        if not self._supports_gradient_checkpointing:
+            raise ValueError(f"{type(self).__name__} does not support gradient checkpointing.")
+        self.block.gradient_checkpointing = on
+
+    def enable_gradient_checkpointing(self, gradient_checkpointing_func: Any = None) -> None:
+        self._set(True)
+
+    def disable_gradient_checkpointing(self) -> None:
+        self._set(False)
+
+
+class Around(torch.nn.Module):
+    """A model of one's own around a library's."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+class Whole(Unet):
+    _supports_gradient_checkpointing = False
+
+
+MODELS = {
+    "diffusers": (Unet, "enable_gradient_checkpointing()"),
+    "by hand": (Block, "gradient_checkpointing = True"),
+    "around diffusers": (lambda on: Around(Unet(on)), "inner.enable_gradient_checkpointing()"),
+    "around transformers": (lambda on: Around(make_model(on)), "inner.gradient_checkpointing_enable()"),
+    "around by hand": (lambda on: Around(Block(on)), "inner.gradient_checkpointing = True"),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize("told", [True, False])
+def test_models_of_other_libraries_and_of_ones_own(context: Make, kind: str, on: bool, told: bool) -> None:
+    make, call = MODELS[kind]
+    model = make(on)
+    assert checkpointing.can_switch(model)
+    assert not checkpointing.can_switch(model, through_arguments=True), "Trainer calls transformers' method"
+    assert checkpointing.call_of(model) == call
+    made, _ = context(make_candidate(1, activation_checkpointing=told))
+    checkpointing.apply(made, model)
+    assert checkpointing.is_on(model) == told
+    for module in model.modules():  # as the script's code may, later
+        for name in ("enable_gradient_checkpointing", "gradient_checkpointing_enable"):
+            getattr(module, name, lambda: None)()
+    assert checkpointing.is_on(model) == told
+
+
+@pytest.mark.parametrize("make", [Whole, lambda: Around(Whole()), lambda: torch.nn.Linear(2, 2)])
+def test_models_without_any(context: Make, make: Callable[[], torch.nn.Module]) -> None:
+    model = make()
+    assert not checkpointing.can_switch(model)
+    assert checkpointing.call_of(model) == ""
+    checkpointing.apply(context(make_candidate(1, activation_checkpointing=True))[0], model)
+    assert not checkpointing.is_on(model)
+
+
+def test_layers_of_transformers_alone_are_left(context: Make) -> None:
+    """What they call to checkpoint, their model's own method gives them."""
+    model = Around(make_model(False).model.layers)
+    checkpointing.apply(context(make_candidate(1, activation_checkpointing=True))[0], model)
+    assert not checkpointing.is_on(model)
+    assert not checkpointing.can_switch(model)
+
+
 def test_a_model_that_can_only_be_switched_on() -> None:
     net = torch.nn.Linear(2, 2)
     assert not checkpointing.can_switch(net)

@@ -25,6 +25,38 @@ def test_a_candidates_keys_are_merged(context: Callable) -> None:
     assert watcher.seen == [["configured", OWN]], "its first, once"
 
 
+def test_what_was_taken_out_of_a_config_since_its_first_run_stays_out(context: Callable) -> None:
+    first = {**OWN, "scheduler": {"type": "WarmupLR"}, "steps_per_print": 3}
+    made, _ = context(make_candidate(2, 3, 5), quiet=False, profile={"config": first})
+    added = {"zero_allow_untested_optimizer": True}
+    made.job = replace(made.job, base_config={**first, **added})
+    found = merged(made, {"zero_optimization": {"stage": 1}, "steps_per_print": 9})
+    assert not {"scheduler", "gradient_clipping", "wandb"} & found.keys()
+    assert (found["steps_per_print"], found["zero_allow_untested_optimizer"]) == (9, True), "autotune's own is added"
+    assert (found["zero_optimization"]["stage"], found["train_batch_size"]) == (2, 15)
+
+
+@pytest.mark.parametrize(
+    ("first", "now", "bf16", "fp16"),
+    [
+        ({"bf16": {"enabled": True}}, {"bf16": {"enabled": True}}, True, None),
+        ({"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 0}}, None, True),
+        ({"bf16": {"enabled": True}}, {"bf16": {"enabled": False}}, False, None),
+        ({"bf16": {"enabled": True}}, {}, None, None),
+        ({"bf16": {"enabled": True}}, {"bf16": {"enabled": "auto"}}, True, None),
+        ({"bf16": {"enabled": "auto"}}, {}, True, None),  # as the command's flags say, in the first run and now
+    ],
+)
+def test_the_precision_is_that_of_the_present_config(
+    context: Callable, first: dict, now: dict, bf16: bool | None, fp16: bool | None
+) -> None:
+    made, _ = context(make_candidate(2, 3, 5), profile={"config": first})
+    made.job = replace(made.job, precision="bf16", base_config=first)
+    found = merged(made, {**OWN, **now})
+    assert (found.get("bf16", {}).get("enabled"), found.get("fp16", {}).get("enabled")) == (bf16, fp16)
+    assert merged(made, found) == found, "what is merged once more is what it was"
+
+
 def test_a_script_as_it_is_loses_its_trackers_alone(context: Callable) -> None:
     made, _ = context()
     assert merged(made, OWN) == {key: value for key, value in OWN.items() if key != "wandb"}

@@ -276,8 +276,8 @@ def save(folder: str, quiet: bool) -> dict[str, Any]:
         "answers": [bool(engine.save_16bit_model(f"{folder}/weights")), bool(engine.save_checkpoint(f"{folder}/all"))]
     }
     found["script's"] = sorted(path.name for path in Path(folder).iterdir() if path.name in ("weights", "all"))
-    deepspeed.saved(context, "save_16bit_model", f"{folder}/ours", "weights.bin")
-    deepspeed.saved(context, "save_checkpoint", f"{folder}/ours")
+    deepspeed.unhooked(context, "save_16bit_model", f"{folder}/ours", "weights.bin")
+    deepspeed.unhooked(context, "save_checkpoint", f"{folder}/ours")
     found["ours"] = sorted(path.name for path in Path(folder, "ours").iterdir())
     context.patches.undo()
     engine.save_16bit_model(f"{folder}/after")

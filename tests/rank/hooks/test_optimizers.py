@@ -36,3 +36,23 @@ def test_undone_nobody_looks(context: Callable) -> None:
     made.patches.undo()
     steps(3)
     assert watcher.seen == []
+
+
+class DeepSpeedCPUAdam(torch.optim.AdamW):
+    __module__ = "deepspeed.ops.adam.cpu_adam"
+
+
+class Mine(DeepSpeedCPUAdam):
+    pass
+
+
+def test_the_class_of_an_optimizer_is_that_of_its_kernels(context: Callable) -> None:
+    made, _ = context()
+    weights = [torch.nn.Parameter(torch.ones(2))]
+    assert optimizers.kind_of(made, Mine(weights)) == "DeepSpeedCPUAdam"
+    assert optimizers.kind_of(made, torch.optim.AdamW(weights)) == ""
+    assert optimizers.kind_of(made, None) == ""
+    made.accelerated = True
+    assert optimizers.kind_of(made, Mine(weights)) == "", (
+        "accelerate makes it of any where the script's config offloads"
+    )

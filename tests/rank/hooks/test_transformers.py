@@ -1,3 +1,4 @@
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,12 +23,13 @@ NOTED = (
     "eval_strategy",
     "load_best_model_at_end",
     "push_to_hub",
+    "resume_from_checkpoint",
 )
 
 
 def fill(folder: str, candidate: dict[str, Any] | None, quiet: bool) -> dict[str, Any]:
     """TrainingArguments of a script, with a field of TRL's, as they come out of the hook."""
-    from transformers import TrainingArguments
+    from transformers import TrainingArguments, integrations
 
     @dataclass
     class Arguments(TrainingArguments):
@@ -35,6 +37,7 @@ def fill(folder: str, candidate: dict[str, Any] | None, quiet: bool) -> dict[str
 
     context, watcher = make_context(folder, Candidate.of(candidate) if candidate else None, quiet=quiet)
     transformers.install(context)
+    integrations.is_kubeflow_available = lambda: True  # as in one of its jobs, since transformers 5
     made = Arguments(
         output_dir="mine",
         per_device_train_batch_size=2,
@@ -45,6 +48,7 @@ def fill(folder: str, candidate: dict[str, Any] | None, quiet: bool) -> dict[str
         eval_steps=10,
         save_steps=10,
         load_best_model_at_end=True,
+        resume_from_checkpoint="mine/checkpoint-5",
     )
     found = {name: value for name, value in asdict(made).items() if name in NOTED}
     context.patches.undo()
@@ -64,10 +68,11 @@ def test_arguments_carry_the_candidate_and_leave_nothing_behind(in_rank: Callabl
     assert (found["per_device_train_batch_size"], found["gradient_accumulation_steps"]) == (8, 4)
     assert found["gradient_checkpointing"]
     assert found["use_cpu"]
-    assert found["output_dir"] == str(tmp_path / ".autotune-output")
-    assert (found["save_strategy"], found["eval_strategy"]) == ("no", "no")
-    assert not found["load_best_model_at_end"]
-    assert found["report_to"] in ("none", [])
+    assert found["output_dir"] == str(tmp_path / "mine")
+    assert (found["save_strategy"], found["eval_strategy"]) == ("steps", "steps"), "callbacks ask for them"
+    assert found["load_best_model_at_end"]
+    assert found["report_to"] == []
+    assert found["resume_from_checkpoint"] is None
     assert not found["auto_find_batch_size"], "it would catch the out-of-memory"
     assert found["planned"] == [[8, 4]]
     assert found["allowed"] == [48]
@@ -89,6 +94,7 @@ def test_a_real_training_keeps_what_it_saves(in_rank: Callable[..., Any], tmp_pa
     assert found["per_device_train_batch_size"] == 8
     assert (found["output_dir"], found["save_strategy"], found["eval_strategy"]) == ("mine", "steps", "steps")
     assert found["load_best_model_at_end"]
+    assert found["resume_from_checkpoint"] == "mine/checkpoint-5"
 
 
 def resume(folder: str, candidate: dict[str, Any] | None) -> list[int]:
@@ -107,3 +113,51 @@ def test_a_checkpoint_does_not_bring_its_micro_batch_along(in_rank: Callable[...
     """Trainer before transformers 5.2 trained on with it, at another global batch."""
     assert in_rank(resume, str(tmp_path), make_candidate(1, 2, 4).as_dict) == [2, 4]
     assert in_rank(resume, str(tmp_path), None) == [4, 4]
+
+
+def write_there(folder: str, output: str, below: str) -> dict[str, Any]:
+    """A script that writes into its output folder before there is a Trainer, in a trial's folder that shows the user's."""
+    from transformers import TrainingArguments
+
+    scratch, cwd = Path(folder, "scratch"), Path(folder, "project")
+    (scratch / below).mkdir(parents=True)
+    for entry in cwd.iterdir():
+        (scratch / entry.name).symlink_to(entry)
+    context, _ = make_context(scratch, make_candidate(1, 2), cwd=str(cwd))
+    transformers.install(context)
+    os.chdir(scratch / below)
+    found = TrainingArguments(output_dir=output, use_cpu=True).output_dir
+    again = TrainingArguments(output_dir=output, use_cpu=True).output_dir
+    assert found is not None
+    seen = sorted(os.listdir(found)) if os.path.isdir(found) else None
+    if seen is not None:
+        Path(found, "vocab.json").write_text("{}")
+        assert Path(found, "old.json").read_text() == "old"
+    return {"at": os.path.relpath(found, scratch), "seen": seen, "same": found == again}
+
+
+@pytest.mark.parametrize(
+    ("output", "below", "at"),
+    [
+        ("out", "", "out"),
+        ("../out", "sub", "out"),
+        ("../elsewhere", "", ".autotune-output"),
+        ("/elsewhere", "", ".autotune-output"),
+    ],
+)
+def test_the_output_folder_shows_what_it_holds(
+    in_rank: Callable[..., Any], tmp_path: Path, output: str, below: str, at: str
+) -> None:
+    theirs = [tmp_path / "project" / "out", tmp_path / "elsewhere"]
+    for one in theirs:
+        one.mkdir(parents=True)
+        (one / "old.json").write_text("old")
+    given = f"{tmp_path}{output}" if output[0] == "/" else output
+    assert in_rank(write_there, str(tmp_path), given, below) == {"at": at, "seen": ["old.json"], "same": True}
+    assert [sorted(os.listdir(one)) for one in theirs] == [["old.json"], ["old.json"]]
+
+
+def test_an_output_folder_that_is_not_there_is_not_made(in_rank: Callable[..., Any], tmp_path: Path) -> None:
+    """A script may ask whether it is."""
+    (tmp_path / "project").mkdir()
+    assert in_rank(write_there, str(tmp_path), "out", "") == {"at": "out", "seen": None, "same": True}

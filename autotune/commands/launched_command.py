@@ -1,0 +1,198 @@
+"""What a command that is launched says otherwise than the one that was tuned: its batch, its optimizer, its precision.
+
+The two commands are compared with each other, not with what was seen of the first: a script may count its batch by rules of its
+own, and what changes in the words changes by the same factor in its steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+from autotune.commands.global_batch import FREE
+from autotune.errors import UserError
+from autotune.problem.argument_files import find, launcher_file, own_config, own_files, said, value_at
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.problem.command_line import ACCELERATE
+from autotune.problem.ds_file import read_config
+from autotune.problem.frameworks import framework_of
+from autotune.problem.job import Job, Script
+from autotune.problem.own_config import global_batch_of
+from autotune.problem.script import KNOWN_FLAGS, config_path, line_of
+from autotune.problem.script_job import over_present, own_samples
+from autotune.problem.sources import digests
+
+_TRAINERS = {MICRO_BATCH: 8, ACCUMULATION: 1}  # of transformers' TrainingArguments, where nothing is said
+_OFF = ("false", "False", "0", "no")
+
+
+@dataclasses.dataclass(frozen=True)
+class Launched:
+    """A command beside the study whose winner it is to train under.
+
+    Attributes:
+        job: the study's.
+        script: as it is launched, with what the study knows of it.
+        sources: digests of the files that the study's script used, by path.
+    """
+
+    study: str
+    job: Job
+    winner: Candidate
+    script: Script
+    sources: Mapping[str, str]
+
+    def checked(self, asked: int | str | None) -> tuple[Job, list[str]]:
+        """The job with the precision that the command says now, and lines for people about what is otherwise than measured.
+
+        Args:
+            asked: samples an optimizer step that the caller wants, or `free`: whatever the study has; None: as the command says.
+
+        Raises:
+            UserError: the command's steps are of another number of samples than the study's.
+        """
+        config = self._edited_config()
+        lines = self._about_batch(asked, config)
+        return self._about_arithmetic(config, lines)
+
+    # -- the batch ---------------------------------------------------------------------------------------------------
+
+    def _about_batch(self, asked: int | str | None, config: dict[str, Any] | None) -> list[str]:
+        target, tuned = self.script.target, self.winner.micro_batch * self.winner.accumulation * self.job.ranks
+        if asked not in (None, FREE, tuned):
+            raise UserError(
+                f"--global-batch-size {asked}: study {self.study} is of {tuned} samples an optimizer step; give that, or tune "
+                f"again with {asked}"
+            )
+        now, untold = self._samples_now(config)
+        if asked is not None or now in (None, tuned, self._first_samples):
+            told = untold and asked is None
+            return (
+                [f"{target} is no longer told its batch: {tuned} samples an optimizer step, as tuned"] if told else []
+            )
+        if self.script.holds_batch:
+            return [
+                f"{target} is told {now} samples an optimizer step now, and the study measured {self._first_samples}"
+            ]
+        if self.job.global_batch_size is None:  # the study has chosen it
+            return [
+                f"{target} is told {now} samples an optimizer step; the study left them open, and {tuned} are trained"
+            ]
+        raise UserError(
+            f"{target} is told {now} samples an optimizer step, and study {self.study} is of {tuned}: give it the batch that was "
+            f"tuned, tune again with this one, or give --global-batch-size {tuned} to train with the study's"
+        )
+
+    @property
+    def _first_samples(self) -> int | None:
+        """Of a step of the tuned script as it was; None where no script was tuned."""
+        first = self.job.script
+        return own_samples(first, self.job.ranks) if first is not None and "micro_batch" in first.profile else None
+
+    def _samples_now(self, config: dict[str, Any] | None) -> tuple[int | None, bool]:
+        """Samples of a step as the command says them, None where it does not; and whether something of them is no longer said
+        whose default only the script knows."""
+        first, ranks, before = self.job.script, self.job.ranks, self._first_samples
+        if first is None or before is None:
+            micro, accumulation = (_said(self.script, knob) for knob in (MICRO_BATCH, ACCUMULATION))
+            if micro is not None:
+                return micro * (accumulation or 1) * ranks, False
+            return global_batch_of(config or {}, ranks)[0], False
+        through = bool(first.profile.get("through_arguments"))
+        trainers, share, untold = through and framework_of(first) is None, Fraction(1), False
+        for knob, name in ((MICRO_BATCH, "micro_batch"), (ACCUMULATION, "accumulation")):
+            then, now = _said(first, knob), _said(self.script, knob)
+            if now is None and then is not None and trainers:
+                now = _TRAINERS[knob]
+            if now is not None:
+                share *= Fraction(now, then or int(first.profile[name]))
+            untold |= now is None and then is not None
+        if share == 1 and not through and config is not None:
+            old, new = (global_batch_of(one, ranks)[0] for one in (first.profile["config"], config))
+            share = Fraction(new, old) if new and old else share
+        return round(before * share), untold
+
+    # -- the config --------------------------------------------------------------------------------------------------
+
+    def _edited_config(self) -> dict[str, Any] | None:
+        """The DeepSpeed config that the command holds or names now; None where it stands in code, or is the very file of the
+        first run: a script may change what it reads, and then the two would differ though nobody has edited anything."""
+        path = config_path(self.script)
+        inside = own_config(self.script) if path is None else None
+        if path is None:
+            return inside if isinstance(inside, dict) else None
+        try:
+            found = read_config(path)
+        except (OSError, ValueError):
+            return None  # the training itself says so
+        same = self.sources.items() & digests([path], self.script.cwd).items()
+        return found if isinstance(found, dict) and not same else None
+
+    def _about_arithmetic(self, config: dict[str, Any] | None, lines: list[str]) -> tuple[Job, list[str]]:
+        first, job = self.job.script, self.job
+        if first is None or "config" not in first.profile:
+            return job, lines
+        others = []
+        if config is not None and (old := _optimizer(first.profile["config"])) != (new := _optimizer(config)):
+            others += [f"optimizer {new or 'of its own'}, not {old or 'of its own'}"]
+        before, after = (_value(one, "optim") or "(its default)" for one in (first, self.script))
+        if before != after:
+            others += [f"--optim {after}, not {before}"]
+        precision = over_present(job, config).precision if config is not None else job.precision
+        if precision == job.precision and first.profile.get("through_arguments"):
+            precision = self._told_precision(first)
+        if precision != job.precision:
+            others += [f"precision {precision}, not {job.precision}"]
+            job = dataclasses.replace(job, precision=precision)
+        if others:
+            told = "; ".join(others)
+            lines = [
+                *lines,
+                f"trained otherwise than measured, as the command says now ({told}): memory and speed may differ",
+            ]
+        return job, lines
+
+    def _told_precision(self, first: Script) -> str:
+        """As the arguments of a Trainer say it, where they say it otherwise than in the study."""
+        then, now = ([_is_on(one, name) for name in ("bf16", "fp16")] for one in (first, self.script))
+        if then == now:
+            return self.job.precision
+        return "bf16" if now[0] else "fp16" if now[1] else "fp32"
+
+
+def _said(script: Script, knob: str) -> int | None:
+    """What the command says of a size of its batch: the last of its words, or else its files, or its launcher."""
+    words = dataclasses.replace(script, files=())
+    flag = dict(script.flags).get(knob) or KNOWN_FLAGS[knob]
+    found = [*said(script, knob), *said(dataclasses.replace(words, flags=((knob, flag),)), knob)]
+    line, file = line_of(script), launcher_file(script)
+    if line.kind == ACCELERATE and knob == ACCUMULATION:
+        inside = (file.data.get("deepspeed_config") or {}) if file is not None else {}
+        found = [inside.get(knob), line.options.get(knob), *found]
+    numbers = [int(word) for one in found if (word := str(one)).isdigit() and int(word) > 0]
+    return numbers[-1] if numbers else None
+
+
+def _optimizer(config: dict[str, Any]) -> str:
+    section = config.get("optimizer")
+    return str(section.get("type", "")).lower() if isinstance(section, dict) else ""
+
+
+def _value(script: Script, name: str) -> str | None:
+    """What the command's words, or else its files, say of an argument of a Trainer; empty for a flag alone, None for nothing."""
+    found = None
+    for file in own_files(script):
+        place = find(file.data, (name,))
+        found = found if place is None else str(value_at(file.data, place))
+    for at, word in enumerate(script.argv):
+        given, equals, value = word.partition("=")
+        if given == f"--{name}":
+            after = "".join(script.argv[at + 1 : at + 2])
+            found = value if equals else "" if after.startswith("-") else after
+    return found
+
+
+def _is_on(script: Script, name: str) -> bool:
+    return (found := _value(script, name)) is not None and found not in _OFF

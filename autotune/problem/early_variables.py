@@ -1,0 +1,159 @@
+"""Variables that libraries read once, as they are imported or wake the device, and that scripts set in their code.
+
+A rank has imported and woken these before it runs a script, so it must have such variables from its own start. What a script sets
+to literals at its top is read in its text; what else it has set is seen once it has run.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+# Settings of torch's caching allocator, `key:value,…`. The first of these that is set is read and no other, when CUDA
+# memory is first asked for (torch 2.13, c10/core/AllocatorConfig.cpp: tried with two that contradict each other).
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+# What reads a library's variables as it is imported: set after that, they mean nothing to a plain run either.
+_HUB_MODULES = {
+    *("huggingface_hub", "transformers", "datasets", "accelerate", "peft", "trl", "diffusers", "evaluate"),
+    *("sentence_transformers", "unsloth"),
+}
+_THREADED_MODULES = {
+    *_HUB_MODULES,
+    *("torch", "torchvision", "deepspeed", "numpy", "pandas", "scipy", "lightning", "pytorch_lightning"),
+}
+_OF_THE_HUB = ("HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_")
+_OF_THREADS = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_")
+# Read when the device or the process group is first used, or an op is built.
+_OF_THE_DEVICE = (
+    *ALLOCATOR_VARIABLES,
+    *("CUDA_", "NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "DS_"),
+)
+# Read at every use, written by torch, or about what is told: a rank has its own of these.
+_NOT = (
+    *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_TELEMETRY"),
+    *("TRANSFORMERS_VERBOSITY", "TRANSFORMERS_NO_ADVISORY_WARNINGS", "NCCL_DEBUG"),
+    *("CUDA_MODULE_LOADING", "TORCHINDUCTOR_CACHE_DIR", "DS_ACCELERATOR"),
+)
+
+
+class Setting(NamedTuple):
+    """What one statement of a script does to a variable."""
+
+    name: str
+    value: str
+    default: bool  # where nothing is set before (`setdefault`)
+
+
+def settings_in(text: str) -> list[Setting]:
+    """Settings to literals among a script's outermost statements, `if __name__ == "__main__"` included, that come before what
+    reads them, in their order."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd escapes
+            body = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the rank says so, or its Python is a newer one
+        return []
+    found, imported = [], set[str]()
+    for statement in _outermost(body):
+        imported |= _imports(statement)
+        found += [one for one in _settings(statement) if _counts(one.name, imported)]
+    return found
+
+
+def after(settings: Sequence[Setting], known: Mapping[str, str]) -> dict[str, str]:
+    """The variables that the settings leave, given those that are `known` before."""
+    found: dict[str, str] = {}
+    for name, value, default in settings:
+        if not (default and (name in found or name in known)):
+            found[name] = value
+    return found
+
+
+def set_late(before: Mapping[str, str], now: Mapping[str, str] = os.environ) -> list[str]:
+    """Names of variables that were set to something else meanwhile, and that had been read by then. Those of threads are not
+    among them: launchers set them for ranks, which have their own."""
+    names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+    return [name for name in names if name.startswith((*_OF_THE_HUB, *_OF_THE_DEVICE)) and not name.startswith(_NOT)]
+
+
+def too_late(names: Sequence[str]) -> str:
+    """Says so of the names that `set_late` has found."""
+    return f"{', '.join(names)}: set by the script's code, after its ranks had begun to use it; export it instead"
+
+
+def _counts(name: str, imported: set[str]) -> bool:
+    if name.startswith(_NOT):
+        return False
+    if name.startswith(_OF_THE_HUB):
+        return imported.isdisjoint(_HUB_MODULES)
+    if name.startswith(_OF_THREADS):
+        return imported.isdisjoint(_THREADED_MODULES)
+    return name.startswith(_OF_THE_DEVICE)
+
+
+def _outermost(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in body:
+        if isinstance(statement, ast.If) and ast.unparse(statement.test) == "__name__ == '__main__'":
+            yield from _outermost(statement.body)
+        else:
+            yield statement
+
+
+def _imports(statement: ast.stmt) -> set[str]:
+    """The packages that a statement imports; a function's own imports come when it is called."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return set()
+    found: set[str] = set()
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def _settings(statement: ast.stmt) -> Iterator[Setting]:
+    match statement:
+        case ast.Assign(targets=targets, value=ast.Constant(value=str(value))):
+            for target in targets:
+                match target:
+                    case ast.Subscript(value=where, slice=ast.Constant(value=str(name))) if _is_environ(where):
+                        yield Setting(name, value, False)
+        case ast.AugAssign(target=where, op=ast.BitOr(), value=ast.Dict() as pairs) if _is_environ(where):
+            yield from _of_a_dict(pairs)
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=where, attr=method), args=arguments, keywords=named)):
+            yield from _of_a_call(where, method, arguments, named)
+
+
+def _of_a_call(
+    where: ast.expr, method: str, arguments: Sequence[ast.expr], named: Sequence[ast.keyword]
+) -> Iterator[Setting]:
+    match method, arguments:
+        case "setdefault", [ast.Constant(value=str(name)), ast.Constant(value=str(value))] if _is_environ(where):
+            yield Setting(name, value, True)
+        case "putenv", [ast.Constant(value=str(name)), ast.Constant(value=str(value))]:
+            yield Setting(name, value, False)
+        case "update", _ if _is_environ(where):
+            for pairs in arguments:
+                if isinstance(pairs, ast.Dict):
+                    yield from _of_a_dict(pairs)
+            for one in named:
+                match one:
+                    case ast.keyword(arg=str(name), value=ast.Constant(value=str(value))):
+                        yield Setting(name, value, False)
+
+
+def _of_a_dict(pairs: ast.Dict) -> Iterator[Setting]:
+    for key, said in zip(pairs.keys, pairs.values, strict=True):
+        match key, said:
+            case ast.Constant(value=str(name)), ast.Constant(value=str(value)):
+                yield Setting(name, value, False)
+
+
+def _is_environ(where: ast.expr) -> bool:
+    """`os.environ`, or `environ` alone."""
+    return getattr(where, "attr", getattr(where, "id", "")) == "environ"

@@ -1,0 +1,65 @@
+"""Whether a value is one that a knob can have: the same for a space's file and for the user's own DeepSpeed config."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from autotune.errors import UserError, near
+from autotune.problem.job import Lora, parse_lora
+from autotune.problem.knobs import Knob
+from autotune.problem.needs import Value
+
+
+def knob_value(knob: Knob, value: Any) -> Value:
+    """The value as candidates have it: `5e8` is a whole number however it is written.
+
+    Raises:
+        ValueError: it is none of the knob's; the message says what was expected and found.
+    """
+    if knob.kind is Lora:
+        return _lora(value)
+    if isinstance(knob.kind, tuple):
+        word = "none" if value is None else value
+        if not isinstance(word, str) or word not in knob.kind:
+            hint = difflib.get_close_matches(str(word), knob.kind, 1)
+            raise ValueError(f"expected one of {', '.join(knob.kind)}, found {value!r}{near(str(word), hint)}")
+        return word
+    if knob.kind is bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"expected true or false, found {value!r}")
+        return value
+    if knob.kind is float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not knob.low <= value <= knob.high:
+            expected = f"at least {knob.low:g}" if knob.high == float("inf") else f"from {knob.low:g} to {knob.high:g}"
+            raise ValueError(f"expected a number {expected}, found {value!r}")
+        return float(value)
+    return _whole(knob, value)
+
+
+def _whole(knob: Knob, value: Any) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # YAML reads 5.0e+8 as a float, and 5e8 as a word
+    if isinstance(value, str):
+        try:
+            value = int(float(value))
+        except (ValueError, OverflowError):
+            raise ValueError(f"expected a whole number, found {value!r}") from None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"expected a whole number, found {value!r}")
+    if not knob.low <= value <= knob.high:
+        expected = f"at least {knob.low}" if knob.high == float("inf") else f"{knob.low} to {knob.high}"
+        raise ValueError(f"{value} is out of range: expected {expected}")
+    return value
+
+
+def _lora(value: Any) -> str:
+    """`none` for full training, or adapters in their shortest writing; a number is a rank."""
+    if value in (None, "none"):
+        return "none"
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(f"expected none, a rank, or r=16,targets=all-linear, found {value!r}")
+    try:
+        return str(parse_lora(f"r={value}" if isinstance(value, int) else value))
+    except UserError as error:
+        raise ValueError(str(error)) from None

@@ -1,0 +1,140 @@
+"""The user's own DeepSpeed config: read once, and checked, so that nothing after it meets a section of another shape."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import UserError
+from autotune.problem.ds_file import in_new_names, parsed_config
+from autotune.problem.knob_values import knob_value
+from autotune.problem.knobs import ACCUMULATION, KNOBS, MICRO_BATCH, ZERO, Knob
+
+BATCH = "train_batch_size"
+# Sections, which DeepSpeed reads as objects (0.19.8, runtime/config.py and what it calls); these may be null as well.
+_NULLABLE = (
+    *(ZERO + name for name in ("offload_optimizer", "offload_param", "zenflow")),
+    "optimizer.params",
+    "scheduler.params",
+)
+_SECTIONS = (
+    *("zero_optimization", "optimizer", "scheduler", "bf16", "bfloat16", "fp16", "amp", "torch_autocast", "data_types"),
+    *("compile", "checkpoint", "activation_checkpointing", "aio", "elasticity", "autotuning", "eigenvalue"),
+    *("tensor_parallel", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet"),
+    *_NULLABLE,
+)
+_CHECKED = {knob.path: knob for knob in KNOBS.values() if knob.path}
+_CHECKED |= {BATCH: Knob(BATCH, int, low=1), "gradient_clipping": Knob("gradient_clipping", float)}
+_CHECKED |= {f"{name}.enabled": Knob(f"{name}.enabled", bool) for name in ("bf16", "fp16", "bfloat16")}
+_MAY_BE_NULL = (ZERO + "overlap_comm", "communication_data_type", "data_types.grad_accum_dtype")
+# Where `"auto"` is documented: transformers 5.23, integrations/deepspeed.py, and accelerate 1.15, utils/deepspeed.py.
+# Anywhere else among these it reaches DeepSpeed, which refuses the word.
+_AUTO = (
+    *(BATCH, MICRO_BATCH, ACCUMULATION, "gradient_clipping", "bf16.enabled", "fp16.enabled", "bfloat16.enabled"),
+    *(ZERO + name for name in ("stage", "offload_optimizer.device", "offload_param.device", "reduce_bucket_size")),
+    *(ZERO + name for name in ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")),
+    ZERO + "zenflow.update_interval",  # DeepSpeed's own word there
+)
+
+
+def load_ds_config(path: Path) -> dict[str, Any]:
+    """The user's own DeepSpeed config.
+
+    Raises:
+        UserError: the file cannot be read, is no JSON object, or has a section or a value that DeepSpeed could not take; the
+            message names file and key.
+    """
+    try:
+        text = path.read_text()
+        data = parsed_config(text, _once)
+    except FileNotFoundError:
+        raise UserError(f"--ds-config {path}: no such file; expected a DeepSpeed config JSON") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: not JSON ({error.msg}); expected a DeepSpeed config") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--ds-config {path} cannot be read: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read ({str(error)[:100]})") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: expected a JSON object with DeepSpeed's keys, found {type(data).__name__}")
+    if not data and "{" not in text:
+        raise UserError(f"{path} is empty; expected a DeepSpeed config, or {{}} for none of your own")
+    for key, trouble in _troubles(data):
+        raise UserError(f"{path}: {key}: {trouble}")
+    return in_new_names(data)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are given once, as DeepSpeed insists (0.19.8, runtime/config_utils.py)."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(key for at, (key, _) in enumerate(pairs) if key in dict(pairs[:at]))
+        raise ValueError(f"{twice!r} is given twice, which DeepSpeed refuses")
+    return found
+
+
+def _troubles(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(dotted key, what is wrong with it), of all that is."""
+    for key in _SECTIONS:
+        there, section = _at(data, key)
+        if there and not isinstance(section, dict) and not (section is None and key in _NULLABLE):
+            yield key, f"expected an object, found {repr(section)[:60]}"
+    for key in ("optimizer.type", "scheduler.type"):
+        there, name = _at(data, key)
+        if there and not (isinstance(name, str) and name):
+            yield (
+                key,
+                f"expected a name like {'AdamW' if key[0] == 'o' else 'WarmupLR'}, found {name!r}; or leave it out",
+            )
+    for key, knob in _CHECKED.items():
+        there, value = _at(data, key)
+        if not there or (value == "auto" and key in _AUTO) or (value is None and key in _MAY_BE_NULL):
+            continue
+        if key in _MAY_BE_NULL and isinstance(knob.kind, tuple) and isinstance(value, str):
+            continue  # DeepSpeed has more names of a dtype
+        if isinstance(value, str) and not isinstance(knob.kind, tuple):
+            yield key, f"expected {'true or false' if knob.kind is bool else 'a number'}, found {value!r}"
+            continue
+        try:
+            knob_value(knob, value)
+        except ValueError as error:
+            yield key, str(error)
+    for key, value in _leaves(data, ()):
+        if isinstance(value, float) and not math.isfinite(value):
+            yield key, f"expected a finite number, found {value!r}"
+
+
+def _at(data: Any, key: str) -> tuple[bool, Any]:
+    """Whether there is something at a dotted key, and what."""
+    for part in key.split("."):
+        if not isinstance(data, dict) or part not in data:
+            return False, None
+        data = data[part]
+    return True, data
+
+
+def _leaves(data: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in inner:
+        yield from _leaves(value, (*path, str(key)))
+    if not isinstance(data, dict | list):
+        yield ".".join(path), data
+
+
+def global_batch_of(config: dict[str, Any], ranks: int) -> tuple[int | None, str]:
+    """(samples an optimizer step over all ranks that a checked config says, its words for that); (None, "") where it leaves them
+    open, or to its caller by `"auto"`.
+
+    As DeepSpeed completes it (0.19.8, runtime/config.py, `_set_batch_related_parameters`): `train_batch_size`, or else the
+    product of micro-batch, accumulation, which is 1 unless said, and ranks.
+    """
+    total, micro, accumulation = config.get(BATCH), config.get(MICRO_BATCH), config.get(ACCUMULATION, 1)
+    if isinstance(total, int | float):
+        return int(total), f"{BATCH} {int(total)}"
+    if not isinstance(micro, int | float) or not isinstance(accumulation, int | float):
+        return None, ""
+    words = f"micro-batch {int(micro)} x accumulation {int(accumulation)} x {ranks} ranks"
+    return int(micro * accumulation) * ranks, words

@@ -1,0 +1,88 @@
+"""The files that a script's own code and configs are in: a study is of what they say, so an edit makes it another."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import sys
+import sysconfig
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from autotune.problem.sources import CONFIGS, MOST_BYTES
+from autotune.rank.hooks.context import Context
+
+_INSTALLED = ("site-packages", "dist-packages")
+_PACKAGE = str(Path(__file__).resolve().parents[2])
+
+
+def install(context: Context) -> None:
+    """In the first run of a script, configs that it opens are noted."""
+    if context.script.profile or not context.quiet:
+        return
+
+    def opening(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        file = args[0] if args else kwargs.get("file")
+        mode = args[1] if len(args) > 1 else kwargs.get("mode", "r")
+        if isinstance(file, str | os.PathLike) and str(file).endswith(CONFIGS):
+            written = isinstance(mode, str) and not mode.startswith("r")
+            (context.written if written else context.read).add(os.path.abspath(file))
+        return original(*args, **kwargs)
+
+    context.patches.wrap(builtins, "open", opening)
+    context.patches.wrap(io, "open", opening)  # pathlib's
+
+
+def found(context: Context) -> list[str]:
+    """Paths of the modules that were imported from the user's own folders, and of the configs that were read there, or below
+    what the command names; relative ones to the folder of the call, which on other machines may lie elsewhere. What the
+    script has written itself is none of them."""
+    script, scratch = context.script, str(context.folder)
+    own = [script.cwd, str(Path(script.cwd, script.path or ".").parent)]
+    words = [word.partition("=")[2] or word for word in script.arguments]
+    named = [os.path.join(script.cwd, word) for word in words if os.path.exists(os.path.join(script.cwd, word))]
+    code = [*own, *(path for path in sys.path if path and not _installed(path))]
+    files = {
+        path
+        for module in list(sys.modules.values())
+        if (path := getattr(module, "__file__", None)) and isinstance(path, str) and path.endswith(".py")
+    }
+    modules = {_outside(path, scratch, script.cwd) for path in files}
+    configs = {_outside(path, scratch, script.cwd) for path in context.read - context.written}
+    kept = {path for path in modules if _below(path, code)}
+    kept |= {path for path in configs if _below(path, [*own, *named]) and _is_small(path)}
+    if script.path is not None:
+        kept.add(str(script.path))
+    there = (path for path in kept if os.path.isfile(path))
+    return sorted(os.path.relpath(path, script.cwd) if _below(path, [script.cwd]) else path for path in there)
+
+
+def _outside(path: str, scratch: str, cwd: str) -> str:
+    """The path in the folder of the call, of which a trial sees links."""
+    path = os.path.abspath(path)
+    return os.path.join(cwd, os.path.relpath(path, scratch)) if path.startswith(f"{scratch}{os.sep}") else path
+
+
+def _below(path: str, roots: list[str]) -> bool:
+    """Whether it lies below one of the folders, and neither in what is installed, in us nor in a hidden folder."""
+    inside = [os.path.relpath(path, root) for root in roots if path == root or path.startswith(f"{root.rstrip('/')}/")]
+    hidden = all(any(part.startswith(".") and part != "." for part in Path(one).parts) for one in inside)
+    return bool(inside) and not hidden and not _installed(path)
+
+
+def _installed(path: str) -> bool:
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return (
+        any(part in _INSTALLED for part in Path(path).parts)
+        or any(path.startswith(f"{folder}{os.sep}") or path == folder for folder in libraries)
+        or os.path.realpath(path).startswith(f"{_PACKAGE}{os.sep}")
+    )
+
+
+def _is_small(path: str) -> bool:
+    with suppress(OSError):
+        return os.path.getsize(path) <= MOST_BYTES
+    return False

@@ -1,0 +1,38 @@
+"""Steps that DeepSpeed skips, since gradients in fp16 were not finite: they leave out the optimizer, and count for nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# In a row. DeepSpeed begins at a loss scale of 2^16 (2^32 in old configs), and halves it at every overflow but the first.
+MOST_SKIPPED = 40
+
+
+class Overflows:
+    """Watches an engine from now on. Its ranks skip the same steps: each knows of the others' overflow."""
+
+    def __init__(self, engine: Any) -> None:
+        self.in_a_row = 0
+        self._engine, self._known = engine, _count(engine)  # a checkpoint brings some
+
+    def skipped(self) -> bool:
+        """Whether the step that has just ended was skipped."""
+        before, self._known = self._known, _count(self._engine)
+        skipped = self._known > before
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        return skipped
+
+    @property
+    def endless(self) -> str:
+        """Why no step will count; empty as long as one may."""
+        if self.in_a_row < MOST_SKIPPED:
+            return ""
+        return (
+            f"DeepSpeed skipped {self.in_a_row} steps in a row, since gradients overflow in fp16, and the optimizer has not run: "
+            "the time of such steps says nothing of a training. Train in bf16, or look at the loss and at the config's "
+            "fp16 section (a static loss_scale stays as it is; initial_scale_power may be too high)"
+        )
+
+
+def _count(engine: Any) -> int:
+    return int(getattr(engine, "skipped_steps", 0))

@@ -1,0 +1,303 @@
+"""What a script that is measured writes stays in the trial's folder: Python's audit events tell of it before it happens.
+
+A path that leads out of the folder through one of its links is made the folder's own first (`links.py`). A path that the script
+has made absolute cannot be changed: a file that was there before, wherever it lies, is not overwritten or removed, and what is
+new is told.
+Child processes are not watched, but for those that are forked (data-loader workers); `commands.py` reads what others are told.
+
+Sources: https://docs.python.org/3/library/audit_events.html, and PEP 578.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from autotune.rank.commands import Change, changed_by
+from autotune.rank.hooks.patches import Patches
+from autotune.rank.links import Links, Want, show
+from autotune.rank.native_writers import Notice, watch_native
+
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECTORY
+_NEW = os.O_CREAT | os.O_EXCL
+_SCRIPTS = ".autotune-script"  # in the trial's folder: links to the script's, where that is not below the current one
+# What libraries overwrite, wherever it lies: in hidden folders, Python's, a Hub cache's, of `datasets`, swapped by DeepSpeed.
+_CACHED = re.compile(r"\..*|__pycache__|site-packages|(models|datasets|spaces)--.*|cache-\w+\.arrow|zero_stage_\d")
+# Nothing is kept there, but what lies in the user's own folders.
+_PASSING = ("/tmp", "/var/tmp", "/run/user", "/run/lock", "/dev", "/proc", "/sys")
+_HOMES = ("HF_HOME", "TORCH_HOME", "TRITON_HOME", "XDG_CACHE_HOME")
+_SQLITE_BESIDE = ("", "-journal", "-wal", "-shm")  # https://www.sqlite.org/tempfiles.html
+
+
+class Writes:
+    """One rank's.
+
+    Args:
+        links: of the trial's folder, which is the current one.
+        cwd: the user's folder that it shows.
+        script: the script's file, where it is one.
+        kept: the study's folder, which is no user's; None where there is none.
+        refuse: told what is wrong, in one line, where a file of the user's would be lost; it does not return.
+    """
+
+    def __init__(
+        self, links: Links, cwd: Path, script: Path | None, kept: Path | None, refuse: Callable[[str], None]
+    ) -> None:
+        self._links, self._refuse = links, refuse
+        self._shown = {str(cwd.resolve()): links.root}
+        if script is not None and not script.resolve().is_relative_to(cwd.resolve()):
+            self._shown[str(script.resolve().parent)] = os.path.join(links.root, _SCRIPTS)
+        self._kept = _Record(kept)
+        self._around = [str(folder) for shown in self._shown for folder in (Path(shown), *Path(shown).parents)]
+        self._study = [str(kept)] if kept else []
+        self._not_theirs = self._apart()
+        self._passing = {*_PASSING, *map(os.path.realpath, _PASSING)}
+        self._changed: set[str] = set()
+        self._inside = threading.local()
+
+    def install(self, patches: Patches) -> None:
+        """From now on. An audit hook cannot be taken away: after `patches.undo` it does nothing."""
+        handlers = dict(self._handlers())
+
+        def heard(event: str, args: tuple[Any, ...]) -> None:
+            # thousands a second: whoever only reads is let go here
+            if event == "open" and not (isinstance(args[2], int) and args[2] & _WRITING):
+                return
+            if (handler := handlers.get(event)) is not None:
+                self._alone(handler, *args)
+
+        sys.addaudithook(heard)
+        patches.on_undo(handlers.clear)
+        patches.wrap(os, "chdir", self._chdir)
+        watch_native(patches, lambda path, notice: self._alone(self._native, path, notice))
+
+    def left(self) -> list[str]:
+        """Files and folders of the user's that trials of this study have made, or this one added to, that are there still, on
+        this machine."""
+        return sorted(filter(os.path.lexists, {*self._kept.paths(), *self._changed}))
+
+    # -- what is about to happen ---------------------------------------------------------------------------------------
+
+    def _handlers(self) -> dict[str, Callable[..., object]]:
+        """By audit event; of its arguments the descriptor of a folder is the last, -1 for none."""
+        return {
+            "open": self._open,
+            "os.mkdir": lambda path, mode, fd=-1: self._make(path, Want.FOLDER, fd),
+            "os.rename": self._rename,
+            "os.remove": lambda path, fd=-1: self._lose(path, Want.NAME, fd, makes=False),
+            "os.rmdir": lambda path, fd=-1: self._own(path, Want.MOVE, fd),
+            "shutil.rmtree": lambda path, fd=None: self._lose(path, Want.TREE, -1 if fd is None else fd, makes=False),
+            "os.link": self._link,
+            "os.symlink": lambda source, path, fd=-1: self._make(path, Want.NAME, fd),
+            "os.truncate": lambda path, length: self._lose(path, Want.CHANGED),
+            "os.chmod": lambda path, mode, fd=-1: self._own(path, Want.CHANGED, fd),
+            "os.chown": lambda path, user, group, fd=-1: self._own(path, Want.CHANGED, fd),
+            "os.utime": lambda path, times, ns, fd=-1: self._own(path, Want.CHANGED, fd),
+            "os.setxattr": lambda path, *_: self._own(path, Want.CHANGED),
+            "os.removexattr": lambda path, *_: self._own(path, Want.CHANGED),
+            "os.chdir": lambda path: self._own(path, Want.FOLDER),
+            "subprocess.Popen": self._start,
+            "os.system": lambda command: self._start(None, command, None),
+            "sqlite3.connect": self._sqlite,
+        }
+
+    def _alone(self, handler: Callable[..., object], *args: Any) -> None:
+        """What a handler does itself is not heard."""
+        if getattr(self._inside, "now", False):
+            return
+        self._inside.now = True
+        try:
+            handler(*args)
+        finally:
+            self._inside.now = False
+
+    def _open(self, path: Any, mode: Any, flags: int) -> None:
+        if flags & _NEW == _NEW:
+            self._make(path, Want.NAME)
+        elif flags & os.O_TRUNC:
+            self._lose(path, Want.REPLACED)
+        elif flags & os.O_CREAT:
+            self._make(path, Want.CHANGED)
+        elif flags & os.O_DIRECTORY:
+            self._own(path, Want.FOLDER)
+        else:
+            self._own(path, Want.CHANGED)
+
+    def _native(self, path: Any, notice: Notice) -> None:
+        if notice is Notice.NEW:
+            self._make(path, Want.NAME)
+        elif notice is Notice.REPLACED:
+            self._lose(path, Want.REPLACED)
+        else:
+            self._make(path, Want.CHANGED)
+
+    def _rename(self, source: Any, target: Any, source_fd: int = -1, target_fd: int = -1) -> None:
+        self._lose(source, Want.MOVE, source_fd, makes=False)
+        self._lose(target, Want.MOVE, target_fd)
+
+    def _link(self, source: Any, target: Any, source_fd: int = -1, target_fd: int = -1) -> None:
+        self._own(source, Want.CHANGED, source_fd)  # else what is written by the new name is written into the old
+        self._make(target, Want.NAME, target_fd)
+
+    def _start(self, program: Any, words: Any, cwd: Any, env: Any = None) -> None:
+        """A command, whose process is not watched."""
+        self._own(cwd, Want.FOLDER)
+        given = [words] if isinstance(words, str | bytes | os.PathLike) else words
+        for path, change in changed_by([os.fsdecode(one) for one in given]):
+            where = os.path.join(os.fsdecode(cwd), path) if cwd is not None else path
+            if change is Change.LOST:
+                self._lose(where, Want.MOVE, makes=False)
+            else:
+                self._own(where, Want.CHANGED if change is Change.CONTENT else Want.MOVE)
+
+    def _sqlite(self, database: Any) -> None:
+        """A database and the files that SQLite keeps beside it."""
+        name = os.fsdecode(database)
+        if name.startswith("file:"):
+            name, _, options = name[5:].partition("?")
+            if "mode=ro" in options or "mode=memory" in options or "immutable=1" in options:
+                return
+        if name and name != ":memory:":
+            for beside in _SQLITE_BESIDE:
+                self._own(name + beside, Want.CHANGED)
+
+    def _chdir(self, original: Callable[..., Any], path: Any) -> None:
+        """Into the user's own folder, by a path that the script has made of `__file__`: the trial's shows the same."""
+        if not isinstance(path, int):
+            real = os.path.realpath(os.fsdecode(path))
+            for theirs, ours in self._shown.items():
+                if (real == theirs or real.startswith(theirs + "/")) and not self._links.holds(real):
+                    self._alone(show, ours, theirs)
+                    shown = os.path.normpath(os.path.join(ours, os.path.relpath(real, theirs)))
+                    path = shown if os.path.isdir(shown) else path  # else it has been made since, by an absolute path
+                    break
+        original(path)
+
+    # -- where it happens ----------------------------------------------------------------------------------------------
+
+    def _own(self, path: Any, want: Want, fd: int = -1) -> str | None:
+        """Where the path leads, all links on it the trial's own by then. None: nothing of the user's is at stake there."""
+        where = _absolute(path, fd)
+        if where is None:
+            return None
+        real = self._links.own(where, want)
+        if self._links.holds(real):
+            return None
+        named = os.path.normpath(where)
+        return real if self._theirs(real) or (self._shown_in(named) and self._theirs(named)) else None
+
+    def _theirs(self, path: str) -> bool:
+        """Whether it is the user's, wherever it lies: no cache's, nothing temporary, nothing of the study."""
+        folder = self._shown_in(path)
+        if any(_CACHED.fullmatch(name) for name in path[len(folder) :].split("/")):
+            return False
+        apart = [own for own, sure in self._not_theirs.items() if folder or sure]
+        return not any(
+            path == own or path.startswith(own + "/") for own in (*apart, *(() if folder else self._passing))
+        )
+
+    def _shown_in(self, path: str) -> str:
+        """Which of the folders that the trial shows it lies below; empty where in none."""
+        return next((folder for folder in self._shown if path.startswith(folder + "/")), "")
+
+    def _apart(self) -> dict[str, bool]:
+        """Folders that no file of the user's lies in, by the environment as it is now, but for those that hold one that is shown
+        and for the home folder; and whether that is sure."""
+        found = [*_cache_folders(), (sys.prefix, True), *((one, True) for one in self._study)]
+        theirs = {*self._around, os.path.realpath(os.path.expanduser("~"))}  # whatever `TMPDIR` says
+        apart = [(real, sure) for one, sure in found if (real := os.path.realpath(one)) not in theirs]
+        return dict(sorted(apart, key=lambda one: one[1]))
+
+    def _make(self, path: Any, want: Want, fd: int = -1) -> None:
+        """Something may be made there."""
+        real = self._own(path, want, fd)
+        if real is not None and not os.path.lexists(real):
+            self._kept.add(real)
+        elif real is not None and want is Want.CHANGED:
+            self._changed.add(real)
+
+    def _lose(self, path: Any, want: Want, fd: int = -1, *, makes: bool = True) -> None:
+        """What is there would be gone; else something may be made there."""
+        real = self._own(path, want, fd)
+        if real is None:
+            return
+        try:
+            found = os.lstat(real)
+        except OSError:
+            if makes:
+                self._kept.add(real)
+            return
+        file = stat.S_ISREG(found.st_mode)
+        holds = bool(os.listdir(real)) if stat.S_ISDIR(found.st_mode) else file and found.st_size
+        if file and not holds and makes:
+            self._kept.add(real)  # what it has then is the trial's
+        elif holds and not self._kept.made(real):
+            self._not_theirs = self._apart()  # the script may have named a cache since
+            if self._own(path, want, fd) is not None:
+                self._refuse(real)
+
+
+class _Record:
+    """What a study's trials have made among the user's files, kept in its folder: a later trial may overwrite that again.
+    Without a folder nothing is kept."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._file = folder / "made-outside.jsonl" if folder is not None else None
+        self._known: set[str] = set()
+        self._read = 0  # bytes of the file
+
+    def add(self, path: str) -> None:
+        """Said before it is made: another rank that finds it finds it here."""
+        if path not in self._known:
+            self._known.add(path)
+            if self._file is not None:
+                with self._file.open("a") as file:
+                    file.write(json.dumps(path) + "\n")
+
+    def paths(self) -> set[str]:
+        if self._file is not None and self._file.exists():
+            with self._file.open("rb") as file:
+                file.seek(self._read)
+                for line in file.read().splitlines(keepends=True):
+                    if not line.endswith(b"\n"):  # another rank is writing it
+                        break
+                    self._read += len(line)
+                    with suppress(ValueError):
+                        self._known.add(json.loads(line))
+        return self._known
+
+    def made(self, path: str) -> bool:
+        """Whether it, or a folder that it lies in, was made by a trial."""
+        names = {path, *map(str, Path(path).parents)}
+        return not names.isdisjoint(self._known) or not names.isdisjoint(self.paths())
+
+
+def _absolute(path: Any, fd: int) -> str | None:
+    """None where it names nothing: a descriptor, or below a folder that is gone."""
+    if path is None or isinstance(path, int):
+        return None
+    name = os.fsdecode(path)
+    if not name or "\0" in name:
+        return None
+    if name.startswith("/"):
+        return name
+    try:
+        return os.path.join(os.readlink(f"/proc/self/fd/{fd}") if fd >= 0 else os.getcwd(), name)
+    except OSError:
+        return None
+
+
+def _cache_folders() -> Iterator[tuple[str, bool]]:
+    """As the environment names them, and whether that is sure: what is called `…_HOME` may be anything."""
+    for name, value in os.environ.items():
+        sure = name in _HOMES or any(word in name for word in ("CACHE", "TMP", "TEMP", "EXTENSIONS"))
+        if value.startswith("/") and (sure or "_HOME" in name):
+            yield value, sure

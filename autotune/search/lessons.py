@@ -1,0 +1,38 @@
+"""What the search learns of verification: an evaluation, a save and going on take memory that no trial of a search does."""
+
+from __future__ import annotations
+
+from autotune.problem.candidate import Candidate
+from autotune.problem.outcome import Kind, Outcome
+from autotune.search.proposer import Proposer
+from autotune.search.standings import NOT_VERIFIED, Measured, Standings, held_bytes
+
+
+def teach(
+    candidate: Candidate, outcome: Outcome, searched: Measured | None, standings: Standings, proposer: Proposer
+) -> None:
+    """Tells the proposer what a verification, or going on from a checkpoint, came to. The standings know it already.
+
+    Args:
+        searched: what was known of the candidate before; None: nothing.
+    """
+    why = standings.why_not(candidate)
+    if not why:
+        proposer.settle(candidate, standings.verified[candidate][1].samples_per_second)
+    if why in ("", NOT_VERIFIED):
+        return
+    standings.reject(candidate, why)
+    proposer.drop(candidate)
+    verified = outcome.measurement
+    if verified is None and not outcome.kind.is_oom:  # a hang or a crash is the candidate's own
+        return
+    over = verified is not None and verified.peak_bytes > proposer.hardware.ceiling_bytes
+    # of one that ran out, or whose allocator had to retry, all that is known is that it was too much
+    share = proposer.hardware.ceiling_bytes / verified.peak_bytes if verified is not None and over else 1.0
+    proposer.tighten(candidate, outcome, searched[1] if searched else None, share)
+    if verified is None:
+        standings.doubt(proposer.needing_no_less(candidate, outcome.kind))
+    if searched is not None and outcome.kind is not Kind.OOM_HOST:
+        standings.doubt_stage(candidate.stage, share * held_bytes(searched[1]))
+    for other in filter(standings.is_doubted, list(proposer.speed)):
+        proposer.drop(other)

@@ -1,0 +1,80 @@
+"""What is tried last where nothing has fitted: the thriftiest candidate of every stage; then the search ends."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from autotune.predict.knobs import Flags, Floats
+from autotune.problem.candidate import Candidate
+from autotune.problem.knobs import OFFLOADING
+from autotune.problem.outcome import Kind
+
+ENOUGH = 8  # trials in vain: from then on only the thriftiest are worth one
+_SPARED = 8.0  # what a setting that spares memory counts for, in doublings of the micro-batch
+
+
+class Resorts:
+    """Which of them were tried, and what has failed since something fitted."""
+
+    def __init__(self, candidates: Sequence[Candidate], device: str) -> None:
+        self._stage = np.array([candidate.stage for candidate in candidates])
+        self._greed = np.array([_greed(candidate, device) for candidate in candidates])
+        self._offloads = np.array([len(candidate.offloaded) for candidate in candidates])
+        self._most_offloads = np.full(4, len(OFFLOADING))  # by stage
+        self._tried: set[tuple[int, bool]] = set()
+        self._failed: Counter[Kind] = Counter()
+
+    def take(self, at: int | None, kind: Kind, fitted: bool) -> None:
+        """The candidate at this place, None where it has none, was tried. One that was the thriftiest of its stage and failed
+        by something else than the device's memory may have failed by its offloading: the stage has another turn, with less."""
+        if fitted:
+            self._failed.clear()
+            self._tried.clear()
+            return
+        self._failed[kind] += 1
+        if at is not None and kind is not Kind.OOM_DEVICE and self._offloads[at]:
+            stage = int(self._stage[at])
+            if turns := {turn for turn in self._tried if turn[0] == stage}:
+                self._most_offloads[stage] = min(self._most_offloads[stage], self._offloads[at] - 1)
+                self._tried -= turns
+
+    @property
+    def due(self) -> bool:
+        """Whether so much has failed that nothing else is tried."""
+        return self._failed.total() >= ENOUGH
+
+    def next(self, free: Flags, need: Floats, believed: bool) -> int | None:
+        """The place of the thriftiest candidate of a stage, None where each stage has had its turn.
+
+        Args:
+            need: (n,) of the memory that there is, by the prediction.
+            believed: whether to go by that alone; else by the settings that spare memory, too.
+        """
+        free = free & (self._offloads <= self._most_offloads[self._stage])
+        for by_settings in (False,) if believed else (False, True):
+            greed = np.where(free, self._greed + 1e-3 * np.tanh(need) if by_settings else need, np.inf)
+            for at in greed.argsort(kind="stable")[: int(free.sum())]:
+                turn = (int(self._stage[at]), by_settings)
+                if turn not in self._tried:
+                    self._tried.add(turn)
+                    return int(at)
+        return None
+
+    @property
+    def why(self) -> str:
+        """Why the search ends, where none is left."""
+        tried = f"{self._failed.total()} candidates, the thriftiest of every stage among them"
+        if all(kind.is_oom or kind is Kind.OK for kind in self._failed):
+            return f"nothing fits: memory was too small for {tried} (--exhaustive goes on)"
+        kinds = ", ".join(f"{count} {kind.value}" for kind, count in self._failed.most_common())
+        return f"nothing runs: {tried}, have failed ({kinds}; --exhaustive goes on)"
+
+
+def _greed(candidate: Candidate, device: str) -> float:
+    """By settings alone, whatever a predictor says; on CPU ranks offloading spares nothing."""
+    spends = (not candidate.checkpointing) + (len(OFFLOADING) - len(candidate.offloaded) if device == "cuda" else 0)
+    return math.log2(candidate.micro_batch) + _SPARED * spends

@@ -1,0 +1,133 @@
+"""A plan recommends what surely fits, says how surely, and says of a stage nothing that its own headline denies."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import pytest
+from rich.console import Console
+
+from autotune.commands import launch
+from autotune.commands.plan import make_plan
+from autotune.commands.plan_machines import Machines
+from autotune.commands.setup import PlanSetup
+from autotune.predict.closed_form import closed_form_trace
+from autotune.predict.elsewhere import Elsewhere
+from autotune.predict.passes import Trace
+from autotune.predict.prediction import SURE
+from autotune.predict.predictor import Predictor
+from autotune.problem.hardware import Hardware, named_hardware
+from autotune.problem.space import SearchSpace
+from autotune.problem.space_file import parse_space
+from autotune.results.plan import Plan
+from autotune.results.plan_view import show_plan
+from tests.conftest import make_job
+
+JOB = make_job(ranks=4, precision="bf16", model="llama-3.2-1b", seq_len=2048)
+SPACE = parse_space(
+    "knobs: {zero_stage: [0, 3], activation_checkpointing: [false, true], train_micro_batch_size_per_gpu: [1, 2, 4, 8, 16], "
+    "gradient_accumulation_steps: [4]}"
+)
+CARD = named_hardware("a100-80gb", 4, headroom=0.0)
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return closed_form_trace(JOB, "no trace")
+
+
+def planned(trace: Trace, hardware: Hardware, space: SearchSpace = SPACE) -> tuple[Plan, PlanSetup, Predictor]:
+    setup = PlanSetup(job=JOB, hardware=hardware, space=space)
+    predictor = Predictor(JOB, hardware, trace)
+    return make_plan(setup, predictor), setup, predictor
+
+
+def text_of(plan: Plan) -> str:
+    out = Console(record=True, width=140, file=io.StringIO())
+    show_plan(plan, out)
+    return out.export_text()
+
+
+def where(trace: Trace, space: SearchSpace, sigmas: float) -> Hardware:
+    """A card on which the fastest candidate of the space is so many standard deviations below the ceiling."""
+    predictor = Predictor(JOB, CARD, trace)
+    candidates = space.candidates(JOB)
+    table = predictor.table(candidates)
+    place = int(table.samples.argmax())
+    return dataclasses.replace(CARD, memory_bytes=int(table.needed[place] + sigmas * table.peak_sigma[place]))
+
+
+def test_the_headline_is_the_fastest_that_surely_fits(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, setup, predictor = planned(trace, where(trace, SPACE, 0.3))
+    assert all(one.sure and one.chance >= SURE - 1e-3 for one in plan.best)
+    table = predictor.table(setup.space.candidates(JOB))
+    at_even_odds = table.samples[predictor.fits(table)].max()
+    assert plan.best[0].samples_per_second < at_even_odds, "there is a faster one at a coin toss"
+    assert "fastest " in text_of(plan)
+    assert "; fits: 9" in text_of(plan)
+    monkeypatch.setattr(launch, "Predictor", lambda job, hardware: Predictor(job, hardware, trace))
+    assert launch._planned_ladder(setup, convert=False)[0].candidate == plan.best[0].candidate
+
+
+def test_where_nothing_surely_fits_the_likeliest_is_said_to_be_that(
+    trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = parse_space("knobs: {zero_stage: [3], train_micro_batch_size_per_gpu: [1, 2]}")
+    predictor = Predictor(JOB, CARD, trace)
+    table = predictor.table(one.candidates(JOB))
+    least = int(table.needed.argmin())
+    card = dataclasses.replace(CARD, memory_bytes=int(table.needed[least] + 0.5 * table.peak_sigma[least]))
+    plan, setup, _ = planned(trace, card, one)
+    assert plan.best[0].chance == pytest.approx(0.69, abs=0.01)
+    assert (plan.best[0].candidate.micro_batch, plan.best[0].sure, plan.best[0].fits) == (1, False, True)
+    text = text_of(plan)
+    assert "likeliest" in text
+    assert "fits: only 69%" in text
+    assert plan.best[0].peak_interval[1] > card.capacity_bytes, "it is not cut at the card"
+    monkeypatch.setattr(launch, "Predictor", lambda job, hardware: Predictor(job, hardware, trace))
+    assert launch._planned_ladder(setup, convert=False)[0].candidate == plan.best[0].candidate
+
+
+def test_nothing_is_recommended_at_less_than_even_odds(trace: Trace) -> None:
+    plan, *_ = planned(trace, dataclasses.replace(CARD, memory_bytes=3 * 2**30))
+    assert plan.best == []
+    lines = [line for line in text_of(plan).splitlines() if "none fits" in line]
+    assert len(lines) == 2
+    assert not any("tokens/s" in line for line in lines), "of what does not fit there is no speed"
+
+
+def test_a_stage_that_fits_with_checkpointing_alone_is_not_said_to_fit_nothing(trace: Trace) -> None:
+    with_help = Predictor(JOB, CARD, trace)
+    candidates = [c for c in SPACE.candidates(JOB) if c.stage == 3 and c.micro_batch == 1]
+    table = with_help.table(candidates)
+    plain, again = (int(i) for i in sorted(range(2), key=lambda i: candidates[i].checkpointing))
+    between = int(0.5 * (table.sure[again] + table.sure[plain]))
+    plan, *_ = planned(trace, dataclasses.replace(CARD, memory_bytes=between))
+    stage = {one.stage: one for one in plan.stages}[3]
+    assert (stage.fitting, plan.best[0].candidate.stage) == (None, 3)
+    assert stage.helped is not None
+    assert stage.helped.sure
+    assert stage.helped.candidate.checkpointing
+    said = text_of(plan)
+    line = next(line for line in said.splitlines() if "ZeRO 3  " in line)
+    assert "none fits" not in line
+    assert "only as " in said
+    assert plan.to_json()["stages"][-1]["with_help"]["candidate"] == stage.helped.candidate.as_dict
+
+
+def test_what_would_unlock_a_micro_batch_would_do_so_surely(trace: Trace) -> None:
+    for sigmas in (-1.0, 0.0, 0.5, 1.0):
+        plan, *_ = planned(trace, where(trace, SPACE, sigmas))
+        for stage in plan.stages:
+            assert stage.fitting is None or stage.fitting.sure
+            assert not any("short of -" in text for text in stage.unlocks)
+
+
+def test_other_machines_are_those_on_which_it_surely_fits(trace: Trace) -> None:
+    _, setup, predictor = planned(trace, where(trace, SPACE, 0.3))
+    candidates = setup.space.candidates(JOB)
+    machines = Machines(setup, Elsewhere(setup.space, predictor, candidates, predictor.table(candidates)))
+    found = [card.fewest for card in (*machines.cards(), machines.fewest_of_own()) if card]
+    assert sum(one is not None for one in found) > 5
+    assert all(one.prediction.sure for one in found if one)

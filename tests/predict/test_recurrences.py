@@ -1,0 +1,106 @@
+"""Loops over tokens are traced at once; a trace that does not come costs its wait once, and the sizes are known all the same."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.errors import UserError
+from autotune.predict import trace as tracing
+from autotune.predict import tracer
+from autotune.predict.trace import trace_job
+from autotune.problem.job import Job
+from autotune.problem.models import ModelSpec
+
+SMALL = {"hidden_size": 32, "vocab_size": 128, "intermediate_size": 64}
+MAMBA = {"num_hidden_layers": 1, "state_size": 8, "time_step_rank": 4}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "num_experts": 2, **HEADS}
+MODELS = {
+    "mamba": MAMBA,
+    "falcon_mamba": MAMBA,
+    "jamba": {"num_hidden_layers": 1, **JAMBA},
+    "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 32, "num_attention_heads": 4},
+}
+
+
+def job_of(kind: str, seq_len: int = 16) -> Job:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.for_model(kind, **{**SMALL, **MODELS[kind]}).to_dict()
+    except ValueError:
+        pytest.skip(f"this transformers has no {kind}")
+    config["model_type"] = kind
+    return Job(ModelSpec(kind, config, "test"), 1, seq_len=seq_len, precision="bf16")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_loop_at_once_keeps_and_starts_what_the_loop_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(kind)
+    at_once = tracer.trace_model(job).plain
+    monkeypatch.setattr(tracer, "at_once", lambda run: contextlib.nullcontext())
+    looped = tracer.trace_model(job).plain
+    assert at_once.after_forward[1] == pytest.approx(looped.after_forward[1], rel=0.02)
+    assert max(at_once.per_sequence) == pytest.approx(max(looped.per_sequence), rel=0.08)
+    assert at_once.operators == pytest.approx(looped.operators, rel=0.06)
+    assert at_once.flops == pytest.approx(looped.flops, rel=0.02)
+    assert at_once.moved[1][1] == pytest.approx(looped.moved[1][1], rel=0.1)
+
+
+def test_a_long_sequence_takes_no_longer() -> None:
+    short, long = (tracer.trace_model(job_of("mamba", tokens)).plain for tokens in (32, 4096))
+    assert max(long.per_sequence) == pytest.approx(128 * max(short.per_sequence), rel=0.02)
+    assert long.operators[0] > 100 * 32
+
+
+def late(asked: list[float], sizes: object) -> Any:
+    def run(options: list[str], job: str, timeout_seconds: float) -> tuple[str, str]:
+        asked.append(timeout_seconds)
+        if "--sizes" in options:
+            return json.dumps({"untraceable": "none"}), ""
+        raise tracing._TooLong(300.0, json.dumps({"sizes": sizes}) if sizes else "printing\n", True)
+
+    return run
+
+
+def test_what_takes_too_long_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
+    job, asked = job_of("mamba", 256), []  # type: ignore[var-annotated]
+    monkeypatch.setattr(tracing, "_run_tracer", late(asked, [[1000, 5000], 0]))
+    found = [trace_job(job, timeout_seconds=300) for _ in range(2)]
+    assert asked == [300]
+    assert found[0] == found[1]
+    assert (found[0].parameters, found[0].exact) == ([1000, 5000], False)
+    assert "no trace within 300 s" in found[0].note
+    trace_job(job, timeout_seconds=600)
+    assert asked == [300, 600], "for longer it is tried again"
+    monkeypatch.setattr(tracing, "cache_key", lambda *arguments: "of another version")
+    trace_job(job, timeout_seconds=300)
+    assert asked == [300, 600, 300]
+
+
+def test_sizes_are_asked_for_where_no_answer_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(tracing, "_run_tracer", late([], None))
+    with pytest.raises(UserError, match="names no shape to estimate it by"):
+        trace_job(job_of("mamba"))
+
+    def dies(options: list[str], job: str, timeout_seconds: float) -> tuple[str, str]:
+        return ('{"sizes": [[7, 9], 0]}', "") if "--sizes" in options else ("", "Killed")
+
+    monkeypatch.setattr(tracing, "_run_tracer", dies)
+    monkeypatch.setattr(tracing, "cache_key", lambda *arguments: "other")
+    assert trace_job(job_of("mamba")).parameters == [7, 9]
+
+
+def test_without_attention_layers_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(tracing, "_run_tracer", late([], [[10_000] * 20, 0]))
+    job = job_of("mamba", 256)
+    deep = Job(ModelSpec("mamba", {**job.model.config, "num_hidden_layers": 20}, "test"), 1, seq_len=256)
+    assert trace_job(deep).plain.act_bytes_per_sequence > 4 * trace_job(job).plain.act_bytes_per_sequence

@@ -1,0 +1,53 @@
+"""Which files of the user's own a script uses."""
+
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autotune.rank.hooks import sources
+from autotune.rank.hooks.context import Context
+
+SCRIPT = """
+import json, pathlib, own_model_of_mine
+open("ds.json").read()
+pathlib.Path("conf/model.yaml").read_text()
+with open("made.json", "w") as file: file.write("{}")
+open("made.json").read()
+open("data.txt").read(), open("large.json").read(), open("mine/config.json").read(), open(r"%s/config.json").read()
+"""
+
+
+@pytest.mark.parametrize("profile", [{}, {"counted": "rows"}], ids=["first run", "later"])
+def test_modules_and_configs_are_found(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    context: Callable[..., tuple[Context, object]],
+    profile: dict[str, str],
+) -> None:
+    cwd, scratch, model = tmp_path / "project", tmp_path / "scratch", tmp_path / "model"
+    texts = {"ds.json": "{}", "conf/model.yaml": "a: 1", "data.txt": "x", "large.json": " " * (2 << 20)}
+    texts |= {"train.py": SCRIPT % model, "own_model_of_mine.py": "", "unused.py": "", "mine/config.json": "{}"}
+    for name, text in texts.items():
+        (cwd / name).parent.mkdir(parents=True, exist_ok=True)
+        (cwd / name).write_text(text)
+    for folder in (scratch, model):
+        folder.mkdir()
+    (model / "config.json").write_text("{}")
+    for entry in cwd.iterdir():  # as a trial sees it
+        (scratch / entry.name).symlink_to(entry)
+    monkeypatch.chdir(scratch)
+    monkeypatch.syspath_prepend(str(cwd))
+    made, _ = context(scratch, argv=("train.py", f"--model={model}"), cwd=str(cwd), profile=profile)
+    made = Context(made.job, None, made.watcher, "cpu", scratch, True, made.patches)
+    sources.install(made)
+    runpy.run_path(str(cwd / "train.py"))
+    found = sources.found(made)
+    del sys.modules["own_model_of_mine"]
+    made.patches.undo()
+    configs = ["conf/model.yaml", "ds.json", "mine/config.json", str(model / "config.json")]
+    mine = [one for one in found if not one.startswith("/") or one.startswith(str(tmp_path))]
+    assert mine == sorted(["own_model_of_mine.py", "train.py", *([] if profile else configs)])
+    assert not [one for one in found if "/autotune/" in one or "site-packages" in one or "/asyncio/" in one]

@@ -1,0 +1,384 @@
+"""What follows upon an attempt: ranks that train nothing end as they are told, and the supervisor goes on, waits or gives up."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autotune.errors import MachineTrouble, UserError
+from autotune.group.extensions import FOLDER
+from autotune.group.squad import LocalSquad
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import detect
+from autotune.problem.job import Script
+from autotune.recovery import supervisor
+from autotune.recovery.ladder import Rung
+from autotune.recovery.supervisor import LaunchSummary, Supervisor
+from tests.conftest import make_candidate, make_job, pid_lives, wait_until
+
+ROOT = Path(__file__).parents[2]
+OOM = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+DISK = "[Errno 28] No space left on device: '/scratch/cache'"
+LADDER = [make_candidate(1, 4, 1), make_candidate(1, 2, 2), make_candidate(1, 1, 4)]
+
+
+class Launch:
+    """A supervisor of one planned rank; what it waits passes on a clock of the test's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.says, self.waited = folder, list[str](), list[float]()
+        (folder / "train.py").touch()
+
+    def make(self, plan: list[dict], ladder: list[Candidate] = LADDER, max_restarts: int = 10) -> Supervisor:
+        (self.folder / "plan.json").write_text(json.dumps(plan))
+        job = replace(make_job(1), script=Script((str(self.folder / "train.py"),), str(self.folder)))
+        return Supervisor(
+            job,
+            detect("cpu", 1),
+            [Rung(one, 1e9 - at, 1.0, True) for at, one in enumerate(ladder)],
+            self.folder,
+            max_restarts=max_restarts,
+            silent_seconds=300.0,
+            say=self.says.append,
+        )
+
+    def run(self, plan: list[dict], ladder: list[Candidate] = LADDER, max_restarts: int = 10) -> LaunchSummary:
+        return self.make(plan, ladder, max_restarts).run()
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    monkeypatch.setattr(supervisor, "TRAIN_RANK", "tests.recovery.planned_rank")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    ops = tmp_path / "ops"
+    (ops / "shm").mkdir(parents=True)
+    (ops / "shm" / "shm.so").touch()
+    (ops / "ShareMemCommBuilder.json").write_text(json.dumps({"op": "shm"}))
+    monkeypatch.setenv(FOLDER, str(ops))
+    made = Launch(tmp_path)
+
+    def wait(self: Supervisor, seconds: float) -> None:
+        made.waited += [seconds] if seconds else []
+
+    monkeypatch.setattr(Supervisor, "_wait", wait)
+    return made
+
+
+_WAIT = Supervisor._wait
+
+
+def rungs(summary: LaunchSummary) -> list[int]:
+    return [attempt.rung for attempt in summary.attempts]
+
+
+def kinds(summary: LaunchSummary) -> list[str]:
+    return [attempt.ended.partition(":")[0] for attempt in summary.attempts]
+
+
+# -- the ladder ------------------------------------------------------------------------------------------------------
+
+
+def test_out_of_memory_steps_down_at_once(launch: Launch) -> None:
+    summary = launch.run([{"steps": 3, "error": OOM}, {"steps": 7}])
+    assert (summary.code, rungs(summary), kinds(summary)) == (0, [0, 1], ["oom_device", "done"])
+    assert launch.waited == []
+
+
+def test_a_rung_whose_op_cannot_be_built_is_passed_over(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image without a compiler: the rank would end with `Unable to JIT load`, which is nobody's memory."""
+    monkeypatch.setenv("CXX", "/bin/false")
+    offloaded = make_candidate(1, 2, 2, offload_optimizer="cpu")
+    summary = launch.run([{"steps": 3, "error": OOM}, {"steps": 7}], [LADDER[0], offloaded, LADDER[2]])
+    assert summary.code == 0, launch.says
+    assert rungs(summary) == [0, 1, 2]
+    assert kinds(summary) == ["oom_device", "invalid", "done"]
+    assert "CPUAdam cannot be built" in summary.attempts[1].ended
+    assert len((launch.folder / "attempts.rank0").read_text()) == 2, "no rank was started under it"
+
+
+def test_the_first_rung_whose_op_cannot_be_built_ends_it(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = launch.make([{"steps": 7}], [make_candidate(1, 2, 2, offload_optimizer="cpu"), LADDER[2]])
+    monkeypatch.setattr(made._ops, "load", lambda *_: made._ops.failed.update(CPUAdamBuilder="no compiler") or True)
+    summary = made.run()
+    assert (summary.code, rungs(summary), kinds(summary)) == (1, [0], ["invalid"])
+
+
+def test_ranks_that_are_killed_twice_without_a_step_have_less_the_third_time(launch: Launch) -> None:
+    plan = [{"signal": "SIGKILL"}] * 3 + [{"steps": 1}]
+    summary = launch.run(plan)
+    assert (summary.code, rungs(summary)) == (0, [0, 0, 1, 1]), "a new rung has two attempts of its own"
+    assert launch.waited == []
+
+
+# -- a checkpoint that cannot be loaded --------------------------------------------------------------------------------
+
+
+CUT_OFF = "PytorchStreamReader failed reading zip archive: failed finding central directory"
+
+
+def told(launch: Launch) -> list[list[str]]:
+    """What each attempt was told of bad checkpoints."""
+    return [json.loads(line) for line in (launch.folder / "bad").read_text().splitlines()]
+
+
+def test_a_restart_takes_an_older_checkpoint_than_one_that_cannot_be_loaded(launch: Launch) -> None:
+    damaged = {"error": CUT_OFF, "unloaded": "out/checkpoint-8/global_step8"}
+    summary = launch.run([{"steps": 8, "signal": "SIGKILL"}, damaged, {"steps": 3, "signal": "SIGKILL"}, {"steps": 9}])
+    assert (summary.code, rungs(summary)) == (0, [0] * 4)
+    assert told(launch) == [[], [], [damaged["unloaded"]], []], "since then it may have been saved again"
+    assert any(CUT_OFF in line and "checkpoint-8/global_step8: starting again" in line for line in launch.says)
+
+
+@pytest.mark.parametrize(("names", "attempts"), [(("8",), 1 + 2), (("8", "4", "2", "1"), 1 + 3)], ids=["same", "all"])
+def test_what_no_checkpoint_mends_ends_it(launch: Launch, names: tuple[str, ...], attempts: int) -> None:
+    """A script that cannot load what it has saved."""
+    unloaded = [{"error": CUT_OFF, "unloaded": name} for name in names]
+    summary = launch.run([{"steps": 8, "signal": "SIGKILL"}, *unloaded])
+    assert summary.code == 13
+    assert len(summary.attempts) == attempts
+    assert "script's own failure" in summary.attempts[-1].ended
+
+
+def test_what_the_first_attempt_cannot_load_is_the_scripts_own_failure(launch: Launch) -> None:
+    summary = launch.run([{"error": CUT_OFF, "unloaded": "elsewhere/checkpoint-8"}])
+    assert (summary.code, rungs(summary)) == (13, [0])
+
+
+# -- an outage -------------------------------------------------------------------------------------------------------
+
+
+def test_an_outage_burns_no_rung_and_is_waited_out(launch: Launch) -> None:
+    summary = launch.run([{"steps": 3, "error": DISK}] + [{"error": DISK}] * 6 + [{"steps": 3}])
+    assert (summary.code, rungs(summary)) == (0, [0] * 8)
+    assert launch.waited == [10.0, 30.0, 60.0, 120.0, 300.0, 300.0, 300.0]
+
+
+READ_ONLY = "[Errno 30] Read-only file system: '/data/out.{}'"
+HUB = (
+    "HTTPSConnectionPool(host='h', port=443): Max retries exceeded with url: /m (at 0x7f{}: Name or service not known)"
+)
+
+
+@pytest.mark.parametrize("text", [READ_ONLY, HUB])
+def test_the_same_words_before_any_step_are_no_outage(launch: Launch, text: str) -> None:
+    summary = launch.run([{"error": text.format(attempt)} for attempt in range(9)])
+    assert (summary.code, rungs(summary)) == (13, [0, 0])
+    assert launch.waited == [10.0]
+    assert launch.says[-1].endswith("giving up")
+
+
+def test_other_words_each_time_are_waited_out(launch: Launch) -> None:
+    plan = [{"error": READ_ONLY}, {"error": DISK}, {"error": READ_ONLY}, {"hello": "exit 3"}, {"error": READ_ONLY}]
+    summary = launch.run([*plan, {"steps": 3}])
+    assert (summary.code, rungs(summary)) == (0, [0] * 6)
+
+
+def test_an_outage_after_steps_is_a_new_one(launch: Launch) -> None:
+    plan = [{"steps": 1, "error": DISK}, {"error": DISK}, {"steps": 5, "error": DISK}, {"error": DISK}, {"steps": 3}]
+    assert launch.run(plan).code == 0
+    assert launch.waited == [10.0, 30.0, 10.0, 30.0]
+
+
+def test_an_outage_is_not_waited_out_for_ever(launch: Launch) -> None:
+    summary = launch.run([{"steps": 3, "error": DISK}, {"error": DISK}], max_restarts=2)
+    assert (summary.code, rungs(summary)) == (13, [0, 0, 0])
+    assert launch.waited == [10.0, 30.0], "after the last there is nothing to wait for"
+
+
+def test_a_signal_ends_the_waiting(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Supervisor, "_wait", _WAIT)
+
+    def interrupt() -> None:
+        wait_until(lambda: any(line.endswith("same config in 10.0 s") for line in launch.says), "the pause")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    began = time.monotonic()
+    made = launch.make([{"error": DISK}], max_restarts=1)
+    thread.start()
+    summary = made.run()
+    thread.join()
+    assert (summary.code, rungs(summary)) == (128 + signal.SIGTERM, [0])
+    assert "stopped by SIGTERM" in launch.says[-1]
+    assert time.monotonic() - began < 10.0
+
+
+@pytest.mark.parametrize("hello", ["exit 3", "SIGSEGV", "SIGKILL"])
+def test_ranks_that_do_not_come_up_are_the_machines_trouble(launch: Launch, hello: str) -> None:
+    summary = launch.run([{"hello": hello}, {"steps": 3}])
+    assert (summary.code, rungs(summary), kinds(summary)) == (0, [0, 0], ["infrastructure", "done"])
+    assert "the ranks did not come up" in summary.attempts[0].ended
+    assert launch.waited == [10.0]
+
+
+def test_ranks_that_never_say_hello_are_the_machines_trouble(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "HELLO_SECONDS", 1.0)
+    summary = launch.run([{"hello": "SIGSTOP"}], max_restarts=0)
+    assert kinds(summary) == ["infrastructure"]
+
+
+def test_a_machine_that_starts_no_process_is_tried_again(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = launch.make([{"steps": 3}])
+    refusals = [OSError(12, "Cannot allocate memory"), OSError(28, "No space left on device")]
+    real = made._launcher.launch
+
+    def refusing(*words: object) -> int:
+        if refusals:
+            raise refusals.pop(0)
+        return real(*words)
+
+    monkeypatch.setattr(made._launcher, "launch", refusing)
+    summary = made.run()
+    assert (summary.code, rungs(summary)) == (0, [0, 0, 0])
+    assert "Cannot allocate memory" in summary.attempts[0].ended
+    assert launch.waited == [10.0, 30.0]
+
+
+@pytest.mark.parametrize("error", [UserError("the fork server died"), OSError(28, "No space left on device")])
+def test_what_breaks_while_a_later_attempt_is_prepared_is_tried_again(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    made, calls = launch.make([{"steps": 3, "error": OOM}, {"steps": 9}]), []
+    build = made._build
+
+    def breaking(rung: Rung) -> None:
+        calls.append(rung)
+        if len(calls) == 2:
+            raise error
+        build(rung)
+
+    monkeypatch.setattr(made, "_build", breaking)
+    summary = made.run()
+    assert (summary.code, rungs(summary)) == (0, [0, 1, 1])
+    assert kinds(summary) == ["oom_device", "infrastructure", "done"]
+    assert (launch.folder / "launch.json").exists()
+
+
+class Away:
+    """Nodes of which one is lost when the first attempt has ended, and cannot be reached so many times."""
+
+    def __init__(self, made: Supervisor, times: int) -> None:
+        self.launcher, self.ops, self.times = made._own_launcher, made._ops, times
+        self._began = made.folder / "attempts.rank0"
+
+    def open(self, needs: object) -> None:
+        pass
+
+    def load_ops(self, names: object, needs: object) -> bool:
+        return True
+
+    @property
+    def broken(self) -> bool:
+        return self.times > 0 and self._began.exists()
+
+    def mend(self) -> None:
+        self.times -= 1
+        raise MachineTrouble("node two: it cannot be reached (No route to host)")
+
+
+@pytest.mark.parametrize(("times", "code"), [(3, 0), (100, 4)])
+def test_a_node_that_restarts_is_waited_for_as_any_machine(launch: Launch, times: int, code: int) -> None:
+    made = launch.make([{"steps": 3, "error": DISK}, {"steps": 9}], max_restarts=4)
+    made._ground = Away(made, times)
+    summary = made.run()
+    assert summary.code == code, launch.says
+    assert kinds(summary) == ["infrastructure"] * (4 if times == 3 else 5) + ["done"] * (times == 3)
+    assert "No route to host" in summary.attempts[1].ended
+    assert launch.waited == [10.0, 30.0, 60.0, 120.0]
+
+
+def test_bad_input_is_said_before_anything_is_trained(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = launch.make([{"steps": 3}])
+
+    def breaking(rung: Rung) -> None:
+        raise UserError("the fork server died")
+
+    monkeypatch.setattr(made, "_build", breaking)
+    with pytest.raises(UserError, match="the fork server died"):
+        made.run()
+
+
+# -- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_training_that_is_done_is_no_failure_of_a_full_disk(launch: Launch) -> None:
+    made = launch.make([{"steps": 3}])
+    (launch.folder / "launch.json").mkdir()  # nothing can be written there
+    summary = made.run()
+    assert (summary.code, kinds(summary)) == (0, ["done"])
+    assert "launch.json was not written" in launch.says[-1]
+
+
+def test_what_is_refused_after_the_end_does_not_start_it_again(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = LocalSquad.end
+
+    def refusing(squad: LocalSquad, *, done: bool) -> None:
+        end(squad, done=done)
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(LocalSquad, "end", refusing)
+    summary = launch.run([{"steps": 3}])
+    assert (summary.code, rungs(summary)) == (0, [0])
+    assert any("Too many open files" in line for line in launch.says)
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_the_scripts_own_end_is_passed_on(launch: Launch, code: int) -> None:
+    summary = launch.run([{"steps": 3, "code": code}])
+    assert (summary.code, rungs(summary)) == (code, [0])
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_what_a_training_leaves_running_is_ended_only_upon_a_signal(launch: Launch, stopped: bool) -> None:
+    """As `Popen(["aws", "s3", "sync", …])` at the last save."""
+    (launch.folder / "go").touch()
+    made = launch.make([{"steps": 1, "run": ["sleep", "3600"], "caught": ["SIGTERM"], "wait": stopped}])
+    if stopped:
+        (launch.folder / "go").unlink()
+        with sent_when_waiting(launch, signal.SIGTERM):
+            summary = made.run()
+    else:
+        summary = made.run()
+    assert summary.code == 0
+    left = int((launch.folder / "left").read_text())
+    assert pid_lives(left) is not stopped
+    if not stopped:
+        os.kill(left, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("caught", [[], ["SIGUSR1", "SIGUSR2"]], ids=["not caught", "caught"])
+def test_a_signal_that_says_something_reaches_ranks_that_expect_it_and_ends_none(
+    launch: Launch, caught: list[str]
+) -> None:
+    """`--signal=USR1@600` of Slurm ended the supervisor, and its ranks with it."""
+    made = launch.make([{"steps": 1, "caught": caught, "wait": True}])
+    with sent_when_waiting(launch, signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR1):
+        summary = made.run()
+    assert (summary.code, rungs(summary)) == (0, [0])
+    found = launch.folder / "caught"
+    assert (found.read_text().split() if found.exists() else []) == ["SIGUSR1", "SIGUSR2", "SIGUSR1"] * bool(caught)
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+@contextmanager
+def sent_when_waiting(launch: Launch, *numbers: signal.Signals) -> Iterator[None]:
+    """This process gets these signals once the rank waits, which then waits no more."""
+
+    def send() -> None:
+        wait_until((launch.folder / "waiting").exists, "the rank")
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(0.3)
+        (launch.folder / "go").touch()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    yield
+    thread.join()
