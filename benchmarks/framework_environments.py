@@ -17,6 +17,8 @@ from pathlib import Path
 
 from common import HERE
 
+from autotune.group.extensions import FOLDER, own_folder
+
 ROOT = HERE.parent
 PINS = ROOT / "environments"
 FRAMEWORKS = ("llamafactory", "axolotl", "ms-swift", "trl")
@@ -60,14 +62,16 @@ def made(name: str, folder: Path) -> Path:
 
 
 def environment(python: Path) -> dict[str, str]:
-    """Variables of whatever runs there: its programs first, and a cache of DeepSpeed's built ops of its own."""
+    """Variables of whatever runs there: its programs first, and a cache of DeepSpeed's built ops of its own; in this process's
+    own environment the one that trials here use."""
     home = python.parent.parent
+    ops = own_folder("cpu") if home == Path(sys.prefix) else home / "torch_extensions"
     inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
     return {
         **inherited,
         "VIRTUAL_ENV": str(home),
         "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
-        "TORCH_EXTENSIONS_DIR": str(home / "torch_extensions"),
+        FOLDER: str(ops),
         "HF_HUB_OFFLINE": "1",
         "DS_ACCELERATOR": "cpu",
     }

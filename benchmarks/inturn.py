@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from ranks import launch, median_spread, opened, threads_per_rank, torchrun_words, training_environment
+from ranks import launch, median_spread, opened, plain_environment, torchrun_words
 
 from autotune.executors.base import Effort
 from autotune.group.verdict import log_tail
@@ -119,7 +119,7 @@ class Side:
 def torchrun(name: str, argv: list[str], folder: Path, ranks: int, ds_config: str | None = None) -> Side:
     """A training without autotune; `ds_config` as `accelerate launch` says it."""
     log = folder / f"{name}.log"
-    env = {**training_environment("cpu", threads_per_rank(ranks)), "HF_HUB_OFFLINE": "1"}
+    env = {**plain_environment("cpu", ranks), "HF_HUB_OFFLINE": "1"}
     if ds_config:
         env |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": ds_config}
     return Side(name, [*torchrun_words(ranks), *timed(log, argv)], log, folder, env)

@@ -22,6 +22,7 @@ from autotune.executors.deadlines import Deadlines
 from autotune.executors.local import LocalExecutor
 from autotune.executors.measurement import median_spread
 from autotune.group.environment import training_environment
+from autotune.group.extensions import FOLDER, own_folder
 from autotune.problem.candidate import Candidate
 from autotune.problem.cpus import threads_per_rank
 from autotune.problem.hardware import Hardware
@@ -29,7 +30,7 @@ from autotune.problem.job import Job
 from autotune.recovery.ladder import Rung
 from autotune.recovery.supervisor import LaunchSummary, Supervisor
 
-__all__ = ["Deadlines", "LaunchSummary", "LocalExecutor", "median_spread", "threads_per_rank", "training_environment"]
+__all__ = ["Deadlines", "LaunchSummary", "LocalExecutor", "median_spread"]
 
 HERE = Path(__file__).parent
 TRAINING_RANK = "autotune.rank.train"  # in the command line of a rank of `autotune launch`
@@ -96,6 +97,12 @@ def plain_words(job: Job, config: dict[str, Any], steps: int, folder: Path) -> l
     return [str(HERE / "train_plain.py"), f"{folder}/ds.json", f"{folder}/model.json", *options]
 
 
+def plain_environment(device: str, ranks: int) -> dict[str, str]:
+    """The environment of a rank that trains without autotune, one of `ranks`. DeepSpeed's ops are those that trials have built:
+    torch's own folder is built anew for minutes whenever another environment has used it."""
+    return {FOLDER: str(own_folder(device)), **training_environment(device, threads_per_rank(ranks))}
+
+
 def train_plainly(
     job: Job,
     config: dict[str, Any],
@@ -113,11 +120,10 @@ def train_plainly(
     Raises:
         RuntimeError: the training failed; with the end of its standard error.
     """
-    threads = threads_per_rank(job.ranks)
     with tempfile.TemporaryDirectory() as folder:
         words = plain_words(job, config, steps, Path(folder))
         command = [*torchrun_words(job.ranks), *words, *(["--checkpointing"] if checkpointing else [])]
-        env = {**training_environment(device, threads), **(variables or {})}
+        env = {**plain_environment(device, job.ranks), **(variables or {})}
         done = subprocess.run(command, capture_output=True, text=True, env=env)
     line = next((line for line in done.stdout.splitlines() if line.startswith("TRAINED ")), None)
     if line is None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 from common import HERE, command_line, parse, print_table, write_json
-from ranks import opened, plain_words, threads_per_rank, torchrun_words, training_environment
+from ranks import opened, plain_environment, plain_words, torchrun_words
 
 from autotune.commands.probe import probe
 from autotune.executors.replay import Row, load_landscape, write_landscape
@@ -172,7 +172,7 @@ class Ranks:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        env = {**training_environment("cpu", threads_per_rank(ranks)), "HF_HUB_OFFLINE": "1"}
+        env = {**plain_environment("cpu", ranks), "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, str(HERE / "table_ranks.py")]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self._process: Any = subprocess.Popen(command, env=env, text=True, **pipes)
@@ -229,7 +229,7 @@ def by_torchrun(recipe: Recipe, job: Job, candidate: Candidate, folder: Path, st
     """Step seconds of a training that torchrun itself starts; of a script, by the clock of `timed.py`."""
     log = folder / "steps.log"
     argv = [str(HERE / "timed.py"), str(log), *words(recipe, job, candidate, folder, steps)]
-    env = {**training_environment("cpu", threads_per_rank(recipe.ranks)), "HF_HUB_OFFLINE": "1"}
+    env = {**plain_environment("cpu", recipe.ranks), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([*torchrun_words(recipe.ranks), *argv], env=env, capture_output=True, text=True)
     if not log.exists():
         raise RuntimeError(done.stderr[-2000:])

@@ -25,7 +25,7 @@ from typing import Any
 
 from common import HERE, command_line, kept_rows, parse, print_table, write_json
 from inturn import Side, ratio, samples_per_second, take_turns, torchrun
-from ranks import autotune_run, threads_per_rank, training_environment
+from ranks import autotune_run, plain_environment
 
 from autotune.problem.candidate import Candidate
 from autotune.problem.script import command
@@ -104,7 +104,7 @@ def by_deepspeed(name: str, folder: Path) -> tuple[Found, int]:
     start = folder / "ds.json"
     start.write_text(json.dumps(config))
     env = {
-        **training_environment("cpu", threads_per_rank(1)),
+        **plain_environment("cpu", 1),
         "DS_ACCELERATOR": "cpu",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
