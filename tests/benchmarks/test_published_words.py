@@ -20,15 +20,7 @@ from autotune.predict.closed_form import closed_form_trace
 from autotune.problem.hardware import gpu_table
 from tests.benchmarks.test_published import PLAIN, only, row, run, table
 
-COLUMNS_OF_WORDS = (
-    "precision",
-    "optimizer",
-    "parallel",
-    "offload_optimizer",
-    "offload_param",
-    "checkpointing",
-    "attention",
-)
+COLUMNS_OF_WORDS = tuple(vocabulary()["columns"])
 
 # -- words -----------------------------------------------------------------------------------------------------------
 
