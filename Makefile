@@ -111,8 +111,9 @@ flakes: setup  # hours
 faults: setup  # an hour and a half; goes on where it was stopped
 	$(BIN)/python benchmarks/faults.py --json benchmarks/results/faults.json
 
-gallery: setup  # docs/gallery.md and gallery/schema.json, of what lies in gallery/entries
+gallery: setup  # docs/gallery.md, gallery/schema.json and what predictions begin with, of what lies in gallery/entries
 	$(BIN)/python -m autotune.gallery.page
+	$(BIN)/python -m autotune.gallery.rates
 
 mutants: setup
 	$(BIN)/python benchmarks/mutants.py --json benchmarks/results/mutants.json

@@ -113,7 +113,9 @@ Storage = Annotated[
     ),
 ]
 WinnerFile = Annotated[Path | None, option("Where the winner goes; default: runs/NAME/NAME.json.")]
-NoGallery = Annotated[bool, option("Do not begin with what the gallery knows of such a job.", "--no-gallery")]
+NoGallery = Annotated[
+    bool, option("Do not begin with what the gallery knows of such a job and its card.", "--no-gallery")
+]
 Force = Annotated[bool, option("Go on with a study of another job or machine.", "--force")]
 
 # a plan, a launch

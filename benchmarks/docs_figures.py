@@ -246,7 +246,7 @@ def gallery_starts() -> str:
 
 
 def gallery_constants() -> str:
-    """Published figures, predicted alone and after another source of the same card."""
+    """Published steps near an entry of another source, predicted without it and with its rates."""
     rows = []
     for row in result("gallery-constants"):
         median, inside, width = row["median"], row["inside"], row["half_width"]

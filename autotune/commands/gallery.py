@@ -15,7 +15,9 @@ from autotune.gallery.entry import Entry
 from autotune.gallery.folder import checked, shipped_entries
 from autotune.gallery.nearest import start_from
 from autotune.gallery.plausible import check
+from autotune.gallery.rates import rates_for
 from autotune.gallery.sharing import entry_of
+from autotune.predict.predictor import Predictor
 from autotune.results.targets import check_out
 from autotune.search.proposer import Proposer
 from autotune.search.records import AS_IS
@@ -91,6 +93,19 @@ def check_entries(files: Sequence[Path]) -> dict[Path, int]:
         UserError: one breaks the schema, or a figure of it cannot be.
     """
     return {path: len(checked(path).candidates) for path in files}
+
+
+def begin_with_rates(setup: Setup, store: StudyStore, predictor: Predictor, say: Callable[[str], None]) -> None:
+    """Lets predictions begin with what the nearest entry on the same card has taught; of a new study it is said in one line."""
+    rates = rates_for(shipped_entries(), setup.job, setup.hardware) if setup.gallery else None
+    if rates is None:
+        return
+    try:
+        predictor.begin_with(rates.learnt)
+    except (ValueError, ArithmeticError):  # of another version's constants: it decides nothing
+        return
+    if all(record.note == AS_IS for record in store.records()):
+        say(f"gallery: steps are predicted with what is known of {rates.why}, until yours are measured")
 
 
 def begin_with_gallery(setup: Setup, store: StudyStore, proposer: Proposer, say: Callable[[str], None]) -> None:

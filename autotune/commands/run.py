@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from autotune.commands.gallery import begin_with_gallery
+from autotune.commands.gallery import begin_with_gallery, begin_with_rates
 from autotune.commands.grounds import executors_beside, first_executor, place
 from autotune.commands.nodes import named_nodes
 from autotune.commands.probe import Probe, after_probe, probe, remember
@@ -150,6 +150,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             if probed is not None:
                 remember(probed, work)
             predictor = Predictor(setup.job, setup.hardware)
+            begin_with_rates(setup, store, predictor, observer.say)
             candidates, left_out = predictor.buildable(setup.candidates)
             wider = [f"{note}; predictions are wider for it" for note in predictor.notes()]
             for line in [*left_out, *wider]:

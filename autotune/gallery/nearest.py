@@ -100,7 +100,9 @@ def start_from(
         assert entry.best is not None
         winner = entry.best.candidate
         if like := [candidate for candidate in candidates if _alike(winner, candidate)]:
-            return Near(like[int(Distances(like).to(winner).argmin())], name, _whose(entry))
+            told = "the best" if sum(one.outcome == Kind.OK for one in entry.candidates) > 1 else "the one config"
+            like_it = like[int(Distances(like).to(winner).argmin())]
+            return Near(like_it, name, f"{told} known for {whose(entry)}")
     return None
 
 
@@ -118,11 +120,11 @@ def _plainly(value: object) -> object:
     return value if value not in (None, False, "none", 0) else None
 
 
-def _whose(entry: Entry) -> str:
+def whose(entry: Entry) -> str:
+    """For people: of what, on what, from where."""
     model = entry.job.model or entry.job.architecture or "a model of its size"
     where = f"published at {entry.origin.source}" if entry.origin.source else _KINDS[entry.origin.kind]
-    told = "the best" if sum(one.outcome == Kind.OK for one in entry.candidates) > 1 else "the one config"
-    return f"{told} known for {model} on {entry.machine.count} x {entry.machine.gpu or entry.machine.name} ({where})"
+    return f"{model} on {entry.machine.count} x {entry.machine.gpu or entry.machine.name} ({where})"
 
 
 _KINDS = {"study": "a study that was shared", "recorded": "recorded by this project"}

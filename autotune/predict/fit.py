@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,7 @@ def jacobian_of(model: Callable[[Floats], Floats], at: Floats) -> Floats:
 
 
 def fit(
-    priors: list[Prior],
+    priors: Sequence[Prior] | Posterior,
     residuals: Callable[[Floats], Floats] | None,
     *,
     noise: float,
@@ -56,12 +57,15 @@ def fit(
     """Gauss-Newton towards the most probable constants, observations weighted as Student's t has it.
 
     Args:
+        priors: of each constant, or what an earlier fit has left known of them.
         residuals: (..., observations) at constants (..., constants); a censored one is zero where it agrees.
         noise: standard deviation of one residual as expected before anything is seen.
         noise_weight: how many observations that expectation is worth.
     """
-    mean = np.array([prior.mean for prior in priors])
-    precision = np.diag([1 / prior.sigma**2 for prior in priors])
+    if isinstance(priors, Posterior):
+        mean, precision = priors.mean, np.linalg.inv(priors.covariance)
+    else:
+        mean, precision = np.array([prior.mean for prior in priors]), _precision(priors)
     prior_mean = mean.copy()
     if residuals is None:
         return Posterior(mean, np.linalg.inv(precision), noise)
@@ -115,6 +119,46 @@ class Neighbours:
             shift[rows] = near @ self.weights
             spread[rows] = self.amplitude**2 - np.einsum("ij,ij->i", near @ self.inverse, near)
         return shift, np.sqrt(np.maximum(spread, 0.0))
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What observations have told of constants, beside any priors: small enough for a file."""
+
+    mean: list[float]  # (constants,) after the fit
+    information: list[
+        list[float]
+    ]  # (rows, constants); their squares are what observations added to the priors' precision
+
+    @classmethod
+    def of(cls, priors: Sequence[Prior], posterior: Posterior) -> Evidence:
+        values, vectors = np.linalg.eigh(np.linalg.inv(posterior.covariance) - _precision(priors))
+        told = values > _NOTHING * values.max()
+        return cls(_short(posterior.mean), _short((vectors[:, told] * np.sqrt(values[told])).T))
+
+    def posterior(self, priors: Sequence[Prior], noise: float) -> Posterior:
+        """What is known with it.
+
+        Raises:
+            ValueError: it is of other constants than the priors.
+        """
+        mean, rows = np.array(self.mean), np.array(self.information).reshape(-1, len(priors))
+        if len(mean) != len(priors):
+            raise ValueError(f"evidence of {len(mean)} constants, not of {len(priors)}")
+        return Posterior(mean, np.linalg.inv(_precision(priors) + rows.T @ rows), noise)
+
+
+_NOTHING = 1e-6  # of the largest: smaller ones are rounding
+
+
+def _precision(priors: Sequence[Prior]) -> Floats:
+    return np.diag([1 / prior.sigma**2 for prior in priors])
+
+
+def _short(numbers: Floats) -> list[Any]:
+    """With five digits."""
+    text = np.array([f"{one:.5g}" for one in numbers.ravel()], dtype=float)
+    return list(text.reshape(numbers.shape).tolist())
 
 
 def _closeness(a: Floats, b: Floats) -> Floats:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from autotune.errors import UserError
 from autotune.predict.constants import (
+    ELSEWHERE,
     MEASURED_OVERHEAD_GIB,
     MEMORY_CONSTANTS,
     MEMORY_NOISE,
@@ -20,7 +21,7 @@ from autotune.predict.constants import (
     memory_priors,
     time_priors,
 )
-from autotune.predict.fit import Neighbours, Posterior, Prior, fit, jacobian_of
+from autotune.predict.fit import Evidence, Neighbours, Posterior, Prior, fit, jacobian_of
 from autotune.predict.host import PRIOR as HOST
 from autotune.predict.host import fit_host
 from autotune.predict.knobs import Flags, Floats
@@ -68,7 +69,8 @@ class Predictor:
         self._host = Posterior(np.array([HOST.mean]), np.array([[HOST.sigma**2]]), 0.0)  # of the bill's logarithm
         self._stale = False
         self._memory = fit(self._memory_priors, None, noise=self._memory_noise)
-        self._time = fit(self._time_priors, None, noise=self._time_noise)
+        self._time_known: Sequence[Prior] | Posterior = self._time_priors  # before anything is measured here
+        self._time = fit(self._time_known, None, noise=self._time_noise)
         self._memory_near: Neighbours | None = None
         self._time_near: Neighbours | None = None
 
@@ -96,6 +98,24 @@ class Predictor:
         if time is not None:
             time.calibrate()
             self._time, self._time_near = time._time, time._time_near
+
+    def begin_with(self, rates: Evidence) -> None:
+        """Adds what measured steps of a like job on such a card have told to what is known before any is measured here.
+
+        Raises:
+            ValueError: it is of other constants than this version's.
+        """
+        self._time_known = rates.posterior(self._time_priors, self._time_noise)
+        self._time, self._time_near = fit(self._time_known, None, noise=self._time_noise), None
+        self._stale = bool(self._seen)
+
+    def rates(self) -> Evidence | None:
+        """What the measured steps tell of the card to whoever has another job there; None: nothing was measured."""
+        ran = {candidate: o.measurement for candidate, o in self._seen.items() if o.measurement}
+        if not ran:
+            return None
+        residuals = self._time_residuals(self.prepare(list(ran)), list(ran.values()))
+        return Evidence.of(self._time_priors, fit(self._time_priors, residuals, noise=ELSEWHERE))
 
     def calibrate(self) -> None:
         """Fits the constants to all Outcomes seen."""
@@ -163,12 +183,15 @@ class Predictor:
         return [Prior(float(np.median(gib)), max(MEASURED_OVERHEAD_GIB, float(gib.std()))), *self._memory_priors[1:]]
 
     def _fit_time(self, prepared: Prepared, measured: Sequence[Measurement]) -> None:
-        seconds = np.log([one.step_seconds for one in measured])
-        self._time = fit(
-            self._time_priors, lambda constants: self._log_step(prepared, constants) - seconds, noise=self._time_noise
-        )
-        slower = seconds - self._log_step(prepared, self._time.mean)
+        residuals = self._time_residuals(prepared, measured)
+        self._time = fit(self._time_known, residuals, noise=self._time_noise)
+        slower = -residuals(self._time.mean)
         self._time_near = Neighbours.of(prepared.features[_LATEST], slower[_LATEST], self._time.noise, REPEAT_TIME)
+
+    def _time_residuals(self, prepared: Prepared, measured: Sequence[Measurement]) -> Callable[[Floats], Floats]:
+        """Of the logarithms of predicted steps, at constants."""
+        seconds = np.log([one.step_seconds for one in measured])
+        return lambda constants: self._log_step(prepared, constants) - seconds
 
     @property
     def time_noise(self) -> float:
