@@ -90,7 +90,8 @@ class Writes:
         """By audit event; of its arguments the descriptor of a folder is the last, -1 for none."""
         return {
             "open": self._open,
-            "os.mkdir": lambda path, mode, fd=-1: self._make(path, Want.FOLDER, fd),
+            # of a link to a folder it says that there is one, and changes nothing
+            "os.mkdir": lambda path, mode, fd=-1: self._make(path, Want.NAME, fd),
             "os.rename": self._rename,
             "os.remove": lambda path, fd=-1: self._lose(path, Want.NAME, fd, makes=False),
             "os.rmdir": lambda path, fd=-1: self._own(path, Want.MOVE, fd),

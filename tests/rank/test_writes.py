@@ -224,6 +224,20 @@ def test_reading_makes_nothing_its_own(project: Project) -> None:
     assert (project.scratch / "out").is_symlink()
 
 
+def test_a_folder_that_is_there_and_made_again_stays_as_it_is(project: Project) -> None:
+    """`os.walk` finds the folders in it, and nothing is linked entry by entry."""
+    text = """
+        import os
+        from pathlib import Path
+        os.makedirs("out", exist_ok=True)
+        Path("data").mkdir(exist_ok=True)
+        assert sorted(path.name for path in Path("out").rglob("*.txt")) == ["a.txt", "b.txt"]
+        """
+    assert project.run(text) == []
+    assert (project.scratch / "out").is_symlink()
+    assert (project.scratch / "data").is_symlink()
+
+
 def test_one_level_and_only_where_something_is_written(project: Project) -> None:
     assert project.run("open('out/new', 'w')") == []
     out = project.scratch / "out"
