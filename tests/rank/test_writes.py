@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from autotune.rank.hooks.patches import Patches
-from autotune.rank.links import Links, link_entries
+from autotune.rank.links import MAKING, Links, link_entries
 from autotune.rank.writes import Writes
 
 FORK = multiprocessing.get_context("fork")
@@ -25,6 +25,7 @@ class Project:
 
     def __init__(self, root: Path) -> None:
         self.root, self.study = root / "project", root / "project" / "runs" / "mine"
+        self.cwd = self.root
         self.scratch = self.study / "trials" / "1" / "scratch"
         for name in (
             "log.txt",
@@ -77,7 +78,7 @@ class Project:
         said: list[str] = []
         try:
             os.chdir(self.scratch)
-            writes = Writes(Links(self.scratch), self.root, script, self.study, _refuse)
+            writes = Writes(Links(self.scratch), self.cwd, script, self.study, _refuse)
             writes.install(Patches())
             exec(compile(text, str(script), "exec"), {"__file__": str(script), "__name__": "__main__"})
             said += [f"left {os.path.relpath(path, self.root)}" for path in writes.left()]
@@ -453,6 +454,54 @@ def test_caches_elsewhere_are_their_own(project: Project, elsewhere: Path, monke
         assert (elsewhere / name).read_text() == "new"
     for name in ("log.txt", "out/model.pt"):  # whatever MY_TMP and PROJECT_HOME say
         assert project.run(f"open({str(elsewhere / name)!r}, 'w')")[0].startswith("refused")
+
+
+# -- the folders above the current one ---------------------------------------------------------------------------------------
+
+
+class Below(Project):
+    """The user calls from `project/out/old`, and the trial shows what is above, too."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.whole = self.study / "scratch"
+        (self.whole / MAKING).mkdir(parents=True)
+        link_entries(str(self.whole), str(self.root), lambda entry: entry.name in ("runs", "out"))
+        (self.whole / "out").mkdir()
+        link_entries(str(self.whole / "out"), str(self.root / "out"), lambda entry: entry.name == "old")
+        self.scratch, self.cwd = self.whole / "out" / "old", self.root / "out" / "old"
+        self.scratch.mkdir()
+        link_entries(str(self.scratch), str(self.cwd))
+
+
+@pytest.fixture
+def below(tmp_path: Path) -> Below:
+    return Below(tmp_path.resolve())
+
+
+WAYS_ABOVE = {
+    "overwrites": "open('../../log.txt', 'w').write('x'); assert open('../../log.txt').read() == 'x'",
+    "beside": "open('../model.pt', 'a').write('x'); open('../new', 'w').close(); assert open('../new').read() == ''",
+    "in a folder": "open('../../data/new', 'w').close(); import os; assert sorted(os.listdir('../../data')) == ['1.bin', 'new']",
+    "makes a folder": "import os; os.makedirs('../../results/x', exist_ok=True); open('../../results/x/y', 'w').close()",
+    "removes": "import shutil; shutil.rmtree('../empty'); shutil.rmtree('../../data')",
+    "by a command": "import os; assert not os.system('rm -r ../../data && echo x > ../../log.txt')",
+    "by pathlib": "from pathlib import Path; (Path.cwd().parent.parent / 'log.txt').write_text('x')",
+    "through a link": "open('../latest/a.txt', 'w').write('x'); assert open('a.txt').read() == 'x'",
+    "goes there": "import os; os.chdir('../..'); open('log.txt', 'w').close(); os.chdir('out/old'); open('a.txt', 'w').close()",
+    "goes to the script's": "import os; up = os.path.abspath('../..'); os.chdir(os.path.dirname(__file__)); assert os.getcwd() == up; open('log.txt', 'w').close()",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS_ABOVE)
+def test_what_lies_above_the_current_folder_is_left_as_it_was(below: Below, way: str) -> None:
+    before = below.theirs()
+    assert below.run(WAYS_ABOVE[way]) == []
+    assert below.theirs() == before
+
+
+def test_what_lies_above_is_still_refused_by_an_absolute_path(below: Below) -> None:
+    assert below.run("import os; open(os.path.dirname(__file__) + '/log.txt', 'w')") == ["refused log.txt"]
 
 
 # -- writers that Python does not hear of ------------------------------------------------------------------------------------
