@@ -17,6 +17,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
+from os.path import realpath  # before `writes.py` wraps it
 from pathlib import Path
 
 _MOST_FOLLOWED = 40  # links on one path, as Linux allows: path_resolution(7)
@@ -107,7 +108,7 @@ class Links:
         with self._turn():
             if not os.path.islink(link):
                 return True  # another was first
-            real = os.path.realpath(link)
+            real = realpath(link)
             try:
                 kind = os.stat(real).st_mode
             except OSError:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import re
 import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from os.path import realpath
+from os.path import realpath  # before it is wrapped
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,9 @@ class Writes:
         sys.addaudithook(heard)
         patches.on_undo(handlers.clear)
         patches.wrap(os, "chdir", self._chdir)
+        patches.wrap(os.path, "realpath", self._realpath)
+        if sys.version_info < (3, 11):  # whose pathlib keeps a reference of its own
+            patches.wrap(vars(pathlib)["_normal_accessor"], "realpath", self._realpath)
         watch_native(patches, lambda path, notice: self._alone(self._native, path, notice))
 
     def left(self) -> list[str]:
@@ -187,6 +191,14 @@ class Writes:
                     path = shown if os.path.isdir(shown) else path  # else it has been made since, by an absolute path
                     break
         original(path)
+
+    def _realpath(self, original: Callable[..., Any], filename: Any, **options: Any) -> Any:
+        """Of a path in the trial's folder it stays there, though a link leads out to what is shown: whoever asks for it
+        (`Path("out").resolve()`) may well mean to write."""
+        real = original(filename, **options)
+        if isinstance(real, str) and not self._links.holds(real) and self._links.holds(os.path.abspath(filename)):
+            return self._place_of(real) or real
+        return real
 
     def _place_of(self, real: str) -> str | None:
         """Where the trial shows what the user has there; None where it does not."""

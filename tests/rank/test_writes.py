@@ -111,6 +111,9 @@ WAYS = {
     "pathlib": "from pathlib import Path; Path('out/new.txt').write_text('x'); assert Path('out/new.txt').exists()",
     "back up through a link": "open('out/../log.txt', 'w').write('x'); assert open('log.txt').read() == 'x'",
     "its own absolute path": "import os; open(os.path.abspath('out/model.pt'), 'w').write('x')",
+    "resolved": "from pathlib import Path; p = Path('log.txt').resolve(); p.write_text('x'); assert open('log.txt').read() == 'x'",
+    "resolved through a neighbour": "import os; p = os.path.realpath('out/latest'); assert p.endswith('out/old'); open(p + '/a.txt', 'w')",
+    "resolved, a folder": "from pathlib import Path; (Path('out').resolve(strict=True) / 'new').touch(); assert Path('out/new').exists()",
     "makes a folder": "import os; os.makedirs('out/x/y', exist_ok=True); open('out/x/y/z', 'w').close()",
     "removes": "import os; os.remove('out/model.pt'); assert sorted(os.listdir('out')) == ['empty', 'latest', 'old']",
     "removes a tree": "import shutil; shutil.rmtree('out/old'); import os; assert not os.path.exists('out/old')",
@@ -239,6 +242,19 @@ def test_a_folder_that_is_there_and_made_again_stays_as_it_is(project: Project) 
     assert (project.scratch / "data").is_symlink()
 
 
+def test_what_leads_out_of_the_folders_that_are_shown_is_resolved_as_ever(project: Project) -> None:
+    (project.root.parent / "far").mkdir()
+    (project.scratch / "far").symlink_to(project.root.parent / "far")
+    text = f"""
+        import os
+        assert os.path.realpath("far") == os.path.realpath({str(project.scratch / "far")!r}) == {str(project.root.parent / "far")!r}
+        assert os.path.realpath({str(project.root / "data")!r}) == {str(project.root / "data")!r}
+        assert os.path.realpath("new/x") == os.path.abspath("new/x")
+        assert os.path.realpath(filename=b"data") == {str(project.root / "data")!r}.encode()
+        """
+    assert project.run(text) == []
+
+
 def test_one_level_and_only_where_something_is_written(project: Project) -> None:
     assert project.run("open('out/new', 'w')") == []
     out = project.scratch / "out"
@@ -299,7 +315,6 @@ def test_a_device_is_written_to(project: Project) -> None:
 
 LOSES = {
     "overwrites": ("open(HERE / 'log.txt', 'w')", "log.txt"),
-    "resolved": ("open(Path('log.txt').resolve(), 'w')", "log.txt"),
     "removes": ("(HERE / 'log.txt').unlink()", "log.txt"),
     "removes a tree": ("import shutil; shutil.rmtree(HERE / 'out')", "out"),
     "renames": ("(HERE / 'out').rename(HERE / 'out2')", "out"),
@@ -487,6 +502,8 @@ WAYS_ABOVE = {
     "removes": "import shutil; shutil.rmtree('../empty'); shutil.rmtree('../../data')",
     "by a command": "import os; assert not os.system('rm -r ../../data && echo x > ../../log.txt')",
     "by pathlib": "from pathlib import Path; (Path.cwd().parent.parent / 'log.txt').write_text('x')",
+    "resolved": "from pathlib import Path; Path('../../log.txt').resolve().write_text('x'); assert open('../../log.txt').read() == 'x'",
+    "resolved folders": "from pathlib import Path; (Path('../..').resolve() / 'log.txt').write_text('x')",
     "through a link": "open('../latest/a.txt', 'w').write('x'); assert open('a.txt').read() == 'x'",
     "goes there": "import os; os.chdir('../..'); open('log.txt', 'w').close(); os.chdir('out/old'); open('a.txt', 'w').close()",
     "goes to the script's": "import os; up = os.path.abspath('../..'); os.chdir(os.path.dirname(__file__)); assert os.getcwd() == up; open('log.txt', 'w').close()",
