@@ -125,7 +125,8 @@ class Ground:
         }
         words += [f"shared memory {name} is left" for name in sorted(in_use)]
         if trials is not None and trials.is_dir():
-            words += [f"file {path.name} is left" for path in trials.glob("*/*") if path.suffix != ".log"]
+            found = [*trials.glob("*/*"), *trials.parent.glob("scratch*")]
+            words += [f"file {path.name} is left" for path in found if path.suffix != ".log"]
         return words
 
 

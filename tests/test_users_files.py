@@ -1,24 +1,30 @@
 """A whole probe and trials of a script that writes wherever it can: what its user has stays as it is."""
 
 import json
+import os
 import textwrap
 from pathlib import Path
 
 from autotune.commands.probe import probe
 from autotune.problem.job import Script
 from autotune.problem.script_job import unknown_job
+from autotune.problem.sources import SOURCES
 from tests.conftest import Scripts, make_candidate
 from tests.test_scripts import CONFIG
 
 TEXT = """
-    import logging, os, shutil, deepspeed, torch
+    import logging, os, shutil, sys, deepspeed, torch
     from pathlib import Path
     deepspeed.init_distributed()
     rank = int(os.environ["RANK"])
     assert open("runs/sft/weights").read() == "theirs"
+    sys.path.append("..")
+    import lib_of_theirs
+    assert Path("../data/train.json").resolve().read_text() == "theirs"
+    open("../out.log", "w").write("new")
     here = Path(__file__).parent
     logging.basicConfig(filename="train.log", filemode="w", level=logging.INFO)
-    (here / f"steps-{rank}.log").write_text("new")
+    (here / f"steps-{rank}.log").open("a").write(f"{os.getcwd()}\\n")
     os.makedirs("out/logs", exist_ok=True)
     if rank == 0:
         shutil.rmtree("out/old")
@@ -42,24 +48,29 @@ TEXT = """
 
 
 def test_nothing_of_the_users_changes(scripts: Scripts, tmp_path: Path) -> None:
+    cwd = tmp_path / "examples"
     files = {"train.py": textwrap.dedent(TEXT), "ds.json": json.dumps(CONFIG), "runs/sft/weights": "theirs"}
     for name in ("train.log", "out/old/a", "out/model-0.pt", "out/model-1.pt", "data/cache.txt"):
         files[name] = f"theirs, {name}"
+    files = {f"examples/{name}": text for name, text in files.items()}
+    files |= {"lib_of_theirs.py": "", "data/train.json": "theirs", "out.log": "theirs"}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    script, said = Script(("train.py",), str(tmp_path)), list[str]()
+    script, said = Script(("train.py",), str(cwd)), list[str]()
     executor = scripts.executor
-    executor.folder = study = tmp_path / "runs" / "study"
+    executor.folder = study = cwd / "runs" / "study"
     study.mkdir()
     executor.job = unknown_job(script, scripts.hardware)
     found = probe(executor, script, study, 300.0, said.append)
-    new = [str(tmp_path / f"steps-{rank}.log") for rank in range(2)]
+    new = [cwd / f"steps-{rank}.log" for rank in range(2)]
     assert [line for line in said if "absolute" in line] == [
-        f"train writes by absolute paths, and what trials write there stays: {', '.join(new)}"
+        f"train writes by absolute paths, and what trials write there stays: {new[0]}, {new[1]}"
     ]
+    assert "../lib_of_theirs.py" in [os.path.relpath(path, cwd) for path in found.script.profile[SOURCES]]
     outcome = scripts.measure(found, make_candidate(1, 4, 1))
     assert outcome.ok, outcome
     theirs = [path for path in tmp_path.rglob("*") if path.is_file() and study not in path.parents]
-    assert {str(path.relative_to(tmp_path)): path.read_text() for path in theirs if str(path) not in new} == files
-    assert not list(study.glob("trials/*/scratch")), "nothing is left behind"
+    assert {str(path.relative_to(tmp_path)): path.read_text() for path in theirs if path not in new} == files
+    assert len(set(new[0].read_text().split())) == 1 < len(new[0].read_text().split()), "one path for all trials"
+    assert not list(study.glob("**/scratch*")), "nothing is left behind"

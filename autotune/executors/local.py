@@ -22,7 +22,7 @@ from autotune.executors.measurement import (
     out_of_time,
 )
 from autotune.executors.ops import Ops
-from autotune.executors.scratch import scratch_folder
+from autotune.executors.scratch import clear, scratch_folder
 from autotune.executors.selftest import check_group
 from autotune.executors.station import Needs, Station
 from autotune.group.gauge import Meter
@@ -327,7 +327,7 @@ class LocalSession:
         what: dict[str, Any] = {"config": trial_config(candidate, job), "checkpointing": candidate.checkpointing}
         if job.script:
             # a node makes its own
-            scratch = str(scratch_folder(self._folder, job, candidate, executor.folder)) if executor.here else None
+            scratch = str(scratch_folder(executor.folder, job, candidate)) if executor.here else None
             what = {"candidate": candidate.as_dict, "scratch": scratch, "study": str(executor.folder.resolve())}
         return {
             **what,
@@ -396,4 +396,4 @@ class LocalSession:
         self._ended = True
         if self._group is not None:
             self._group.end()
-            shutil.rmtree(self._folder / "scratch", ignore_errors=True)
+            clear(self._executor.folder)

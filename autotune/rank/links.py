@@ -17,10 +17,12 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
+from os.path import realpath  # before `writes.py` wraps it
 from pathlib import Path
 
 _MOST_FOLLOWED = 40  # links on one path, as Linux allows: path_resolution(7)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # renameat2(2)
+MAKING = ".autotune-links"  # in the outermost folder of a trial's: what is made there before it takes a link's place
 _FREE_LEFT = 0.9  # of the disk's free bytes, what a copy may take: others write there too
 
 
@@ -39,12 +41,19 @@ _ITSELF = (Want.NAME, Want.MOVE, Want.TREE)  # a link that is the last name is n
 
 
 class Links:
-    """The links of one folder, `root`. Threads and processes may share it."""
+    """The links of one trial. Threads and processes may share them.
 
-    def __init__(self, root: Path) -> None:
-        self.root = str(root.resolve())
+    Args:
+        folder: what stands for the user's current folder. Around it lies what shows that folder's parents, in `root`, the
+            outermost, which `.autotune-links` marks.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder.resolve())
+        around = (self.folder, *map(str, Path(self.folder).parents))
+        self.root = next((one for one in around if os.path.isdir(os.path.join(one, MAKING))), self.folder)
         self._below = self.root.rstrip("/") + "/"
-        self._making = os.path.join(self.root, ".autotune-links")
+        self._making = os.path.join(self.root, MAKING)
         self._numbers = itertools.count()
 
     def holds(self, path: str) -> bool:
@@ -99,7 +108,7 @@ class Links:
         with self._turn():
             if not os.path.islink(link):
                 return True  # another was first
-            real = os.path.realpath(link)
+            real = realpath(link)
             try:
                 kind = os.stat(real).st_mode
             except OSError:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import re
 import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from os.path import realpath  # before it is wrapped
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from autotune.rank.native_writers import Notice, watch_native
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECTORY
 _NEW = os.O_CREAT | os.O_EXCL
-_SCRIPTS = ".autotune-script"  # in the trial's folder: links to the script's, where that is not below the current one
+_SCRIPTS = ".autotune-script"  # in the trial's folder: links to the script's, where that is shown nowhere else
 # What libraries overwrite, wherever it lies: in hidden folders, Python's, a Hub cache's, of `datasets`, swapped by DeepSpeed.
 _CACHED = re.compile(r"\..*|__pycache__|site-packages|(models|datasets|spaces)--.*|cache-\w+\.arrow|zero_stage_\d")
 # Nothing is kept there, but what lies in the user's own folders.
@@ -52,14 +54,19 @@ class Writes:
         self, links: Links, cwd: Path, script: Path | None, kept: Path | None, refuse: Callable[[str], None]
     ) -> None:
         self._links, self._refuse = links, refuse
-        self._shown = {str(cwd.resolve()): links.root}
-        if script is not None and not script.resolve().is_relative_to(cwd.resolve()):
-            self._shown[str(script.resolve().parent)] = os.path.join(links.root, _SCRIPTS)
+        here = str(cwd.resolve())
+        self._shown = {here: links.folder}
+        self._outermost = os.path.normpath(
+            os.path.join(here, os.path.relpath(links.root, links.folder))
+        )  # that is shown
+        if script is not None and not script.resolve().is_relative_to(here):
+            theirs = str(script.resolve().parent)
+            self._shown[theirs] = self._place_of(theirs) or os.path.join(links.root, _SCRIPTS)
         self._kept = _Record(kept)
         self._around = [str(folder) for shown in self._shown for folder in (Path(shown), *Path(shown).parents)]
         self._study = [str(kept)] if kept else []
         self._not_theirs = self._apart()
-        self._passing = {*_PASSING, *map(os.path.realpath, _PASSING)}
+        self._passing = {*_PASSING, *map(realpath, _PASSING)}
         self._changed: set[str] = set()
         self._inside = threading.local()
 
@@ -77,6 +84,9 @@ class Writes:
         sys.addaudithook(heard)
         patches.on_undo(handlers.clear)
         patches.wrap(os, "chdir", self._chdir)
+        patches.wrap(os.path, "realpath", self._realpath)
+        if sys.version_info < (3, 11):  # whose pathlib keeps a reference of its own
+            patches.wrap(vars(pathlib)["_normal_accessor"], "realpath", self._realpath)
         watch_native(patches, lambda path, notice: self._alone(self._native, path, notice))
 
     def left(self) -> list[str]:
@@ -90,7 +100,8 @@ class Writes:
         """By audit event; of its arguments the descriptor of a folder is the last, -1 for none."""
         return {
             "open": self._open,
-            "os.mkdir": lambda path, mode, fd=-1: self._make(path, Want.FOLDER, fd),
+            # of a link to a folder it says that there is one, and changes nothing
+            "os.mkdir": lambda path, mode, fd=-1: self._make(path, Want.NAME, fd),
             "os.rename": self._rename,
             "os.remove": lambda path, fd=-1: self._lose(path, Want.NAME, fd, makes=False),
             "os.rmdir": lambda path, fd=-1: self._own(path, Want.MOVE, fd),
@@ -172,7 +183,7 @@ class Writes:
     def _chdir(self, original: Callable[..., Any], path: Any) -> None:
         """Into the user's own folder, by a path that the script has made of `__file__`: the trial's shows the same."""
         if not isinstance(path, int):
-            real = os.path.realpath(os.fsdecode(path))
+            real = realpath(os.fsdecode(path))
             for theirs, ours in self._shown.items():
                 if (real == theirs or real.startswith(theirs + "/")) and not self._links.holds(real):
                     self._alone(show, ours, theirs)
@@ -180,6 +191,20 @@ class Writes:
                     path = shown if os.path.isdir(shown) else path  # else it has been made since, by an absolute path
                     break
         original(path)
+
+    def _realpath(self, original: Callable[..., Any], filename: Any, **options: Any) -> Any:
+        """Of a path in the trial's folder it stays there, though a link leads out to what is shown: whoever asks for it
+        (`Path("out").resolve()`) may well mean to write."""
+        real = original(filename, **options)
+        if isinstance(real, str) and not self._links.holds(real) and self._links.holds(os.path.abspath(filename)):
+            return self._place_of(real) or real
+        return real
+
+    def _place_of(self, real: str) -> str | None:
+        """Where the trial shows what the user has there; None where it does not."""
+        shown = os.path.normpath(os.path.join(self._links.root, os.path.relpath(real, self._outermost)))
+        there = self._links.holds(shown) and os.path.exists(shown) and realpath(shown) in (real, shown)
+        return shown if there else None
 
     # -- where it happens ----------------------------------------------------------------------------------------------
 
@@ -212,8 +237,8 @@ class Writes:
         """Folders that no file of the user's lies in, by the environment as it is now, but for those that hold one that is shown
         and for the home folder; and whether that is sure."""
         found = [*_cache_folders(), (sys.prefix, True), *((one, True) for one in self._study)]
-        theirs = {*self._around, os.path.realpath(os.path.expanduser("~"))}  # whatever `TMPDIR` says
-        apart = [(real, sure) for one, sure in found if (real := os.path.realpath(one)) not in theirs]
+        theirs = {*self._around, realpath(os.path.expanduser("~"))}  # whatever `TMPDIR` says
+        apart = [(real, sure) for one, sure in found if (real := realpath(one)) not in theirs]
         return dict(sorted(apart, key=lambda one: one[1]))
 
     def _make(self, path: Any, want: Want, fd: int = -1) -> None:

@@ -69,13 +69,15 @@ def test_what_is_left_is_seen(ground: Ground) -> None:
     segment = Path("/dev/shm") / f"faults-{os.getpid()}"
     segment.write_text("x")
     trial = ground.root / "trials" / "0000"
-    (trial / "scratch").mkdir(parents=True)
+    (trial / "checkpoint").mkdir(parents=True)
+    (ground.root / "scratch").mkdir()
     (trial / "rank0.log").write_text("")
     try:
         words = " ".join(ground.leftovers(set(), trial.parent))
         assert f"process {process.pid} is left" in words
         assert "autotune-x" in words
         assert segment.name in words
+        assert "checkpoint" in words
         assert "scratch" in words
         assert "rank0" not in words
         assert f"{process.pid}" not in " ".join(ground.leftovers({process.pid}))

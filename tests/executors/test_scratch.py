@@ -2,24 +2,22 @@
 
 import dataclasses
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from autotune.executors.scratch import scratch_folder
+from autotune.executors.scratch import clear, scratch_folder
 from autotune.problem.candidate import Candidate
 from autotune.problem.script import Script
 from autotune.problem.typed import read_command
 from tests.conftest import make_job
 
 
-def shown(cwd: Path, study: Path, trial: str = "trials/1") -> Path:
+def shown(cwd: Path, study: Path) -> Path:
     (cwd / "train.py").write_text("")
     script = Script(argv=(str(cwd / "train.py"),), cwd=str(cwd))
-    job = dataclasses.replace(make_job(), script=script)
-    found = scratch_folder(study / trial, job, Candidate(()), study)
-    assert found.parent == (study / trial).resolve()
-    return found
+    return scratch_folder(study, dataclasses.replace(make_job(), script=script), Candidate(()))
 
 
 def seen(cwd: Path, study: Path) -> dict[str, str]:
@@ -79,7 +77,7 @@ def test_a_link_to_a_neighbour_is_one_again(tmp_path: Path) -> None:
 
 def test_called_from_inside_the_study(tmp_path: Path) -> None:
     (tmp_path / "trials" / "0").mkdir(parents=True)
-    assert set(seen(tmp_path, tmp_path)) == {"train.py", "trials/0"}
+    assert set(seen(tmp_path, tmp_path)) == {"train.py", "trials"}
 
 
 def test_a_folder_that_is_a_link_itself(tmp_path: Path) -> None:
@@ -102,7 +100,100 @@ def test_the_output_folder_that_a_file_of_arguments_names_is_shown(
         (tmp_path / "project" / "mine.yaml").write_text(f"output_dir: {named}\n")
         found = read_command(["train.py", "mine.yaml"], [])
         job = dataclasses.replace(make_job(), script=found.script)
-        scratch = scratch_folder(tmp_path / "study" / "trials" / "1", job, Candidate(()), tmp_path / "study")
+        scratch = scratch_folder(tmp_path / "study", job, Candidate(()))
         shown_there = scratch / ".autotune-output"
         expected = [] if "nowhere" in named else [shown_there / "vocab.json"]
         assert list(shown_there.glob("*")) == expected
+
+
+# -- the folders above -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def examples(tmp_path: Path) -> Path:
+    """Where a user calls from, in a project, below a home folder."""
+    home = tmp_path.resolve() / "home"
+    for name in ("proj/data/train.json", "proj/out/log.txt", "proj/lib.py", "proj/examples/x", "elsewhere/y"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text(name)
+    return home / "proj" / "examples"
+
+
+@pytest.mark.parametrize("study", ["proj/examples/runs/mine", "proj/runs/mine", "far/mine"])
+def test_the_folders_above_are_where_the_user_has_them(examples: Path, study: str) -> None:
+    home = examples.parents[1]
+    (home / study).mkdir(parents=True)
+    (home / study).with_name("sft").touch()
+    (home / "current").symlink_to("proj/examples")
+    found = shown(examples, home / study)
+    assert (found.name, found.parent.name, found.parents[1].name) == ("examples", "proj", "home")
+    for name in ("../data/train.json", "../lib.py", "../../elsewhere/y", "x"):
+        assert (found / name).read_text() == (examples / name).read_text()
+    assert not any((found.parent / name).is_symlink() for name in (".", "..", "examples"))
+    ours = found.parents[1] / study
+    assert not ours.exists(), "no script sees the study"
+    assert ours.with_name("sft").exists()
+
+
+def test_what_may_be_shown_of_the_folders_above_is_bounded(
+    examples: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("autotune.executors.scratch._MOST_BESIDE", 3)
+    monkeypatch.setattr("autotune.executors.scratch._MOST_PARENTS", 2)
+    found = shown(examples, tmp_path / "study")
+    assert sorted(os.listdir(found.parent)) == ["examples"], "the project has four entries"
+    assert sorted(os.listdir(found.parents[1])) == [".autotune-links", "elsewhere", "proj"]
+    assert found.parents[2] == (tmp_path / "study").resolve()
+
+
+def test_a_folder_above_that_cannot_be_read_is_passed_through(
+    examples: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(path: str) -> object:
+        if str(path) == str(examples.parent):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", refuse)
+    found = shown(examples, tmp_path / "study")
+    assert os.listdir(found.parent) == ["examples"]
+    assert (found / "../../elsewhere/y").read_text() == "elsewhere/y"
+
+
+def test_the_root_folder_is_never_shown(tmp_path: Path) -> None:
+    job = dataclasses.replace(make_job(), script=Script(argv=("/train.py",), cwd="/tmp"))
+    found = scratch_folder(tmp_path / "study", job, Candidate(()))
+    assert found == (tmp_path / "study" / "scratch").resolve()
+
+
+# -- one trial after another -----------------------------------------------------------------------------------------------
+
+
+def test_every_trial_has_the_same_path_and_finds_nothing_of_the_last(examples: Path, tmp_path: Path) -> None:
+    study = tmp_path / "study"
+    first = shown(examples, study)
+    (first / "mine").write_text("")
+    (first.parent / "out").unlink()
+    assert shown(examples, study) == first
+    assert not (first / "mine").exists()
+    assert (first / "../out/log.txt").exists()
+    clear(study)
+    assert list(study.iterdir()) == []
+    clear(study)
+    assert (examples / "../out/log.txt").exists()
+
+
+def test_what_cannot_be_removed_is_in_nobodys_way(
+    examples: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A trial was killed while it was cleaned away, or a network disk keeps a file that is open."""
+    study = tmp_path / "study"
+    (shown(examples, study) / "mine").write_text("")
+    with monkeypatch.context() as broken:
+        broken.setattr(shutil, "rmtree", lambda *_, **__: None)
+        clear(study)
+        assert len(list(study.glob("*/**/mine"))) == 1
+        assert not (shown(examples, study) / "mine").exists()
+    clear(study)
+    assert list(study.iterdir()) == []

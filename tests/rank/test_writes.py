@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from autotune.rank.hooks.patches import Patches
-from autotune.rank.links import Links, link_entries
+from autotune.rank.links import MAKING, Links, link_entries
 from autotune.rank.writes import Writes
 
 FORK = multiprocessing.get_context("fork")
@@ -25,6 +25,7 @@ class Project:
 
     def __init__(self, root: Path) -> None:
         self.root, self.study = root / "project", root / "project" / "runs" / "mine"
+        self.cwd = self.root
         self.scratch = self.study / "trials" / "1" / "scratch"
         for name in (
             "log.txt",
@@ -77,7 +78,7 @@ class Project:
         said: list[str] = []
         try:
             os.chdir(self.scratch)
-            writes = Writes(Links(self.scratch), self.root, script, self.study, _refuse)
+            writes = Writes(Links(self.scratch), self.cwd, script, self.study, _refuse)
             writes.install(Patches())
             exec(compile(text, str(script), "exec"), {"__file__": str(script), "__name__": "__main__"})
             said += [f"left {os.path.relpath(path, self.root)}" for path in writes.left()]
@@ -110,6 +111,9 @@ WAYS = {
     "pathlib": "from pathlib import Path; Path('out/new.txt').write_text('x'); assert Path('out/new.txt').exists()",
     "back up through a link": "open('out/../log.txt', 'w').write('x'); assert open('log.txt').read() == 'x'",
     "its own absolute path": "import os; open(os.path.abspath('out/model.pt'), 'w').write('x')",
+    "resolved": "from pathlib import Path; p = Path('log.txt').resolve(); p.write_text('x'); assert open('log.txt').read() == 'x'",
+    "resolved through a neighbour": "import os; p = os.path.realpath('out/latest'); assert p.endswith('out/old'); open(p + '/a.txt', 'w')",
+    "resolved, a folder": "from pathlib import Path; (Path('out').resolve(strict=True) / 'new').touch(); assert Path('out/new').exists()",
     "makes a folder": "import os; os.makedirs('out/x/y', exist_ok=True); open('out/x/y/z', 'w').close()",
     "removes": "import os; os.remove('out/model.pt'); assert sorted(os.listdir('out')) == ['empty', 'latest', 'old']",
     "removes a tree": "import shutil; shutil.rmtree('out/old'); import os; assert not os.path.exists('out/old')",
@@ -224,6 +228,33 @@ def test_reading_makes_nothing_its_own(project: Project) -> None:
     assert (project.scratch / "out").is_symlink()
 
 
+def test_a_folder_that_is_there_and_made_again_stays_as_it_is(project: Project) -> None:
+    """`os.walk` finds the folders in it, and nothing is linked entry by entry."""
+    text = """
+        import os
+        from pathlib import Path
+        os.makedirs("out", exist_ok=True)
+        Path("data").mkdir(exist_ok=True)
+        assert sorted(path.name for path in Path("out").rglob("*.txt")) == ["a.txt", "b.txt"]
+        """
+    assert project.run(text) == []
+    assert (project.scratch / "out").is_symlink()
+    assert (project.scratch / "data").is_symlink()
+
+
+def test_what_leads_out_of_the_folders_that_are_shown_is_resolved_as_ever(project: Project) -> None:
+    (project.root.parent / "far").mkdir()
+    (project.scratch / "far").symlink_to(project.root.parent / "far")
+    text = f"""
+        import os
+        assert os.path.realpath("far") == os.path.realpath({str(project.scratch / "far")!r}) == {str(project.root.parent / "far")!r}
+        assert os.path.realpath({str(project.root / "data")!r}) == {str(project.root / "data")!r}
+        assert os.path.realpath("new/x") == os.path.abspath("new/x")
+        assert os.path.realpath(filename=b"data") == {str(project.root / "data")!r}.encode()
+        """
+    assert project.run(text) == []
+
+
 def test_one_level_and_only_where_something_is_written(project: Project) -> None:
     assert project.run("open('out/new', 'w')") == []
     out = project.scratch / "out"
@@ -284,7 +315,6 @@ def test_a_device_is_written_to(project: Project) -> None:
 
 LOSES = {
     "overwrites": ("open(HERE / 'log.txt', 'w')", "log.txt"),
-    "resolved": ("open(Path('log.txt').resolve(), 'w')", "log.txt"),
     "removes": ("(HERE / 'log.txt').unlink()", "log.txt"),
     "removes a tree": ("import shutil; shutil.rmtree(HERE / 'out')", "out"),
     "renames": ("(HERE / 'out').rename(HERE / 'out2')", "out"),
@@ -439,6 +469,56 @@ def test_caches_elsewhere_are_their_own(project: Project, elsewhere: Path, monke
         assert (elsewhere / name).read_text() == "new"
     for name in ("log.txt", "out/model.pt"):  # whatever MY_TMP and PROJECT_HOME say
         assert project.run(f"open({str(elsewhere / name)!r}, 'w')")[0].startswith("refused")
+
+
+# -- the folders above the current one ---------------------------------------------------------------------------------------
+
+
+class Below(Project):
+    """The user calls from `project/out/old`, and the trial shows what is above, too."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.whole = self.study / "scratch"
+        (self.whole / MAKING).mkdir(parents=True)
+        link_entries(str(self.whole), str(self.root), lambda entry: entry.name in ("runs", "out"))
+        (self.whole / "out").mkdir()
+        link_entries(str(self.whole / "out"), str(self.root / "out"), lambda entry: entry.name == "old")
+        self.scratch, self.cwd = self.whole / "out" / "old", self.root / "out" / "old"
+        self.scratch.mkdir()
+        link_entries(str(self.scratch), str(self.cwd))
+
+
+@pytest.fixture
+def below(tmp_path: Path) -> Below:
+    return Below(tmp_path.resolve())
+
+
+WAYS_ABOVE = {
+    "overwrites": "open('../../log.txt', 'w').write('x'); assert open('../../log.txt').read() == 'x'",
+    "beside": "open('../model.pt', 'a').write('x'); open('../new', 'w').close(); assert open('../new').read() == ''",
+    "in a folder": "open('../../data/new', 'w').close(); import os; assert sorted(os.listdir('../../data')) == ['1.bin', 'new']",
+    "makes a folder": "import os; os.makedirs('../../results/x', exist_ok=True); open('../../results/x/y', 'w').close()",
+    "removes": "import shutil; shutil.rmtree('../empty'); shutil.rmtree('../../data')",
+    "by a command": "import os; assert not os.system('rm -r ../../data && echo x > ../../log.txt')",
+    "by pathlib": "from pathlib import Path; (Path.cwd().parent.parent / 'log.txt').write_text('x')",
+    "resolved": "from pathlib import Path; Path('../../log.txt').resolve().write_text('x'); assert open('../../log.txt').read() == 'x'",
+    "resolved folders": "from pathlib import Path; (Path('../..').resolve() / 'log.txt').write_text('x')",
+    "through a link": "open('../latest/a.txt', 'w').write('x'); assert open('a.txt').read() == 'x'",
+    "goes there": "import os; os.chdir('../..'); open('log.txt', 'w').close(); os.chdir('out/old'); open('a.txt', 'w').close()",
+    "goes to the script's": "import os; up = os.path.abspath('../..'); os.chdir(os.path.dirname(__file__)); assert os.getcwd() == up; open('log.txt', 'w').close()",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS_ABOVE)
+def test_what_lies_above_the_current_folder_is_left_as_it_was(below: Below, way: str) -> None:
+    before = below.theirs()
+    assert below.run(WAYS_ABOVE[way]) == []
+    assert below.theirs() == before
+
+
+def test_what_lies_above_is_still_refused_by_an_absolute_path(below: Below) -> None:
+    assert below.run("import os; open(os.path.dirname(__file__) + '/log.txt', 'w')") == ["refused log.txt"]
 
 
 # -- writers that Python does not hear of ------------------------------------------------------------------------------------

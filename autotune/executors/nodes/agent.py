@@ -250,7 +250,7 @@ class Agent:
         if "candidate" in spec:
             job, candidate = Job.from_json(spec["job"]), Candidate.of(spec["candidate"])
             if "scratch" in spec:
-                spec["scratch"] = str(scratch_folder(folder, job, candidate, self.folder))
+                spec["scratch"] = str(scratch_folder(self.folder, job, candidate))
                 spec["study"] = str(self.folder.resolve())
             else:
                 write_trial_files(job, candidate, squad.home, quiet=False)
