@@ -13,8 +13,8 @@ from autotune.problem.job import Job
 MEMORY_NOISE = 0.05
 TIME_NOISE = 0.08  # of the logarithm of a step's seconds
 REPEAT_MEMORY, REPEAT_TIME = 0.004, 0.02  # the same candidate measured twice
-# Of the same logarithm where somebody else measured a like job on the same card, with other software around it: half of the gallery's
-# entries are that far from what is predicted without them. With TIME_NOISE in its place entries of others mislead.
+# Of the same logarithm where somebody else measured a like job on the same card, with other software around it: half of the
+# gallery's entries are that far from what is predicted without them. With TIME_NOISE in its place entries of others mislead.
 ELSEWHERE = 0.18
 UNTRACED = 3.0  # times as wide are intervals for a model that could not be traced
 # Of gradients, states, buffers and what is gathered, where ZeRO or FSDP shares them among ranks: how often they are copied, and
