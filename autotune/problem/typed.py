@@ -128,12 +128,20 @@ def _known_names(argv: Sequence[str], mapped: set[str]) -> list[tuple[str, str]]
     found: dict[str, str] = {}
     for word in argv[1:]:
         name, equals, _ = word.partition("=")
-        plain = name.lstrip("+-").replace("-", "_").rpartition(".")[2]
-        knob = _OTHER_NAMES.get(plain)
+        knob = _knob_named(name)
         dashed = name.startswith("--")
         if knob and knob not in mapped and (dashed or equals) and name not in KNOWN_FLAGS.values():
             found.setdefault(knob, name if dashed else name.lstrip("+"))
     return list(found.items())
+
+
+def _knob_named(name: str) -> str | None:
+    return _OTHER_NAMES.get(name.lstrip("+-").replace("-", "_").rpartition(".")[2])
+
+
+def declared(script: Script) -> list[str]:
+    """What a person said by `--map`, as it is typed; flags that are known by their names each command says anew."""
+    return [f"{knob}={flag}" for knob, flag in script.flags if _knob_named(flag) != knob]
 
 
 def _gpu_ids(file: ArgumentFile) -> object:

@@ -228,6 +228,51 @@ def test_launch_refuses_before_anything_starts(
     assert "optimizer lion, not of its own" in err
 
 
+@pytest.mark.parametrize(
+    ("said", "words", "micro", "accumulation"),
+    [
+        ([], "--bs 2 --gradient-accumulation-steps 2", "--bs", "--gradient-accumulation-steps"),
+        ([], "--bs 2 trainer.gradient_accumulation_steps=2", "--bs", "trainer.gradient_accumulation_steps"),
+        ([], "--bs 2 --micro_batch_size 7", "--bs", "--gradient-accumulation-steps"),
+        (["--map", "train_micro_batch_size_per_gpu=--rows"], "--rows 2", "--rows", "--gradient-accumulation-steps"),
+        ([], "x.yaml --bs 2", "--bs", "--gradient-accumulation-steps"),
+    ],
+    ids=["as tuned", "another name", "a name beside the mapped", "typed now", "a file"],
+)
+def test_what_the_study_was_told_to_map_holds(
+    said: list[str],
+    words: str,
+    micro: str,
+    accumulation: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It was forgotten as soon as the command had one flag whose name is known, and a file that it alone tells was not read."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "Supervisor", NoTraining)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "x.yaml").write_text("checks: {memory: true}\n")
+    command = "train.py --deepspeed_config ds.json"
+    job = tuned(tmp_path, f"{command} --bs 2 --gradient-accumulation-steps 2", through_arguments=False)
+    assert job.script is not None
+    known = (
+        ("train_micro_batch_size_per_gpu", "--bs"),
+        ("activation_checkpointing", "checks.memory"),
+        ("gradient_accumulation_steps", "--gradient-accumulation-steps"),  # by its name
+    )
+    study(tmp_path, replace(job, script=replace(job.script, flags=known)))
+    code, _, err = call(monkeypatch, capsys, "launch", "s", *said, "--", *command.split(), *words.split())
+    assert code == 0, err
+    script = NoTraining.given["job"].script
+    assert dict(script.flags) == {
+        "train_micro_batch_size_per_gpu": micro,
+        "activation_checkpointing": "checks.memory",
+        "gradient_accumulation_steps": accumulation,
+    }
+    assert [Path(file.path).name for file in script.files] == ["x.yaml"] * ("x.yaml" in words)
+
+
 @pytest.mark.parametrize(("given", "taken"), [(None, "new.json"), ("own.json", "own.json")])
 def test_the_launcher_names_its_config_now(
     given: str | None, taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
