@@ -53,6 +53,7 @@ class TrainRank(BaseRank):
         self.hooks = Hooks(context)
         self.hooks.install()
         self._ledgers: dict[str, Ledger] = {}  # by output folder
+        self._begin_again()
         self._resume_trainer()
         self._note_checkpoints()
         run_script(self.job.script, self.hooks.arguments())
@@ -70,6 +71,27 @@ class TrainRank(BaseRank):
         return max(datetime.timedelta(minutes=30), deepspeed_timeout())
 
     # -- restarting --------------------------------------------------------------------------------------------------
+
+    def _begin_again(self) -> None:
+        """Hugging Face's scripts refuse an output folder that holds something and no checkpoint, as an attempt that ends
+        before its first save leaves it. What another launch has left in it they refuse still, and what has checkpoints they go on from."""
+        arguments_class = imported("transformers", "TrainingArguments")
+        if arguments_class is None:
+            return
+
+        def post_init(original: Callable[..., Any], arguments: Any) -> None:
+            if isinstance(given := arguments.output_dir, str):
+                self._begin(Path(os.path.expanduser(given)).resolve(), arguments)
+            original(arguments)
+
+        self.hooks.context.patches.wrap(arguments_class, "__post_init__", post_init)
+
+    def _begin(self, folder: Path, arguments: Any) -> None:
+        if self.number == 0:
+            self.channel.send("output", folder=str(folder))
+        unsaved = str(folder) in self.spec["begun"] and not any(folder.glob("checkpoint-*"))
+        if unsaved and hasattr(arguments, "overwrite_output_dir"):  # before transformers 5, and in others' own
+            arguments.overwrite_output_dir = True
 
     def _resume_trainer(self) -> None:
         """Trainer goes on from the newest whole checkpoint that the same call of `train` has written in this launch, or from the

@@ -42,6 +42,7 @@ class Heard:
     earlier: dict[str, dict[str, Any]] = field(
         default_factory=dict
     )  # `rank.trainer_checkpoints.Ledger`s by output folder
+    begun: set[str] = field(default_factory=set)  # output folders of Trainer's arguments
 
     def take(self, rank: int, message: Message) -> None:
         kind = message["type"]
@@ -50,6 +51,8 @@ class Heard:
             self.say(f"going on from {self.resumed_from}")
         elif kind == "checkpoints":
             self.earlier[message["folder"]] = message["ledger"]
+        elif kind == "output":
+            self.begun.add(message["folder"])
         elif kind == "note":
             self.say(message["text"])
         elif kind == "strayed" and not self.strayed:

@@ -129,6 +129,7 @@ class Supervisor:
         self._signal: signal.Signals | None = None
         self._group: Group | None = None
         self._earlier: dict[str, dict[str, Any]] = {}  # what ranks have last said of Trainer's output folders
+        self._begun: set[str] = set()  # output folders into which an attempt may have written
         self._bad: list[str] = []  # folders of checkpoints that could not be loaded, since the last step
 
     def run(self) -> LaunchSummary:
@@ -309,6 +310,7 @@ class Supervisor:
             "env": rung.candidate.environment(os.environ),
             "folder": str(group.home),
             "earlier": self._earlier,
+            "begun": sorted(self._begun),
             "bad": self._bad,
             "convert": self.convert,
         }
@@ -323,6 +325,7 @@ class Supervisor:
             self._end(group)
             self._group = None
             self._earlier |= heard.earlier
+            self._begun |= heard.begun
 
     def _end(self, group: Group) -> None:
         """Whatever the machine refuses at the end changes nothing of how the attempt ended."""

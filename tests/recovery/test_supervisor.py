@@ -123,9 +123,9 @@ def test_ranks_that_are_killed_twice_without_a_step_have_less_the_third_time(lau
 CUT_OFF = "PytorchStreamReader failed reading zip archive: failed finding central directory"
 
 
-def told(launch: Launch) -> list[list[str]]:
-    """What each attempt was told of bad checkpoints."""
-    return [json.loads(line) for line in (launch.folder / "bad").read_text().splitlines()]
+def told(launch: Launch, what: str = "bad") -> list[list[str]]:
+    """What each attempt was told: of bad checkpoints, or of output folders that were begun with."""
+    return [json.loads(line) for line in (launch.folder / what).read_text().splitlines()]
 
 
 def test_a_restart_takes_an_older_checkpoint_than_one_that_cannot_be_loaded(launch: Launch) -> None:
@@ -149,6 +149,13 @@ def test_what_no_checkpoint_mends_ends_it(launch: Launch, names: tuple[str, ...]
 def test_what_the_first_attempt_cannot_load_is_the_scripts_own_failure(launch: Launch) -> None:
     summary = launch.run([{"error": CUT_OFF, "unloaded": "elsewhere/checkpoint-8"}])
     assert (summary.code, rungs(summary)) == (13, [0])
+
+
+def test_a_restart_knows_into_which_folders_the_training_may_have_written(launch: Launch) -> None:
+    launch.run(
+        [{"signal": "SIGKILL"}, {"output": "/out", "error": OOM}, {"output": "/two", "error": OOM}, {"steps": 3}]
+    )
+    assert told(launch, "begun") == [[], [], ["/out"], ["/out", "/two"]]
 
 
 # -- an outage -------------------------------------------------------------------------------------------------------
