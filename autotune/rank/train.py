@@ -74,7 +74,7 @@ class TrainRank(BaseRank):
 
     def _begin_again(self) -> None:
         """Hugging Face's scripts refuse an output folder that holds something and no checkpoint, as an attempt that ends
-        before its first save leaves it. What another launch has left in it they refuse still, and what has checkpoints they go on from."""
+        before its first save leaves it. What another launch has left in it they refuse still, and checkpoints they go on from."""
         arguments_class = imported("transformers", "TrainingArguments")
         if arguments_class is None:
             return
