@@ -99,7 +99,7 @@ def _target(line: CommandLine) -> tuple[tuple[str, ...], Path | None]:
     if (shell := shell_script(argv)) is not None:
         raise UserError(no_script(argv[0], training_line(shell)))
     path = Path(argv[0])
-    if path.is_file():
+    if os.path.isfile(path):
         with path.open("rb") as file:
             start = file.read(4096)
         if b"\0" in start:
@@ -159,7 +159,7 @@ def _launcher_files(line: CommandLine) -> tuple[ArgumentFile, ...]:
         return ()
     given = line.options.get("config_file")
     path = Path(given) if given else _default_config()
-    if given and not path.is_file():
+    if given and not os.path.isfile(path):
         raise UserError(f"{line.launcher[0]} --config_file {given}: no such file")
     file = read_file(path.resolve(), 0, strict=True, launcher=True) if path is not None and path.is_file() else None
     if file is None:
