@@ -76,7 +76,9 @@ def _launch(setup: LaunchSetup, nodes: Nodes | None, say: Callable[[str], None])
     ground = nodes.cluster if nodes is not None else None
     if training.job.script is not None and (half := half_told(training.job.script, training.ladder[0].candidate)):
         say(half)
-    say(f"{len(training.ladder)} configs on the ladder; a failure is met at most {setup.max_restarts} times")
+    say(
+        f"{len(training.ladder)} configs on the ladder; {setup.max_restarts} restarts at most without a newer checkpoint"
+    )
     supervisor = Supervisor(
         training.job,
         found,

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -127,8 +128,15 @@ class TrainRank(BaseRank):
             instead = "the newest that is whole is taken" if path else "training begins anew"
             self._tell(f"{ledger.path(choice.not_whole)} is not whole: {instead}")
         if path is not None:
-            self.channel.send("resumed", path=path)
+            self._tell_resumed(path)
         return path
+
+    def _tell_resumed(self, path: str) -> None:
+        """With when it was written, since some are written anew under their name."""
+        written = None
+        with suppress(OSError):
+            written = os.stat(path).st_mtime_ns
+        self.channel.send("resumed", path=path, written=written)
 
     def _tell_of_earlier(self, ledger: Ledger, seen: Seen) -> None:
         """A script that is started once more, by a queue or by hand, begins anew beside what it has saved, if it does not say
@@ -170,7 +178,7 @@ class TrainRank(BaseRank):
                     self._unloaded = error, str(folder / str(name))
                 raise
             if found and found[0]:
-                self.channel.send("resumed", path=str(found[0]))
+                self._tell_resumed(str(found[0]))
             return found
 
         def save_checkpoint(original: Callable[..., Any], engine: Any, save_dir: Any, *args: Any, **kwargs: Any) -> Any:

@@ -104,7 +104,9 @@ def test_a_loaded_checkpoint_is_told(parent: Parent, tmp_path: Path) -> None:
     text = LOOP.format(steps=2) + f"engine.save_checkpoint({str(tmp_path / 'out')!r})\n    "
     text += f"engine.load_checkpoint({str(tmp_path / 'out')!r})\n"
     rank = start(parent, tmp_path, text)
-    assert "global_step2" in rank.wait_for("resumed")["path"]
+    told = rank.wait_for("resumed")
+    assert "global_step2" in told["path"]
+    assert told["written"] == os.stat(told["path"]).st_mtime_ns
     assert rank.wait_for("bye")["code"] == 0
     rank.exit_status()
 
