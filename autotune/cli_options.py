@@ -130,7 +130,7 @@ LaunchWords = Annotated[
     list[str], typer.Argument(metavar="[STUDY] -- SCRIPT ARGS…", help="A study, then the script to train.")
 ]
 PlannedModel = Annotated[Text, option("Instead of a study: start from the plan for this model.", "--model")]
-MaxRestarts = Annotated[int, option("Give up after this many.")]
+MaxRestarts = Annotated[int, option("Give up after this many without a newer checkpoint.")]
 HangTimeout = Annotated[str, option("No rank computes, reads or writes for so long: it hangs.")]
 Convert = Annotated[bool, option("Step down to stage 3 too, converting checkpoints for it.", "--convert-checkpoints")]
 

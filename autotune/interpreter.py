@@ -197,7 +197,7 @@ def bound_command(python: str, module: str, *arguments: str) -> list[str]:
 def which(command: str) -> str | None:
     """A console script as the user's environment has it: beside the current interpreter, else in PATH."""
     beside = Path(current().path).parent / command
-    if os.sep not in command and beside.is_file() and os.access(beside, os.X_OK):
+    if os.sep not in command and os.path.isfile(beside) and os.access(beside, os.X_OK):
         return str(beside)
     return shutil.which(command)
 

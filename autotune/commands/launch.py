@@ -12,7 +12,7 @@ from pathlib import Path
 from autotune.commands.launched_command import Launched
 from autotune.commands.nodes import SCHEDULERS, Nodes, named_nodes
 from autotune.commands.python import TRAINING, ranks_python
-from autotune.commands.remembered import remembered_python
+from autotune.commands.remembered import remembered
 from autotune.commands.request import Request, launch_setup
 from autotune.commands.setup import LaunchSetup, PlanSetup
 from autotune.errors import NothingFits, UserError, one_line
@@ -57,8 +57,12 @@ def launch_training(request: Request, say: Callable[[str], None] = print) -> Lau
     """
     if request.executor not in ("local", *SCHEDULERS):
         raise UserError(f"--executor {request.executor}: expected local, slurm or ray")
-    remembered = remembered_python(request)
-    with ranks_python(request.python, say, needed=TRAINING, remembered=remembered), named_nodes(request, say) as nodes:
+    known = remembered(request)
+    request = dataclasses.replace(request, maps=known.maps_under(request.maps))
+    with (
+        ranks_python(request.python, say, needed=TRAINING, remembered=known.python),
+        named_nodes(request, say) as nodes,
+    ):
         return _launch(launch_setup(request, nodes), nodes, say)
 
 
@@ -72,7 +76,9 @@ def _launch(setup: LaunchSetup, nodes: Nodes | None, say: Callable[[str], None])
     ground = nodes.cluster if nodes is not None else None
     if training.job.script is not None and (half := half_told(training.job.script, training.ladder[0].candidate)):
         say(half)
-    say(f"{len(training.ladder)} configs on the ladder; a failure is met at most {setup.max_restarts} times")
+    say(
+        f"{len(training.ladder)} configs on the ladder; {setup.max_restarts} restarts at most without a newer checkpoint"
+    )
     supervisor = Supervisor(
         training.job,
         found,
@@ -163,9 +169,8 @@ def _from_study(setup: LaunchSetup, store: StudyStore, say: Callable[[str], None
     if job.script is None:
         say(f"study {store.name} is of {job.model.name} with synthetic batches, not of a script: its config is taken")
     known = job.script or script
-    script = dataclasses.replace(
-        script, flags=script.flags or known.flags, profile=known.profile, ds_config=_config_beside(known, script)
-    )
+    flags = tuple({**dict(known.flags), **dict(script.flags)}.items())
+    script = dataclasses.replace(script, flags=flags, profile=known.profile, ds_config=_config_beside(known, script))
     launched = Launched(store.name, job, winner.candidate, script, store.fingerprint.get(SOURCES, {}))
     job, lines = launched.checked(setup.global_batch_size)
     for line in lines:

@@ -7,19 +7,19 @@ own, and what changes in the words changes by the same factor in its steps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from autotune.commands.global_batch import FREE
 from autotune.errors import UserError
-from autotune.problem.argument_files import find, launcher_file, own_config, own_files, said, value_at
+from autotune.problem.argument_files import find, given, launcher_file, own_config, own_files, said, value_at
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.command_line import ACCELERATE
 from autotune.problem.ds_file import read_config
 from autotune.problem.frameworks import framework_of
 from autotune.problem.job import Job, Script
-from autotune.problem.own_config import global_batch_of
+from autotune.problem.own_config import BATCH, global_batch_of
 from autotune.problem.script import KNOWN_FLAGS, config_path, line_of
 from autotune.problem.script_job import over_present, own_samples
 from autotune.problem.sources import digests
@@ -94,25 +94,44 @@ class Launched:
     def _samples_now(self, config: dict[str, Any] | None) -> tuple[int | None, bool]:
         """Samples of a step as the command says them, None where it does not; and whether something of them is no longer said
         whose default only the script knows."""
-        first, ranks, before = self.job.script, self.job.ranks, self._first_samples
+        first, before = self.job.script, self._first_samples
         if first is None or before is None:
-            micro, accumulation = (_said(self.script, knob) for knob in (MICRO_BATCH, ACCUMULATION))
-            if micro is not None:
-                return micro * (accumulation or 1) * ranks, False
-            return global_batch_of(config or {}, ranks)[0], False
+            return self._samples_of_words(config or {}), False
         through = bool(first.profile.get("through_arguments"))
-        trainers, share, untold = through and framework_of(first) is None, Fraction(1), False
+        trainers, share, untold, unchanged = through and framework_of(first) is None, Fraction(1), False, []
         for knob, name in ((MICRO_BATCH, "micro_batch"), (ACCUMULATION, "accumulation")):
             then, now = _said(first, knob), _said(self.script, knob)
-            if now is None and then is not None and trainers:
-                now = _TRAINERS[knob]
-            if now is not None:
-                share *= Fraction(now, then or int(first.profile[name]))
+            if now is None and then is not None:
+                default = _TRAINERS[knob] if trainers and _said_to_trainer(first, knob) else None
+                now = default or (_count(config, knob) if config is not None and not through else None)
+            changed = Fraction(now, then or int(first.profile[name])) if now is not None else Fraction(1)
+            unchanged += [knob] if changed == 1 else []
+            share *= changed
             untold |= now is None and then is not None
-        if share == 1 and not through and config is not None:
-            old, new = (global_batch_of(one, ranks)[0] for one in (first.profile["config"], config))
-            share = Fraction(new, old) if new and old else share
+        if config is not None and not through:
+            share *= self._share_of(first.profile["config"], config, unchanged)
         return round(before * share), untold
+
+    def _samples_of_words(self, config: dict[str, Any]) -> int | None:
+        """Of a script that nobody has seen train: what its words leave open its config says, and else they that read it."""
+        words = {knob: size for knob in _TRAINERS if (size := _said(self.script, knob)) is not None}
+        told = {**config, **words}
+        if len(words) == len(_TRAINERS):
+            told.pop(BATCH, None)
+        elif told.get(ACCUMULATION) == "auto" and _said_to_trainer(self.script, MICRO_BATCH):
+            told[ACCUMULATION] = _TRAINERS[ACCUMULATION]
+        return global_batch_of(told, self.job.ranks)[0]
+
+    def _share_of(self, old: dict[str, Any], new: dict[str, Any], knobs: Sequence[str]) -> Fraction:
+        """By how much the steps of a config that was edited are larger, in these knobs."""
+        then, now = (global_batch_of(one, self.job.ranks)[0] for one in (old, new))
+        if len(knobs) == len(_TRAINERS) and then and now:
+            return Fraction(now, then)
+        share = Fraction(1)
+        for knob in knobs:
+            then, now = _count(old, knob), _count(new, knob)
+            share *= Fraction(now, then) if then and now else 1
+        return share
 
     # -- the config --------------------------------------------------------------------------------------------------
 
@@ -173,6 +192,19 @@ def _said(script: Script, knob: str) -> int | None:
         found = [inside.get(knob), line.options.get(knob), *found]
     numbers = [int(word) for one in found if (word := str(one)).isdigit() and int(word) > 0]
     return numbers[-1] if numbers else None
+
+
+def _said_to_trainer(script: Script, knob: str) -> bool:
+    """Whether a Trainer's own argument says it, whose default is known; that of a script's own flag only the script knows."""
+    name = KNOWN_FLAGS[knob].removeprefix("--")
+    flags = (word.removeprefix("--").replace("-", "_") for word in given(script.argv) if word.startswith("--"))
+    return name in flags or any(find(file.data, (name,)) is not None for file in own_files(script))
+
+
+def _count(config: dict[str, Any], knob: str) -> int | None:
+    """What a config says of a size; None where it leaves it open, or to its caller by `"auto"`."""
+    value = config.get(knob)
+    return int(value) if isinstance(value, int | float) and value >= 1 else None
 
 
 def _optimizer(config: dict[str, Any]) -> str:

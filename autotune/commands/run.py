@@ -20,7 +20,7 @@ from autotune.commands.grounds import executors_beside, first_executor, place
 from autotune.commands.nodes import named_nodes
 from autotune.commands.probe import Probe, after_probe, probe, remember
 from autotune.commands.python import NAMED_MODEL, TRAINING, ranks_python
-from autotune.commands.remembered import remembered_python
+from autotune.commands.remembered import remembered
 from autotune.commands.report import write_study
 from autotune.commands.request import Request, run_setup
 from autotune.commands.setup import Setup
@@ -102,9 +102,9 @@ def run_study(
         if not quiet:
             console.print(text, soft_wrap=True, markup=False, emoji=False, highlight=False)  # a path is not cut in two
 
-    remembered = remembered_python(request) if local else None
+    known = remembered(request).python if local else None
     with (
-        ranks_python(request.python, say, needed=needed, remembered=remembered),
+        ranks_python(request.python, say, needed=needed, remembered=known),
         named_nodes(request, say, request.budget) as nodes,
     ):
         return _run(run_setup(request, nodes), console, quiet, confirm)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,7 @@ def renamed(word: str, path: str) -> str:
 def is_ds_config(path: Path) -> bool:
     """Whether the file is a DeepSpeed config. One that is too large for that is not read: every rank asks, and a data set would
     cost it seconds and gigabytes."""
-    if path.suffix not in _CONFIG_SUFFIXES or not path.is_file():
+    if path.suffix not in _CONFIG_SUFFIXES or not os.path.isfile(path):  # of a text of any length
         return False
     try:
         if path.stat().st_size > MOST_BYTES:

@@ -156,7 +156,9 @@ def winners_files(script: Script, candidate: Candidate, config: Path) -> dict[Pa
 def _mentioned(argv: Sequence[str], cwd: Path) -> Iterator[tuple[int, Path]]:
     for index, word in enumerate(argv):
         path = cwd / (word.partition("=")[2] or word)
-        if path.suffix in SUFFIXES and path.is_file() and path.stat().st_size <= MOST_BYTES and not is_ds_config(path):
+        if path.suffix not in SUFFIXES or not os.path.isfile(path):  # of a text of any length, which Path refuses
+            continue
+        if path.stat().st_size <= MOST_BYTES and not is_ds_config(path):
             yield index, path
 
 

@@ -5,6 +5,7 @@ Standard library alone: the parent reads so what was typed, and a rank what a fr
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -248,7 +249,7 @@ def _one_machine(kind: str, launcher: str, options: Mapping[str, str]) -> None:
             f"{launcher} --exclude {options['exclude']}: name the GPUs that are meant, like --include localhost:1,2,3"
         )
     hostfile = Path(options.get("hostfile") or "/dev/null")
-    if kind == DEEPSPEED and hostfile.is_file():
+    if kind == DEEPSPEED and os.path.isfile(hostfile):
         lines = [
             line for line in hostfile.read_text().splitlines() if line.strip() and not line.lstrip().startswith("#")
         ]

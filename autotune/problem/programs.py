@@ -57,7 +57,7 @@ def check_module(name: str) -> None:
         UserError: it cannot.
     """
     top = name.partition(".")[0]
-    if current().beside or Path(top).is_dir() or Path(f"{top}.py").is_file():
+    if current().beside or os.path.isdir(top) or os.path.isfile(f"{top}.py"):
         return
     if importlib.util.find_spec(top) is None:
         known = next((one for one in FRAMEWORKS if top in one.packages), None)

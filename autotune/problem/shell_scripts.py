@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,8 +27,10 @@ _BEFORE = {
     "mpiexec",
     "uv",
     "conda",
+    "{",
 }  # words before a command
 _BETWEEN = re.compile(r"\s*(?:&&|\|\||;)\s*")
+_QUOTED = re.compile(r"\b(?:ba|da|z|k)?sh\s+-\w*c\s+(['\"])(.*)\1")
 _AFTER = re.compile(r"\s+(?:\||\d?>|&|#).*")  # of a command: pipes, redirections, comments
 _PROGRAMS = {name for one in FRAMEWORKS for name in one.programs}
 
@@ -35,10 +38,10 @@ _PROGRAMS = {name for one in FRAMEWORKS for name in one.programs}
 def shell_script(words: Sequence[str]) -> Path | None:
     """The shell script that these words start, by its own name or by a shell's (`bash train.sh`); None where they start none."""
     path = Path(words[0])
-    if path.is_file():
+    if os.path.isfile(path):  # of a text of any length, which Path refuses
         return path if path.suffix[1:] in _SHELLS or _names_a_shell(path) else None
     named = (Path(word) for word in words[1:] if not word.startswith("-")) if path.name in _SHELLS else ()
-    return next((one for one in named if one.is_file()), None)
+    return next((one for one in named if os.path.isfile(one)), None)
 
 
 def _names_a_shell(path: Path) -> bool:
@@ -51,16 +54,27 @@ def _names_a_shell(path: Path) -> bool:
 
 def training_line(path: Path) -> str:
     """The command in a shell script that starts its training, in one line; empty where none is seen. A launcher's or a
-    framework's comes before one of Python alone, which may prepare data."""
+    framework's comes before one of Python alone. Of several alike that which is given a DeepSpeed config is taken; else the first
+    of a launcher's, which others evaluate, and the last of Python's, for which others prepare data."""
     try:
         text = path.read_text(errors="replace") if path.stat().st_size <= _MOST_BYTES else ""
     except OSError:
         return ""
-    lines = re.sub(r"\\\r?\n", " ", text).splitlines()
-    commands = [_command(_AFTER.sub("", part).split()) for line in lines for part in _BETWEEN.split(line)]
-    best = max(commands, key=_likely, default=[])
-    line = " ".join(best) if _likely(best) else ""
+    lines = [_QUOTED.sub(r"&& \2", line) for line in re.sub(r"\\\r?\n", " ", text).splitlines()]
+    commands = [_command(_alone(part).split()) for line in lines for part in _BETWEEN.split(line)]
+    most = max(map(_likely, commands), default=0)
+    alike = [command for command in commands if _likely(command) == most] if most else [[]]
+    alike = [command for command in alike if "deepspeed" in " ".join(command[1:])] or alike
+    line = " ".join(alike[-1 if most == 1 else 0])
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} …"
+
+
+def _alone(part: str) -> str:
+    """A command without what stands around it: a subshell's parentheses, a quote of which the other is elsewhere."""
+    part = _AFTER.sub("", part).strip().lstrip("(")
+    if part.count(")") > part.count("("):
+        part = part.rstrip(") ")
+    return part.rstrip("'\"") if part.count('"') % 2 or part.count("'") % 2 else part
 
 
 def _command(words: list[str]) -> list[str]:

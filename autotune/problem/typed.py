@@ -99,7 +99,7 @@ def _target(line: CommandLine) -> tuple[tuple[str, ...], Path | None]:
     if (shell := shell_script(argv)) is not None:
         raise UserError(no_script(argv[0], training_line(shell)))
     path = Path(argv[0])
-    if path.is_file():
+    if os.path.isfile(path):
         with path.open("rb") as file:
             start = file.read(4096)
         if b"\0" in start:
@@ -128,12 +128,20 @@ def _known_names(argv: Sequence[str], mapped: set[str]) -> list[tuple[str, str]]
     found: dict[str, str] = {}
     for word in argv[1:]:
         name, equals, _ = word.partition("=")
-        plain = name.lstrip("+-").replace("-", "_").rpartition(".")[2]
-        knob = _OTHER_NAMES.get(plain)
+        knob = _knob_named(name)
         dashed = name.startswith("--")
         if knob and knob not in mapped and (dashed or equals) and name not in KNOWN_FLAGS.values():
             found.setdefault(knob, name if dashed else name.lstrip("+"))
     return list(found.items())
+
+
+def _knob_named(name: str) -> str | None:
+    return _OTHER_NAMES.get(name.lstrip("+-").replace("-", "_").rpartition(".")[2])
+
+
+def declared(script: Script) -> list[str]:
+    """What a person said by `--map`, as it is typed; flags that are known by their names each command says anew."""
+    return [f"{knob}={flag}" for knob, flag in script.flags if _knob_named(flag) != knob]
 
 
 def _gpu_ids(file: ArgumentFile) -> object:
@@ -151,7 +159,7 @@ def _launcher_files(line: CommandLine) -> tuple[ArgumentFile, ...]:
         return ()
     given = line.options.get("config_file")
     path = Path(given) if given else _default_config()
-    if given and not path.is_file():
+    if given and not os.path.isfile(path):
         raise UserError(f"{line.launcher[0]} --config_file {given}: no such file")
     file = read_file(path.resolve(), 0, strict=True, launcher=True) if path is not None and path.is_file() else None
     if file is None:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_OWN = re.compile(r"(?<!ex)pp_rank_(\d+)_.*_(model|optim)_states\.pt")  # a rank's own, of ZeRO; experts' are a group's
+# A rank's own, of ZeRO; experts' are a group's. `pp` counts data parallel ranks, `mp` tensor parallel ones.
+_OWN = re.compile(r"(?<!ex)pp_rank_(\d+)_mp_rank_(?P<mp>\d+).*_(?P<what>model|optim)_states\.pt")
 _STATES = "*_states.pt"
 _ZIP, _ZIP_END = b"PK\x03\x04", b"PK\x05\x06"  # as torch writes since 1.6; what is older has no mark at its end
 _TAIL_BYTES = 1024  # torch writes no comment behind the mark, and other writers a short one
@@ -69,13 +70,16 @@ def is_damaged(folder: Path, part: Part) -> bool:
 
 def lacks(folder: Path, part: Part) -> bool:
     """Whether other ranks have files of their own in the folder of a tag, and this one has not. Where the first ranks have them
-    as groups of the same size would, as with MiCS, nothing is missing."""
+    as groups of the same size would, as with MiCS, nothing is missing. Ranks that are parallel in tensors (AutoTP) stand side by
+    side."""
     for what in ("model", "optim"):
-        found = [match for file in folder.glob(_STATES) if (match := _OWN.search(file.name)) and match[2] == what]
-        owners = {int(match[1]) for match in found}
+        found = [match for file in folder.glob(_STATES) if (match := _OWN.search(file.name)) and match["what"] == what]
+        side = 1 + max((int(match["mp"]) for match in found), default=0)
+        mine, place = divmod(part.rank, side)
+        owners = {int(match[1]) for match in found if int(match["mp"]) == place}
         count = len(owners)
-        in_groups = count > 1 and owners == set(range(count)) and part.world % count == 0
-        if owners and part.rank not in owners and not in_groups:
+        in_groups = count > 1 and owners == set(range(count)) and part.world // side % count == 0
+        if found and mine not in owners and not in_groups:
             return True
     return False
 

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -53,6 +54,7 @@ class TrainRank(BaseRank):
         self.hooks = Hooks(context)
         self.hooks.install()
         self._ledgers: dict[str, Ledger] = {}  # by output folder
+        self._begin_again()
         self._resume_trainer()
         self._note_checkpoints()
         run_script(self.job.script, self.hooks.arguments())
@@ -70,6 +72,27 @@ class TrainRank(BaseRank):
         return max(datetime.timedelta(minutes=30), deepspeed_timeout())
 
     # -- restarting --------------------------------------------------------------------------------------------------
+
+    def _begin_again(self) -> None:
+        """Hugging Face's scripts refuse an output folder that holds something and no checkpoint, as an attempt that ends
+        before its first save leaves it. What another launch has left in it they refuse still, and checkpoints they go on from."""
+        arguments_class = imported("transformers", "TrainingArguments")
+        if arguments_class is None:
+            return
+
+        def post_init(original: Callable[..., Any], arguments: Any) -> None:
+            if isinstance(given := arguments.output_dir, str):
+                self._begin(Path(os.path.expanduser(given)).resolve(), arguments)
+            original(arguments)
+
+        self.hooks.context.patches.wrap(arguments_class, "__post_init__", post_init)
+
+    def _begin(self, folder: Path, arguments: Any) -> None:
+        if self.number == 0:
+            self.channel.send("output", folder=str(folder))
+        unsaved = str(folder) in self.spec["begun"] and not any(folder.glob("checkpoint-*"))
+        if unsaved and hasattr(arguments, "overwrite_output_dir"):  # before transformers 5, and in others' own
+            arguments.overwrite_output_dir = True
 
     def _resume_trainer(self) -> None:
         """Trainer goes on from the newest whole checkpoint that the same call of `train` has written in this launch, or from the
@@ -105,8 +128,15 @@ class TrainRank(BaseRank):
             instead = "the newest that is whole is taken" if path else "training begins anew"
             self._tell(f"{ledger.path(choice.not_whole)} is not whole: {instead}")
         if path is not None:
-            self.channel.send("resumed", path=path)
+            self._tell_resumed(path)
         return path
+
+    def _tell_resumed(self, path: str) -> None:
+        """With when it was written, since some are written anew under their name."""
+        written = None
+        with suppress(OSError):
+            written = os.stat(path).st_mtime_ns
+        self.channel.send("resumed", path=path, written=written)
 
     def _tell_of_earlier(self, ledger: Ledger, seen: Seen) -> None:
         """A script that is started once more, by a queue or by hand, begins anew beside what it has saved, if it does not say
@@ -148,7 +178,7 @@ class TrainRank(BaseRank):
                     self._unloaded = error, str(folder / str(name))
                 raise
             if found and found[0]:
-                self.channel.send("resumed", path=str(found[0]))
+                self._tell_resumed(str(found[0]))
             return found
 
         def save_checkpoint(original: Callable[..., Any], engine: Any, save_dir: Any, *args: Any, **kwargs: Any) -> Any:

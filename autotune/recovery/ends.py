@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from autotune.errors import one_line
 from autotune.group.group import Group
 from autotune.group.policy import Stop
 from autotune.group.protocol import Message
@@ -28,7 +29,8 @@ class End:
     steps: int
     resumed_from: str
     unloaded: str = ""  # a checkpoint upon loading which the script has failed
-    words: str = ""  # in which a rank itself has told that the machine fails
+    origin: str | None = None  # what it went on from, and when that was written; empty: began anew; None: nobody knows
+    words: str = ""  # in which a rank, or what starts one, has told itself that the machine fails
 
 
 @dataclass
@@ -38,18 +40,24 @@ class Heard:
     say: Callable[[str], None]
     steps: int = 0
     resumed_from: str = ""
+    origin: str = ""
     strayed: bool = False
     earlier: dict[str, dict[str, Any]] = field(
         default_factory=dict
     )  # `rank.trainer_checkpoints.Ledger`s by output folder
+    begun: set[str] = field(default_factory=set)  # output folders of Trainer's arguments
 
     def take(self, rank: int, message: Message) -> None:
         kind = message["type"]
-        if kind == "resumed" and not self.resumed_from:
-            self.resumed_from = message["path"]
-            self.say(f"going on from {self.resumed_from}")
+        if kind == "resumed":
+            self.origin = f"{message['path']} {message.get('written')}"  # the last: a script may train in phases
+            if not self.resumed_from:
+                self.resumed_from = message["path"]
+                self.say(f"going on from {self.resumed_from}")
         elif kind == "checkpoints":
             self.earlier[message["folder"]] = message["ledger"]
+        elif kind == "output":
+            self.begun.add(message["folder"])
         elif kind == "note":
             self.say(message["text"])
         elif kind == "strayed" and not self.strayed:
@@ -58,7 +66,14 @@ class Heard:
         self.steps = max(self.steps, int(message.get("steps") or 0))
 
     def end(self, code: int, kind: Kind | None, reason: str) -> End:
-        return End(code, kind, reason, self.steps, self.resumed_from)
+        # of a script through Trainer's arguments each load is heard of; another may load by torch alone
+        origin = self.origin or ("" if self.begun else None)
+        return End(code, kind, reason, self.steps, self.resumed_from, origin=origin)
+
+    def broken(self, error: Exception) -> End:
+        """An attempt that this machine refuses to start."""
+        words = one_line(error)
+        return replace(self.end(1, Kind.INFRASTRUCTURE, words), words=words)
 
 
 def end_of(stop: Stop, group: Group, heard: Heard, hardware: Hardware) -> End:
@@ -76,7 +91,9 @@ def end_of(stop: Stop, group: Group, heard: Heard, hardware: Hardware) -> End:
     code = codes[0] if codes else 1
     verdict = judge(evidence)
     if not group.greeted:  # nothing of the script or of its config has reached them
-        return heard.end(code, Kind.INFRASTRUCTURE, f"the ranks did not come up: {verdict.reason}")
+        end = heard.end(code, Kind.INFRASTRUCTURE, f"the ranks did not come up: {verdict.reason}")
+        broken = verdict.source is Source.EXIT  # as an environment that was upgraded by half ends each of them
+        return replace(end, words=verdict.reason if broken else "")
     # by SIGABRT torch ends a rank whose collective has timed out
     deadly = (signal.SIGKILL, signal.SIGABRT) if heard.steps else (signal.SIGKILL,)
     killed = verdict.kind is Kind.CRASH and verdict.signal in deadly

@@ -88,7 +88,7 @@ class Supervisor:
     """Runs a script's ranks under the rungs of a ladder until it ends by itself.
 
     Args:
-        max_restarts: after this many the training is left as it ended.
+        max_restarts: after this many without a newer checkpoint the training is left as it ended.
         silent_seconds: where no rank shows life for so long it hangs: no message, no step of a main thread, nothing
             computed, read or written.
         convert: whether checkpoints are converted for a rung that cannot load them as they are.
@@ -129,6 +129,7 @@ class Supervisor:
         self._signal: signal.Signals | None = None
         self._group: Group | None = None
         self._earlier: dict[str, dict[str, Any]] = {}  # what ranks have last said of Trainer's output folders
+        self._begun: set[str] = set()  # output folders into which an attempt may have written
         self._bad: list[str] = []  # folders of checkpoints that could not be loaded, since the last step
 
     def run(self) -> LaunchSummary:
@@ -168,25 +169,27 @@ class Supervisor:
     def _run(self) -> LaunchSummary:
         way = Descent()
         attempts: list[Attempt] = []
+        tries = 0  # since the training has got on
         while True:
             rung = self.ladder[way.at]
             how = "measured" if rung.measured else "predicted"
             self.say(f"starting under {rung.candidate} ({how} {format_bytes(rung.peak_bytes)} a rank)")
             attempts.append(attempt := Attempt(way.at, str(rung.candidate), peak_bytes=rung.peak_bytes))
             end = self._timed(rung, attempt, first=len(attempts) == 1)
-            if self._sets_aside(end, first=len(attempts) == 1) and len(attempts) <= self.max_restarts:
+            tries = 1 if way.got_on(end.resumed_from) else tries + 1
+            if self._sets_aside(end, first=len(attempts) == 1) and tries <= self.max_restarts:
                 continue
             if end.kind is None or self._signal is not None or (end.kind is Kind.INVALID and way.at == 0):
                 return LaunchSummary(end.code, attempts)
             self.say(f"{end.kind.value} after {end.steps} steps: {end.reason}")
-            down = way.after(end.kind, end.steps, end.words)
+            down = way.after(end.kind, end.steps, end.words, end.origin)
             if way.hopeless:
-                self.say("it has failed so before its first step twice in a row, which no waiting mends: giving up")
+                self.say(f"{way.hopeless}: giving up")
                 return LaunchSummary(end.code or 1, attempts)
             if down and rung is self.ladder[-1]:
                 self.say("no config with less memory is left on the ladder: giving up")
                 return LaunchSummary(end.code or 1, attempts)
-            if len(attempts) > self.max_restarts:
+            if tries > self.max_restarts:
                 self.say(f"--max-restarts {self.max_restarts} reached: giving up")
                 return LaunchSummary(end.code or 1, attempts)
             if down:
@@ -228,11 +231,11 @@ class Supervisor:
         try:
             end = self._prepare(rung, heard) or self._attempt(rung, course, heard)
         except OSError as error:  # no memory, no process, no disk for it
-            end = heard.end(1, Kind.INFRASTRUCTURE, one_line(error))
+            end = heard.broken(error)
         except UserError as error:
             if first:
                 raise
-            end = heard.end(1, Kind.INFRASTRUCTURE, one_line(error))  # what was good once is no bad input
+            end = heard.broken(error)  # what was good once is no bad input
         attempt.course = course.points
         attempt.steps, attempt.seconds = end.steps, time.monotonic() - started
         attempt.resumed_from = end.resumed_from
@@ -309,6 +312,7 @@ class Supervisor:
             "env": rung.candidate.environment(os.environ),
             "folder": str(group.home),
             "earlier": self._earlier,
+            "begun": sorted(self._begun),
             "bad": self._bad,
             "convert": self.convert,
         }
@@ -323,6 +327,7 @@ class Supervisor:
             self._end(group)
             self._group = None
             self._earlier |= heard.earlier
+            self._begun |= heard.begun
 
     def _end(self, group: Group) -> None:
         """Whatever the machine refuses at the end changes nothing of how the attempt ended."""

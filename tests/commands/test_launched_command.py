@@ -16,6 +16,7 @@ from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.script_job import job_of
 from autotune.problem.sources import digests
 from autotune.problem.space_file import load_space
+from autotune.problem.typed import make_script
 from autotune.search.records import VERIFY
 from autotune.search.storage import default_storage
 from autotune.search.study import StudyStore
@@ -131,6 +132,49 @@ def test_a_batch_in_the_config_of_a_loop_of_its_own(tmp_path: Path) -> None:
         made.checked(None)
 
 
+@pytest.mark.parametrize(
+    ("words", "own", "samples"),
+    [
+        ("--rows 4", {"gradient_accumulation_steps": 1}, 8),
+        ("--rows 4", {"gradient_accumulation_steps": 2}, 16),
+        ("--rows 1", {"gradient_accumulation_steps": 4, "train_micro_batch_size_per_gpu": 1}, 8),
+        ("", {"gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": 4}, 8),
+        ("--rows 2", {"gradient_accumulation_steps": "auto"}, 8),
+    ],
+)
+def test_a_batch_of_which_words_say_one_half_and_the_config_the_other(
+    tmp_path: Path, words: str, own: dict[str, Any], samples: int
+) -> None:
+    """What one of them has more and the other less is the same batch."""
+    command = "train.py --deepspeed_config ds.json"
+    config = {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2}
+    job = tuned(tmp_path, f"{command} --rows 2", config, through_arguments=False)
+    assert job.script is not None
+    job = replace(job, script=replace(job.script, flags=(("train_micro_batch_size_per_gpu", "--rows"),)))
+    made = launched(job, f"{command} {words}")
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, **own}))
+    if samples == 8:
+        assert made.checked(None)[1] == []
+    else:
+        with pytest.raises(UserError, match=f"told {samples} samples"):
+            made.checked(None)
+
+
+def test_a_flag_of_the_scripts_own_that_is_left_out_says_nothing(tmp_path: Path) -> None:
+    """Its default is the script's, not that of a Trainer's argument."""
+    job = tuned(tmp_path, "train.py --deepspeed ds.json --bs 2 --gradient-accumulation-steps 2")
+    assert job.script is not None
+    flags = (
+        ("train_micro_batch_size_per_gpu", "--bs"),
+        ("gradient_accumulation_steps", "--gradient-accumulation-steps"),
+    )
+    job = replace(job, script=replace(job.script, flags=flags))
+    (line,) = launched(job, "train.py --deepspeed ds.json --gradient-accumulation-steps 2").checked(None)[1]
+    assert "no longer told its batch: 8 samples an optimizer step, as tuned" in line
+    with pytest.raises(UserError, match="told 4 samples"):
+        launched(job, "train.py --deepspeed ds.json --bs 2").checked(None)
+
+
 def test_an_accumulation_that_accelerates_launcher_is_told(tmp_path: Path) -> None:
     def launcher(times: int) -> tuple[str, ...]:
         return ("accelerate", "launch", "--use_deepspeed", "--gradient_accumulation_steps", str(times))
@@ -173,6 +217,49 @@ def test_a_study_of_a_model_alone_knows_its_batch_too() -> None:
     assert Launched("s", job, make_candidate(1, 4, 1), replace(script, argv=("train.py",)), {}).checked(None)[1] == []
     with pytest.raises(UserError, match="told 16 samples an optimizer step, and study s is of 8"):
         Launched("s", job, make_candidate(1, 4, 1), script, {}).checked(None)
+
+
+SHARED, HF = "--micro_batch_size 4", f"{MICRO} 4"
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "samples"),
+    [
+        (SHARED, {"gradient_accumulation_steps": 2}, 16),
+        (f"{SHARED} --gradient-accumulation-steps 1", {"train_batch_size": 16}, 8),
+        (SHARED, {"train_batch_size": 16}, 16),
+        ("--gradient-accumulation-steps 2", {"train_micro_batch_size_per_gpu": 4}, 16),
+        (SHARED, {}, 8),
+        (SHARED, {"gradient_accumulation_steps": "auto"}, None),
+        (HF, {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": "auto"}, 16),
+        (HF, {"gradient_accumulation_steps": "auto", "train_micro_batch_size_per_gpu": "auto"}, 8),
+    ],
+)
+@pytest.mark.parametrize("by_launcher", [False, True])
+def test_a_study_of_a_model_reads_words_and_config_together(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: str,
+    own: dict[str, Any],
+    samples: int | None,
+    by_launcher: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, **own}))
+    named = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}}
+    (tmp_path / "acc.yaml").write_text(json.dumps(named))
+    front = (
+        "accelerate launch --config_file acc.yaml train.py" if by_launcher else "train.py --deepspeed_config ds.json"
+    )
+    script = make_script([*front.split(), *words.split()], [])
+    for tuned_for in (8, 16):
+        made = Launched("s", make_job(global_batch_size=tuned_for), make_candidate(1, 4, tuned_for // 8), script, {})
+        if samples in (tuned_for, None):
+            assert made.checked(None)[1] == []
+        else:
+            with pytest.raises(UserError, match=rf"told {samples} samples .* is of {tuned_for}"):
+                made.checked(None)
 
 
 def test_what_changes_the_arithmetic_is_one_line(tmp_path: Path) -> None:
@@ -226,6 +313,51 @@ def test_launch_refuses_before_anything_starts(
     code, _, err = call(monkeypatch, capsys, "launch", "s", "--", *TUNED.split())
     assert code == 0, err
     assert "optimizer lion, not of its own" in err
+
+
+@pytest.mark.parametrize(
+    ("said", "words", "micro", "accumulation"),
+    [
+        ([], "--bs 2 --gradient-accumulation-steps 2", "--bs", "--gradient-accumulation-steps"),
+        ([], "--bs 2 trainer.gradient_accumulation_steps=2", "--bs", "trainer.gradient_accumulation_steps"),
+        ([], "--bs 2 --micro_batch_size 7", "--bs", "--gradient-accumulation-steps"),
+        (["--map", "train_micro_batch_size_per_gpu=--rows"], "--rows 2", "--rows", "--gradient-accumulation-steps"),
+        ([], "x.yaml --bs 2", "--bs", "--gradient-accumulation-steps"),
+    ],
+    ids=["as tuned", "another name", "a name beside the mapped", "typed now", "a file"],
+)
+def test_what_the_study_was_told_to_map_holds(
+    said: list[str],
+    words: str,
+    micro: str,
+    accumulation: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It was forgotten as soon as the command had one flag whose name is known, and a file that it alone tells was not read."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "Supervisor", NoTraining)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "x.yaml").write_text("checks: {memory: true}\n")
+    command = "train.py --deepspeed_config ds.json"
+    job = tuned(tmp_path, f"{command} --bs 2 --gradient-accumulation-steps 2", through_arguments=False)
+    assert job.script is not None
+    known = (
+        ("train_micro_batch_size_per_gpu", "--bs"),
+        ("activation_checkpointing", "checks.memory"),
+        ("gradient_accumulation_steps", "--gradient-accumulation-steps"),  # by its name
+    )
+    study(tmp_path, replace(job, script=replace(job.script, flags=known)))
+    code, _, err = call(monkeypatch, capsys, "launch", "s", *said, "--", *command.split(), *words.split())
+    assert code == 0, err
+    script = NoTraining.given["job"].script
+    assert dict(script.flags) == {
+        "train_micro_batch_size_per_gpu": micro,
+        "activation_checkpointing": "checks.memory",
+        "gradient_accumulation_steps": accumulation,
+    }
+    assert [Path(file.path).name for file in script.files] == ["x.yaml"] * ("x.yaml" in words)
 
 
 @pytest.mark.parametrize(("given", "taken"), [(None, "new.json"), ("own.json", "own.json")])

@@ -65,6 +65,18 @@ def test_what_python_runs_is_a_script(folder: Path, first: str) -> None:
         ),
         ("# torchrun a.py\necho torchrun b.py\npython -m pip install x\npython -m mine.train", "python -m mine.train"),
         ("cd src && A=1 accelerate launch train.py; exit", "A=1 accelerate launch train.py"),
+        (
+            "python prepare.py\npython train.py --deepspeed ds.json\npython score.py",
+            "python train.py --deepspeed ds.json",
+        ),
+        ("python prepare.py\npython train.py", "python train.py"),
+        ("torchrun train.py\ntorchrun score.py", "torchrun train.py"),
+        ("(cd src && torchrun train.py ds.json)", "torchrun train.py ds.json"),
+        ("(torchrun --nproc-per-node $(nproc) train.py)", "torchrun --nproc-per-node $(nproc) train.py"),
+        ("{ torchrun train.py; }", "torchrun train.py"),
+        ("srun --nodes 1 bash -c \"torchrun train.py --name 'a b'\"", "torchrun train.py --name 'a b'"),
+        ("srun bash -lc 'cd src && torchrun train.py'", "torchrun train.py"),
+        ('srun bash -c "\n  torchrun train.py"', "torchrun train.py"),
         ("if true; then\n  exec torchrun train.py > log\nfi", "torchrun train.py"),
         ("srun --nodes 1 -c 4 torchrun train.py &", "torchrun train.py"),
         ("torchrun --nnodes 2 train.py", "torchrun --nnodes 2 train.py"),
@@ -77,6 +89,11 @@ def test_what_python_runs_is_a_script(folder: Path, first: str) -> None:
 def test_the_line_that_trains(tmp_path: Path, text: str, expected: str) -> None:
     (tmp_path / "train.sh").write_text(text)
     assert training_line(tmp_path / "train.sh") == expected
+
+
+def test_a_word_of_any_length_is_no_script(folder: Path) -> None:
+    for words in (["bash", "-c", "x" * 300], ["x" * 300 + ".sh"], [f"{'x' * 300}/train.py"]):
+        assert f"no script {words[0]}" in refused(*words) or GIVE in refused(*words)
 
 
 def test_what_cannot_be_read_says_nothing(tmp_path: Path) -> None:

@@ -500,3 +500,15 @@ def test_dates_in_files_end_in_one_line_or_are_left(folder: Path, text: str) -> 
     except UserError as error:
         assert "d.yaml" in str(error)
         assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("end", [".json", ".yaml", ".yml", ".hjson"])
+def test_a_word_of_any_length_is_no_file(folder: Path, end: str) -> None:
+    """As a prompt is, or a list of data sets; ranks read the words, too."""
+    (folder / "train.py").touch()
+    (folder / "x.yaml").write_text(yaml.safe_dump({"output_dir": "out", "system": f"{'say ' * 100}x{end}"}))
+    long = f"{'a.json,' * 60}b{end}"
+    script = make_script(["train.py", "x.yaml", "--data", long, f"--prompt={long}"], [])
+    assert [Path(file.path).name for file in script.files] == ["x.yaml"]
+    assert config_path(script) is None
+    assert {long, f"--prompt={long}"} < set(training_command(script, WINNER, 2, "best.json"))

@@ -6,6 +6,7 @@ import shutil
 import textwrap
 import threading
 import types
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,14 +21,14 @@ from tests.rank.test_script import CONFIG, LOOP
 from tests.rank.test_trainer_checkpoints import checkpoint, own_part
 
 
-def start(parent: Parent, folder: Path, text: str, *, cold: bool = False) -> Rank:
+def start(parent: Parent, folder: Path, text: str, *, cold: bool = False, begun: Sequence[str] = ()) -> Rank:
     script, own = folder / "train.py", folder / "own"
     own.mkdir()
     script.write_text(textwrap.dedent(text))
     (folder / "ds.json").write_text(json.dumps(CONFIG))
     job = replace(make_job(1), script=Script((str(script), str(folder / "ds.json")), str(folder)))
     knobs = make_candidate(1, 4, 1).as_dict
-    spec = make_spec(folder, job, candidate=knobs, folder=str(own), earlier={}, bad=[], convert=False)
+    spec = make_spec(folder, job, candidate=knobs, folder=str(own), earlier={}, begun=[*begun], bad=[], convert=False)
     (rank,) = parent.start("autotune.rank.train", spec, cold=cold)
     return rank
 
@@ -103,9 +104,52 @@ def test_a_loaded_checkpoint_is_told(parent: Parent, tmp_path: Path) -> None:
     text = LOOP.format(steps=2) + f"engine.save_checkpoint({str(tmp_path / 'out')!r})\n    "
     text += f"engine.load_checkpoint({str(tmp_path / 'out')!r})\n"
     rank = start(parent, tmp_path, text)
-    assert "global_step2" in rank.wait_for("resumed")["path"]
+    told = rank.wait_for("resumed")
+    assert "global_step2" in told["path"]
+    assert told["written"] == os.stat(told["path"]).st_mtime_ns
     assert rank.wait_for("bye")["code"] == 0
     rank.exit_status()
+
+
+# As Hugging Face's examples were until transformers 5.
+EXAMPLE = """
+    from dataclasses import dataclass
+    from pathlib import Path
+    from transformers import TrainingArguments
+    from transformers.trainer_utils import get_last_checkpoint
+
+    @dataclass
+    class Arguments(TrainingArguments):
+        overwrite_output_dir: bool = False
+
+    arguments, found = Arguments(output_dir={out!r}, use_cpu=True), None
+    if Path(arguments.output_dir).is_dir() and not arguments.overwrite_output_dir:
+        found = get_last_checkpoint(arguments.output_dir)
+        if found is None and any(Path(arguments.output_dir).iterdir()):
+            raise ValueError("Output directory already exists and is not empty.")
+    Path("found").write_text(str(found))
+    """
+
+
+@pytest.mark.parametrize(
+    ("left", "begun", "found"),
+    [
+        ("runs", True, "None"),
+        ("runs", False, None),
+        ("checkpoint-5", True, "checkpoint-5"),
+        ("checkpoint-5", False, "checkpoint-5"),
+    ],
+)
+def test_what_an_attempt_has_left_before_its_first_save_does_not_end_the_next(
+    parent: Parent, tmp_path: Path, left: str, begun: bool, found: str | None
+) -> None:
+    out = tmp_path / "out"
+    (out / left).mkdir(parents=True)
+    rank = start(parent, tmp_path, EXAMPLE.format(out=str(out)), begun=[str(out)] * begun)
+    assert rank.exit_status() == (0 if found else 1)
+    assert [message["folder"] for message in rank.heard if message["type"] == "output"] == [str(out)]
+    if found:
+        assert (tmp_path / "found").read_text().endswith(found)
 
 
 @pytest.mark.parametrize("damaged", ["latest", "both"])

@@ -132,6 +132,27 @@ def test_whose_own_files_are_missing(tmp_path: Path, names: list[str], lacking: 
     assert [rank for rank in range(4) if lacks(tmp_path, Part(rank, 4, rank % 2))] == lacking
 
 
+@pytest.mark.parametrize(
+    ("names", "lacking"),
+    [
+        (["0_mp_rank_00", "0_mp_rank_01", "0_mp_rank_02", "0_mp_rank_03"], []),
+        (["0_mp_rank_00", "0_mp_rank_01", "0_mp_rank_02"], [3]),
+        (["0_mp_rank_00", "0_mp_rank_01", "1_mp_rank_00", "1_mp_rank_01"], []),
+        (["0_mp_rank_00", "0_mp_rank_01", "1_mp_rank_00"], [3]),
+        (["0_mp_rank_00", "0_mp_rank_01", "1_mp_rank_01"], [2]),
+        (["0_mp_rank_02", "0_mp_rank_03"], [0, 1]),  # what the second machine has on a disk of its own
+        (["1_mp_rank_00", "1_mp_rank_01"], [0, 1]),
+    ],
+)
+def test_whose_own_files_are_missing_of_ranks_that_are_parallel_in_tensors(
+    tmp_path: Path, names: list[str], lacking: list[int]
+) -> None:
+    """A checkpoint of which all ranks are one group was never whole: nothing was resumed, in silence."""
+    for name in names:
+        (tmp_path / f"bf16_zero_pp_rank_{name}_optim_states.pt").write_bytes(SAVED)
+    assert [rank for rank in range(4) if lacks(tmp_path, Part(rank, 4, rank % 2))] == lacking
+
+
 def test_what_torch_writes_is_whole_until_it_is_cut_off(tmp_path: Path) -> None:
     for legacy in (False, True):
         file = tmp_path / f"{legacy}.pt"

@@ -2,7 +2,9 @@
 entry stands for all that follow. An entry has `hello` (`exit N` or a signal before the first word), `steps`, `kinds` and `error`
 (a report of the failure; `unloaded`: a checkpoint upon which), `signal`, `code` (the script's own), `run` (words of a process that is left running at the end); `wait`
 has it write `waiting` and wait for a file `go`, `caught` are signals that it catches: it writes their names into `caught` and waits
-on, and after SIGTERM no more. What it is told of bad checkpoints it adds to the file `bad`, a line an attempt.
+on, and after SIGTERM no more; `output` is a folder of Trainer's, `resumed`
+a checkpoint, and `written` when it was. What it is told of bad checkpoints it adds to the file `bad`, a line
+an attempt, and of output folders that earlier attempts have begun with to `begun`.
 """
 
 import json
@@ -51,9 +53,14 @@ def main(address: str, number: int) -> None:
     for name in plan.get("caught", ()):
         signal.signal(getattr(signal, name), catch)
     channel, spec = greet(address, number)
-    with Path("bad").open("a") as file:
-        file.write(json.dumps(spec["bad"]) + "\n")
+    for what in ("bad", "begun"):
+        with Path(what).open("a") as file:
+            file.write(json.dumps(spec[what]) + "\n")
     channel.send("phase", phase="forward")
+    if "output" in plan:
+        channel.send("output", folder=plan["output"])
+    if "resumed" in plan:
+        channel.send("resumed", path=plan["resumed"], written=plan.get("written"))
     for step in range(plan.get("steps", 0)):
         channel.send("progress", steps=step + 1)
     if plan.get("wait"):

@@ -18,7 +18,9 @@ from autotune.group.squad import LocalSquad
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Script
+from autotune.problem.outcome import Kind
 from autotune.recovery import supervisor
+from autotune.recovery.ends import Heard
 from autotune.recovery.ladder import Rung
 from autotune.recovery.supervisor import LaunchSummary, Supervisor
 from tests.conftest import make_candidate, make_job, pid_lives, wait_until
@@ -123,9 +125,9 @@ def test_ranks_that_are_killed_twice_without_a_step_have_less_the_third_time(lau
 CUT_OFF = "PytorchStreamReader failed reading zip archive: failed finding central directory"
 
 
-def told(launch: Launch) -> list[list[str]]:
-    """What each attempt was told of bad checkpoints."""
-    return [json.loads(line) for line in (launch.folder / "bad").read_text().splitlines()]
+def told(launch: Launch, what: str = "bad") -> list[list[str]]:
+    """What each attempt was told: of bad checkpoints, or of output folders that were begun with."""
+    return [json.loads(line) for line in (launch.folder / what).read_text().splitlines()]
 
 
 def test_a_restart_takes_an_older_checkpoint_than_one_that_cannot_be_loaded(launch: Launch) -> None:
@@ -149,6 +151,13 @@ def test_what_no_checkpoint_mends_ends_it(launch: Launch, names: tuple[str, ...]
 def test_what_the_first_attempt_cannot_load_is_the_scripts_own_failure(launch: Launch) -> None:
     summary = launch.run([{"error": CUT_OFF, "unloaded": "elsewhere/checkpoint-8"}])
     assert (summary.code, rungs(summary)) == (13, [0])
+
+
+def test_a_restart_knows_into_which_folders_the_training_may_have_written(launch: Launch) -> None:
+    launch.run(
+        [{"signal": "SIGKILL"}, {"output": "/out", "error": OOM}, {"output": "/two", "error": OOM}, {"steps": 3}]
+    )
+    assert told(launch, "begun") == [[], [], ["/out"], ["/out", "/two"]]
 
 
 # -- an outage -------------------------------------------------------------------------------------------------------
@@ -192,6 +201,67 @@ def test_an_outage_is_not_waited_out_for_ever(launch: Launch) -> None:
     assert launch.waited == [10.0, 30.0], "after the last there is nothing to wait for"
 
 
+# -- whether it gets on ------------------------------------------------------------------------------------------------
+
+
+def test_restarts_count_anew_from_each_newer_checkpoint(launch: Launch) -> None:
+    """Two weeks on a machine that fails now and then."""
+    lost = [{"resumed": f"out/checkpoint-{step}", "steps": step % 7 + 1, "signal": "SIGKILL"} for step in range(6)]
+    summary = launch.run([*lost, {"steps": 3}], max_restarts=1)
+    assert (summary.code, len(summary.attempts)) == (0, 7)
+
+
+def test_an_older_checkpoint_is_not_getting_on(launch: Launch) -> None:
+    plan = [
+        {"resumed": f"out/checkpoint-{step}", "steps": steps, "signal": "SIGKILL"}
+        for step, steps in zip("1212", (9, 5, 2, 7), strict=True)
+    ]
+    summary = launch.run(plan, max_restarts=2)
+    assert len(summary.attempts) == 2 + 2
+    assert "--max-restarts 2 reached" in launch.says[-1]
+
+
+@pytest.mark.parametrize("begun", [{"output": "out"}, {"output": "out", "resumed": "out/checkpoint-5", "written": 7}])
+@pytest.mark.parametrize("end", [{"error": DISK}, {"signal": "SIGABRT"}])
+def test_the_same_end_at_the_same_step_three_times_is_given_up(launch: Launch, begun: dict, end: dict) -> None:
+    """A save into a full disk; a batch at which it hangs. An attempt that does not come to train is no such end."""
+    barren = {**begun, "error": READ_ONLY}
+    plan = [{**begun, **end, "steps": steps} for steps in (100, 101, 100)]
+    summary = launch.run([plan[0], barren, *plan[1:], {"steps": 3}])
+    assert summary.code not in (0, None)
+    assert len(summary.attempts) == 4
+    assert "3 times in a row at the same step" in launch.says[-1]
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [{"steps": 100, "output": "out", "resumed": "out/last", "written": at} for at in range(5)],
+        [{"steps": 100 + 10 * at, "output": "out"} for at in range(5)],
+        [{"steps": 100} for _ in range(5)],
+    ],
+    ids=["saved anew under its name", "farther each time", "loads in its own way"],
+)
+def test_ends_that_are_not_alike_go_on(launch: Launch, others: list[dict]) -> None:
+    summary = launch.run([*({**one, "signal": "SIGKILL"} for one in others), {"steps": 3}])
+    assert (summary.code, len(summary.attempts)) == (0, 6)
+
+
+def test_a_script_in_phases_is_where_it_has_gone_on_last() -> None:
+    heard = Heard(lambda text: None)
+    for folder in ("one", "two"):
+        heard.take(0, {"type": "resumed", "path": folder, "written": 7})
+    end = heard.end(1, Kind.CRASH, "killed")
+    assert (end.resumed_from, end.origin) == ("one", "two 7")
+
+
+def test_a_step_down_has_ends_of_its_own(launch: Launch) -> None:
+    alike = {"steps": 9, "output": "out"}
+    kills = [{**alike, "signal": "SIGKILL"}] * 2
+    summary = launch.run([*kills, {**alike, "error": OOM}, *kills, {"steps": 3}])
+    assert (summary.code, rungs(summary)) == (0, [0, 0, 0, 1, 1, 1])
+
+
 def test_a_signal_ends_the_waiting(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Supervisor, "_wait", _WAIT)
 
@@ -216,6 +286,37 @@ def test_ranks_that_do_not_come_up_are_the_machines_trouble(launch: Launch, hell
     assert (summary.code, rungs(summary), kinds(summary)) == (0, [0, 0], ["infrastructure", "done"])
     assert "the ranks did not come up" in summary.attempts[0].ended
     assert launch.waited == [10.0]
+
+
+def test_ranks_that_break_before_their_first_word_twice_in_a_row_are_given_up(launch: Launch) -> None:
+    """A half-upgraded environment, a `sitecustomize` that fails: it was retried for half an hour."""
+    summary = launch.run([{"hello": "exit 3"}])
+    assert (summary.code, rungs(summary)) == (3, [0, 0])
+    assert launch.waited == [10.0]
+    assert launch.says[-1].endswith("giving up")
+
+
+def test_ranks_that_something_kills_before_their_first_word_are_waited_for(launch: Launch) -> None:
+    assert launch.run([{"hello": "SIGKILL"}] * 3 + [{"steps": 3}]).code == 0
+    assert launch.waited == [10.0, 30.0, 60.0]
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_what_cannot_be_prepared_in_the_same_words_is_given_up_before_any_step(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, stepped: bool
+) -> None:
+    made, calls = launch.make([{"steps": 3 * stepped, "signal": "SIGKILL"}, {"steps": 9}]), []
+    build = made._build
+
+    def breaking(rung: Rung) -> None:
+        calls.append(rung)
+        if len(calls) in (2, 3, 4):
+            raise UserError(f"the fork server died (process {len(calls)})")
+        build(rung)
+
+    monkeypatch.setattr(made, "_build", breaking)
+    summary = made.run()
+    assert kinds(summary) == ["crash", *["infrastructure"] * (3 if stepped else 2), *["done"] * stepped]
 
 
 def test_ranks_that_never_say_hello_are_the_machines_trouble(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
