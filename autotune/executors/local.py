@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import Cause, MachineTrouble, Stopped, Unusable
+from autotune.errors import MachineTrouble, Stopped
 from autotune.executors.base import Effort, Ground
 from autotune.executors.deadlines import SCRIPT_DEADLINES, Deadlines
 from autotune.executors.measurement import (
@@ -20,6 +20,7 @@ from autotune.executors.measurement import (
     machines_fault,
     measurement_of,
     out_of_time,
+    unusable,
 )
 from autotune.executors.ops import Ops
 from autotune.executors.scratch import scratch_folder
@@ -40,6 +41,7 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Outcome, Phase, Source
 from autotune.problem.script import heavy_imports
 from autotune.rank.config import needed_ops, trial_config
+from autotune.rank.made import Made, trial_of_mine
 
 MODEL_RANK, SCRIPT_RANK = "autotune.rank.model", "autotune.rank.script"
 CHECKPOINT = "checkpoint"  # a trial's folder for it
@@ -328,7 +330,8 @@ class LocalSession:
         if job.script:
             # a node makes its own
             scratch = str(scratch_folder(self._folder, job, candidate, executor.folder)) if executor.here else None
-            what = {"candidate": candidate.as_dict, "scratch": scratch, "study": str(executor.folder.resolve())}
+            study, by = str(executor.folder.resolve()), trial_of_mine(self._folder)
+            what = {"candidate": candidate.as_dict, "scratch": scratch, "study": study, "by": by}
         return {
             **what,
             "job": under(job, candidate).to_json(),
@@ -378,14 +381,10 @@ class LocalSession:
         self.close()
         if self._executor.cancelled():  # `scancel` ends tuner and ranks together: they may be seen to die first
             return interrupted(group.phase)
-        if unusable := [error for error in evidence.errors if error.get("cause")]:
-            text, cause = unusable[0]["text"], Cause(unusable[0]["cause"])
-            script = self._executor.job.script
-            known = script is not None and script.profile and self._checkpoint is None
-            if cause in (Cause.SCRIPT, Cause.STEPS) and not known:
-                raise Unusable(text, cause)
-            source = Source.EXCEPTION if cause is Cause.SCRIPT else Source(cause.value)
-            return Outcome(Kind.INVALID, group.phase, reason=text, evidence="its steps", source=source)
+        script = self._executor.job.script
+        known = script is not None and bool(script.profile) and self._checkpoint is None
+        if (outcome := unusable(evidence, group.phase, known=known)) is not None:
+            return outcome
         server_lives = not self._executor.here or not self._executor.ground.broken
         return judged(evidence, greeted=group.greeted, server_lives=server_lives)
 
@@ -396,4 +395,5 @@ class LocalSession:
         self._ended = True
         if self._group is not None:
             self._group.end()
+            Made(self._executor.folder.resolve(), trial_of_mine(self._folder)).settle()
             shutil.rmtree(self._folder / "scratch", ignore_errors=True)

@@ -26,6 +26,7 @@ from autotune.rank.hooks import Hooks
 from autotune.rank.hooks.batches import Sizes
 from autotune.rank.hooks.context import Context
 from autotune.rank.links import Links
+from autotune.rank.made import Made
 from autotune.rank.measuring import certify_save, checkpoint, load, measure_as, run_as, say_goodbye
 from autotune.rank.overflow import Overflows
 from autotune.rank.saved_tensors import SavedTensors
@@ -102,9 +103,8 @@ class ScriptRank(BaseRank):
         self.hooks = Hooks(Context(self.job, self.candidate, self, self.spec["device"], scratch, quiet=True))
         self.hooks.install()
         self._variables = dict(os.environ)
-        study = self.spec.get("study")
-        kept = Path(study) if study else None
-        self.writes = Writes(Links(scratch), Path(self.script.cwd), self.script.path, kept, self._would_lose)
+        made = Made(Path(self.spec["study"]), self.spec["by"])
+        self.writes = Writes(Links(scratch), Path(self.script.cwd), self.script.path, made, self._would_lose)
         self.writes.install(self.hooks.context.patches)
         try:
             run_script(self.script, self.hooks.arguments())

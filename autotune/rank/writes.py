@@ -10,20 +10,19 @@ Sources: https://docs.python.org/3/library/audit_events.html, and PEP 578.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from autotune.rank.commands import Change, changed_by
 from autotune.rank.hooks.patches import Patches
 from autotune.rank.links import Links, Want, show
+from autotune.rank.made import Made
 from autotune.rank.native_writers import Notice, watch_native
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECTORY
@@ -44,20 +43,17 @@ class Writes:
         links: of the trial's folder, which is the current one.
         cwd: the user's folder that it shows.
         script: the script's file, where it is one.
-        kept: the study's folder, which is no user's; None where there is none.
+        made: what the study's trials have made; its folder is no user's.
         refuse: told what is wrong, in one line, where a file of the user's would be lost; it does not return.
     """
 
-    def __init__(
-        self, links: Links, cwd: Path, script: Path | None, kept: Path | None, refuse: Callable[[str], None]
-    ) -> None:
+    def __init__(self, links: Links, cwd: Path, script: Path | None, made: Made, refuse: Callable[[str], None]) -> None:
         self._links, self._refuse = links, refuse
         self._shown = {str(cwd.resolve()): links.root}
         if script is not None and not script.resolve().is_relative_to(cwd.resolve()):
             self._shown[str(script.resolve().parent)] = os.path.join(links.root, _SCRIPTS)
-        self._kept = _Record(kept)
+        self._made = made
         self._around = [str(folder) for shown in self._shown for folder in (Path(shown), *Path(shown).parents)]
-        self._study = [str(kept)] if kept else []
         self._not_theirs = self._apart()
         self._passing = {*_PASSING, *map(os.path.realpath, _PASSING)}
         self._changed: set[str] = set()
@@ -82,7 +78,7 @@ class Writes:
     def left(self) -> list[str]:
         """Files and folders of the user's that trials of this study have made, or this one added to, that are there still, on
         this machine."""
-        return sorted(filter(os.path.lexists, {*self._kept.paths(), *self._changed}))
+        return sorted(filter(os.path.lexists, {*self._made.paths(), *self._changed}))
 
     # -- what is about to happen ---------------------------------------------------------------------------------------
 
@@ -128,8 +124,8 @@ class Writes:
             self._make(path, Want.CHANGED)
         elif flags & os.O_DIRECTORY:
             self._own(path, Want.FOLDER)
-        else:
-            self._own(path, Want.CHANGED)
+        elif (real := self._own(path, Want.CHANGED)) is not None:
+            self._made.renew(real)
 
     def _native(self, path: Any, notice: Notice) -> None:
         if notice is Notice.NEW:
@@ -211,7 +207,7 @@ class Writes:
     def _apart(self) -> dict[str, bool]:
         """Folders that no file of the user's lies in, by the environment as it is now, but for those that hold one that is shown
         and for the home folder; and whether that is sure."""
-        found = [*_cache_folders(), (sys.prefix, True), *((one, True) for one in self._study)]
+        found = [*_cache_folders(), (sys.prefix, True), (str(self._made.folder), True)]
         theirs = {*self._around, os.path.realpath(os.path.expanduser("~"))}  # whatever `TMPDIR` says
         apart = [(real, sure) for one, sure in found if (real := os.path.realpath(one)) not in theirs]
         return dict(sorted(apart, key=lambda one: one[1]))
@@ -220,9 +216,10 @@ class Writes:
         """Something may be made there."""
         real = self._own(path, want, fd)
         if real is not None and not os.path.lexists(real):
-            self._kept.add(real)
+            self._made.add(real)
         elif real is not None and want is Want.CHANGED:
             self._changed.add(real)
+            self._made.renew(real)
 
     def _lose(self, path: Any, want: Want, fd: int = -1, *, makes: bool = True) -> None:
         """What is there would be gone; else something may be made there."""
@@ -233,51 +230,17 @@ class Writes:
             found = os.lstat(real)
         except OSError:
             if makes:
-                self._kept.add(real)
+                self._made.add(real)
             return
         file = stat.S_ISREG(found.st_mode)
         holds = bool(os.listdir(real)) if stat.S_ISDIR(found.st_mode) else file and found.st_size
-        if file and not holds and makes:
-            self._kept.add(real)  # what it has then is the trial's
-        elif holds and not self._kept.made(real):
+        if not holds or self._made.holds(real, self._theirs):
+            if file and makes:
+                self._made.add(real)  # what it has then is the trial's
+        else:
             self._not_theirs = self._apart()  # the script may have named a cache since
             if self._own(path, want, fd) is not None:
                 self._refuse(real)
-
-
-class _Record:
-    """What a study's trials have made among the user's files, kept in its folder: a later trial may overwrite that again.
-    Without a folder nothing is kept."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self._file = folder / "made-outside.jsonl" if folder is not None else None
-        self._known: set[str] = set()
-        self._read = 0  # bytes of the file
-
-    def add(self, path: str) -> None:
-        """Said before it is made: another rank that finds it finds it here."""
-        if path not in self._known:
-            self._known.add(path)
-            if self._file is not None:
-                with self._file.open("a") as file:
-                    file.write(json.dumps(path) + "\n")
-
-    def paths(self) -> set[str]:
-        if self._file is not None and self._file.exists():
-            with self._file.open("rb") as file:
-                file.seek(self._read)
-                for line in file.read().splitlines(keepends=True):
-                    if not line.endswith(b"\n"):  # another rank is writing it
-                        break
-                    self._read += len(line)
-                    with suppress(ValueError):
-                        self._known.add(json.loads(line))
-        return self._known
-
-    def made(self, path: str) -> bool:
-        """Whether it, or a folder that it lies in, was made by a trial."""
-        names = {path, *map(str, Path(path).parents)}
-        return not names.isdisjoint(self._known) or not names.isdisjoint(self.paths())
 
 
 def _absolute(path: Any, fd: int) -> str | None:

@@ -14,7 +14,8 @@ import torch
 
 from autotune.errors import Cause, Unusable
 from autotune.problem.candidate import Candidate
-from autotune.problem.job import Script
+from autotune.problem.job import Job, Script
+from autotune.rank.made import trial_of_mine
 from autotune.rank.recurring import pace_of
 from autotune.rank.saved_tensors import SavedTensors
 from autotune.rank.script import WARMUP_STEPS
@@ -50,12 +51,19 @@ LOOP = """
     """
 
 
+def spec_of(folder: Path, job: Job, scratch: Path, **more: Any) -> dict[str, Any]:
+    """With a study in the folder."""
+    study = folder / "runs"
+    study.mkdir()
+    return make_spec(folder, job, scratch=str(scratch), study=str(study), by=trial_of_mine(study), **more)
+
+
 def start(parent: Parent, folder: Path, text: str, candidate: Candidate | None = None, **profile: Any) -> Rank:
     (folder / "train.py").write_text(textwrap.dedent(text))
     (folder / "ds.json").write_text(json.dumps(CONFIG))
     job = replace(make_job(1), script=Script(("train.py", "ds.json"), str(folder), profile=profile))
     knobs = candidate.as_dict if candidate else {}
-    (rank,) = parent.start("autotune.rank.script", make_spec(folder, job, candidate=knobs, scratch=str(folder)))
+    (rank,) = parent.start("autotune.rank.script", spec_of(folder, job, folder, candidate=knobs))
     return rank
 
 
@@ -101,7 +109,7 @@ def test_a_file_of_the_users_is_neither_written_through_a_link_nor_overwritten(p
     scratch.mkdir()
     (scratch / "log.txt").symlink_to(tmp_path / "log.txt")
     job = replace(make_job(1), script=Script(("train.py",), str(tmp_path)))
-    (rank,) = parent.start("autotune.rank.script", make_spec(tmp_path, job, candidate={}, scratch=str(scratch)))
+    (rank,) = parent.start("autotune.rank.script", spec_of(tmp_path, job, scratch, candidate={}))
     with pytest.raises(AssertionError):
         rank.wait_for("bye")
     error = rank.heard[-1]

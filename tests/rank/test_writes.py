@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import sys
 import textwrap
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from autotune.linux import started_at
 from autotune.rank.hooks.patches import Patches
 from autotune.rank.links import Links, link_entries
+from autotune.rank.made import Made, trial_of_mine
 from autotune.rank.writes import Writes
 
 FORK = multiprocessing.get_context("fork")
@@ -41,6 +45,7 @@ class Project:
         (self.root / "out" / "latest").symlink_to("old")
         (self.root / "out" / "empty").mkdir()
         (self.root / "gone").symlink_to(self.root / "nowhere")
+        self.by = trial_of_mine(self.scratch)
         self.anew()
 
     def anew(self) -> None:
@@ -66,6 +71,7 @@ class Project:
         def end() -> list[str]:
             said: list[str] = ours.recv()
             process.join()
+            Made(self.study, self.by).settle()
             return said
 
         return end
@@ -77,7 +83,7 @@ class Project:
         said: list[str] = []
         try:
             os.chdir(self.scratch)
-            writes = Writes(Links(self.scratch), self.root, script, self.study, _refuse)
+            writes = Writes(Links(self.scratch), self.root, script, Made(self.study, self.by), _refuse)
             writes.install(Patches())
             exec(compile(text, str(script), "exec"), {"__file__": str(script), "__name__": "__main__"})
             said += [f"left {os.path.relpath(path, self.root)}" for path in writes.left()]
@@ -317,6 +323,74 @@ def test_what_a_trial_has_made_the_next_may_overwrite_and_it_is_told(project: Pr
     told = ["left made", "left made/log.txt", "left newer.txt", "left train.py"]
     assert project.run(text) == told
     assert project.run(textwrap.dedent(text) + "shutil.rmtree(here / 'made')") == told[2:]
+
+
+MAKES = """
+    import os, shutil
+    from pathlib import Path
+    made = Path(__file__).parent / "made"
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
+    (made / "log.txt").write_text("a trial's")
+    (made / "log.txt").open("a").write("!")
+    os.mkdir(made / "deep")
+    os.system(f"cp {made}/log.txt {made}/deep/copy; ln -s copy {made}/deep/link")
+    """
+
+
+def test_what_the_user_has_trained_into_since_is_theirs(project: Project) -> None:
+    made = project.root / "made"
+    names = ("", "/deep", "/deep/copy", "/deep/link", "/log.txt")
+    assert project.run(MAKES)[:1] == ["left made"]
+    assert project.run(MAKES) == [f"left made{name}" for name in names], "whatever wrote it in the trial's folder"
+    (made / "deep" / "weights").write_text("of days")
+    assert project.run(MAKES) == ["refused made"]
+    assert project.run("") == ["left made/deep/copy", "left made/deep/link", "left made/log.txt"]
+    (made / "deep" / "weights").rename(made / "log.txt")
+    for text in ("here.write_text('')", "here.unlink()", "here.rename('x')", "import os; os.truncate(here, 0)"):
+        said = project.run(f"from pathlib import Path; here = Path({str(made / 'log.txt')!r}); {text}")
+        assert said == ["refused made/log.txt"]
+    assert (made / "log.txt").read_text() == "of days"
+
+
+def test_a_trial_that_adds_to_what_trials_made_leaves_it_theirs(project: Project) -> None:
+    here = f"here = {str(project.root / 'made.txt')!r}; "
+    assert project.run(f"{here}open(here, 'w').write('x')") == ["left made.txt"]
+    for text in ("open(here, 'a').write('x')", "open(here, 'r+').write('xxxx')", "open(here, 'w').write('')"):
+        assert project.run(here + text) == ["left made.txt"]
+    assert project.run(f"import os; {here}os.remove(here)") == []
+    (project.root / "made.txt").write_text("the user's")
+    assert project.run(f"{here}open(here, 'w')") == ["refused made.txt"]
+
+
+def test_an_empty_file_that_a_trial_has_opened_is_the_users_once_they_fill_it(project: Project) -> None:
+    (project.root / "empty.txt").touch()
+    text = f"open({str(project.root / 'empty.txt')!r}, 'w')"
+    assert project.run(text) == ["left empty.txt"]
+    (project.root / "empty.txt").write_text("the user's")
+    assert project.run(text) == ["refused empty.txt"]
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_what_a_trial_of_another_tuner_is_making_is_a_trials_while_that_lives(project: Project, lives: bool) -> None:
+    """One that was killed has not said how it left what it made."""
+    other = FORK.Process(target=time.sleep, args=(600,))
+    other.start()
+    assert other.pid is not None
+    host, _, _, folder = json.loads(project.by)
+    (project.root / "made.txt").write_text("of another")
+    Made(project.study, json.dumps([host, other.pid, started_at(other.pid), folder])).add(f"{project.root}/made.txt")
+    if not lives:
+        other.kill()
+        other.join()
+    said = project.run(f"open({str(project.root / 'made.txt')!r}, 'w')")
+    other.kill()
+    assert said == (["left made.txt"] if lives else ["refused made.txt"])
+
+
+def test_a_record_of_an_earlier_version_vouches_for_nothing(project: Project) -> None:
+    (project.study / "made-outside.jsonl").write_text(json.dumps(str(project.root / "log.txt")) + "\n")
+    assert project.run(f"open({str(project.root / 'log.txt')!r}, 'w')") == ["refused log.txt"]
 
 
 def test_caches_below_the_users_folder_are_their_own(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
