@@ -538,8 +538,12 @@ def test_native_writers(project: Project, way: str) -> None:
     assert project.theirs() == before
 
 
-def test_a_native_writer_that_is_imported_later(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As h5py, in whose place stands a module that writes where Python does not hear it."""
+@pytest.mark.parametrize(
+    "asks", ["", "import importlib.util as u; assert u.find_spec('h5py') and u.find_spec('h5py'); "]
+)
+def test_a_native_writer_that_is_imported_later(project: Project, monkeypatch: pytest.MonkeyPatch, asks: str) -> None:
+    """As h5py, in whose place stands a module that writes where Python does not hear it. Transformers asks whether there are
+    such modules, long before one is imported."""
     text = """
         class File:
             def __init__(self, name, mode="r"):
@@ -552,7 +556,7 @@ def test_a_native_writer_that_is_imported_later(project: Project, monkeypatch: p
     monkeypatch.syspath_prepend(str(project.root.parent))
     monkeypatch.delitem(sys.modules, "h5py", raising=False)
     before = project.theirs()
-    assert project.run("import h5py; h5py.File('log.txt'); h5py.File('out/model.pt', mode='w')") == []
+    assert project.run(asks + "import h5py; h5py.File('log.txt'); h5py.File('out/model.pt', mode='w')") == []
     assert project.theirs() == before
     assert (project.scratch / "log.txt").is_symlink()
     assert (project.scratch / "out" / "model.pt").read_text() == ""
