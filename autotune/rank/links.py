@@ -14,6 +14,7 @@ import itertools
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -21,6 +22,7 @@ from pathlib import Path
 
 _MOST_FOLLOWED = 40  # links on one path, as Linux allows: path_resolution(7)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # renameat2(2)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # as `search/lock.py` says of which
 _FREE_LEFT = 0.9  # of the disk's free bytes, what a copy may take: others write there too
 
 
@@ -73,9 +75,8 @@ class Links:
                 here = os.path.dirname(here)
                 continue
             at = os.path.join(here, name)
-            try:
-                target = os.readlink(at)
-            except OSError:  # no link, or nothing there
+            target = self._target(at, inside=bool(names))
+            if target is None:
                 here = at
                 continue
             wanted = Want.FOLDER if names else want
@@ -92,6 +93,22 @@ class Links:
             here = "/" if target.startswith("/") else here
             names += _reversed(target)
         return here
+
+    def _target(self, at: str, *, inside: bool) -> str | None:
+        """Where a link leads; None where there is no link, or nothing.
+
+        Args:
+            inside: whether something in it is asked for: then it must be there, and may be on its way (`_exchange`).
+        """
+        for again in (False, True):
+            try:
+                return os.readlink(at)
+            except OSError as error:
+                if again or not inside or error.errno != errno.ENOENT or not self.holds(at):
+                    return None
+            with self._turn():
+                pass
+        return None
 
     def _take(self, link: str, want: Want) -> bool:
         """Puts something real in the place of a link that leads out of the folder, where that is wanted; False where it leads
@@ -133,13 +150,15 @@ class Links:
     def _turn(self) -> Iterator[None]:
         """Waits for other threads and ranks. A child that is forked meanwhile holds nothing: it is unlocked for all."""
         os.makedirs(self._making, exist_ok=True)
-        lock = os.open(os.path.join(self._making, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        lock = _locked(os.path.join(self._making, "lock"))
+        if lock is None:  # the file system has no locks; ranks that share the folder are on one machine, whose disk may
+            lock = _locked(os.path.join(tempfile.gettempdir(), f"autotune-links-{os.getuid()}"))
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
             yield
         finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)
-            os.close(lock)
+            if lock is not None:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+                os.close(lock)
 
 
 def link_entries(folder: str, source: str, hides: Callable[[os.DirEntry[str]], bool] = lambda _: False) -> None:
@@ -165,6 +184,19 @@ def show(folder: str, source: str) -> None:
             shutil.rmtree(made)
 
 
+def _locked(file: str) -> int | None:
+    """The descriptor of a file that the kernel has locked; None where it has no locks for it."""
+    lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:
+        os.close(lock)
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    return lock
+
+
 def _reversed(path: str) -> list[str]:
     """The names of a path, the last first."""
     return [name for name in path.split("/") if name not in ("", ".")][::-1]
@@ -188,7 +220,8 @@ def _file(made: str, source: str, *, empty: bool) -> None:
 
 
 def _exchange(made: str, link: str) -> None:
-    """At once where the kernel and the file system can: a name that is gone for a moment would be missed by who reads."""
+    """At once where the kernel and the file system can: a name that is gone for a moment would be missed by who reads. Where they
+    cannot (NFS), nothing else is at once that leaves a real folder, and who writes waits (`_target`)."""
     swap = getattr(ctypes.CDLL(None), "renameat2", None)
     names = os.fsencode(made), os.fsencode(link)
     if swap is not None and swap(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:

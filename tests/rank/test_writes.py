@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -267,6 +269,42 @@ def test_a_kernel_that_cannot_exchange_two_names(project: Project, monkeypatch: 
     before = project.theirs()
     assert project.run("open('out/old/a.txt', 'w').write('x'); assert open('out/old/a.txt').read() == 'x'") == []
     assert project.theirs() == before
+
+
+def test_who_writes_waits_where_two_names_cannot_be_exchanged(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exchange(made: str, link: str) -> None:
+        os.unlink(link)
+        time.sleep(0.3)
+        os.rename(made, link)
+
+    monkeypatch.setattr("autotune.rank.links._exchange", exchange)
+    first = project.start("open('out/a', 'w').close()")
+    while (project.scratch / "out").is_symlink():
+        pass
+    assert project.run("open('out/b', 'w').close()") == []
+    assert first() == []
+    assert {"a", "b", "model.pt"} <= set(os.listdir(project.scratch / "out"))
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_file_system_without_locks(project: Project, monkeypatch: pytest.MonkeyPatch, everywhere: bool) -> None:
+    """There one of the machine's own stands in, and where that has none either ranks go on without."""
+    took, theirs = project.root.parent / "tmp", fcntl.flock
+    took.mkdir()
+
+    def flock(lock: int, how: int) -> None:
+        if everywhere or ".autotune-links" in os.readlink(f"/proc/self/fd/{lock}"):
+            raise OSError(errno.ENOLCK, "No locks available")
+        theirs(lock, how)
+
+    monkeypatch.setattr("autotune.rank.links.fcntl.flock", flock)
+    monkeypatch.setattr("tempfile.tempdir", str(took))
+    before = project.theirs()
+    assert project.run("open('out/old/a.txt', 'w').write('x'); assert open('out/old/a.txt').read() == 'x'") == []
+    assert project.theirs() == before
+    assert os.listdir(took) == [f"autotune-links-{os.getuid()}"]
 
 
 def test_a_copy_that_the_disk_has_no_room_for_is_an_error_before_anything_is_written(
