@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import functools
 import itertools
 import os
 import shutil
@@ -23,6 +24,8 @@ from pathlib import Path
 _MOST_FOLLOWED = 40  # links on one path, as Linux allows: path_resolution(7)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # renameat2(2)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # as `search/lock.py` says of which
+TOO_LARGE = (errno.ENOSPC, errno.EFBIG)
+_FICLONE = 0x40049409  # linux/fs.h
 _FREE_LEFT = 0.9  # of the disk's free bytes, what a copy may take: others write there too
 
 
@@ -53,17 +56,19 @@ class Links:
         """Whether an absolute path without links lies in the folder."""
         return path == self.root or path.startswith(self._below)
 
-    def own(self, path: str, want: Want) -> str:
+    def own(self, path: str, want: Want, most_bytes: int | None = None) -> str:
         """Makes every link that the kernel would follow out of the folder the folder's own, the topmost first.
 
         Args:
             path: absolute.
+            most_bytes: of a file that is copied; where the disk can share its blocks, it may have more.
 
         Returns:
             Where it then leads, without links but perhaps the last; it need not exist.
 
         Raises:
-            OSError: a copy or a folder of links could not be made. Nothing must be written then.
+            OSError: a copy or a folder of links could not be made; of `TOO_LARGE` where it would take too much of the disk.
+                Nothing must be written then.
         """
         here, followed = "/", 0
         if path.startswith(self._below):
@@ -84,7 +89,7 @@ class Links:
             outside = self.holds(at) and not self.holds(leads)
             if wanted is Want.NAME or (wanted in _ITSELF and not outside):
                 return at
-            if outside and self._take(at, wanted):
+            if outside and self._take(at, wanted, most_bytes):
                 here = at
                 continue
             followed += 1
@@ -110,7 +115,7 @@ class Links:
                 pass
         return None
 
-    def _take(self, link: str, want: Want) -> bool:
+    def _take(self, link: str, want: Want, most_bytes: int | None) -> bool:
         """Puts something real in the place of a link that leads out of the folder, where that is wanted; False where it leads
         to a device, a pipe or a socket, which have no copy."""
         with self._turn():
@@ -128,7 +133,8 @@ class Links:
                     self._put(link, lambda made: _folder(made, None if want is Want.TREE else real))
             elif stat.S_ISREG(kind):
                 if want in (Want.CHANGED, Want.REPLACED):
-                    self._put(link, lambda made: _file(made, real, empty=want is Want.REPLACED))
+                    make = _empty if want is Want.REPLACED else functools.partial(_copy, most_bytes=most_bytes)
+                    self._put(link, lambda made: make(made, real))
             else:
                 return False
             return True
@@ -208,15 +214,33 @@ def _folder(made: str, source: str | None) -> None:
         link_entries(made, source)
 
 
-def _file(made: str, source: str, *, empty: bool) -> None:
-    """Raises OSError, ENOSPC included before a disk is full."""
-    if empty:
-        Path(made).touch()
-        shutil.copymode(source, made)
+def _empty(made: str, source: str) -> None:
+    Path(made).touch()
+    shutil.copymode(source, made)
+
+
+def _copy(made: str, source: str, *, most_bytes: int | None) -> None:
+    """Raises OSError, one of `TOO_LARGE` before a disk is full."""
+    if _shared(made, source):
+        shutil.copystat(source, made)
         return
-    if os.path.getsize(source) > _FREE_LEFT * shutil.disk_usage(os.path.dirname(made)).free:
+    size = os.path.getsize(source)
+    if size > _FREE_LEFT * shutil.disk_usage(os.path.dirname(made)).free:
         raise OSError(errno.ENOSPC, "No space for a trial's copy of a file that it changes", source)
+    if most_bytes is not None and size > most_bytes:
+        raise OSError(errno.EFBIG, "Too large to copy for a trial", source)
     shutil.copy2(source, made)
+
+
+def _shared(made: str, source: str) -> bool:
+    """A copy that has the same blocks until either is changed, made at once: ioctl_ficlone(2). False where the file system has
+    none (xfs and btrfs do)."""
+    with open(source, "rb") as theirs, open(made, "wb") as ours:
+        try:
+            fcntl.ioctl(ours, _FICLONE, theirs.fileno())
+        except OSError:
+            return False
+    return True
 
 
 def _exchange(made: str, link: str) -> None:

@@ -25,6 +25,15 @@ def trial_of_mine(folder: Path) -> str:
     return json.dumps([socket.gethostname(), os.getpid(), started_at(os.getpid()), str(folder.resolve())])
 
 
+def as_it_is(path: str) -> list[int] | None:
+    """What changes with a file; of a folder nothing, since what lies in it says more. None where nothing is there."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return [] if stat.S_ISDIR(found.st_mode) else [found.st_ino, found.st_size, found.st_mtime_ns]
+
+
 class Made:
     """The record of a study, as one trial keeps it.
 
@@ -38,7 +47,7 @@ class Made:
         self._file = folder / "made-outside.jsonl"
         self._read = 0  # bytes of the file
         self._making: dict[str, set[str]] = {}  # by path: the trials that have not said how they left it
-        self._left: dict[str, list[int]] = {}  # by path: how it was left, see `_as_it_is`
+        self._left: dict[str, list[int]] = {}  # by path: how it was left, see `as_it_is`
 
     def add(self, path: str) -> None:
         """Said before it is made or changed: another rank that finds it finds it here."""
@@ -76,13 +85,13 @@ class Made:
             self._hear()
             for path in [path for path, trials in self._making.items() if self._by in trials]:
                 below = [os.path.join(at, name) for at, *names in os.walk(path) for name in itertools.chain(*names)]
-                for one in (*(one for one in below if self._left.get(one) != _as_it_is(one)), path):
-                    self._say({"path": one, "by": self._by, "left": _as_it_is(one)})
+                for one in (*(one for one in below if self._left.get(one) != as_it_is(one)), path):
+                    self._say({"path": one, "by": self._by, "left": as_it_is(one)})
 
     def _is_ours(self, path: str, counts: Callable[[str], bool]) -> bool:
         if any(map(self._is_made_now, (path, *map(str, Path(path).parents)))):
             return True
-        found = _as_it_is(path)
+        found = as_it_is(path)
         if found is None:  # another rank was first
             return True
         if found:
@@ -125,15 +134,6 @@ class Made:
     def _say(self, what: dict[str, Any]) -> None:
         with self._file.open("a") as file:
             file.write(json.dumps(what) + "\n")
-
-
-def _as_it_is(path: str) -> list[int] | None:
-    """What changes with a file; of a folder nothing, since what lies in it says more. None where nothing is there."""
-    try:
-        found = os.lstat(path)
-    except OSError:
-        return None
-    return [] if stat.S_ISDIR(found.st_mode) else [found.st_ino, found.st_size, found.st_mtime_ns]
 
 
 def _runs(by: str) -> bool:

@@ -16,14 +16,17 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 from autotune.rank.commands import Change, changed_by
 from autotune.rank.hooks.patches import Patches
-from autotune.rank.links import Links, Want, show
-from autotune.rank.made import Made
+from autotune.rank.links import TOO_LARGE, Links, Want, show
+from autotune.rank.made import Made, as_it_is
 from autotune.rank.native_writers import Notice, watch_native
+from autotune.units import GIB
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECTORY
 _NEW = os.O_CREAT | os.O_EXCL
@@ -33,7 +36,9 @@ _CACHED = re.compile(r"\..*|__pycache__|site-packages|(models|datasets|spaces)--
 # Nothing is kept there, but what lies in the user's own folders.
 _PASSING = ("/tmp", "/var/tmp", "/run/user", "/run/lock", "/dev", "/proc", "/sys")
 _HOMES = ("HF_HOME", "TORCH_HOME", "TRITON_HOME", "XDG_CACHE_HOME")
+_MOST_DATABASE_BYTES = 4 * GIB  # that is copied for a trial, which may only read it
 _SQLITE_BESIDE = ("", "-journal", "-wal", "-shm")  # https://www.sqlite.org/tempfiles.html
+_SQLITE_URI = 6  # after the database, `uri` is the seventh argument
 
 
 class Writes:
@@ -56,7 +61,8 @@ class Writes:
         self._around = [str(folder) for shown in self._shown for folder in (Path(shown), *Path(shown).parents)]
         self._not_theirs = self._apart()
         self._passing = {*_PASSING, *map(os.path.realpath, _PASSING)}
-        self._changed: set[str] = set()
+        self._changed: dict[str, list[int] | None] = {}  # how it was, where it may only be read
+        self._read_only: set[str] = set()  # databases
         self._inside = threading.local()
 
     def install(self, patches: Patches) -> None:
@@ -73,12 +79,25 @@ class Writes:
         sys.addaudithook(heard)
         patches.on_undo(handlers.clear)
         patches.wrap(os, "chdir", self._chdir)
+        with suppress(ImportError):  # a Python may be built without it
+            import sqlite3
+
+            for module in (sqlite3, sqlite3.dbapi2):
+                patches.wrap(module, "connect", self._connect)
         watch_native(patches, lambda path, notice: self._alone(self._native, path, notice))
 
     def left(self) -> list[str]:
         """Files and folders of the user's that trials of this study have made, or this one added to, that are there still, on
         this machine."""
-        return sorted(filter(os.path.lexists, {*self._made.paths(), *self._changed}))
+        changed = [path for path, was in self._changed.items() if os.path.lexists(path) and was != as_it_is(path)]
+        return sorted({*self._made.paths(), *changed})
+
+    def why(self, failure: str) -> str:
+        """What of it is due to a database that was opened for reading alone; else empty."""
+        if not self._read_only or "readonly database" not in failure:
+            return ""
+        names = ", ".join(sorted(self._read_only))
+        return f"{names}: too large to be copied for a trial, which can only read it; write to a database of its own"
 
     # -- what is about to happen ---------------------------------------------------------------------------------------
 
@@ -155,15 +174,30 @@ class Writes:
                 self._own(where, Want.CHANGED if change is Change.CONTENT else Want.MOVE)
 
     def _sqlite(self, database: Any) -> None:
-        """A database and the files that SQLite keeps beside it."""
-        name = os.fsdecode(database)
-        if name.startswith("file:"):
-            name, _, options = name[5:].partition("?")
-            if "mode=ro" in options or "mode=memory" in options or "immutable=1" in options:
-                return
-        if name and name != ":memory:":
-            for beside in _SQLITE_BESIDE:
-                self._own(name + beside, Want.CHANGED)
+        """A database and the files that SQLite keeps beside it. Raises OSError before it is opened."""
+        name, options = _database(database)
+        if "mode=ro" in options or "mode=memory" in options or "immutable=1" in options or name in ("", ":memory:"):
+            return
+        for beside in _SQLITE_BESIDE:
+            real = self._own(name + beside, Want.CHANGED, most_bytes=_MOST_DATABASE_BYTES)
+            if real is not None and os.path.lexists(real):
+                self._changed.setdefault(real, as_it_is(real))  # most are only read
+                self._made.renew(real)
+            elif real is not None:
+                self._made.add(real)
+
+    def _connect(self, original: Callable[..., Any], /, database: Any, *args: Any, **kwargs: Any) -> Any:
+        """A database that is too large for a copy can be read all the same."""
+        try:
+            return original(database, *args, **kwargs)
+        except OSError as error:  # of `_sqlite`: SQLite's own are others
+            if error.errno not in TOO_LARGE:
+                raise
+            name, options = _database(database)
+            self._read_only.add(name)
+            kept = [one for one in options.split("&") if one and not one.startswith("mode=")]
+            uri = f"file:{quote(os.path.abspath(name))}?{'&'.join([*kept, 'mode=ro'])}"
+            return original(uri, *args[:_SQLITE_URI], **{**kwargs, "uri": True})
 
     def _chdir(self, original: Callable[..., Any], path: Any) -> None:
         """Into the user's own folder, by a path that the script has made of `__file__`: the trial's shows the same."""
@@ -179,12 +213,12 @@ class Writes:
 
     # -- where it happens ----------------------------------------------------------------------------------------------
 
-    def _own(self, path: Any, want: Want, fd: int = -1) -> str | None:
+    def _own(self, path: Any, want: Want, fd: int = -1, most_bytes: int | None = None) -> str | None:
         """Where the path leads, all links on it the trial's own by then. None: nothing of the user's is at stake there."""
         where = _absolute(path, fd)
         if where is None:
             return None
-        real = self._links.own(where, want)
+        real = self._links.own(where, want, most_bytes)
         if self._links.holds(real):
             return None
         named = os.path.normpath(where)
@@ -218,7 +252,7 @@ class Writes:
         if real is not None and not os.path.lexists(real):
             self._made.add(real)
         elif real is not None and want is Want.CHANGED:
-            self._changed.add(real)
+            self._changed[real] = None
             self._made.renew(real)
 
     def _lose(self, path: Any, want: Want, fd: int = -1, *, makes: bool = True) -> None:
@@ -256,6 +290,15 @@ def _absolute(path: Any, fd: int) -> str | None:
         return os.path.join(os.readlink(f"/proc/self/fd/{fd}") if fd >= 0 else os.getcwd(), name)
     except OSError:
         return None
+
+
+def _database(given: Any) -> tuple[str, str]:
+    """(path, options) of what `sqlite3.connect` is given."""
+    name = os.fsdecode(given)
+    if not name.startswith("file:"):
+        return name, ""
+    path, _, options = name[len("file:") :].partition("?")
+    return unquote(path), options
 
 
 def _cache_folders() -> Iterator[tuple[str, bool]]:

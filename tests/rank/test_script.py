@@ -1,9 +1,11 @@
 """A rank that measures a user's script, heard as its parent hears it."""
 
 import json
+import os
+import sqlite3
 import textwrap
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +32,7 @@ from autotune.rank.trained import (
     usual,
     usual_step,
 )
+from autotune.units import GIB
 from tests.conftest import make_candidate, make_job
 from tests.rank.conftest import Parent, Rank, make_spec
 
@@ -117,6 +120,31 @@ def test_a_file_of_the_users_is_neither_written_through_a_link_nor_overwritten(p
     assert f"train.py would overwrite or remove {tmp_path / 'log.txt'}, which is yours" in error["text"]
     assert (tmp_path / "log.txt").read_text() == "old"
     assert (scratch / "log.txt").read_text() == ""
+
+
+def test_a_database_that_is_too_large_to_be_copied_is_only_read(parent: Parent, tmp_path: Path) -> None:
+    text = """
+        import sqlite3
+        connection = sqlite3.connect("big.db")
+        assert connection.execute("select x from t").fetchall() == [(1,)]
+        connection.execute("insert into t values (2)")
+        """
+    (tmp_path / "train.py").write_text(textwrap.dedent(text))
+    with closing(sqlite3.connect(tmp_path / "big.db")) as connection:
+        connection.executescript("create table t (x); insert into t values (1)")
+    os.truncate(tmp_path / "big.db", 5 * GIB)  # which takes no room
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (scratch / "big.db").symlink_to(tmp_path / "big.db")
+    job = replace(make_job(1), script=Script(("train.py",), str(tmp_path)))
+    (rank,) = parent.start("autotune.rank.script", spec_of(tmp_path, job, scratch, candidate={}))
+    with pytest.raises(AssertionError):
+        rank.wait_for("bye")
+    assert rank.heard[-1]["text"].partition("\n")[0] == (
+        "attempt to write a readonly database (big.db: too large to be copied for a trial, which can only read it; write to a "
+        "database of its own)"
+    )
+    assert (scratch / "big.db").is_symlink()
 
 
 OWN_OPTIMIZER = """

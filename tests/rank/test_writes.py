@@ -7,11 +7,13 @@ import fcntl
 import json
 import multiprocessing
 import os
+import sqlite3
 import sys
 import textwrap
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +317,61 @@ def test_a_copy_that_the_disk_has_no_room_for_is_an_error_before_anything_is_wri
     (said,) = project.run("open('log.txt', 'a').write('x')")
     assert "OSError: [Errno 28] No space" in said
     assert project.theirs() == before
+
+
+READS = "import sqlite3; c = sqlite3.connect(WHERE); assert c.execute('select x from t').fetchall() == [(1,)]\n"
+INSERTS = READS + "c.execute('insert into t values (2)'); c.commit()"
+DATABASES = ["'data/x.db'", "'file:data/x.db?mode=rw&cache=private', uri=True", "b'data/x.db', 5.0"]
+
+
+@pytest.fixture
+def database(project: Project) -> Path:
+    where = project.root / "data" / "x.db"
+    with closing(sqlite3.connect(where)) as connection:
+        connection.executescript("create table t (x); insert into t values (1)")
+    return where
+
+
+@pytest.mark.parametrize("where", DATABASES)
+@pytest.mark.parametrize("scarce", ["_MOST_DATABASE_BYTES", "_FREE_LEFT"])
+def test_a_database_that_cannot_be_copied_is_only_read(
+    project: Project, database: Path, monkeypatch: pytest.MonkeyPatch, where: str, scarce: str
+) -> None:
+    module = "writes" if scarce == "_MOST_DATABASE_BYTES" else "links"
+    monkeypatch.setattr(f"autotune.rank.{module}.{scarce}", 1 if module == "writes" else 0.0)
+    before = project.theirs()
+    assert project.run(READS.replace("WHERE", where)) == []
+    (said,) = project.run(INSERTS.replace("WHERE", where))
+    assert "attempt to write a readonly database" in said
+    assert project.theirs() == before
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_file_is_copied_by_sharing_its_blocks_where_the_disk_can(
+    project: Project, database: Path, monkeypatch: pytest.MonkeyPatch, shares: bool
+) -> None:
+    """However large; the call of the kernel's is played."""
+
+    def ioctl(ours: Any, code: int, theirs: int) -> None:
+        if not shares:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        ours.write(os.read(theirs, 1 << 20))
+
+    monkeypatch.setattr("autotune.rank.links.fcntl.ioctl", ioctl)
+    monkeypatch.setattr("autotune.rank.links.shutil.copy2", lambda *_: pytest.fail("copied"))
+    monkeypatch.setattr("autotune.rank.writes._MOST_DATABASE_BYTES", 1)
+    before = project.theirs()
+    said = project.run(INSERTS.replace("WHERE", "'data/x.db'"))
+    assert (said == []) is shares
+    assert project.theirs() == before
+
+
+def test_a_database_by_an_absolute_path_is_told_where_it_is_changed(project: Project, database: Path) -> None:
+    assert project.run(READS.replace("WHERE", repr(str(database)))) == []
+    assert project.run(INSERTS.replace("WHERE", repr(str(database)))) == ["left data/x.db"]
+    new = repr(str(project.root / "new.db"))
+    makes = f"import sqlite3; c = sqlite3.connect({new}); c.execute('create table if not exists t (x)'); c.commit(); c.close()"
+    assert [project.run(makes), project.run(f"import os; os.remove({new})")] == [["left new.db"], []]
 
 
 def test_a_device_is_written_to(project: Project) -> None:
