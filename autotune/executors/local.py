@@ -52,7 +52,8 @@ class LocalExecutor:
     """Real DeepSpeed in rank processes.
 
     Args:
-        folder: the study's; each trial's logs go to a folder in it.
+        folder: in the study's, or that itself; each trial's logs go to a folder in it.
+        study: the study's own folder, where that is another.
         candidates: those that are tried first: they decide which of DeepSpeed's ops `open` builds.
         isolation: `fork` (from a server that has imported everything) or `spawn` (cold starts).
         cancelled: asked several times a second; a trial that runs then ends as interrupted.
@@ -78,12 +79,13 @@ class LocalExecutor:
         count_live_tensors: bool = False,
         ground: Ground | None = None,
         variables: Mapping[str, str] | None = None,
+        study: Path | None = None,
     ) -> None:
         self.job, self.hardware, self.folder, self.seed = job, hardware, folder, seed
         self.deadlines = deadlines or (SCRIPT_DEADLINES if job.script else Deadlines())
         self.cancelled, self.on_phase, self.fault = cancelled, on_phase, fault
         self.count_live_tensors = count_live_tensors
-        self.isolation, self._variables = isolation, variables or {}
+        self.isolation, self._variables, self.study = isolation, variables or {}, study
         self._first = list(candidates)
         self.say: Callable[[str], None] = lambda text: None
         self.show: Callable[[str], None] = lambda text: None  # what takes long, while it does
@@ -187,6 +189,7 @@ class LocalSession:
     def __init__(self, executor: LocalExecutor, candidate: Candidate, name: str, patience: float = 1.0) -> None:
         self._executor, self._candidate, self._patience = executor, candidate, patience
         self._folder = executor.folder / "trials" / name
+        self._made = Made((executor.study or executor.folder).resolve(), trial_of_mine(self._folder))
         self._group: Group | None = None
         self._ended = False
         self._ready: set[int] = set()
@@ -329,9 +332,8 @@ class LocalSession:
         what: dict[str, Any] = {"config": trial_config(candidate, job), "checkpointing": candidate.checkpointing}
         if job.script:
             # a node makes its own
-            scratch = str(scratch_folder(self._folder, job, candidate, executor.folder)) if executor.here else None
-            study, by = str(executor.folder.resolve()), trial_of_mine(self._folder)
-            what = {"candidate": candidate.as_dict, "scratch": scratch, "study": study, "by": by}
+            scratch = str(scratch_folder(self._folder, job, candidate, self._made.folder)) if executor.here else None
+            what = {"candidate": candidate.as_dict, "scratch": scratch, **self._made.told}
         return {
             **what,
             "job": under(job, candidate).to_json(),
@@ -383,10 +385,9 @@ class LocalSession:
             return interrupted(group.phase)
         script = self._executor.job.script
         known = script is not None and bool(script.profile) and self._checkpoint is None
-        if (outcome := unusable(evidence, group.phase, known=known)) is not None:
-            return outcome
         server_lives = not self._executor.here or not self._executor.ground.broken
-        return judged(evidence, greeted=group.greeted, server_lives=server_lives)
+        found = unusable(evidence, group.phase, known=known)
+        return found or judged(evidence, greeted=group.greeted, server_lives=server_lives)
 
     def close(self) -> None:
         """Ends every rank and waits until nothing of them is left."""
@@ -395,5 +396,5 @@ class LocalSession:
         self._ended = True
         if self._group is not None:
             self._group.end()
-            Made(self._executor.folder.resolve(), trial_of_mine(self._folder)).settle()
+            self._made.settle()
             shutil.rmtree(self._folder / "scratch", ignore_errors=True)

@@ -49,6 +49,11 @@ class Made:
         self._making: dict[str, set[str]] = {}  # by path: the trials that have not said how they left it
         self._left: dict[str, list[int]] = {}  # by path: how it was left, see `as_it_is`
 
+    @property
+    def told(self) -> dict[str, str]:
+        """What the trial's ranks are told, to keep the same."""
+        return {"study": str(self.folder), "by": self._by}
+
     def add(self, path: str) -> None:
         """Said before it is made or changed: another rank that finds it finds it here."""
         if self._by not in self._making.setdefault(path, set()):

@@ -483,6 +483,25 @@ def test_what_a_trial_of_another_tuner_is_making_is_a_trials_while_that_lives(pr
     assert said == (["left made.txt"] if lives else ["refused made.txt"])
 
 
+def test_trials_at_once_that_make_the_same_file(project: Project) -> None:
+    """Slots of one call: what the first to end has noted is then changed by the other."""
+    path = str(project.root / "same.txt")
+    here, beside = (Made(project.study, trial_of_mine(project.study / name)) for name in ("1", "beside-2"))
+    for slot, others in ((here, beside), (beside, here)):
+        assert not os.path.exists(path) or slot.holds(path, bool)
+        slot.add(path)
+        Path(path).write_text("x")
+        assert others.holds(path, bool)
+    here.settle()
+    Path(path).write_text("of the other's end")
+    assert beside.holds(path, bool)
+    assert Made(project.study, project.by).holds(path, bool)
+    beside.settle()
+    assert Made(project.study, project.by).holds(path, bool)
+    Path(path).write_text("the user's")
+    assert not Made(project.study, project.by).holds(path, bool)
+
+
 def test_a_record_of_an_earlier_version_vouches_for_nothing(project: Project) -> None:
     (project.study / "made-outside.jsonl").write_text(json.dumps(str(project.root / "log.txt")) + "\n")
     assert project.run(f"open({str(project.root / 'log.txt')!r}, 'w')") == ["refused log.txt"]

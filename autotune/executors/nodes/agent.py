@@ -252,7 +252,7 @@ class Agent:
             job, candidate = Job.from_json(spec["job"]), Candidate.of(spec["candidate"])
             if "scratch" in spec:
                 spec["scratch"] = str(scratch_folder(folder, job, candidate, self.folder))
-                spec["study"], spec["by"] = str(self.folder.resolve()), trial_of_mine(folder)
+                spec.update(self._made().told)
             else:
                 write_trial_files(job, candidate, squad.home, quiet=False)
                 spec["folder"] = str(squad.home)
@@ -317,7 +317,11 @@ class Agent:
             self._pass_on_heard(squad)
             squad.tell("stop")
             squad.end(done=done)
-            Made(self.folder.resolve(), trial_of_mine(self.folder / "logs")).settle()
+            self._made().settle()
+
+    def _made(self) -> Made:
+        """The record of this node's ranks; it goes with the agent."""
+        return Made(self.folder.resolve(), trial_of_mine(self.folder / "logs"))
 
     def _pass_on_heard(self, squad: LocalSquad) -> None:
         back = self._moved.back
