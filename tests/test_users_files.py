@@ -7,6 +7,7 @@ from pathlib import Path
 from autotune.commands.probe import probe
 from autotune.problem.job import Script
 from autotune.problem.script_job import unknown_job
+from autotune.rank.made import Made, trial_of_mine
 from tests.conftest import Scripts, make_candidate
 from tests.test_scripts import CONFIG
 
@@ -63,3 +64,7 @@ def test_nothing_of_the_users_changes(scripts: Scripts, tmp_path: Path) -> None:
     theirs = [path for path in tmp_path.rglob("*") if path.is_file() and study not in path.parents]
     assert {str(path.relative_to(tmp_path)): path.read_text() for path in theirs if str(path) not in new} == files
     assert not list(study.glob("trials/*/scratch")), "nothing is left behind"
+    made = Made(study, trial_of_mine(tmp_path))
+    assert sorted(made.paths()) == new
+    Path(new[0]).write_text("of a training since")
+    assert made.paths() == new[1:]

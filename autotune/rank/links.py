@@ -109,7 +109,8 @@ class Links:
             try:
                 return os.readlink(at)
             except OSError as error:
-                if again or not inside or error.errno != errno.ENOENT or not self.holds(at):
+                swapping = inside and error.errno == errno.ENOENT and self.holds(at) and os.path.isdir(self._making)
+                if again or not swapping:
                     return None
             with self._turn():
                 pass

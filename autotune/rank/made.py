@@ -119,9 +119,7 @@ class Made:
                 if not line.endswith(b"\n"):  # another rank is writing it
                     break
                 self._read += len(line)
-                with suppress(
-                    ValueError, TypeError, KeyError
-                ):  # of an earlier version: what it says may be the user's by now
+                with suppress(ValueError, TypeError, KeyError):  # an earlier version's names paths alone, for ever
                     self._take(json.loads(line))
 
     def _take(self, said: dict[str, Any]) -> None:
