@@ -9,6 +9,7 @@ from autotune.commands.probe import probe
 from autotune.problem.job import Script
 from autotune.problem.script_job import unknown_job
 from autotune.problem.sources import SOURCES
+from autotune.rank.made import Made, trial_of_mine
 from tests.conftest import Scripts, make_candidate
 from tests.test_scripts import CONFIG
 
@@ -74,3 +75,7 @@ def test_nothing_of_the_users_changes(scripts: Scripts, tmp_path: Path) -> None:
     assert {str(path.relative_to(tmp_path)): path.read_text() for path in theirs if path not in new} == files
     assert len(set(new[0].read_text().split())) == 1 < len(new[0].read_text().split()), "one path for all trials"
     assert not list(study.glob("**/scratch*")), "nothing is left behind"
+    made, outside = Made(study, trial_of_mine(tmp_path)), sorted(map(str, new))
+    assert sorted(made.paths()) == outside
+    Path(outside[0]).write_text("of a training since")
+    assert sorted(made.paths()) == outside[1:]

@@ -51,6 +51,7 @@ def _local(
         cancelled=cancelled,
         ground=setup.nodes,
         variables=variables,
+        study=setup.folder,
     )
 
 

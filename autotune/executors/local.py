@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import Cause, MachineTrouble, Stopped, Unusable
+from autotune.errors import MachineTrouble, Stopped
 from autotune.executors.base import Effort, Ground
 from autotune.executors.deadlines import SCRIPT_DEADLINES, Deadlines
 from autotune.executors.measurement import (
@@ -20,6 +20,7 @@ from autotune.executors.measurement import (
     machines_fault,
     measurement_of,
     out_of_time,
+    unusable,
 )
 from autotune.executors.ops import Ops
 from autotune.executors.scratch import clear, scratch_folder
@@ -40,6 +41,7 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Outcome, Phase, Source
 from autotune.problem.script import heavy_imports
 from autotune.rank.config import needed_ops, trial_config
+from autotune.rank.made import Made, trial_of_mine
 
 MODEL_RANK, SCRIPT_RANK = "autotune.rank.model", "autotune.rank.script"
 CHECKPOINT = "checkpoint"  # a trial's folder for it
@@ -50,7 +52,8 @@ class LocalExecutor:
     """Real DeepSpeed in rank processes.
 
     Args:
-        folder: the study's; each trial's logs go to a folder in it.
+        folder: in the study's, or that itself; each trial's logs go to a folder in it.
+        study: the study's own folder, where that is another.
         candidates: those that are tried first: they decide which of DeepSpeed's ops `open` builds.
         isolation: `fork` (from a server that has imported everything) or `spawn` (cold starts).
         cancelled: asked several times a second; a trial that runs then ends as interrupted.
@@ -76,12 +79,13 @@ class LocalExecutor:
         count_live_tensors: bool = False,
         ground: Ground | None = None,
         variables: Mapping[str, str] | None = None,
+        study: Path | None = None,
     ) -> None:
         self.job, self.hardware, self.folder, self.seed = job, hardware, folder, seed
         self.deadlines = deadlines or (SCRIPT_DEADLINES if job.script else Deadlines())
         self.cancelled, self.on_phase, self.fault = cancelled, on_phase, fault
         self.count_live_tensors = count_live_tensors
-        self.isolation, self._variables = isolation, variables or {}
+        self.isolation, self._variables, self.study = isolation, variables or {}, study
         self._first = list(candidates)
         self.say: Callable[[str], None] = lambda text: None
         self.show: Callable[[str], None] = lambda text: None  # what takes long, while it does
@@ -185,6 +189,7 @@ class LocalSession:
     def __init__(self, executor: LocalExecutor, candidate: Candidate, name: str, patience: float = 1.0) -> None:
         self._executor, self._candidate, self._patience = executor, candidate, patience
         self._folder = executor.folder / "trials" / name
+        self._made = Made((executor.study or executor.folder).resolve(), trial_of_mine(self._folder))
         self._group: Group | None = None
         self._ended = False
         self._ready: set[int] = set()
@@ -327,8 +332,8 @@ class LocalSession:
         what: dict[str, Any] = {"config": trial_config(candidate, job), "checkpointing": candidate.checkpointing}
         if job.script:
             # a node makes its own
-            scratch = str(scratch_folder(executor.folder, job, candidate)) if executor.here else None
-            what = {"candidate": candidate.as_dict, "scratch": scratch, "study": str(executor.folder.resolve())}
+            scratch = str(scratch_folder(executor.folder, job, candidate, self._made.folder)) if executor.here else None
+            what = {"candidate": candidate.as_dict, "scratch": scratch, **self._made.told}
         return {
             **what,
             "job": under(job, candidate).to_json(),
@@ -378,16 +383,11 @@ class LocalSession:
         self.close()
         if self._executor.cancelled():  # `scancel` ends tuner and ranks together: they may be seen to die first
             return interrupted(group.phase)
-        if unusable := [error for error in evidence.errors if error.get("cause")]:
-            text, cause = unusable[0]["text"], Cause(unusable[0]["cause"])
-            script = self._executor.job.script
-            known = script is not None and script.profile and self._checkpoint is None
-            if cause in (Cause.SCRIPT, Cause.STEPS) and not known:
-                raise Unusable(text, cause)
-            source = Source.EXCEPTION if cause is Cause.SCRIPT else Source(cause.value)
-            return Outcome(Kind.INVALID, group.phase, reason=text, evidence="its steps", source=source)
+        script = self._executor.job.script
+        known = script is not None and bool(script.profile) and self._checkpoint is None
         server_lives = not self._executor.here or not self._executor.ground.broken
-        return judged(evidence, greeted=group.greeted, server_lives=server_lives)
+        found = unusable(evidence, group.phase, known=known)
+        return found or judged(evidence, greeted=group.greeted, server_lives=server_lives)
 
     def close(self) -> None:
         """Ends every rank and waits until nothing of them is left."""
@@ -396,4 +396,5 @@ class LocalSession:
         self._ended = True
         if self._group is not None:
             self._group.end()
+            self._made.settle()
             clear(self._executor.folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from autotune.errors import Cause, Unusable
 from autotune.group.gauge import Peaks
 from autotune.group.gpu_meter import clock_limits, clock_mhz
 from autotune.group.protocol import Message
@@ -130,6 +131,25 @@ def judged(evidence: Evidence, *, greeted: bool, server_lives: bool) -> Outcome:
         missing_bytes=verdict.missing_bytes,
         peak_bytes=evidence.peaks.worst or None,
     )
+
+
+def unusable(evidence: Evidence, phase: Phase, *, known: bool) -> Outcome | None:
+    """Of a trial whose ranks say that the script is not to be tuned so; None where they do not.
+
+    Args:
+        known: whether the script has been measured already; then it is the candidate's.
+
+    Raises:
+        Unusable: the script cannot be tuned, whatever the candidate.
+    """
+    said = next((error for error in evidence.errors if error.get("cause")), None)
+    if said is None:
+        return None
+    text, cause = said["text"], Cause(said["cause"])
+    if cause in (Cause.SCRIPT, Cause.STEPS) and not known:
+        raise Unusable(text, cause)
+    source = Source.EXCEPTION if cause is Cause.SCRIPT else Source(cause.value)
+    return Outcome(Kind.INVALID, phase, reason=text, evidence="its steps", source=source)
 
 
 def interrupted(phase: Phase) -> Outcome:

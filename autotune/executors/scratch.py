@@ -21,7 +21,7 @@ _MOST_PARENTS = 4  # of the current folder, that are shown
 _MOST_BESIDE = 1000  # entries of a parent: each is a link to be made and removed in every trial
 
 
-def scratch_folder(folder: Path, job: Job, candidate: Candidate) -> Path:
+def scratch_folder(folder: Path, job: Job, candidate: Candidate, study: Path) -> Path:
     """A folder that shows a script what its own does, and takes what it writes there: links to every entry but the study.
     Its argument files have the candidate in them. It lies in folders that show its parents, so `..` is what it is to the user.
 
@@ -29,13 +29,13 @@ def scratch_folder(folder: Path, job: Job, candidate: Candidate) -> Path:
     (`datasets` does) is found by the next trial.
 
     Args:
-        folder: the executor's: the study's own, which no script sees; what lies beside it (`runs/` may hold checkpoints too)
-            every script does.
+        folder: the executor's, in the study's or that itself.
+        study: the study's own, which no script sees; what lies beside it (`runs/` may hold checkpoints too) every script does.
     """
     assert job.script is not None
     clear(folder)
-    study, cwd = folder.resolve(), Path(job.script.cwd)
-    root = scratch = study / _SCRATCH
+    study, cwd = study.resolve(), Path(job.script.cwd)
+    root = scratch = folder.resolve() / _SCRATCH
     (root / MAKING).mkdir(parents=True)
     here = cwd.resolve()
     around = {here, *here.parents}

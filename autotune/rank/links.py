@@ -10,10 +10,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import functools
 import itertools
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -23,6 +25,9 @@ from pathlib import Path
 _MOST_FOLLOWED = 40  # links on one path, as Linux allows: path_resolution(7)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # renameat2(2)
 MAKING = ".autotune-links"  # in the outermost folder of a trial's: what is made there before it takes a link's place
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # as `search/lock.py` says of which
+TOO_LARGE = (errno.ENOSPC, errno.EFBIG)
+_FICLONE = 0x40049409  # linux/fs.h
 _FREE_LEFT = 0.9  # of the disk's free bytes, what a copy may take: others write there too
 
 
@@ -60,17 +65,19 @@ class Links:
         """Whether an absolute path without links lies in the folder."""
         return path == self.root or path.startswith(self._below)
 
-    def own(self, path: str, want: Want) -> str:
+    def own(self, path: str, want: Want, most_bytes: int | None = None) -> str:
         """Makes every link that the kernel would follow out of the folder the folder's own, the topmost first.
 
         Args:
             path: absolute.
+            most_bytes: of a file that is copied; where the disk can share its blocks, it may have more.
 
         Returns:
             Where it then leads, without links but perhaps the last; it need not exist.
 
         Raises:
-            OSError: a copy or a folder of links could not be made. Nothing must be written then.
+            OSError: a copy or a folder of links could not be made; of `TOO_LARGE` where it would take too much of the disk.
+                Nothing must be written then.
         """
         here, followed = "/", 0
         if path.startswith(self._below):
@@ -82,9 +89,8 @@ class Links:
                 here = os.path.dirname(here)
                 continue
             at = os.path.join(here, name)
-            try:
-                target = os.readlink(at)
-            except OSError:  # no link, or nothing there
+            target = self._target(at, inside=bool(names))
+            if target is None:
                 here = at
                 continue
             wanted = Want.FOLDER if names else want
@@ -92,7 +98,7 @@ class Links:
             outside = self.holds(at) and not self.holds(leads)
             if wanted is Want.NAME or (wanted in _ITSELF and not outside):
                 return at
-            if outside and self._take(at, wanted):
+            if outside and self._take(at, wanted, most_bytes):
                 here = at
                 continue
             followed += 1
@@ -102,7 +108,24 @@ class Links:
             names += _reversed(target)
         return here
 
-    def _take(self, link: str, want: Want) -> bool:
+    def _target(self, at: str, *, inside: bool) -> str | None:
+        """Where a link leads; None where there is no link, or nothing.
+
+        Args:
+            inside: whether something in it is asked for: then it must be there, and may be on its way (`_exchange`).
+        """
+        for again in (False, True):
+            try:
+                return os.readlink(at)
+            except OSError as error:
+                swapping = inside and error.errno == errno.ENOENT and self.holds(at) and os.path.isdir(self._making)
+                if again or not swapping:
+                    return None
+            with self._turn():
+                pass
+        return None
+
+    def _take(self, link: str, want: Want, most_bytes: int | None) -> bool:
         """Puts something real in the place of a link that leads out of the folder, where that is wanted; False where it leads
         to a device, a pipe or a socket, which have no copy."""
         with self._turn():
@@ -120,7 +143,8 @@ class Links:
                     self._put(link, lambda made: _folder(made, None if want is Want.TREE else real))
             elif stat.S_ISREG(kind):
                 if want in (Want.CHANGED, Want.REPLACED):
-                    self._put(link, lambda made: _file(made, real, empty=want is Want.REPLACED))
+                    make = _empty if want is Want.REPLACED else functools.partial(_copy, most_bytes=most_bytes)
+                    self._put(link, lambda made: make(made, real))
             else:
                 return False
             return True
@@ -142,13 +166,15 @@ class Links:
     def _turn(self) -> Iterator[None]:
         """Waits for other threads and ranks. A child that is forked meanwhile holds nothing: it is unlocked for all."""
         os.makedirs(self._making, exist_ok=True)
-        lock = os.open(os.path.join(self._making, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        lock = _locked(os.path.join(self._making, "lock"))
+        if lock is None:  # the file system has no locks; ranks that share the folder are on one machine, whose disk may
+            lock = _locked(os.path.join(tempfile.gettempdir(), f"autotune-links-{os.getuid()}"))
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
             yield
         finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)
-            os.close(lock)
+            if lock is not None:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+                os.close(lock)
 
 
 def link_entries(folder: str, source: str, hides: Callable[[os.DirEntry[str]], bool] = lambda _: False) -> None:
@@ -174,6 +200,19 @@ def show(folder: str, source: str) -> None:
             shutil.rmtree(made)
 
 
+def _locked(file: str) -> int | None:
+    """The descriptor of a file that the kernel has locked; None where it has no locks for it."""
+    lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:
+        os.close(lock)
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    return lock
+
+
 def _reversed(path: str) -> list[str]:
     """The names of a path, the last first."""
     return [name for name in path.split("/") if name not in ("", ".")][::-1]
@@ -185,19 +224,38 @@ def _folder(made: str, source: str | None) -> None:
         link_entries(made, source)
 
 
-def _file(made: str, source: str, *, empty: bool) -> None:
-    """Raises OSError, ENOSPC included before a disk is full."""
-    if empty:
-        Path(made).touch()
-        shutil.copymode(source, made)
+def _empty(made: str, source: str) -> None:
+    Path(made).touch()
+    shutil.copymode(source, made)
+
+
+def _copy(made: str, source: str, *, most_bytes: int | None) -> None:
+    """Raises OSError, one of `TOO_LARGE` before a disk is full."""
+    if _shared(made, source):
+        shutil.copystat(source, made)
         return
-    if os.path.getsize(source) > _FREE_LEFT * shutil.disk_usage(os.path.dirname(made)).free:
+    size = os.path.getsize(source)
+    if size > _FREE_LEFT * shutil.disk_usage(os.path.dirname(made)).free:
         raise OSError(errno.ENOSPC, "No space for a trial's copy of a file that it changes", source)
+    if most_bytes is not None and size > most_bytes:
+        raise OSError(errno.EFBIG, "Too large to copy for a trial", source)
     shutil.copy2(source, made)
 
 
+def _shared(made: str, source: str) -> bool:
+    """A copy that has the same blocks until either is changed, made at once: ioctl_ficlone(2). False where the file system has
+    none (xfs and btrfs do)."""
+    with open(source, "rb") as theirs, open(made, "wb") as ours:
+        try:
+            fcntl.ioctl(ours, _FICLONE, theirs.fileno())
+        except OSError:
+            return False
+    return True
+
+
 def _exchange(made: str, link: str) -> None:
-    """At once where the kernel and the file system can: a name that is gone for a moment would be missed by who reads."""
+    """At once where the kernel and the file system can: a name that is gone for a moment would be missed by who reads. Where they
+    cannot (NFS), nothing else is at once that leaves a real folder, and who writes waits (`_target`)."""
     swap = getattr(ctypes.CDLL(None), "renameat2", None)
     names = os.fsencode(made), os.fsencode(link)
     if swap is not None and swap(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:

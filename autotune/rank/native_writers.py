@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -122,10 +121,12 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Whoever asks may only want to know whether there is such a module, as `importlib.util.find_spec` does."""
         if fullname not in self._names:
             return None
-        self._names.discard(fullname)
-        spec = importlib.util.find_spec(fullname)
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        found = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in found if spec is not None), None)
         loader: Any = spec.loader if spec is not None else None
         if loader is None or not hasattr(loader, "exec_module"):
             return spec
@@ -133,7 +134,9 @@ class _Finder(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            self._imported(module)
+            if module.__name__ in self._names:
+                self._names.discard(module.__name__)
+                self._imported(module)
 
         with suppress(AttributeError):  # a loader that takes no attributes
             loader.exec_module = exec_module

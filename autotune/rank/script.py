@@ -26,6 +26,7 @@ from autotune.rank.hooks import Hooks
 from autotune.rank.hooks.batches import Sizes
 from autotune.rank.hooks.context import Context
 from autotune.rank.links import Links
+from autotune.rank.made import Made
 from autotune.rank.measuring import certify_save, checkpoint, load, measure_as, run_as, say_goodbye
 from autotune.rank.overflow import Overflows
 from autotune.rank.saved_tensors import SavedTensors
@@ -91,6 +92,7 @@ class ScriptRank(BaseRank):
         self._steps_left = 0  # until the ranks compare their clocks
         self._step_began = self._measuring_began = 0.0
         self._pid = os.getpid()
+        self.writes: Writes | None = None
 
     def run(self) -> None:
         os.environ.update(_QUIET_ENVIRONMENT)
@@ -102,9 +104,8 @@ class ScriptRank(BaseRank):
         self.hooks = Hooks(Context(self.job, self.candidate, self, self.spec["device"], scratch, quiet=True))
         self.hooks.install()
         self._variables = dict(os.environ)
-        study = self.spec.get("study")
-        kept = Path(study) if study else None
-        self.writes = Writes(Links(scratch), Path(self.script.cwd), self.script.path, kept, self._would_lose)
+        made = Made(Path(self.spec["study"]), self.spec["by"])
+        self.writes = Writes(Links(scratch), Path(self.script.cwd), self.script.path, made, self._would_lose)
         self.writes.install(self.hooks.context.patches)
         try:
             run_script(self.script, self.hooks.arguments())
@@ -129,10 +130,10 @@ class ScriptRank(BaseRank):
             leave(EXIT_REPORTED)
 
     def send_error(self, described: Message) -> None:
-        """With what may be why: a variable that came too late."""
-        if late := self._too_late():
+        """With what may be why: a variable that came too late, a database that could only be read."""
+        if why := (self.writes and self.writes.why(described["text"])) or self._too_late():
             first, newline, rest = described["text"].partition("\n")
-            described = {**described, "text": f"{first[:160]} ({late}){newline}{rest}"}
+            described = {**described, "text": f"{first[:160]} ({why}){newline}{rest}"}
         super().send_error(described)
 
     def _too_late(self) -> str:
@@ -342,7 +343,7 @@ class ScriptRank(BaseRank):
             facts["saved_bytes"] = self.saved_tensors.bytes
         if late := self._too_late():
             facts["late"] = late
-        if left := self.writes.left():
+        if self.writes is not None and (left := self.writes.left()):
             facts["left"] = left
         if self.rows_beside:
             facts["beside"] = {number: usual(rows) for number, rows in self.rows_beside.items()}

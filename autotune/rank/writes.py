@@ -10,7 +10,6 @@ Sources: https://docs.python.org/3/library/audit_events.html, and PEP 578.
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import re
@@ -22,11 +21,14 @@ from contextlib import suppress
 from os.path import realpath  # before it is wrapped
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 from autotune.rank.commands import Change, changed_by
 from autotune.rank.hooks.patches import Patches
-from autotune.rank.links import Links, Want, show
+from autotune.rank.links import TOO_LARGE, Links, Want, show
+from autotune.rank.made import Made, as_it_is
 from autotune.rank.native_writers import Notice, watch_native
+from autotune.units import GIB
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECTORY
 _NEW = os.O_CREAT | os.O_EXCL
@@ -36,7 +38,9 @@ _CACHED = re.compile(r"\..*|__pycache__|site-packages|(models|datasets|spaces)--
 # Nothing is kept there, but what lies in the user's own folders.
 _PASSING = ("/tmp", "/var/tmp", "/run/user", "/run/lock", "/dev", "/proc", "/sys")
 _HOMES = ("HF_HOME", "TORCH_HOME", "TRITON_HOME", "XDG_CACHE_HOME")
+_MOST_DATABASE_BYTES = 4 * GIB  # that is copied for a trial, which may only read it
 _SQLITE_BESIDE = ("", "-journal", "-wal", "-shm")  # https://www.sqlite.org/tempfiles.html
+_SQLITE_URI = 6  # after the database, `uri` is the seventh argument
 
 
 class Writes:
@@ -46,13 +50,11 @@ class Writes:
         links: of the trial's folder, which is the current one.
         cwd: the user's folder that it shows.
         script: the script's file, where it is one.
-        kept: the study's folder, which is no user's; None where there is none.
+        made: what the study's trials have made; its folder is no user's.
         refuse: told what is wrong, in one line, where a file of the user's would be lost; it does not return.
     """
 
-    def __init__(
-        self, links: Links, cwd: Path, script: Path | None, kept: Path | None, refuse: Callable[[str], None]
-    ) -> None:
+    def __init__(self, links: Links, cwd: Path, script: Path | None, made: Made, refuse: Callable[[str], None]) -> None:
         self._links, self._refuse = links, refuse
         here = str(cwd.resolve())
         self._shown = {here: links.folder}
@@ -62,12 +64,12 @@ class Writes:
         if script is not None and not script.resolve().is_relative_to(here):
             theirs = str(script.resolve().parent)
             self._shown[theirs] = self._place_of(theirs) or os.path.join(links.root, _SCRIPTS)
-        self._kept = _Record(kept)
+        self._made = made
         self._around = [str(folder) for shown in self._shown for folder in (Path(shown), *Path(shown).parents)]
-        self._study = [str(kept)] if kept else []
         self._not_theirs = self._apart()
         self._passing = {*_PASSING, *map(realpath, _PASSING)}
-        self._changed: set[str] = set()
+        self._changed: dict[str, list[int] | None] = {}  # how it was, where it may only be read
+        self._read_only: set[str] = set()  # databases
         self._inside = threading.local()
 
     def install(self, patches: Patches) -> None:
@@ -87,12 +89,25 @@ class Writes:
         patches.wrap(os.path, "realpath", self._realpath)
         if sys.version_info < (3, 11):  # whose pathlib keeps a reference of its own
             patches.wrap(vars(pathlib)["_normal_accessor"], "realpath", self._realpath)
+        with suppress(ImportError):  # a Python may be built without it
+            import sqlite3
+
+            for module in (sqlite3, sqlite3.dbapi2):
+                patches.wrap(module, "connect", self._connect)
         watch_native(patches, lambda path, notice: self._alone(self._native, path, notice))
 
     def left(self) -> list[str]:
         """Files and folders of the user's that trials of this study have made, or this one added to, that are there still, on
         this machine."""
-        return sorted(filter(os.path.lexists, {*self._kept.paths(), *self._changed}))
+        changed = [path for path, was in self._changed.items() if os.path.lexists(path) and was != as_it_is(path)]
+        return sorted({*self._made.paths(), *changed})
+
+    def why(self, failure: str) -> str:
+        """What of it is due to a database that was opened for reading alone; else empty."""
+        if not self._read_only or "readonly database" not in failure:
+            return ""
+        names = ", ".join(sorted(self._read_only))
+        return f"{names}: too large to be copied for a trial, which can only read it; write to a database of its own"
 
     # -- what is about to happen ---------------------------------------------------------------------------------------
 
@@ -139,8 +154,8 @@ class Writes:
             self._make(path, Want.CHANGED)
         elif flags & os.O_DIRECTORY:
             self._own(path, Want.FOLDER)
-        else:
-            self._own(path, Want.CHANGED)
+        elif (real := self._own(path, Want.CHANGED)) is not None:
+            self._made.renew(real)
 
     def _native(self, path: Any, notice: Notice) -> None:
         if notice is Notice.NEW:
@@ -170,15 +185,30 @@ class Writes:
                 self._own(where, Want.CHANGED if change is Change.CONTENT else Want.MOVE)
 
     def _sqlite(self, database: Any) -> None:
-        """A database and the files that SQLite keeps beside it."""
-        name = os.fsdecode(database)
-        if name.startswith("file:"):
-            name, _, options = name[5:].partition("?")
-            if "mode=ro" in options or "mode=memory" in options or "immutable=1" in options:
-                return
-        if name and name != ":memory:":
-            for beside in _SQLITE_BESIDE:
-                self._own(name + beside, Want.CHANGED)
+        """A database and the files that SQLite keeps beside it. Raises OSError before it is opened."""
+        name, options = _database(database)
+        if "mode=ro" in options or "mode=memory" in options or "immutable=1" in options or name in ("", ":memory:"):
+            return
+        for beside in _SQLITE_BESIDE:
+            real = self._own(name + beside, Want.CHANGED, most_bytes=_MOST_DATABASE_BYTES)
+            if real is not None and os.path.lexists(real):
+                self._changed.setdefault(real, as_it_is(real))  # most are only read
+                self._made.renew(real)
+            elif real is not None:
+                self._made.add(real)
+
+    def _connect(self, original: Callable[..., Any], /, database: Any, *args: Any, **kwargs: Any) -> Any:
+        """A database that is too large for a copy can be read all the same."""
+        try:
+            return original(database, *args, **kwargs)
+        except OSError as error:  # of `_sqlite`: SQLite's own are others
+            if error.errno not in TOO_LARGE:
+                raise
+            name, options = _database(database)
+            self._read_only.add(name)
+            kept = [one for one in options.split("&") if one and not one.startswith("mode=")]
+            uri = f"file:{quote(os.path.abspath(name))}?{'&'.join([*kept, 'mode=ro'])}"
+            return original(uri, *args[:_SQLITE_URI], **{**kwargs, "uri": True})
 
     def _chdir(self, original: Callable[..., Any], path: Any) -> None:
         """Into the user's own folder, by a path that the script has made of `__file__`: the trial's shows the same."""
@@ -208,12 +238,12 @@ class Writes:
 
     # -- where it happens ----------------------------------------------------------------------------------------------
 
-    def _own(self, path: Any, want: Want, fd: int = -1) -> str | None:
+    def _own(self, path: Any, want: Want, fd: int = -1, most_bytes: int | None = None) -> str | None:
         """Where the path leads, all links on it the trial's own by then. None: nothing of the user's is at stake there."""
         where = _absolute(path, fd)
         if where is None:
             return None
-        real = self._links.own(where, want)
+        real = self._links.own(where, want, most_bytes)
         if self._links.holds(real):
             return None
         named = os.path.normpath(where)
@@ -236,7 +266,7 @@ class Writes:
     def _apart(self) -> dict[str, bool]:
         """Folders that no file of the user's lies in, by the environment as it is now, but for those that hold one that is shown
         and for the home folder; and whether that is sure."""
-        found = [*_cache_folders(), (sys.prefix, True), *((one, True) for one in self._study)]
+        found = [*_cache_folders(), (sys.prefix, True), (str(self._made.folder), True)]
         theirs = {*self._around, realpath(os.path.expanduser("~"))}  # whatever `TMPDIR` says
         apart = [(real, sure) for one, sure in found if (real := realpath(one)) not in theirs]
         return dict(sorted(apart, key=lambda one: one[1]))
@@ -245,9 +275,10 @@ class Writes:
         """Something may be made there."""
         real = self._own(path, want, fd)
         if real is not None and not os.path.lexists(real):
-            self._kept.add(real)
+            self._made.add(real)
         elif real is not None and want is Want.CHANGED:
-            self._changed.add(real)
+            self._changed[real] = None
+            self._made.renew(real)
 
     def _lose(self, path: Any, want: Want, fd: int = -1, *, makes: bool = True) -> None:
         """What is there would be gone; else something may be made there."""
@@ -258,51 +289,17 @@ class Writes:
             found = os.lstat(real)
         except OSError:
             if makes:
-                self._kept.add(real)
+                self._made.add(real)
             return
         file = stat.S_ISREG(found.st_mode)
         holds = bool(os.listdir(real)) if stat.S_ISDIR(found.st_mode) else file and found.st_size
-        if file and not holds and makes:
-            self._kept.add(real)  # what it has then is the trial's
-        elif holds and not self._kept.made(real):
+        if not holds or self._made.holds(real, self._theirs):
+            if file and makes:
+                self._made.add(real)  # what it has then is the trial's
+        else:
             self._not_theirs = self._apart()  # the script may have named a cache since
             if self._own(path, want, fd) is not None:
                 self._refuse(real)
-
-
-class _Record:
-    """What a study's trials have made among the user's files, kept in its folder: a later trial may overwrite that again.
-    Without a folder nothing is kept."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self._file = folder / "made-outside.jsonl" if folder is not None else None
-        self._known: set[str] = set()
-        self._read = 0  # bytes of the file
-
-    def add(self, path: str) -> None:
-        """Said before it is made: another rank that finds it finds it here."""
-        if path not in self._known:
-            self._known.add(path)
-            if self._file is not None:
-                with self._file.open("a") as file:
-                    file.write(json.dumps(path) + "\n")
-
-    def paths(self) -> set[str]:
-        if self._file is not None and self._file.exists():
-            with self._file.open("rb") as file:
-                file.seek(self._read)
-                for line in file.read().splitlines(keepends=True):
-                    if not line.endswith(b"\n"):  # another rank is writing it
-                        break
-                    self._read += len(line)
-                    with suppress(ValueError):
-                        self._known.add(json.loads(line))
-        return self._known
-
-    def made(self, path: str) -> bool:
-        """Whether it, or a folder that it lies in, was made by a trial."""
-        names = {path, *map(str, Path(path).parents)}
-        return not names.isdisjoint(self._known) or not names.isdisjoint(self.paths())
 
 
 def _absolute(path: Any, fd: int) -> str | None:
@@ -318,6 +315,15 @@ def _absolute(path: Any, fd: int) -> str | None:
         return os.path.join(os.readlink(f"/proc/self/fd/{fd}") if fd >= 0 else os.getcwd(), name)
     except OSError:
         return None
+
+
+def _database(given: Any) -> tuple[str, str]:
+    """(path, options) of what `sqlite3.connect` is given."""
+    name = os.fsdecode(given)
+    if not name.startswith("file:"):
+        return name, ""
+    path, _, options = name[len("file:") :].partition("?")
+    return unquote(path), options
 
 
 def _cache_folders() -> Iterator[tuple[str, bool]]:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from autotune.commands.grounds import executors_beside, first_executor
+from autotune.executors.local import LocalExecutor
 from autotune.problem.cpus import usable_cpus
+from autotune.problem.hardware import detect
+from autotune.problem.script import Script
+from autotune.search.crew import Crew
 from autotune.search.records import SEARCH
 from autotune.search.study import StudyStore
 from tests.cli_call import call
-from tests.conftest import processes_in, wait_until
+from tests.conftest import make_candidate, make_job, processes_in, wait_until
 
 SPACE = """\
 name: few
@@ -44,6 +53,25 @@ def test_two_at_once(tmp_path: Path) -> None:
     logs = [Path(record.outcome.log).parts for record in searched if record.outcome and record.outcome.log]
     assert {"beside-2" in parts for parts in logs} == {True, False}, "both places have measured"
     wait_until(lambda: not processes_in(tmp_path), "nothing is left")
+
+
+def test_slots_keep_one_record_of_what_a_script_makes_outside(tmp_path: Path) -> None:
+    """A script that writes the same file by an absolute path in every run: what one slot's trial has made is a trial's to all. And
+    the whole study is hidden from each."""
+    (tmp_path / "train.py").touch()
+    study, hardware = tmp_path / "runs" / "s", detect("cpu", 1)
+    job = replace(make_job(1), script=Script(("train.py",), str(tmp_path)))
+    place: Any = SimpleNamespace(hardware=hardware, variables={})
+    about = {"candidates": (), "isolation": "fork", "seed": 0, "nodes": None, "landscape": None}
+    setup: Any = SimpleNamespace(job=job, hardware=hardware, folder=study, slots=(place, place), **about)
+    first = first_executor(setup, study / "tuner-2", lambda: False)
+    assert isinstance(first, LocalExecutor)
+    (second,) = executors_beside(setup, study / "tuner-2", first, Crew(lambda candidate: False))
+    specs = [executor.session(make_candidate(), "1")._spec() for executor in (first, second)]
+    assert {spec["study"] for spec in specs} == {str(study.resolve())}
+    assert len({spec["by"] for spec in specs}) == 2
+    assert all(sorted(os.listdir(spec["scratch"])) == ["runs", "train.py"] for spec in specs)
+    assert not any(os.listdir(Path(spec["scratch"], "runs")) for spec in specs)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.conftest import make_job
 def shown(cwd: Path, study: Path) -> Path:
     (cwd / "train.py").write_text("")
     script = Script(argv=(str(cwd / "train.py"),), cwd=str(cwd))
-    return scratch_folder(study, dataclasses.replace(make_job(), script=script), Candidate(()))
+    return scratch_folder(study, dataclasses.replace(make_job(), script=script), Candidate(()), study)
 
 
 def seen(cwd: Path, study: Path) -> dict[str, str]:
@@ -100,7 +100,7 @@ def test_the_output_folder_that_a_file_of_arguments_names_is_shown(
         (tmp_path / "project" / "mine.yaml").write_text(f"output_dir: {named}\n")
         found = read_command(["train.py", "mine.yaml"], [])
         job = dataclasses.replace(make_job(), script=found.script)
-        scratch = scratch_folder(tmp_path / "study", job, Candidate(()))
+        scratch = scratch_folder(tmp_path / "study", job, Candidate(()), tmp_path / "study")
         shown_there = scratch / ".autotune-output"
         expected = [] if "nowhere" in named else [shown_there / "vocab.json"]
         assert list(shown_there.glob("*")) == expected
@@ -163,7 +163,7 @@ def test_a_folder_above_that_cannot_be_read_is_passed_through(
 
 def test_the_root_folder_is_never_shown(tmp_path: Path) -> None:
     job = dataclasses.replace(make_job(), script=Script(argv=("/train.py",), cwd="/tmp"))
-    found = scratch_folder(tmp_path / "study", job, Candidate(()))
+    found = scratch_folder(tmp_path / "study", job, Candidate(()), tmp_path / "study")
     assert found == (tmp_path / "study" / "scratch").resolve()
 
 

@@ -1,9 +1,11 @@
 """A rank that measures a user's script, heard as its parent hears it."""
 
 import json
+import os
+import sqlite3
 import textwrap
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,8 @@ import torch
 
 from autotune.errors import Cause, Unusable
 from autotune.problem.candidate import Candidate
-from autotune.problem.job import Script
+from autotune.problem.job import Job, Script
+from autotune.rank.made import trial_of_mine
 from autotune.rank.recurring import pace_of
 from autotune.rank.saved_tensors import SavedTensors
 from autotune.rank.script import WARMUP_STEPS
@@ -29,6 +32,7 @@ from autotune.rank.trained import (
     usual,
     usual_step,
 )
+from autotune.units import GIB
 from tests.conftest import make_candidate, make_job
 from tests.rank.conftest import Parent, Rank, make_spec
 
@@ -50,12 +54,19 @@ LOOP = """
     """
 
 
+def spec_of(folder: Path, job: Job, scratch: Path, **more: Any) -> dict[str, Any]:
+    """With a study in the folder."""
+    study = folder / "runs"
+    study.mkdir()
+    return make_spec(folder, job, scratch=str(scratch), study=str(study), by=trial_of_mine(study), **more)
+
+
 def start(parent: Parent, folder: Path, text: str, candidate: Candidate | None = None, **profile: Any) -> Rank:
     (folder / "train.py").write_text(textwrap.dedent(text))
     (folder / "ds.json").write_text(json.dumps(CONFIG))
     job = replace(make_job(1), script=Script(("train.py", "ds.json"), str(folder), profile=profile))
     knobs = candidate.as_dict if candidate else {}
-    (rank,) = parent.start("autotune.rank.script", make_spec(folder, job, candidate=knobs, scratch=str(folder)))
+    (rank,) = parent.start("autotune.rank.script", spec_of(folder, job, folder, candidate=knobs))
     return rank
 
 
@@ -101,7 +112,7 @@ def test_a_file_of_the_users_is_neither_written_through_a_link_nor_overwritten(p
     scratch.mkdir()
     (scratch / "log.txt").symlink_to(tmp_path / "log.txt")
     job = replace(make_job(1), script=Script(("train.py",), str(tmp_path)))
-    (rank,) = parent.start("autotune.rank.script", make_spec(tmp_path, job, candidate={}, scratch=str(scratch)))
+    (rank,) = parent.start("autotune.rank.script", spec_of(tmp_path, job, scratch, candidate={}))
     with pytest.raises(AssertionError):
         rank.wait_for("bye")
     error = rank.heard[-1]
@@ -109,6 +120,31 @@ def test_a_file_of_the_users_is_neither_written_through_a_link_nor_overwritten(p
     assert f"train.py would overwrite or remove {tmp_path / 'log.txt'}, which is yours" in error["text"]
     assert (tmp_path / "log.txt").read_text() == "old"
     assert (scratch / "log.txt").read_text() == ""
+
+
+def test_a_database_that_is_too_large_to_be_copied_is_only_read(parent: Parent, tmp_path: Path) -> None:
+    text = """
+        import sqlite3
+        connection = sqlite3.connect("big.db")
+        assert connection.execute("select x from t").fetchall() == [(1,)]
+        connection.execute("insert into t values (2)")
+        """
+    (tmp_path / "train.py").write_text(textwrap.dedent(text))
+    with closing(sqlite3.connect(tmp_path / "big.db")) as connection:
+        connection.executescript("create table t (x); insert into t values (1)")
+    os.truncate(tmp_path / "big.db", 5 * GIB)  # which takes no room
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (scratch / "big.db").symlink_to(tmp_path / "big.db")
+    job = replace(make_job(1), script=Script(("train.py",), str(tmp_path)))
+    (rank,) = parent.start("autotune.rank.script", spec_of(tmp_path, job, scratch, candidate={}))
+    with pytest.raises(AssertionError):
+        rank.wait_for("bye")
+    assert rank.heard[-1]["text"].partition("\n")[0] == (
+        "attempt to write a readonly database (big.db: too large to be copied for a trial, which can only read it; write to a "
+        "database of its own)"
+    )
+    assert (scratch / "big.db").is_symlink()
 
 
 OWN_OPTIMIZER = """

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
 import multiprocessing
 import os
+import sqlite3
 import sys
 import textwrap
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from autotune.linux import started_at
 from autotune.rank.hooks.patches import Patches
 from autotune.rank.links import MAKING, Links, link_entries
+from autotune.rank.made import Made, trial_of_mine
 from autotune.rank.writes import Writes
 
 FORK = multiprocessing.get_context("fork")
@@ -42,6 +50,7 @@ class Project:
         (self.root / "out" / "latest").symlink_to("old")
         (self.root / "out" / "empty").mkdir()
         (self.root / "gone").symlink_to(self.root / "nowhere")
+        self.by = trial_of_mine(self.scratch)
         self.anew()
 
     def anew(self) -> None:
@@ -67,6 +76,7 @@ class Project:
         def end() -> list[str]:
             said: list[str] = ours.recv()
             process.join()
+            Made(self.study, self.by).settle()
             return said
 
         return end
@@ -78,7 +88,7 @@ class Project:
         said: list[str] = []
         try:
             os.chdir(self.scratch)
-            writes = Writes(Links(self.scratch), self.cwd, script, self.study, _refuse)
+            writes = Writes(Links(self.scratch), self.cwd, script, Made(self.study, self.by), _refuse)
             writes.install(Patches())
             exec(compile(text, str(script), "exec"), {"__file__": str(script), "__name__": "__main__"})
             said += [f"left {os.path.relpath(path, self.root)}" for path in writes.left()]
@@ -294,6 +304,42 @@ def test_a_kernel_that_cannot_exchange_two_names(project: Project, monkeypatch: 
     assert project.theirs() == before
 
 
+def test_who_writes_waits_where_two_names_cannot_be_exchanged(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exchange(made: str, link: str) -> None:
+        os.unlink(link)
+        time.sleep(0.3)
+        os.rename(made, link)
+
+    monkeypatch.setattr("autotune.rank.links._exchange", exchange)
+    first = project.start("open('out/a', 'w').close()")
+    while (project.scratch / "out").is_symlink():
+        pass
+    assert project.run("open('out/b', 'w').close()") == []
+    assert first() == []
+    assert {"a", "b", "model.pt"} <= set(os.listdir(project.scratch / "out"))
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_file_system_without_locks(project: Project, monkeypatch: pytest.MonkeyPatch, everywhere: bool) -> None:
+    """There one of the machine's own stands in, and where that has none either ranks go on without."""
+    took, theirs = project.root.parent / "tmp", fcntl.flock
+    took.mkdir()
+
+    def flock(lock: int, how: int) -> None:
+        if everywhere or ".autotune-links" in os.readlink(f"/proc/self/fd/{lock}"):
+            raise OSError(errno.ENOLCK, "No locks available")
+        theirs(lock, how)
+
+    monkeypatch.setattr("autotune.rank.links.fcntl.flock", flock)
+    monkeypatch.setattr("tempfile.tempdir", str(took))
+    before = project.theirs()
+    assert project.run("open('out/old/a.txt', 'w').write('x'); assert open('out/old/a.txt').read() == 'x'") == []
+    assert project.theirs() == before
+    assert os.listdir(took) == [f"autotune-links-{os.getuid()}"]
+
+
 def test_a_copy_that_the_disk_has_no_room_for_is_an_error_before_anything_is_written(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +348,61 @@ def test_a_copy_that_the_disk_has_no_room_for_is_an_error_before_anything_is_wri
     (said,) = project.run("open('log.txt', 'a').write('x')")
     assert "OSError: [Errno 28] No space" in said
     assert project.theirs() == before
+
+
+READS = "import sqlite3; c = sqlite3.connect(WHERE); assert c.execute('select x from t').fetchall() == [(1,)]\n"
+INSERTS = READS + "c.execute('insert into t values (2)'); c.commit()"
+DATABASES = ["'data/x.db'", "'file:data/x.db?mode=rw&cache=private', uri=True", "b'data/x.db', 5.0"]
+
+
+@pytest.fixture
+def database(project: Project) -> Path:
+    where = project.root / "data" / "x.db"
+    with closing(sqlite3.connect(where)) as connection:
+        connection.executescript("create table t (x); insert into t values (1)")
+    return where
+
+
+@pytest.mark.parametrize("where", DATABASES)
+@pytest.mark.parametrize("scarce", ["_MOST_DATABASE_BYTES", "_FREE_LEFT"])
+def test_a_database_that_cannot_be_copied_is_only_read(
+    project: Project, database: Path, monkeypatch: pytest.MonkeyPatch, where: str, scarce: str
+) -> None:
+    module = "writes" if scarce == "_MOST_DATABASE_BYTES" else "links"
+    monkeypatch.setattr(f"autotune.rank.{module}.{scarce}", 1 if module == "writes" else 0.0)
+    before = project.theirs()
+    assert project.run(READS.replace("WHERE", where)) == []
+    (said,) = project.run(INSERTS.replace("WHERE", where))
+    assert "attempt to write a readonly database" in said
+    assert project.theirs() == before
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_file_is_copied_by_sharing_its_blocks_where_the_disk_can(
+    project: Project, database: Path, monkeypatch: pytest.MonkeyPatch, shares: bool
+) -> None:
+    """However large; the call of the kernel's is played."""
+
+    def ioctl(ours: Any, code: int, theirs: int) -> None:
+        if not shares:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        ours.write(os.read(theirs, 1 << 20))
+
+    monkeypatch.setattr("autotune.rank.links.fcntl.ioctl", ioctl)
+    monkeypatch.setattr("autotune.rank.links.shutil.copy2", lambda *_: pytest.fail("copied"))
+    monkeypatch.setattr("autotune.rank.writes._MOST_DATABASE_BYTES", 1)
+    before = project.theirs()
+    said = project.run(INSERTS.replace("WHERE", "'data/x.db'"))
+    assert (said == []) is shares
+    assert project.theirs() == before
+
+
+def test_a_database_by_an_absolute_path_is_told_where_it_is_changed(project: Project, database: Path) -> None:
+    assert project.run(READS.replace("WHERE", repr(str(database)))) == []
+    assert project.run(INSERTS.replace("WHERE", repr(str(database)))) == ["left data/x.db"]
+    new = repr(str(project.root / "new.db"))
+    makes = f"import sqlite3; c = sqlite3.connect({new}); c.execute('create table if not exists t (x)'); c.commit(); c.close()"
+    assert [project.run(makes), project.run(f"import os; os.remove({new})")] == [["left new.db"], []]
 
 
 def test_a_device_is_written_to(project: Project) -> None:
@@ -347,6 +448,93 @@ def test_what_a_trial_has_made_the_next_may_overwrite_and_it_is_told(project: Pr
     told = ["left made", "left made/log.txt", "left newer.txt", "left train.py"]
     assert project.run(text) == told
     assert project.run(textwrap.dedent(text) + "shutil.rmtree(here / 'made')") == told[2:]
+
+
+MAKES = """
+    import os, shutil
+    from pathlib import Path
+    made = Path(__file__).parent / "made"
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
+    (made / "log.txt").write_text("a trial's")
+    (made / "log.txt").open("a").write("!")
+    os.mkdir(made / "deep")
+    os.system(f"cp {made}/log.txt {made}/deep/copy; ln -s copy {made}/deep/link")
+    """
+
+
+def test_what_the_user_has_trained_into_since_is_theirs(project: Project) -> None:
+    made = project.root / "made"
+    names = ("", "/deep", "/deep/copy", "/deep/link", "/log.txt")
+    assert project.run(MAKES)[:1] == ["left made"]
+    assert project.run(MAKES) == [f"left made{name}" for name in names], "whatever wrote it in the trial's folder"
+    (made / "deep" / "weights").write_text("of days")
+    assert project.run(MAKES) == ["refused made"]
+    assert project.run("") == ["left made/deep/copy", "left made/deep/link", "left made/log.txt"]
+    (made / "deep" / "weights").rename(made / "log.txt")
+    for text in ("here.write_text('')", "here.unlink()", "here.rename('x')", "import os; os.truncate(here, 0)"):
+        said = project.run(f"from pathlib import Path; here = Path({str(made / 'log.txt')!r}); {text}")
+        assert said == ["refused made/log.txt"]
+    assert (made / "log.txt").read_text() == "of days"
+
+
+def test_a_trial_that_adds_to_what_trials_made_leaves_it_theirs(project: Project) -> None:
+    here = f"here = {str(project.root / 'made.txt')!r}; "
+    assert project.run(f"{here}open(here, 'w').write('x')") == ["left made.txt"]
+    for text in ("open(here, 'a').write('x')", "open(here, 'r+').write('xxxx')", "open(here, 'w').write('')"):
+        assert project.run(here + text) == ["left made.txt"]
+    assert project.run(f"import os; {here}os.remove(here)") == []
+    (project.root / "made.txt").write_text("the user's")
+    assert project.run(f"{here}open(here, 'w')") == ["refused made.txt"]
+
+
+def test_an_empty_file_that_a_trial_has_opened_is_the_users_once_they_fill_it(project: Project) -> None:
+    (project.root / "empty.txt").touch()
+    text = f"open({str(project.root / 'empty.txt')!r}, 'w')"
+    assert project.run(text) == ["left empty.txt"]
+    (project.root / "empty.txt").write_text("the user's")
+    assert project.run(text) == ["refused empty.txt"]
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_what_a_trial_of_another_tuner_is_making_is_a_trials_while_that_lives(project: Project, lives: bool) -> None:
+    """One that was killed has not said how it left what it made."""
+    other = FORK.Process(target=time.sleep, args=(600,))
+    other.start()
+    assert other.pid is not None
+    host, _, _, folder = json.loads(project.by)
+    (project.root / "made.txt").write_text("of another")
+    Made(project.study, json.dumps([host, other.pid, started_at(other.pid), folder])).add(f"{project.root}/made.txt")
+    if not lives:
+        other.kill()
+        other.join()
+    said = project.run(f"open({str(project.root / 'made.txt')!r}, 'w')")
+    other.kill()
+    assert said == (["left made.txt"] if lives else ["refused made.txt"])
+
+
+def test_trials_at_once_that_make_the_same_file(project: Project) -> None:
+    """Slots of one call: what the first to end has noted is then changed by the other."""
+    path = str(project.root / "same.txt")
+    here, beside = (Made(project.study, trial_of_mine(project.study / name)) for name in ("1", "beside-2"))
+    for slot, others in ((here, beside), (beside, here)):
+        assert not os.path.exists(path) or slot.holds(path, bool)
+        slot.add(path)
+        Path(path).write_text("x")
+        assert others.holds(path, bool)
+    here.settle()
+    Path(path).write_text("of the other's end")
+    assert beside.holds(path, bool)
+    assert Made(project.study, project.by).holds(path, bool)
+    beside.settle()
+    assert Made(project.study, project.by).holds(path, bool)
+    Path(path).write_text("the user's")
+    assert not Made(project.study, project.by).holds(path, bool)
+
+
+def test_a_record_of_an_earlier_version_vouches_for_nothing(project: Project) -> None:
+    (project.study / "made-outside.jsonl").write_text(json.dumps(str(project.root / "log.txt")) + "\n")
+    assert project.run(f"open({str(project.root / 'log.txt')!r}, 'w')") == ["refused log.txt"]
 
 
 def test_caches_below_the_users_folder_are_their_own(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -544,8 +732,12 @@ def test_native_writers(project: Project, way: str) -> None:
     assert project.theirs() == before
 
 
-def test_a_native_writer_that_is_imported_later(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As h5py, in whose place stands a module that writes where Python does not hear it."""
+@pytest.mark.parametrize(
+    "asks", ["", "import importlib.util as u; assert u.find_spec('h5py') and u.find_spec('h5py'); "]
+)
+def test_a_native_writer_that_is_imported_later(project: Project, monkeypatch: pytest.MonkeyPatch, asks: str) -> None:
+    """As h5py, in whose place stands a module that writes where Python does not hear it. Transformers asks whether there are
+    such modules, long before one is imported."""
     text = """
         class File:
             def __init__(self, name, mode="r"):
@@ -558,7 +750,7 @@ def test_a_native_writer_that_is_imported_later(project: Project, monkeypatch: p
     monkeypatch.syspath_prepend(str(project.root.parent))
     monkeypatch.delitem(sys.modules, "h5py", raising=False)
     before = project.theirs()
-    assert project.run("import h5py; h5py.File('log.txt'); h5py.File('out/model.pt', mode='w')") == []
+    assert project.run(asks + "import h5py; h5py.File('log.txt'); h5py.File('out/model.pt', mode='w')") == []
     assert project.theirs() == before
     assert (project.scratch / "log.txt").is_symlink()
     assert (project.scratch / "out" / "model.pt").read_text() == ""

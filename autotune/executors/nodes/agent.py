@@ -48,6 +48,7 @@ from autotune.problem.argument_texts import write_trial_files
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
+from autotune.rank.made import Made, trial_of_mine
 from autotune.version import __version__
 
 _LOOK_SECONDS = 0.1
@@ -250,8 +251,8 @@ class Agent:
         if "candidate" in spec:
             job, candidate = Job.from_json(spec["job"]), Candidate.of(spec["candidate"])
             if "scratch" in spec:
-                spec["scratch"] = str(scratch_folder(self.folder, job, candidate))
-                spec["study"] = str(self.folder.resolve())
+                spec["scratch"] = str(scratch_folder(self.folder, job, candidate, self.folder))
+                spec.update(self._made().told)
             else:
                 write_trial_files(job, candidate, squad.home, quiet=False)
                 spec["folder"] = str(squad.home)
@@ -316,6 +317,11 @@ class Agent:
             self._pass_on_heard(squad)
             squad.tell("stop")
             squad.end(done=done)
+            self._made().settle()
+
+    def _made(self) -> Made:
+        """The record of this node's ranks; it goes with the agent."""
+        return Made(self.folder.resolve(), trial_of_mine(self.folder / "logs"))
 
     def _pass_on_heard(self, squad: LocalSquad) -> None:
         back = self._moved.back

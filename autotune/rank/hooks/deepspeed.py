@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,10 @@ from autotune.rank.hooks import beside, checkpointing, election, lightning, opti
 from autotune.rank.hooks.batches import batch_of, padded, sizes_of
 from autotune.rank.hooks.config import kept_configs, merged, note_own
 from autotune.rank.hooks.context import Context
+from autotune.rank.hooks.saving import make_folder
 from autotune.rank.versions import backward_prologue
 
 _WATCHED = (("forward", Phase.FORWARD), ("backward", Phase.BACKWARD), ("step", Phase.STEP))
-_SAVES = ("save_checkpoint", "save_16bit_model")
 
 
 def install(context: Context) -> None:
@@ -37,8 +38,24 @@ def install(context: Context) -> None:
         patches.wrap(DeepSpeedEngine, prologue, functools.partial(_loss_backward, context))
     patches.wrap(DeepSpeedEngine, "compile", functools.partial(_compile, context))
     if context.quiet:
-        for name in _SAVES:
-            patches.wrap(DeepSpeedEngine, name, lambda original, engine, *args, **kwargs: True)
+        patches.wrap(DeepSpeedEngine, "save_checkpoint", functools.partial(_save_checkpoint, context))
+        patches.wrap(DeepSpeedEngine, "save_16bit_model", functools.partial(_save_weights, context))
+
+
+def _save_checkpoint(
+    context: Context, _: Any, engine: Any, save_dir: Any = None, tag: Any = None, *__: Any, **___: Any
+) -> bool:
+    """In place of `engine.save_checkpoint`: what is left of it are the folders."""
+    make_folder(context, save_dir, anywhere=True)
+    if save_dir:
+        make_folder(context, os.path.join(save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag)))
+    return True
+
+
+def _save_weights(context: Context, _: Any, engine: Any, save_dir: Any = None, *__: Any, **___: Any) -> bool:
+    """In place of `engine.save_16bit_model`."""
+    make_folder(context, save_dir, anywhere=True)
+    return True
 
 
 def unhooked(context: Context, method: str, *args: Any) -> Any:

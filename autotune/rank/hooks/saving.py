@@ -27,13 +27,13 @@ def install(context: Context) -> None:
                 accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}"
             )
         project.iteration += 1
-        _make(context, output_dir)
+        make_folder(context, output_dir)
         return output_dir
 
     def save_model(
         original: Callable[..., Any], accelerator: Any, model: Any, save_directory: Any = None, *_: Any, **__: Any
     ) -> None:
-        _make(context, save_directory)
+        make_folder(context, save_directory)
 
     context.patches.wrap(accelerator_class, "save_state", save_state)
     context.patches.wrap(accelerator_class, "save_model", save_model)
@@ -51,7 +51,7 @@ def keep_trainer_from_it(context: Context) -> None:
         return control
 
     def save_model(original: Callable[..., Any], trainer: Any, output_dir: Any = None, *_: Any, **__: Any) -> None:
-        _make(context, trainer.args.output_dir if output_dir is None else output_dir)
+        make_folder(context, trainer.args.output_dir if output_dir is None else output_dir)
 
     def nothing(original: Callable[..., Any], /, *_: Any, **__: Any) -> None:
         """In place of what writes a checkpoint or uploads one."""
@@ -63,8 +63,8 @@ def keep_trainer_from_it(context: Context) -> None:
             context.patches.wrap(trainer_class, name, silent)
 
 
-def _make(context: Context, folder: Any) -> None:
+def make_folder(context: Context, folder: Any, *, anywhere: bool = False) -> None:
     """Makes the folder that a script would find after a save, which may write into it: where it is the trial's. Among the user's
-    files an empty checkpoint would be taken for one."""
-    if folder is not None and Links(context.folder).holds(os.path.abspath(os.fsdecode(folder))):
+    files an empty checkpoint would be taken for one; with `anywhere` it is none, and is made there too."""
+    if folder and (anywhere or Links(context.folder).holds(os.path.abspath(os.fsdecode(folder)))):
         os.makedirs(folder, exist_ok=True)

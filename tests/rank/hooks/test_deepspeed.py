@@ -269,13 +269,17 @@ def test_ranks_that_share_their_samples_are_refused(
 
 
 def save(folder: str, quiet: bool) -> dict[str, Any]:
-    context, _ = make_context(folder, quiet=quiet)
+    """In the trial's folder and in one of the user's."""
+    context, _ = make_context(f"{folder}/trial", quiet=quiet)
     deepspeed.install(context)
     engine = initialize("dict", make_net(), folder)
-    found = {
-        "answers": [bool(engine.save_16bit_model(f"{folder}/weights")), bool(engine.save_checkpoint(f"{folder}/all"))]
-    }
-    found["script's"] = sorted(path.name for path in Path(folder).iterdir() if path.name in ("weights", "all"))
+    places = [Path(folder, "trial"), Path(folder, "theirs")]
+    saves = [(save, place) for place in places for save in (engine.save_16bit_model, engine.save_checkpoint)]
+    found = {"answers": [bool(save(str(place / save.__name__))) for save, place in saves]}
+    found["answers"].append(bool(engine.save_checkpoint(str(places[0] / "named"), "tag")))
+    below = [path for place in places for path in sorted(place.rglob("*"))]
+    found["files"] = [path.name for path in below if path.is_file()]
+    found["folders"] = [str(path.relative_to(folder)) for path in below if path.is_dir()]
     deepspeed.unhooked(context, "save_16bit_model", f"{folder}/ours", "weights.bin")
     deepspeed.unhooked(context, "save_checkpoint", f"{folder}/ours")
     found["ours"] = sorted(path.name for path in Path(folder, "ours").iterdir())
@@ -289,9 +293,14 @@ def save(folder: str, quiet: bool) -> dict[str, Any]:
 def test_saves_of_the_script_leave_nothing_where_it_is_quiet(
     in_rank: Callable[..., Any], tmp_path: Path, quiet: bool
 ) -> None:
+    (tmp_path / "trial").mkdir()
     found = in_rank(save, str(tmp_path), quiet)
-    assert found["answers"] == [True, True], "the script goes on either way"
-    assert found["script's"] == ([] if quiet else ["all", "weights"])
+    assert all(found["answers"]), "the script goes on either way"
+    assert (not found["files"]) is quiet
+    trials = ["named", "named/tag", "save_16bit_model", "save_checkpoint", "save_checkpoint/global_step0"]
+    theirs = ["save_16bit_model", "save_checkpoint", *([] if quiet else ["save_checkpoint/global_step0"])]
+    kept = [f"trial/{name}" for name in trials] + [f"theirs/{name}" for name in theirs]
+    assert found["folders"] == kept, "there to be written into, but no empty checkpoint among the user's"
     assert {"latest", "weights.bin"} <= set(found["ours"]), "verification saves in any case"
     assert found["after"], "undone"
 
