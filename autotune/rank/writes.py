@@ -124,11 +124,11 @@ class Writes:
             "os.link": self._link,
             "os.symlink": lambda source, path, fd=-1: self._make(path, Want.NAME, fd),
             "os.truncate": lambda path, length: self._lose(path, Want.CHANGED),
-            "os.chmod": lambda path, mode, fd=-1: self._own(path, Want.CHANGED, fd),
-            "os.chown": lambda path, user, group, fd=-1: self._own(path, Want.CHANGED, fd),
-            "os.utime": lambda path, times, ns, fd=-1: self._own(path, Want.CHANGED, fd),
-            "os.setxattr": lambda path, *_: self._own(path, Want.CHANGED),
-            "os.removexattr": lambda path, *_: self._own(path, Want.CHANGED),
+            "os.chmod": lambda path, mode, fd=-1: self._change(path, Want.CHANGED, fd),
+            "os.chown": lambda path, user, group, fd=-1: self._change(path, Want.CHANGED, fd),
+            "os.utime": lambda path, times, ns, fd=-1: self._change(path, Want.CHANGED, fd),
+            "os.setxattr": lambda path, *_: self._change(path, Want.CHANGED),
+            "os.removexattr": lambda path, *_: self._change(path, Want.CHANGED),
             "os.chdir": lambda path: self._own(path, Want.FOLDER),
             "subprocess.Popen": self._start,
             "os.system": lambda command: self._start(None, command, None),
@@ -154,8 +154,8 @@ class Writes:
             self._make(path, Want.CHANGED)
         elif flags & os.O_DIRECTORY:
             self._own(path, Want.FOLDER)
-        elif (real := self._own(path, Want.CHANGED)) is not None:
-            self._made.renew(real)
+        else:
+            self._change(path, Want.CHANGED)
 
     def _native(self, path: Any, notice: Notice) -> None:
         if notice is Notice.NEW:
@@ -182,7 +182,7 @@ class Writes:
             if change is Change.LOST:
                 self._lose(where, Want.MOVE, makes=False)
             else:
-                self._own(where, Want.CHANGED if change is Change.CONTENT else Want.MOVE)
+                self._change(where, Want.CHANGED if change is Change.CONTENT else Want.MOVE)
 
     def _sqlite(self, database: Any) -> None:
         """A database and the files that SQLite keeps beside it. Raises OSError before it is opened."""
@@ -270,6 +270,11 @@ class Writes:
         theirs = {*self._around, realpath(os.path.expanduser("~"))}  # whatever `TMPDIR` says
         apart = [(real, sure) for one, sure in found if (real := realpath(one)) not in theirs]
         return dict(sorted(apart, key=lambda one: one[1]))
+
+    def _change(self, path: Any, want: Want, fd: int = -1) -> None:
+        """What is there is changed, and told of no more than that."""
+        if (real := self._own(path, want, fd)) is not None:
+            self._made.renew(real)
 
     def _make(self, path: Any, want: Want, fd: int = -1) -> None:
         """Something may be made there."""

@@ -481,8 +481,14 @@ def test_what_the_user_has_trained_into_since_is_theirs(project: Project) -> Non
 def test_a_trial_that_adds_to_what_trials_made_leaves_it_theirs(project: Project) -> None:
     here = f"here = {str(project.root / 'made.txt')!r}; "
     assert project.run(f"{here}open(here, 'w').write('x')") == ["left made.txt"]
-    for text in ("open(here, 'a').write('x')", "open(here, 'r+').write('xxxx')", "open(here, 'w').write('')"):
+    commands = "os.system(f'cp train.py {here}')", "os.system(f'cp train.py new; mv new {here}')", "os.utime(here)"
+    for text in (
+        *(f"import os; {command}" for command in commands),
+        "open(here, 'r+').write('xxxx')",
+        "open(here, 'w').write('')",
+    ):
         assert project.run(here + text) == ["left made.txt"]
+    assert project.run(f"{here}open(here, 'a').write('x')") == ["left made.txt"]
     assert project.run(f"import os; {here}os.remove(here)") == []
     (project.root / "made.txt").write_text("the user's")
     assert project.run(f"{here}open(here, 'w')") == ["refused made.txt"]
