@@ -6,6 +6,7 @@ tests/test_ways.py knows how many sequences a step of each trains on.
 import argparse
 import dataclasses
 import json
+import os
 from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,7 +78,8 @@ def engine_of(args: argparse.Namespace, net: torch.nn.Module | None = None, **mo
 def note(name: str, what: Any) -> None:
     """For the test, beside the script's own files: a trial has links to them in a folder that goes."""
     if torch.distributed.get_rank() == 0:
-        (Path("train.yaml").resolve().parent / f"{name}.json").write_text(json.dumps(what))
+        theirs = os.readlink("train.yaml") if os.path.islink("train.yaml") else "train.yaml"
+        (Path(theirs).parent / f"{name}.json").write_text(json.dumps(what))
 
 
 def train(engine: Any, batches: Any) -> None:
