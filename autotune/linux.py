@@ -122,7 +122,8 @@ def _pids() -> list[int]:
 
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
     """The kernel sends this process a signal when its parent dies: a killed tuner leaves no orphan. It gets the signal now where
-    the parent is dead already, of which the kernel tells nobody: it was killed while this process began.
+    the parent is dead already, of which the kernel tells nobody: it was killed while this process began. To the kernel the thread
+    that has started this process is the parent (prctl(2)): one that starts ranks or a fork server has to outlive them.
 
     Args:
         parent: the process id of what has started this process, directly or by a script that stands for an interpreter.

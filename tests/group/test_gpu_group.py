@@ -103,12 +103,19 @@ def test_a_gpu_that_is_lost_in_mid_study(machine: Machine, training: bool) -> No
 
 def test_out_of_memory_beside_a_neighbour_that_came_in_mid_study(machine: Machine) -> None:
     group = machine.make({"rank": 1, "where": "forward", "what": OUT})
-    began = threading.Thread(target=lambda: group.start(FAKE, 2, {}, logs=machine.folder))
-    began.start()
+    up, over = threading.Event(), threading.Event()
+
+    def start() -> None:  # ranks die with the thread that has started them
+        group.start(FAKE, 2, {}, logs=machine.folder)
+        up.set()
+        over.wait()
+
+    threading.Thread(target=start, daemon=True).start()
     wait_until(lambda: group.greeted, "the ranks' hellos")
     machine.hold(card0={group._workers[0]: 9000}, card1={group._workers[1]: 9000, NEIGHBOUR: 12 * 1024})
-    began.join()
+    assert up.wait(60)
     assert group.watch(lambda: False) is Stop.FAILED
+    over.set()
     evidence = group.evidence()
     verdict = judge(evidence)
     assert verdict.kind is Kind.FOREIGN
