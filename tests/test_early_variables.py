@@ -59,6 +59,7 @@ def test_one_that_comes_too_late_is_said(scripts: Scripts, tmp_path: Path) -> No
     assert TOO_LATE not in said(scripts, written(tmp_path, "other.py", late.replace("HF_HOME", "MINE")), tmp_path)
 
 
+@pytest.mark.slow
 def test_one_that_comes_too_late_is_said_where_the_script_fails(scripts: Scripts, tmp_path: Path) -> None:
     fails = "os.environ['HF_HOME'] = 'hub'; open('gone')"
     with pytest.raises(UserError) as caught:

@@ -142,6 +142,7 @@ def test_other_names_fail_as_they_always_did() -> None:
     assert MovedFinder.find_spec("candidate") is None, "only names of this package are in the table"
 
 
+@pytest.mark.slow
 def test_the_callback_is_public_and_lazy() -> None:
     code = (
         "import sys, autotune\n"

@@ -73,7 +73,7 @@ def entries(folder: Path) -> set[str]:
     ("name", "arguments", "config", "flags"),
     [
         ("plain", ["--deepspeed_config", "ds.json"], CONFIG, (("train_micro_batch_size_per_gpu", "--batch_size"),)),
-        ("trainer", TRAINER, AUTO, ()),
+        pytest.param("trainer", TRAINER, AUTO, (), marks=pytest.mark.slow),
         ("accelerated", ["--config", "ds.json"], {**AUTO, "gradient_accumulation_steps": 2}, ()),
     ],
 )
@@ -250,9 +250,9 @@ LOOP = """
 @pytest.mark.parametrize(
     ("words", "accumulation", "batch", "obeys"),
     [
-        (["accumulate"], 1, (8, 1), True),  # accelerate takes the least of the two loaders for the config
-        ([], 4, (8, 1), False),  # no `accumulate()`: every backward is a step
-        (["accumulate", "split"], 1, (4, 1), True),
+        pytest.param(["accumulate"], 1, (8, 1), True),  # accelerate takes the least of the two loaders for the config
+        pytest.param([], 4, (8, 1), False, marks=pytest.mark.slow),  # no `accumulate()`: every backward is a step
+        pytest.param(["accumulate", "split"], 1, (4, 1), True, marks=pytest.mark.slow),
     ],
 )
 def test_what_accelerate_makes_of_a_batch(
@@ -274,6 +274,7 @@ def test_what_accelerate_makes_of_a_batch(
         assert samples == pytest.approx(2 * candidate.micro_batch * candidate.accumulation)
 
 
+@pytest.mark.slow
 def test_a_trainers_epoch_may_end_with_a_short_step(scripts: Scripts, tmp_path: Path) -> None:
     arguments = {
         "output_dir": "out",
@@ -363,6 +364,7 @@ def test_scripts_that_cannot_be_tuned(scripts: Scripts, tmp_path: Path, text: st
     assert processes_in(tmp_path) == [], "what a script starts ends with it"
 
 
+@pytest.mark.slow
 def test_a_script_that_the_budget_does_not_reach(scripts: Scripts, tmp_path: Path) -> None:
     name = write(tmp_path, "slow.py", "import time\ntime.sleep(600)\n")
     with pytest.raises(UserError, match=r"had not called deepspeed.initialize after \d.* give a larger --budget"):
@@ -424,6 +426,7 @@ def test_a_script_that_catches_our_out_of_memory(scripts: Scripts, tmp_path: Pat
 
 
 @pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.slow
 def test_workers_that_leave_their_process_group_are_ended_too(scripts: Scripts, tmp_path: Path, dies: bool) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     pids = tmp_path / "pids"
@@ -761,6 +764,7 @@ def test_a_damaged_checkpoint_is_not_gone_on_from(scripts: Scripts, tmp_path: Pa
     assert any(what in line for line in says)
 
 
+@pytest.mark.slow
 def test_the_second_training_of_a_script_goes_on_from_its_own_checkpoint(scripts: Scripts, tmp_path: Path) -> None:
     """It took the first one's last, and trained nothing."""
     (tmp_path / "ds.json").write_text(json.dumps(AUTO))
@@ -800,6 +804,7 @@ GIVES_UP = """
     """
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_beside_the_engine_of_a_program_that_ends_itself(scripts: Scripts, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     argv = [write(tmp_path, "gives_up.py", GIVES_UP.format(scripts=str(SCRIPTS))), "--deepspeed_config", "ds.json"]
@@ -907,6 +912,7 @@ def test_a_free_batch_is_tried_in_other_sizes_and_still_checked(scripts: Scripts
     assert other_batch(own_candidate(found.script), job) == ""
 
 
+@pytest.mark.slow
 def test_a_free_batch_that_the_script_does_not_take_is_left(scripts: Scripts, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({**CONFIG, "train_micro_batch_size_per_gpu": 4}))
     found = scripts.probe([str(SCRIPTS / "ways.py"), "constant_batch", "--deepspeed_config", "ds.json"], tmp_path)
@@ -938,12 +944,14 @@ def test_what_a_script_may_not_do_is_said_in_one_line(scripts: Scripts, tmp_path
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_script_that_never_calls_deepspeed_in_its_time(scripts: Scripts, tmp_path: Path) -> None:
     name = write(tmp_path, "idle.py", "import time\nwhile True:\n    time.sleep(0.05)\n")
     with pytest.raises(UserError, match=r"^idle\.py had not called deepspeed\.initialize after"):
         scripts.probe([name], tmp_path, seconds=3.0)
 
 
+@pytest.mark.slow
 def test_a_port_is_free_again_for_the_next_trial(scripts: Scripts, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     port = free_port()

@@ -236,6 +236,7 @@ def test_the_config_of_an_engine_beside_the_first_stays_its_own(scripts: Scripts
     assert printed[-3:] == ["critic.json", "--deepspeed_config", "best.json"]
 
 
+@pytest.mark.slow
 def test_a_model_that_is_made_in_parts_is_tuned_at_every_stage(scripts: Scripts, tmp_path: Path) -> None:
     stage3 = {"stage": 3, "reduce_bucket_size": 100_000}
     found = scripts.probe(command("zero_init"), folder_of(tmp_path, {**CONFIG, "zero_optimization": stage3}))
@@ -245,6 +246,7 @@ def test_a_model_that_is_made_in_parts_is_tuned_at_every_stage(scripts: Scripts,
         assert outcome.ok, outcome
 
 
+@pytest.mark.slow
 def test_a_script_that_resumes_is_tuned_at_every_stage(scripts: Scripts, tmp_path: Path) -> None:
     """Its checkpoint is of no stage at all: it is not loaded."""
     step = folder_of(tmp_path) / "saved" / "global_step5"
@@ -258,6 +260,7 @@ def test_a_script_that_resumes_is_tuned_at_every_stage(scripts: Scripts, tmp_pat
         assert outcome.ok, outcome
 
 
+@pytest.mark.slow
 def test_what_stays_the_same_where_rows_change_is_no_batch(scripts: Scripts, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="gave 16 rows a step where 8 were asked for: say which flag"):
         scripts.probe(command("four_images_and_texts"), folder_of(tmp_path))

@@ -317,9 +317,16 @@ class Group:
         )
 
     def _settle(self) -> None:
+        """Hears what else the ranks have to say of a failure, until each has spoken or ended."""
         until = time.monotonic() + self._policy.settle_seconds
-        while (left := until - time.monotonic()) > 0:
+        while not self._all_told() and (left := until - time.monotonic()) > 0:
             self._hear(min(left, 0.05))
+        self._hear(0.0)  # what those that have ended said last
+
+    def _all_told(self) -> bool:
+        """Whether nothing more is to come: of a training's rank there is its exit code beside its words."""
+        told = set() if self._policy.may_leave else {error.get("rank") for error in self.errors}
+        return len(told | self.exit_codes().keys()) >= self._world > 0
 
     def _wait_for_statuses(self) -> dict[int, int]:
         """Exit codes; where no rank has said what went wrong, there must be one soon."""

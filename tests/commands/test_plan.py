@@ -43,6 +43,7 @@ def test_more_memory_is_never_worse() -> None:
     assert large.best[0].samples_per_second > small.best[0].samples_per_second
 
 
+@pytest.mark.slow
 def test_a_global_batch_is_kept() -> None:
     (plan,) = plans(Request("llama-3.2-1b", 2, seq_len=1024, global_batch_size=48), ["rtx4090"])
     assert plan.best
@@ -121,6 +122,7 @@ def test_the_fewest_gpus_are_exactly_those() -> None:
     assert offloading.host_bytes * offloading.hardware.nodes > 16 * 8e9
 
 
+@pytest.mark.slow
 def test_beyond_a_machine_gpus_come_in_whole_nodes() -> None:
     (plan,) = plans(Request("llama-3.1-8b", 4, seq_len=1024), ["rtx4090"])
     assert plan.own is not None
@@ -130,6 +132,7 @@ def test_beyond_a_machine_gpus_come_in_whole_nodes() -> None:
     assert fewest.hardware.nodes == max(1, fewest.hardware.count // 8)
 
 
+@pytest.mark.slow
 def test_a_global_batch_leaves_out_counts_that_cannot_share_it() -> None:
     (plan,) = plans(Request("llama-3.1-8b", 8, seq_len=1024, global_batch_size=16), ["a100"])
     assert plan.own is not None
@@ -139,6 +142,7 @@ def test_a_global_batch_leaves_out_counts_that_cannot_share_it() -> None:
     assert any("twice the global batch: 32" in gain.what for gain in plan.gains) or plan.gains
 
 
+@pytest.mark.slow
 def test_cards_come_cheapest_first() -> None:
     (plan,) = plans(Request("llama-3.2-1b", 2, seq_len=1024, tokens="1B"), ["a100"])
     costs = [card.best.usd for card in plan.cards if card.best and card.best.usd is not None]
@@ -164,6 +168,7 @@ def test_a_card_without_bf16_is_taken_with_fp16_unless_bf16_was_typed() -> None:
     assert speed[0] > 2 * speed[1]
 
 
+@pytest.mark.slow
 def test_your_own_price_and_memory_count() -> None:
     (plan,) = plans(
         Request("llama-3.2-1b", 2, seq_len=1024, price=0.5, host_memory="1TiB", memory_cap="20GiB"), ["a100"]

@@ -31,7 +31,7 @@ def predicted_bytes(job: Job, candidate: Candidate) -> float:
     ("stage", "knobs"),
     [
         (3, {"offload_optimizer.ratio": 0.5, **CPU_ADAM}),
-        (2, LOW),
+        pytest.param(2, LOW, marks=pytest.mark.slow),
         pytest.param(
             3, {**KEPT, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}, marks=pytest.mark.slow
         ),

@@ -173,7 +173,7 @@ def test_out_of_memory_on_the_real_cap(bench: Bench) -> None:
     assert bench.run(make_candidate(0, 1)).ok, "the next trial starts as if nothing had happened"
 
 
-@pytest.mark.parametrize("what", ["oom", "SIGKILL", "SIGSEGV", "raise", "hang"])
+@pytest.mark.parametrize("what", ["oom", "SIGKILL", "SIGSEGV", "raise", pytest.param("hang", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("where", ["init", "backward"])
 def test_one_rank_of_two_fails(bench: Bench, what: str, where: str) -> None:
     bench.fault = {"rank": 1, "where": where, "what": what}

@@ -57,6 +57,7 @@ def test_ranks_of_a_slice_allocate_what_ranks_of_all_would(bench: Bench, stage: 
         assert max(of_eight.values()) < 0.9 * max(one.values())
 
 
+@pytest.mark.slow
 def test_two_ranks_of_a_slice_of_four(bench: Bench) -> None:
     """Out of memory is one of the slice's ranks', as ever."""
     bench.executor.job, bench.executor.hardware = make_job(4), sliced(2, 2)

@@ -122,7 +122,7 @@ def test_silence_is_measured_by_the_patience_of_its_phase(fakes: Fakes, phase: s
 
 
 @pytest.mark.parametrize("what", ["compute", pytest.param("beat", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("may_leave", [False, True], ids=["trial", "training"])
+@pytest.mark.parametrize("may_leave", [pytest.param(False, marks=pytest.mark.slow), True], ids=["trial", "training"])
 def test_a_rank_that_computes_or_gets_on_is_no_hang(fakes: Fakes, what: str, may_leave: bool) -> None:
     patience = Policy(HOUR, lambda phase: 2.0, settle_seconds=0.2, may_leave=may_leave)
     group = fakes.make(patience, {"rank": 1, "where": "step", "what": what})

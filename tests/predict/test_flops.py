@@ -14,10 +14,10 @@ from tests.conftest import make_job
     [
         ("tiny-llama", "causal-lm"),
         ("tiny-bert", "masked-lm"),
-        ("tiny-bert", "classification"),
+        pytest.param("tiny-bert", "classification", marks=pytest.mark.slow),
         ("tiny-t5", "seq2seq"),
         ("tiny-mixtral", "causal-lm"),
-        ("tiny-llava", "image-text"),
+        pytest.param("tiny-llava", "image-text", marks=pytest.mark.slow),
     ],
 )
 def test_a_step_computes_what_is_said(model: str, task: str) -> None:

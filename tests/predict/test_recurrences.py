@@ -39,7 +39,15 @@ def job_of(kind: str, seq_len: int = 16) -> Job:
     return Job(ModelSpec(kind, config, "test"), 1, seq_len=seq_len, precision="bf16")
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "mamba",
+        pytest.param("falcon_mamba", marks=pytest.mark.slow),
+        "jamba",
+        pytest.param("recurrent_gemma", marks=pytest.mark.slow),
+    ],
+)
 def test_a_loop_at_once_keeps_and_starts_what_the_loop_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(kind)
     at_once = tracer.trace_model(job).plain

@@ -17,7 +17,7 @@ from tests.predict.recorded import SEQ_LEN, recorded_trace
 @pytest.mark.parametrize(
     ("precision", "config", "stages"),
     [
-        ("fp32", {}, (1, 3)),
+        pytest.param("fp32", {}, (1, 3), marks=pytest.mark.slow),
         # DeepSpeed's FusedAdam is FP16_Optimizer at stage 0, also in bf16 (docs/deepspeed-facts.md)
         pytest.param(
             "bf16",
@@ -42,7 +42,7 @@ def test_engines_made_now_are_met_too(
         pytest.param("tiny-bert", "classification", "fp32", (0,), marks=pytest.mark.slow),
         ("tiny-bert", "masked-lm", "bf16", (2,)),
         pytest.param("tiny-t5", "seq2seq", "fp32", (1, 3), marks=pytest.mark.slow),
-        ("tiny-mixtral", "causal-lm", "fp32", (2,)),
+        pytest.param("tiny-mixtral", "causal-lm", "fp32", (2,), marks=pytest.mark.slow),
         pytest.param("tiny-llava", "image-text", "fp32", (2,), marks=pytest.mark.slow),
     ],
 )

@@ -21,7 +21,11 @@ def name_of(row: dict[str, object]) -> str:
     return f"{row['model']} {row['ranks']} {Candidate.of(row['candidate'])}"  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=name_of)
+@pytest.mark.parametrize(
+    "row",
+    [*ROWS[::3], *(pytest.param(row, marks=pytest.mark.slow) for row in ROWS if row not in ROWS[::3])],
+    ids=name_of,
+)
 def test_real_engines_are_met(row: dict[str, object]) -> None:
     job = Job(resolve_model(row["model"]), row["ranks"], row["seq_len"], row["precision"], lora=parse_lora(row["lora"]))  # type: ignore[arg-type]
     one = bill(job, trace_job(job, device="cpu"), columns_of([Candidate.of(row["candidate"])], job))  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ def test_a_condition_is_met_by_all_that_it_names() -> None:
 # -- families ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_candidate_of_a_shipped_space_is_canonical_and_there_once() -> None:
     for name in shipped_spaces():
         found = load_space(name).candidates(make_job())

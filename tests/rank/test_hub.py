@@ -61,6 +61,7 @@ def test_what_cannot_be_read_is_said_in_one_line(in_rank: Callable[..., Any]) ->
     assert len(error) <= 200
 
 
+@pytest.mark.slow
 def test_trusted_code_may_print_and_the_answer_is_one_line(own: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "autotune.rank.hub", "--trust-remote-code", str(own)],

@@ -186,16 +186,18 @@ def test_adapters_of_every_kind(bench: Bench, model: str, task: str) -> None:
     ("config", "task", "size"),
     [
         (QWEN, "image-text", 56),
-        (IDEFICS, "image-text", None),
+        pytest.param(IDEFICS, "image-text", None, marks=pytest.mark.slow),
         (PALIGEMMA, "image-text", None),
-        (GEMMA, "image-text", None),
+        pytest.param(GEMMA, "image-text", None, marks=pytest.mark.slow),
         (MODERN, "masked-lm", None),
         (MODERN, "token-classification", None),
         (DEBERTA, "question-answering", None),
         (DEBERTA, "masked-lm", None),
         (BART, "seq2seq", None),
         (BART, "classification", None),
-        ({**BART, "encoder_layerdrop": 0.1, "decoder_layerdrop": 0.1}, "seq2seq", None),
+        pytest.param(
+            {**BART, "encoder_layerdrop": 0.1, "decoder_layerdrop": 0.1}, "seq2seq", None, marks=pytest.mark.slow
+        ),
         ({**MODERN, "num_labels": 1}, "classification", None),
         ({**MODERN, "problem_type": "multi_label_classification"}, "classification", None),
     ],
@@ -245,6 +247,7 @@ def test_labels_of_what_is_learnt() -> None:
     assert (8, 8) in widths
 
 
+@pytest.mark.slow
 def test_of_experts_only_those_that_tokens_go_to_compute() -> None:
     spec = resolve_model("tiny-mixtral")
     one, two = (

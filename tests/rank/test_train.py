@@ -152,7 +152,7 @@ def test_what_an_attempt_has_left_before_its_first_save_does_not_end_the_next(
         assert (tmp_path / "found").read_text().endswith(found)
 
 
-@pytest.mark.parametrize("damaged", ["latest", "both"])
+@pytest.mark.parametrize("damaged", ["latest", pytest.param("both", marks=pytest.mark.slow)])
 def test_a_damaged_checkpoint_gives_way_to_an_older_one(parent: Parent, tmp_path: Path, damaged: str) -> None:
     """As a rank leaves it that is killed in the midst of a save, on a machine that loses its power."""
     out, steps = tmp_path / "out", LOOP.format(steps=2)
@@ -193,6 +193,7 @@ NOTIFIED = """
 
 
 @pytest.mark.parametrize("cold", [True, False])
+@pytest.mark.slow
 def test_a_signal_that_reaches_a_rank_itself_ends_it_not(parent: Parent, tmp_path: Path, cold: bool) -> None:
     """`scancel --signal=USR1` reaches every process of the step. Whether a script catches it is known as before."""
     rank = start(parent, tmp_path, NOTIFIED.format(folder=str(tmp_path)), cold=cold)

@@ -93,6 +93,7 @@ def test_out_of_memory_steps_down_at_once(launch: Launch) -> None:
     assert launch.waited == []
 
 
+@pytest.mark.slow
 def test_a_rung_whose_op_cannot_be_built_is_passed_over(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     """An image without a compiler: the rank would end with `Unable to JIT load`, which is nobody's memory."""
     monkeypatch.setenv("CXX", "/bin/false")

@@ -124,6 +124,7 @@ def test_what_is_cut_off_in_the_middle_is_done_again(
     assert store.commands == ("autotune run",)
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_back_is_waited_for(postgres: Postgres, tmp_path: Path) -> None:
     store, lines = opened(postgres, tmp_path), list[str]()
     store.share(lines.append)

@@ -163,7 +163,9 @@ def test_a_hang_on_two_nodes(spread: Spread) -> None:
     assert judge(group.evidence()).kind is Kind.TIMEOUT
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, *(pytest.param(how, marks=pytest.mark.slow) for how in (signal.SIGTERM, signal.SIGSTOP))]
+)
 def test_a_node_that_is_lost_is_the_machines_with_its_name(
     spread: Spread, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
