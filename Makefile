@@ -11,17 +11,15 @@ DEMO := $(shell nvidia-smi -L >/dev/null 2>&1 && echo "--model smollm2-360m --bu
 run: setup
 	$(BIN)/autotune run $(DEMO) --study demo-$$(date +%Y%m%d-%H%M%S) --yes
 
-# Two workers, in an order drawn anew each time (`--randomly-seed=N` repeats one).
-# Tests that share what is dear to make run in one worker: DEAR in tests/conftest.py.
-PYTEST := $(BIN)/python -m pytest -n 2
-# Many of the slow tests wait, for hosts that are lost and engines that start: a third worker uses the cores meanwhile.
-PYTEST_ALL := $(BIN)/python -m pytest -n 3
+# In an order drawn anew each time (`--randomly-seed=N` repeats one). Tests that share what is dear to make run in one worker:
+# DEAR in tests/conftest.py. Many tests wait, for hosts that are lost and engines that start: on two cores a third worker uses them meanwhile.
+PYTEST := $(BIN)/python -m pytest -n 3
 
 test: setup
 	$(PYTEST) -m "not slow"
 
 test-all: setup
-	$(PYTEST_ALL) --hypothesis-profile thorough
+	$(PYTEST) --hypothesis-profile thorough
 
 setup: $(VENV)/.installed
 
@@ -106,7 +104,7 @@ coverage: setup
 	COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(PYTEST) --cov --cov-report=term-missing
 
 flakes: setup  # hours
-	$(BIN)/python benchmarks/flakes.py --load --json benchmarks/results/flakes.json
+	$(BIN)/python benchmarks/flakes.py --beside --json benchmarks/results/flakes.json
 
 faults: setup  # an hour and a half; goes on where it was stopped
 	$(BIN)/python benchmarks/faults.py --json benchmarks/results/faults.json

@@ -1,10 +1,11 @@
 """Whether the tests can be trusted: the command of `make test` many times in a row, each time in another order.
 
-    python benchmarks/flakes.py --runs 20 --load --json benchmarks/results/flakes.json
+    python benchmarks/flakes.py --runs 20 --beside --json benchmarks/results/flakes.json
 
-`--load` keeps two other processes busy meanwhile, so that on two cores every test has half the time it is used to; without
-it the machine's other work is the load. Either way each run has the mean load average beside it, this one's own two workers
-included. A run that fails is written down with its seed and its output, and the next one starts: nothing is tried again.
+`--load` keeps two other processes busy meanwhile, so that on two cores every test has half the time it is used to; `--beside`
+has two runs beside each other, each of which is the other's load; without either the machine's other work is the load. Each run
+has the mean load average beside it, its own workers included. A run that fails is written down with its seed and its output,
+and the next one starts: nothing is tried again.
 
 Twenty runs take hours. A later call with the same `--json` goes on with the runs that are written there, if they are of the
 same code and tests; `--anew` begins again.
@@ -26,6 +27,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--load", action="store_true", help="two busy processes beside the tests")
+    parser.add_argument("--beside", action="store_true", help="two runs at a time")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--small", action="store_true", help="one run of a few fast tests")
     parser.add_argument("--anew", action="store_true", help="do not go on with the runs of the file")
@@ -140,16 +143,19 @@ def main() -> None:
     same = {"what": what, "cores": os.cpu_count(), "tree": tested_tree()}
     busy = 2 if arguments.load else 0
     runs = [] if arguments.anew or arguments.small else earlier_runs(arguments.json, same)
-    with load(busy):
-        for number in range(len(runs), 1 if arguments.small else arguments.runs):
-            run = run_once(command, secrets.randbelow(2**31), folder / f"run-{number + 1:02d}.log")
+
+    def one(number: int) -> dict[str, Any]:
+        return run_once(command, secrets.randbelow(2**31), folder / f"run-{number + 1:02d}.log")
+
+    with load(busy), ThreadPoolExecutor(2 if arguments.beside else 1) as pool:
+        numbers = range(len(runs), 1 if arguments.small else arguments.runs)
+        for number, run in enumerate(pool.map(one, numbers), start=len(runs)):
             runs.append({**run, "busy_processes": busy})
             write_json(arguments.json, {**same, **summary(runs), "each": runs})
-            one = runs[-1]
             print(
-                f"run {number + 1}: {one['passed']} passed, {one['failed']} failed, {one['skipped']} skipped in "
-                f"{one['seconds']:.0f} s (seed {one['seed']})",
-                *(f"  {name}" for name in one["failures"]),
+                f"run {number + 1}: {run['passed']} passed, {run['failed']} failed, {run['skipped']} skipped in "
+                f"{run['seconds']:.0f} s (seed {run['seed']})",
+                *(f"  {name}" for name in run["failures"]),
                 sep="\n",
                 flush=True,
             )

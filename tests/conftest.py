@@ -72,6 +72,8 @@ DEAR = {  # file: what its tests share, or None where each takes long by itself;
     "tests/predict/test_zero_live.py": "bench",
     "tests/test_scripts.py": "scripts",
     "tests/test_ways.py": "scripts",
+    "tests/test_early_variables.py": "scripts",
+    "tests/test_users_files.py": "scripts",
     "tests/test_launchers.py": "scripts",
     "tests/test_wheel.py": "wheel",
     "tests/test_end_to_end.py": "finished_study",
@@ -79,8 +81,12 @@ DEAR = {  # file: what its tests share, or None where each takes long by itself;
     "tests/rank/hooks/test_accelerate.py": "parent",
     "tests/rank/hooks/test_beside.py": "parent",
     "tests/rank/hooks/test_deepspeed.py": "parent",
+    "tests/rank/hooks/test_election.py": "parent",
     "tests/rank/hooks/test_process_group.py": "parent",
+    "tests/rank/hooks/test_resuming.py": "parent",
+    "tests/rank/hooks/test_saving.py": "parent",
     "tests/rank/hooks/test_transformers.py": "parent",
+    "tests/rank/hooks/test_zero_init.py": "parent",
     "tests/rank/test_hub.py": "parent",
     "tests/rank/test_model.py": "parent",
     "tests/rank/test_script.py": "parent",
@@ -114,7 +120,14 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+SERVERS = {"bench", "scripts", "parent"}  # fixtures that start a fork server: five seconds, once a worker
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        used = SERVERS & set(getattr(item, "fixturenames", ()))
+        group = DEAR.get(item.nodeid.partition("::")[0])
+        assert not used or group, f"{item.nodeid} uses {used.pop()}: give its file a line in DEAR"
     if any(item.get_closest_marker("gpu") for item in items) and not has_cuda():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -37,7 +37,8 @@ def test_a_trace(log: Path, tracer_process: None) -> None:
     assert "autotune.predict.tracer" in log.read_text()
 
 
-@pytest.mark.parametrize("isolation", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", ["fork", "spawn"])
 def test_a_measurement(log: Path, tmp_path: Path, isolation: str) -> None:
     candidate, hardware = make_candidate(), detect("cpu", 1)
     executor = LocalExecutor(make_job(1), hardware, tmp_path / "study", [candidate], isolation=isolation)

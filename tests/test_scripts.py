@@ -193,7 +193,9 @@ def steps_in_no_sync() -> bool:
     return "sync_gradients" not in inspect.signature(DeepSpeedEngineWrapper.backward).parameters
 
 
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize(
+    "way", ["training_data", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "training_data")]
+)
 def test_other_ways_to_write_a_training(scripts: Scripts, tmp_path: Path, way: str) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     arguments = {
@@ -541,9 +543,8 @@ PAUSES = """
 """
 
 
-@pytest.mark.parametrize(
-    "what", ["evaluates", pytest.param("saves", marks=pytest.mark.slow), pytest.param("hangs", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["evaluates", "saves", "hangs"])
 def test_a_long_pause_of_a_healthy_training_is_no_hang(scripts: Scripts, tmp_path: Path, what: str) -> None:
     name = write(tmp_path, "pauses.py", PAUSES)
     top, says = make_candidate(1, 2, 1), list[str]()

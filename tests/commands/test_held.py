@@ -14,7 +14,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-@pytest.mark.parametrize("force", [(), ("--force",)])
+@pytest.mark.parametrize("force", [pytest.param((), marks=pytest.mark.slow), ("--force",)])
 def test_a_study_that_is_held_stays_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], force: tuple[str, ...]
 ) -> None:

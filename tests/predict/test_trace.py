@@ -40,7 +40,8 @@ def test_reference_traces_are_met_within_one_per_cent() -> None:
     assert sum(trace.of(True).flops) == pytest.approx(row["flops1_1"], rel=1e-9)
 
 
-@pytest.mark.parametrize("model", [pytest.param("tiny-llama", marks=pytest.mark.slow), "tiny-gemma-2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-gemma-2"])
 def test_two_shallow_traces_tell_a_deep_one_exactly(model: str) -> None:
     job = replace(make_job(1, seq_len=16), model=deep(9 if model == "tiny-llama" else 12, model))
     quick, whole = trace_model(job), trace_model(job, whole_depth=True)
@@ -312,7 +313,13 @@ def test_an_installed_kernel_that_is_not_for_cpus_ends_no_trace(
     assert trace_job(replace(job, attention="flash_attention_2")) == recorded_trace(job)
 
 
-@pytest.mark.parametrize("kernel", ["kernels-community/flash-attn3", "flash_attention_2", "paged|sdpa"])
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "flash_attention_2",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("kernels-community/flash-attn3", "paged|sdpa")),
+    ],
+)
 def test_a_kernel_in_the_models_own_configuration_ends_no_trace(kernel: str) -> None:
     job = make_job(precision="bf16")
     spec = job.model

@@ -23,7 +23,7 @@ def name_of(row: dict[str, object]) -> str:
 
 @pytest.mark.parametrize(
     "row",
-    [*ROWS[::3], *(pytest.param(row, marks=pytest.mark.slow) for row in ROWS if row not in ROWS[::3])],
+    [pytest.param(row, marks=() if at % 8 == 5 else pytest.mark.slow) for at, row in enumerate(ROWS)],
     ids=name_of,
 )
 def test_real_engines_are_met(row: dict[str, object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 
 from autotune.commands.report import write_study
@@ -23,6 +24,7 @@ EVIL = "<script>document.title='owned'</script><img src=x onerror=alert(1)>&\"'"
 SECRETS = ("tiny-llama", "llama", "/home/someone/data", "node-17.cluster.local", "someone@example.org", "private.jsonl")
 
 
+@functools.cache
 def space() -> SearchSpace:
     return load_space("default")
 
