@@ -27,7 +27,7 @@ class Command:
     needs: str  # on CPU ranks, and why
 
 
-ZERO2 = {
+ZERO2: dict[str, Any] = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
@@ -100,9 +100,19 @@ _AXOLOTL = {
     "attn_implementation": "sdpa",
     "save_strategy": "no",
     "logging_steps": 50,
-    "deepspeed": "ds_z2.json",
+    "deepspeed": "ds_z3.json",
     "max_memory": {"cpu": "8GiB"},
+    "plugins": ["on_cpus.OnCpus"],
 }
+_ON_CPUS = '''"""axolotl's configuration has no word for CPUs: a plugin may hand it to Trainer's arguments."""
+
+from axolotl.integrations.base import BasePlugin
+
+
+class OnCpus(BasePlugin):
+    def get_training_args(self, cfg):
+        return {"use_cpu": True}
+'''
 _TRL = {
     "model_name_or_path": "model",
     "max_length": 128,
@@ -126,7 +136,10 @@ _TRL_DPO = (
     "--use_deepspeed --num_processes 2"
 )
 _RANKS = "--use_deepspeed (accelerate's one launcher that starts CPU ranks)"
-_WEIGHTS = "max_memory: {cpu: 8GiB} (weights are loaded onto GPU LOCAL_RANK)"
+_AXOLOTL_NEEDS = (
+    f"{_RANKS}; a plugin that says use_cpu (its YAML cannot); max_memory: {{cpu: 8GiB}} (else weights go to GPU LOCAL_RANK); "
+    "ZeRO-3 (gloo of torch 2.13 takes no step of stages 1 and 2 of DeepSpeed 0.18, with axolotl or without)"
+)
 COMMANDS = (
     Command(
         "LLaMA-Factory",
@@ -140,11 +153,12 @@ COMMANDS = (
         "FORCE_TORCHRUN=1 NPROC_PER_NODE=2 llamafactory-cli train lora.yaml learning_rate=2e-4",
         "use_cpu: true, NPROC_PER_NODE (it counts GPUs)",
     ),
+    Command("axolotl", "axolotl", "axolotl train sft.yml -- --use_deepspeed --num_processes 2", _AXOLOTL_NEEDS),
     Command(
-        "axolotl", "axolotl", "axolotl train sft.yml -- --use_deepspeed --num_processes 2", f"{_WEIGHTS}; {_RANKS}"
-    ),
-    Command(
-        "axolotl", "axolotl", "accelerate launch --use_deepspeed --num_processes 2 -m axolotl.cli.train sft.yml", _RANKS
+        "axolotl",
+        "axolotl",
+        "accelerate launch --use_deepspeed --num_processes 2 -m axolotl.cli.train sft.yml",
+        _AXOLOTL_NEEDS,
     ),
     Command("ms-swift", "ms-swift", f"NPROC_PER_NODE=2 {_SWIFT}", "--use_cpu true, --fp16 and --bf16 false"),
     Command("TRL", "trl", "trl sft --config sft.yaml --use_deepspeed --num_processes 2", f"use_cpu: true; {_RANKS}"),
@@ -173,7 +187,11 @@ def write_files(command: Command, folder: Path) -> None:
     }[command.environment]
     for name, data in {**files, "space.yaml": SPACE}.items():
         (folder / name).write_text(yaml.safe_dump(data, sort_keys=False))
-    (folder / "ds_z2.json").write_text(json.dumps(ZERO2, indent=1))
+    for stage in (2, 3):
+        config = {**ZERO2, "zero_optimization": {**ZERO2["zero_optimization"], "stage": stage}}
+        (folder / f"ds_z{stage}.json").write_text(json.dumps(config, indent=1))
+    if command.environment == "axolotl":
+        (folder / "on_cpus.py").write_text(_ON_CPUS)
 
 
 def here(environment: str) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +50,8 @@ def install(context: Context) -> None:
             config.config = _accumulating(context, without_trackers(context, own))
             return  # of a plugin that trains nothing: a teacher's, whose stage may be the only one that it can have
         config.config = merged(context, config.config)
-        context.plugins.append((config, own))
+        # transformers goes by whether its config is still there: it is not kept alive
+        context.plugins.append((weakref.ref(config), own))
         config.set_stage_and_offload()
 
     def make_plugin(original: Callable[..., Any], plugin: Any) -> None:

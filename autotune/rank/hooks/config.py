@@ -41,7 +41,7 @@ def note_own(context: Context, config: dict[str, Any], *, again: bool = False) -
         config: that the engine is given.
         again: the first that was seen is known to be another's, unless accelerate or Trainer has read it.
     """
-    own = next((said for plugin, said in context.plugins if plugin.config is config), None)
+    own = next((said for plugin, said in context.plugins if getattr(plugin(), "config", None) is config), None)
     if own is None and again and not context.plugins:
         own = config
     if context.candidate is None and own is not None and own != context.own_config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,9 @@ class Context:
     rivals: list[Any] = field(default_factory=list)  # of `beside`, in the script's first run
     trained: bool = False  # the engine that trains has had a backward
     trained_steps: int = 0  # that it has made
-    plugins: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)  # accelerate's configs, and as they were
+    plugins: list[tuple[weakref.ref[Any], dict[str, Any]]] = field(
+        default_factory=list
+    )  # accelerate's configs, and as they were
     read: set[str] = field(
         default_factory=set
     )  # configs that a script has opened in its first run, see `hooks.sources`

@@ -122,6 +122,21 @@ def test_the_trainings_config_has_the_candidates_keys_in_it(in_rank: Callable[..
     assert not in_rank(offload, str(tmp_path), make_candidate(2, 2).as_dict)["module"]
 
 
+def let_go(folder: str) -> bool:
+    """Whether transformers makes models in parts after a config that nobody has kept: axolotl announces one for a moment."""
+    from transformers.integrations import HfDeepSpeedConfig
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    context, _ = set_up(folder, make_candidate(3, 2).as_dict)
+    accelerate.install(context)
+    HfDeepSpeedConfig(copy.deepcopy(CONFIG))
+    return bool(is_deepspeed_zero3_enabled())
+
+
+def test_a_config_that_the_script_lets_go_is_gone(in_rank: Callable[..., Any], tmp_path: Path) -> None:
+    assert not in_rank(let_go, str(tmp_path))
+
+
 def from_transformers(folder: str, stage: int) -> list[bool]:
     """A model that transformers makes, where the script has announced a config of stage 3."""
     from transformers import AutoModelForCausalLM, LlamaConfig
