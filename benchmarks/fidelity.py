@@ -2,7 +2,8 @@
 
 Each candidate is measured by a trial of the model, by a trial of a script that trains the same, and trained by the command
 that `autotune` prints (`OMP_NUM_THREADS=… torchrun …`) in the environment of whoever started this, one after another, round
-after round; which comes first moves on with every round, since a machine's pace drifts. A candidate's ratio is the median
+after round; which comes first moves on with every round, since a machine's pace drifts. Each is timed for as long: at least
+so many seconds and steps as a trial. A candidate's ratio is the median
 over rounds of trial / torchrun of the same round. The order is Spearman's, of speeds divided by their own job's median:
 between models it would say nothing.
 
@@ -13,6 +14,7 @@ on what it was tuned on, without the script.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import sys
 import tempfile
@@ -73,7 +75,7 @@ FAMILIES: tuple[tuple[dict[str, Any], int], ...] = (  # and their micro-batch
 )
 
 
-Way = Callable[[Candidate], float]  # samples a second of a candidate
+Way = Callable[["Row"], float]  # samples a second of a candidate
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,15 @@ class How:
     """How carefully to compare."""
 
     rounds: int
-    steps: int  # of torchrun's trainings, after their warm-up
+    steps: int  # of torchrun's trainings, after their warm-up, at least
     effort: Effort
+
+    def steps_of(self, row: Row) -> int:
+        """Steps that take as long as a trial does, by what is known of the candidate's speed."""
+        speeds = [speed for speeds in row.speeds.values() for speed in speeds]
+        samples = row.job.ranks * row.candidate.micro_batch * row.candidate.accumulation
+        seconds = samples / statistics.median(speeds) if speeds else math.inf
+        return max(self.steps, math.ceil(self.effort.min_seconds / seconds))
 
 
 @dataclass
@@ -126,8 +135,8 @@ def compare(
     with ExitStack() as stack:
         of_model = stack.enter_context(opened(job, hardware, folder / "model", tried))
         ways: dict[str, Way] = {
-            "torchrun": lambda one: trained(job, one, how.steps, hardware.device),
-            "--model": lambda one: measured(of_model, one, how.effort),
+            "torchrun": lambda row: trained(job, row.candidate, how.steps_of(row), hardware.device),
+            "--model": lambda row: measured(of_model, row.candidate, how.effort),
         }
         if with_script:
             config = deepspeed_config(tried[0], job)
@@ -136,17 +145,17 @@ def compare(
             of_script = stack.enter_context(of_script)
             seen = probe(of_script, script, folder, DEADLINE_SECONDS, lambda text: print(text, file=sys.stderr))
             of_script.job = job_of(seen.script, hardware, job.global_batch_size)
-            ways["script"] = lambda one: measured(of_script, one, how.effort)
+            ways["script"] = lambda row: measured(of_script, row.candidate, how.effort)
         in_turn(rows, ways, how.rounds)
     return rows
 
 
 def in_turn(rows: list[Row], ways: dict[str, Way], rounds: int) -> None:
-    names = list(ways)
+    names = [*list(ways)[1:], *list(ways)[:1]]  # torchrun last, at first: by then a speed is known
     for at, row in itertools.product(range(rounds), rows):
         first = at % len(names)
         for who in names[first:] + names[:first]:
-            row.speeds.setdefault(who, []).append(ways[who](row.candidate))
+            row.speeds.setdefault(who, []).append(ways[who](row))
         said = {who: round(values[-1], 3) for who, values in row.speeds.items()}
         print(row.job.model.name, row.job.ranks, row.candidate, said, file=sys.stderr, flush=True)
 
