@@ -94,7 +94,7 @@ DEAR = {  # file: what its tests share, or None where each takes long by itself;
     "tests/gpu/test_cuda.py": "gpu",  # one test at a time has the device
     "tests/test_readme.py": None,
     "tests/benchmarks/test_small_forms.py": None,
-    "tests/benchmarks/test_faults.py": None,
+    "tests/benchmarks/test_faults.py": "faults",  # one at a time looks for what is left on the machine
     "tests/test_edited_script.py": None,
     "tests/test_guarded.py": None,
     "tests/commands/test_tasks.py": None,

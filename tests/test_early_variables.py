@@ -11,8 +11,9 @@ import pytest
 from autotune.commands.probe import probe
 from autotune.errors import UserError
 from autotune.problem.job import Script
-from autotune.problem.script_job import unknown_job
-from tests.conftest import Scripts
+from autotune.problem.needs import Circumstances, own_allocator
+from autotune.problem.script_job import job_of, unknown_job
+from tests.conftest import Scripts, make_candidate
 
 TRAINS = """
     import os, sys, torch, deepspeed
@@ -57,6 +58,21 @@ def test_one_that_comes_too_late_is_said(scripts: Scripts, tmp_path: Path) -> No
         "ranks were told at their start"
     )
     assert TOO_LATE not in said(scripts, written(tmp_path, "other.py", late.replace("HF_HOME", "MINE")), tmp_path)
+
+
+def test_one_of_the_device_is_there_from_the_start_once_it_was_seen(scripts: Scripts, tmp_path: Path) -> None:
+    """axolotl sets its allocator in a function, which a rank that has woken the device would be told too late."""
+    late = "os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True'"
+    top = (
+        "import os\nif os.path.exists('later'): assert os.environ['PYTORCH_ALLOC_CONF'] == 'expandable_segments:True'\n"
+    )
+    found = scripts.probe([written(tmp_path, "allocator.py", late, top)], tmp_path)
+    assert found.script.variables == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    (tmp_path / "later").touch()
+    outcome = scripts.measure(found, make_candidate(1, 2))
+    assert outcome.ok, outcome
+    circumstances = Circumstances(job_of(found.script, scripts.hardware, None), scripts.hardware)
+    assert own_allocator(True, circumstances) == "is the script's own to set: its code sets PYTORCH_ALLOC_CONF"
 
 
 @pytest.mark.slow

@@ -94,6 +94,8 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
         facts = {**found, **facts}
     if late := facts.get("late"):
         say(late)
+    if named := ", ".join(sorted(facts.get("variables", {}))):
+        say(f"{script.name} sets {named} in its code: ranks have that from their start now")
     if left := facts.get("left"):
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         say(f"{script.name} writes by absolute paths, and what trials write there stays: {', '.join(left[:3])}{more}")
@@ -269,7 +271,7 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
         )
     }
     # these only where there is any, so that studies of earlier versions are of the same job
-    named = ("lightning", "optimizer", "spellings", SPLIT, "beside", ZERO_INIT, CALL, EARLIER, KEPT)
+    named = ("lightning", "optimizer", "spellings", "variables", SPLIT, "beside", ZERO_INIT, CALL, EARLIER, KEPT)
     kept |= {key: facts[key] for key in named if facts.get(key)}
     if facts.get("evaluating"):  # layers of transformers checkpoint nothing there
         kept |= {"checkpointing": False, "checkpointed": False, "evaluating": True}

@@ -34,7 +34,7 @@ from autotune.group.policy import Policy, Stop
 from autotune.group.protocol import Message
 from autotune.group.squad import Spread
 from autotune.predict.startup import size_seconds
-from autotune.problem.candidate import Candidate, under
+from autotune.problem.candidate import Candidate, trial_environment, under
 from autotune.problem.cpus import threads_per_rank
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
@@ -341,7 +341,7 @@ class LocalSession:
             "cap_bytes": executor.hardware.memory_cap_bytes,
             "seed": executor.seed,
             "threads": executor.threads,
-            "env": candidate.environment(os.environ),
+            "env": trial_environment(candidate, job, os.environ),
             "fault": executor.fault(self._folder.name),
             "live": executor.count_live_tensors,
             "resume": str(self._checkpoint) if self._checkpoint else None,

@@ -189,6 +189,13 @@ class Candidate:
         return {ALLOCATOR_VARIABLES[0]: ",".join([*others, f"{EXPANDABLE}:{on}"])}
 
 
+def trial_environment(candidate: Candidate, job: Job, own: Mapping[str, str]) -> dict[str, str]:
+    """Variables of a rank that trains so, given the tuner's `own`: what the script's code was seen to set for the device, and
+    the candidate's."""
+    seen = job.script.variables if job.script is not None else {}
+    return {**seen, **candidate.environment({**own, **seen})}
+
+
 def under(job: Job, candidate: Candidate) -> Job:
     """The job with the candidate's attention, compilation, LoRA, packing and kernels in place of its own."""
     lora = candidate.get(LORA)

@@ -1,7 +1,8 @@
 """Variables that libraries read once, as they are imported or wake the device, and that scripts set in their code.
 
 A rank has imported and woken these before it runs a script, so it must have such variables from its own start. What a script sets
-to literals at its top is read in its text; what else it has set is seen once it has run.
+to literals at its top is read in its text; what else it has set is seen in its first run, and later ranks begin with what of
+that is the device's (axolotl sets its allocator so, in a function).
 """
 
 from __future__ import annotations
@@ -80,8 +81,15 @@ def set_late(before: Mapping[str, str], now: Mapping[str, str] = os.environ) -> 
     return [name for name in names if name.startswith((*_OF_THE_HUB, *_OF_THE_DEVICE)) and not name.startswith(_NOT)]
 
 
+def of_the_device(names: Sequence[str]) -> list[str]:
+    """Those of them that the next rank can have in time: before it wakes the device, and imports nothing for them."""
+    return [name for name in names if name.startswith(_OF_THE_DEVICE) and name != "CUDA_VISIBLE_DEVICES"]
+
+
 def too_late(names: Sequence[str]) -> str:
     """Says so of the names that `set_late` has found."""
+    if not names:
+        return ""
     return f"{', '.join(names)}: set by the script's code, after its ranks had begun to use it; export it instead"
 
 

@@ -156,6 +156,11 @@ class Script:
         return bool(self.profile.get("batch_note"))
 
     @property
+    def variables(self) -> dict[str, str]:
+        """What its code was seen to set of the device's variables, in time for a plain run and too late for a rank."""
+        return dict(self.profile.get("variables", {}))
+
+    @property
     def key(self) -> str:
         """A hash of the command and the texts of its files: what was learnt of one script is not used for another."""
         text = self.path.read_bytes() if self.path and self.path.is_file() else b""

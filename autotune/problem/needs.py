@@ -47,7 +47,9 @@ def cuda(value: Value, c: Circumstances) -> str:
 def own_allocator(value: Value, c: Circumstances) -> str:
     """What a script's code sets stands in its training, whatever the command that starts it says."""
     set_by_it = settings_in(script_text(c.job.script) or "") if c.job.script is not None else []
-    name = next((one.name for one in set_by_it if one.name in ALLOCATOR_VARIABLES and not one.default), "")
+    seen = c.job.script.variables if c.job.script is not None else {}
+    names = [*(one.name for one in set_by_it if not one.default), *seen]
+    name = next((one for one in names if one in ALLOCATOR_VARIABLES), "")
     return f"is the script's own to set: its code sets {name}" if name else ""
 
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from autotune.errors import Cause, Unusable
 from autotune.group.protocol import Channel, Message
 from autotune.problem.candidate import Candidate
-from autotune.problem.early_variables import set_late, settings_in, too_late
+from autotune.problem.early_variables import of_the_device, set_late, settings_in, too_late
 from autotune.problem.outcome import Phase
 from autotune.problem.script_text import script_text
 from autotune.problem.sources import SOURCES
@@ -131,17 +131,16 @@ class ScriptRank(BaseRank):
 
     def send_error(self, described: Message) -> None:
         """With what may be why: a variable that came too late, a database that could only be read."""
-        if why := (self.writes and self.writes.why(described["text"])) or self._too_late():
+        if why := (self.writes and self.writes.why(described["text"])) or too_late(self._late()):
             first, newline, rest = described["text"].partition("\n")
             described = {**described, "text": f"{first[:160]} ({why}){newline}{rest}"}
         super().send_error(described)
 
-    def _too_late(self) -> str:
-        """Which variables a script as it is has set too late, and what to do; those of its text were there from the start."""
+    def _late(self) -> list[str]:
+        """Which variables a script as it is has set too late; those of its text were there from the start."""
         late = set_late(self._variables) if self.candidate is None and self._variables is not None else []
         known = {one.name for one in settings_in(script_text(self.script) or "")} if late else set()
-        names = [name for name in late if name not in known]
-        return too_late(names) if names else ""
+        return [name for name in late if name not in known]
 
     def _why_ended(self) -> Unusable:
         if self.engine is None:
@@ -341,8 +340,9 @@ class ScriptRank(BaseRank):
             facts[SOURCES] = self.hooks.sources()
         if self.saved_tensors is not None:
             facts["saved_bytes"] = self.saved_tensors.bytes
-        if late := self._too_late():
-            facts["late"] = late
+        if late := self._late():
+            facts["variables"] = {name: os.environ[name] for name in of_the_device(late) if name in os.environ}
+            facts["late"] = too_late([name for name in late if name not in facts["variables"]])
         if self.writes is not None and (left := self.writes.left()):
             facts["left"] = left
         if self.rows_beside:

@@ -28,6 +28,7 @@ from autotune.group.protocol import Message
 from autotune.interpreter import current
 from autotune.linux import NOTICES
 from autotune.problem.argument_texts import write_trial_files
+from autotune.problem.candidate import trial_environment
 from autotune.problem.cpus import threads_per_rank
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
@@ -309,7 +310,7 @@ class Supervisor:
             "cap_bytes": self.hardware.memory_cap_bytes,
             "candidate": rung.candidate.as_dict,
             "threads": self.threads,
-            "env": rung.candidate.environment(os.environ),
+            "env": trial_environment(rung.candidate, self.job, os.environ),
             "folder": str(group.home),
             "earlier": self._earlier,
             "begun": sorted(self._begun),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autotune.problem.early_variables import after, set_late, settings_in, too_late
+from autotune.problem.early_variables import after, of_the_device, set_late, settings_in, too_late
 
 
 def left(text: str, **known: str) -> dict[str, str]:
@@ -90,6 +90,9 @@ def test_what_came_too_late() -> None:
     }
     assert set_late(before, now) == ["HF_HOME", "NCCL_ALGO", "PYTORCH_CUDA_ALLOC_CONF"]
     assert set_late(now, now) == []
+    seen = [*set_late(before, now), "CUDA_VISIBLE_DEVICES"]
+    assert of_the_device(seen) == ["NCCL_ALGO", "PYTORCH_CUDA_ALLOC_CONF"], "ranks are chosen their devices"
+    assert too_late([]) == ""
     assert too_late(["HF_HOME", "NCCL_ALGO"]).startswith(
         "HF_HOME, NCCL_ALGO: set by the script's code, after its ranks"
     )
