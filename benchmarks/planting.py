@@ -19,7 +19,7 @@ from ranks import Deadlines, LocalExecutor
 from autotune.group.launchers import ForkLauncher
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome
-from autotune.search.records import SEARCH, VERIFY
+from autotune.search.records import RESUME, SEARCH, VERIFY
 from autotune.search.study import StudyStore
 
 SPACE = """
@@ -35,7 +35,7 @@ knobs:
 """
 MOST_ATTEMPTS = 3  # of one candidate in the search of one study
 
-# What a rank does to itself: the kind -> `what` of the executor's fault. From outside the same signals come while it saves.
+# What a rank does to itself: the kind -> `what` of the executor's fault.
 BY_ITSELF = {
     "rank: SIGKILL": "SIGKILL",
     "rank: SIGSEGV": "SIGSEGV",
@@ -45,8 +45,9 @@ BY_ITSELF = {
     "rank: out of memory": "exhaust",
 }
 SILENT = ("rank: SIGSTOP", "rank: hangs")
+# Phases of a rank, and those that the tuner sees a group enter. A verification saves as well, and a fresh group loads then.
 PHASES = ("start", "init", "forward", "backward", "step")
-SEEN = ("init", "forward")  # phases that the tuner sees a group enter; and `save`, in a verification
+SEEN = ("init", "forward")
 WEIGHTS = {
     "rank: SIGKILL": 6.0,
     "rank: SIGSEGV": 3.0,
@@ -84,12 +85,14 @@ def drawn(chosen: random.Random, role: str, forbidden: set[str]) -> Fault:
     kinds = {kind: weight for kind, weight in WEIGHTS.items() if kind not in forbidden}
     kind = chosen.choices(list(kinds), list(kinds.values()))[0]
     phases = PHASES if kind in BY_ITSELF else SEEN
+    if role == VERIFY and kind != "fork server: SIGKILL":
+        phases = (*phases, "save", "save")
+    elif role == RESUME and kind in BY_ITSELF:
+        phases = ("start", "init", "load", "load")
     if kind == "rank: out of memory":
-        phases = PHASES[1:]  # before that a rank has no cap
+        phases = tuple(phase for phase in phases if phase != "start")  # there a rank has no cap yet
     elif kind == "host memory: cgroup":
         phases = ("init",)  # where memory is taken
-    elif role == VERIFY and kind not in ("rank: hangs", "rank: raises", "fork server: SIGKILL"):
-        phases = (*phases, "save", "save")
     return Fault(kind, chosen.choice(phases), chosen.randrange(2), chosen.random())
 
 
@@ -154,7 +157,7 @@ class Planter:
     def _of_itself(self, name: str) -> dict[str, Any] | None:
         """What the executor asks before a group starts."""
         fault = self._fault
-        if fault is None or fault.kind not in BY_ITSELF or fault.phase == "save":
+        if fault is None or fault.kind not in BY_ITSELF:
             return None
         self._struck = True
         text = f"planted {fault.share}"  # another each time: the same twice is the job's own failure
@@ -162,17 +165,14 @@ class Planter:
 
     def _entered(self, phase: str) -> None:
         fault = self._fault
-        if fault is None or self._struck or phase != fault.phase:
+        if fault is None or self._struck or phase != fault.phase or fault.kind in BY_ITSELF:
             return
-        if fault.kind not in BY_ITSELF or phase == "save":
-            self._struck = True
-            self._strike(fault)
+        self._struck = True
+        self._strike(fault)
 
     def _strike(self, fault: Fault) -> None:
         ranks = sorted(psutil.Process(self.server).children(), key=lambda process: process.pid)
-        if fault.kind in BY_ITSELF:
-            ranks[fault.rank].send_signal(getattr(signal, BY_ITSELF[fault.kind]))
-        elif fault.kind == "all ranks: SIGKILL":
+        if fault.kind == "all ranks: SIGKILL":
             for rank in ranks:
                 os.killpg(rank.pid, signal.SIGKILL)
         elif fault.kind == "fork server: SIGKILL":

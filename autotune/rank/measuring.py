@@ -67,6 +67,7 @@ def certify_save(rank: BaseRank, save: Callable[[str, str], Any]) -> None:
         save: the engine's gathered 16-bit weights into a folder, under a name; whether it did.
     """
     rank.phase = Phase.SAVE
+    rank.fault(Phase.SAVE)
     null = Path(os.devnull)
     saved = bool(save(str(null.parent), null.name))
     rank.own_device.synchronize()

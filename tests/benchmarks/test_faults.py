@@ -24,7 +24,7 @@ from autotune.executors.local import LocalExecutor
 from autotune.problem.outcome import Kind
 from autotune.recovery import supervisor
 from autotune.search import storage
-from autotune.search.records import SEARCH, VERIFY
+from autotune.search.records import RESUME, SEARCH, VERIFY
 from autotune.search.study import StudyStore
 from tests.studies import study_of_every_kind
 
@@ -49,14 +49,18 @@ def ground(monkeypatch: pytest.MonkeyPatch, undone: None) -> Iterator[Ground]:
 
 def test_every_kind_is_drawn_in_every_phase_and_a_seed_draws_the_same() -> None:
     found = [
-        [drawn(random.Random(seed), role, set()) for seed in range(3000)] for role in (SEARCH, VERIFY) for _ in (0, 1)
+        [drawn(random.Random(seed), role, set()) for seed in range(3000)]
+        for role in (SEARCH, VERIFY, RESUME)
+        for _ in (0, 1)
     ]
     assert found[0] == found[1]
     kinds = Counter(fault.kind for fault in found[0])
     assert set(kinds) == set(WEIGHTS)
     killed = {fault.phase for fault in found[0] if fault.kind == "rank: SIGKILL"}
     assert killed == set(PHASES)
-    assert "save" in {fault.phase for fault in found[2] if fault.kind == "rank: SIGKILL"}
+    for kind in BY_ITSELF:
+        assert "save" in {fault.phase for fault in found[2] if fault.kind == kind}
+        assert "load" in {fault.phase for fault in found[4] if fault.kind == kind}
     assert set(BY_ITSELF) < set(WEIGHTS)
     only = {drawn(random.Random(seed), SEARCH, set(WEIGHTS) - {"clock: jumps"}).kind for seed in range(20)}
     assert only == {"clock: jumps"}, "the others are not allowed here"
