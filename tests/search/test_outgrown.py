@@ -132,6 +132,21 @@ def test_what_verification_ran_out_of_less_memory_with_may_win(
     assert (winner is not None and winner.role == VERIFY) is wins
 
 
+@pytest.mark.parametrize(("role", "told"), [(SEARCH, True), (VERIFY, False), (RESUME, False)])
+def test_what_ran_out_of_less_memory_teaches_what_a_search_needs(landscape: Landscape, role: str, told: bool) -> None:
+    """And closes nothing. Verification takes more than a search does."""
+    store, candidate = study(landscape), min(landscape.rows, key=str)
+    out = Outcome(Kind.OOM_DEVICE, capacity_bytes=LITTLE)
+    store.finish(store.start(candidate, landscape.space(), role), out)
+    job, space, hardware = landscape.job(), landscape.space(), with_free(landscape, MUCH)
+    predictor = Predictor(job, hardware, trace_job(job))
+    proposer = Proposer(sorted(landscape.rows, key=str), space, job, hardware, 0, predictor)
+    executor = Shared(landscape, MUCH, says=True)
+    Tuner(store, executor, proposer, space, hardware, budget_seconds=60, cancelled=lambda: True).run()
+    assert (predictor._seen == {candidate: out}) is told
+    assert len(proposer.open) == len(landscape.rows)
+
+
 def test_predictions_learn_that_more_was_needed_than_there_was_then(landscape: Landscape) -> None:
     job, hardware, candidates = landscape.job(), with_free(landscape, MUCH), sorted(landscape.rows, key=str)
     predictor = Predictor(job, hardware, trace_job(job))
