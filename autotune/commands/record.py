@@ -44,7 +44,7 @@ def record_study(study: str, storage: str | None, out: Path | None) -> tuple[Pat
 
 
 def _rows(store: StudyStore) -> dict[Candidate, Row]:
-    records, capacity_bytes = store.records(), store.hardware.capacity_bytes
+    records, hardware = store.records(), store.hardware
     rows: dict[Candidate, Row] = {}
     started = [r.outcome.outside_seconds for r in records if r.outcome and r.outcome.outside_seconds > 1.0]
     startup = statistics.median(started) if started else 1.0
@@ -55,8 +55,8 @@ def _rows(store: StudyStore) -> dict[Candidate, Row]:
         if outcome.measurement is not None:
             measured = outcome.measurement
             rows[record.candidate] = Row(measured.peak_bytes / GIB, measured.step_seconds, startup, Kind.OK)
-        elif outcome.kind.is_oom:
-            peak_gib = (capacity_bytes + (outcome.missing_bytes or 0)) / GIB
+        elif outcome.kind.is_oom and not hardware.outgrew(outcome.capacity_bytes):
+            peak_gib = (hardware.capacity_bytes + (outcome.missing_bytes or 0)) / GIB
             rows[record.candidate] = Row(peak_gib, None, startup, outcome.kind)
     return rows
 

@@ -129,6 +129,7 @@ def judged(evidence: Evidence, *, greeted: bool, server_lives: bool) -> Outcome:
         exceptions=verdict.exceptions,
         rank=verdict.rank,
         missing_bytes=verdict.missing_bytes,
+        capacity_bytes=(evidence.capacity_bytes or None) if kind is Kind.OOM_DEVICE else None,
         peak_bytes=evidence.peaks.worst or None,
     )
 

@@ -40,15 +40,16 @@ def merged(parts: list[Peaks]) -> Peaks:
     if len(parts) == 1:
         return parts[0]
     whole = Peaks()
-    for part in parts:
+    for number, part in enumerate(parts):
         before = len(whole.used)
         whole.grown |= {before + rank: bytes_ for rank, bytes_ in part.grown.items()}
         whole.used += part.used
         if part.foreign > whole.foreign:
             whole.foreign, whole.neighbours = part.foreign, part.neighbours
         whole.lost = whole.lost or part.lost
-        for gpu, samples in part.clocks.items():
-            whole.clocks.setdefault(gpu, []).extend(samples)
+        whole.clocks |= {
+            f"machine {number}, {gpu}": samples for gpu, samples in part.clocks.items()
+        }  # each has a GPU 0
         whole.clock_reasons |= part.clock_reasons
         whole.host_low = min(whole.host_low, part.host_low)
         whole.oom_kills += part.oom_kills

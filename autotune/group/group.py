@@ -312,6 +312,7 @@ class Group:
             phase,
             peaks,
             self._hardware.host_memory_bytes,
+            self._hardware.capacity_bytes,
             {rank: log for machine in logs for rank, log in machine.items()},
             cut_off=next((squad.cut_off for squad in self._squads if squad.cut_off), ""),
         )

@@ -29,6 +29,7 @@ class Evidence:
     phase: Phase = Phase.START
     peaks: Peaks = field(default_factory=Peaks)
     host_total_bytes: int = 0
+    capacity_bytes: int = 0  # what a rank could have of its device; 0: not known
     logs: dict[int, str] = field(default_factory=dict)  # rank -> tail of its log
     cut_off: str = ""  # a machine that is gone, by name, and how
 

@@ -151,10 +151,7 @@ class Predictor:
         return float(np.hypot(np.sqrt(self._host.covariance[0, 0]), self._host.noise))
 
     def _fit_memory(self, prepared: Prepared, outcomes: Sequence[Outcome], measured: Flags) -> None:
-        capacity = float(self.hardware.capacity_bytes)
-        seen = np.array(
-            [o.measurement.peak_bytes if o.measurement else capacity + 0.5 * (o.missing_bytes or 0) for o in outcomes]
-        )
+        seen = np.array([o.measurement.peak_bytes if o.measurement else self._lacked(o) for o in outcomes])
         # what torch allocated says more than NVML, which shows what the allocator keeps, too; 0: not known
         torchs = np.array([(o.measurement and o.measurement.torch_allocated_bytes) or 0 for o in outcomes], dtype=float)
         known = torchs > 0
@@ -173,6 +170,10 @@ class Predictor:
         self._memory_near = Neighbours.of(
             prepared.features[told][_LATEST], off[told][_LATEST], self._memory.noise, REPEAT_MEMORY
         )
+
+    def _lacked(self, ran_out: Outcome) -> float:
+        """Bytes that were not enough."""
+        return (ran_out.capacity_bytes or self.hardware.capacity_bytes) + 0.5 * (ran_out.missing_bytes or 0)
 
     def _with_measured_overhead(self, outcomes: Sequence[Outcome]) -> list[Prior]:
         """The priors, that of the overhead replaced by what ranks measured from inside, where they did."""

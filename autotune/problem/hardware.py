@@ -36,6 +36,10 @@ _NETWORK_GB_PER_S = {"v100": 6.25, "a100": 25.0, "h100": 50.0, "h200": 50.0, "b2
 _NETWORK_GB_PER_S |= {"gh200": 50.0, "gb200": 50.0}
 _PCIE_NODE_NETWORK_GB_PER_S = 12.5
 
+# How far two capacities may lie apart and count as alike, as a share of the larger: machines bought together, and one machine
+# from day to day, differ by what the driver and a desktop take of a card, and by what runs beside in main memory.
+CARD_APART, MAIN_MEMORY_APART = 0.02, 0.25
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -110,6 +114,11 @@ class Hardware:
     def ceiling_bytes(self) -> int:
         """Memory that a winner may use: the capacity less the headroom."""
         return int(self.capacity_bytes * (1 - self.headroom))
+
+    def outgrew(self, capacity_bytes: int | None) -> bool:
+        """Whether a rank may use clearly more now than that: what ran out of it may fit. None: it was as much as now."""
+        apart = CARD_APART if self.device == "cuda" and not self.unified else MAIN_MEMORY_APART
+        return capacity_bytes is not None and capacity_bytes < (1 - apart) * self.capacity_bytes
 
     @property
     def gpu_facts(self) -> GpuFacts | None:

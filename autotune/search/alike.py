@@ -4,14 +4,10 @@ winner under a ceiling of its own."""
 from __future__ import annotations
 
 from autotune.errors import UserError
-from autotune.problem.hardware import Hardware
+from autotune.problem.hardware import CARD_APART, MAIN_MEMORY_APART, Hardware
 from autotune.search.study import StudyStore
 from autotune.search.tuners import lives_here
 from autotune.units import format_bytes
-
-# How far the memory of tuners that share a study may lie apart, as a share of the larger: machines bought together differ by
-# what the driver and a desktop take of a card, and by what runs beside in main memory. Ten times less is another machine.
-_CARD_APART, _MAIN_MEMORY_APART = 0.02, 0.25
 
 
 def agree_on_memory(store: StudyStore, hardware: Hardware, *, force: bool = False) -> None:
@@ -43,12 +39,12 @@ def unlike_memory(theirs: Hardware, mine: Hardware, *, beside: bool) -> list[str
     Args:
         beside: both are on one machine: what is left of its main memory is what the other takes just now.
     """
-    main_memory = 1.0 if beside else _MAIN_MEMORY_APART
+    main_memory = 1.0 if beside else MAIN_MEMORY_APART
     compared = {
         "capacity a rank": (
             theirs.capacity_bytes,
             mine.capacity_bytes,
-            main_memory if mine.device == "cpu" else _CARD_APART,
+            main_memory if mine.device == "cpu" else CARD_APART,
         ),
         "main memory": (theirs.host_memory_bytes, mine.host_memory_bytes, main_memory),
     }

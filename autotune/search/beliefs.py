@@ -174,7 +174,7 @@ class Beliefs:
         self._peaks.observe(at, peak)
 
     def _hear_shortage(self, at: int, outcome: Outcome) -> None:
-        capacity = float(self.hardware.capacity_bytes)
+        capacity = float(outcome.capacity_bytes or self.hardware.capacity_bytes)
         least = math.log(capacity + 0.5 * (outcome.missing_bytes or 0))
         if self._table is not None and len(self._peaks):
             expected, sigma = _one(self._peaks, at)

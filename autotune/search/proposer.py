@@ -101,23 +101,24 @@ class Proposer:
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
-    def observe(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Learns from an Outcome, and rules out the candidates that it speaks against."""
+    def observe(self, candidate: Candidate, outcome: Outcome, *, outgrown: bool = False) -> None:
+        """Learns from an Outcome, and rules out the candidates that it speaks against: none, where it ran out of less memory
+        than there is now (`outgrown`)."""
         if not outcome.kind.says_something_of_the_candidate:
             return
         at = self._index.get(candidate)
         self._beliefs.observe(candidate, at, outcome)
+        if outgrown:
+            return
         self._openings.observe(candidate, outcome)
         self._costs.observe(outcome)
         foreign = self._start is not None and candidate == self._start.candidate  # no prediction of ours
         self._ran_out += outcome.kind.is_oom and not foreign
-        speed = outcome.measurement.samples_per_second if outcome.measurement else 0.0
-        over = (
-            outcome.measurement.peak_bytes - self.hardware.ceiling_bytes
-            if outcome.measurement
-            else max(FAILED * GIB, outcome.missing_bytes or 0)
-        )
-        fits = outcome.measurement is not None and over <= 0
+        measured, over = outcome.measurement, float(max(FAILED * GIB, outcome.missing_bytes or 0))
+        speed = measured.samples_per_second if measured else 0.0
+        if measured:
+            over = measured.peak_bytes - self.hardware.ceiling_bytes
+        fits = measured is not None and over <= 0
         if fits and at is not None:  # what another space had is not to be beaten
             if speed > max(self.speed.values(), default=0.0) * (1 + self.tolerance):
                 self._improved_at, self._audited = self._proposed, 0
@@ -126,7 +127,7 @@ class Proposer:
         if at is not None:
             self._screen.see(at)
             self._answers[at] = speed, max(0.0, over / GIB)
-            if outcome.measurement:
+            if measured:
                 self._kinds.note(at, math.log(speed))
 
     def settle(self, candidate: Candidate, samples_per_second: float) -> None:

@@ -192,7 +192,8 @@ def held_bytes(measured: Measurement) -> int:
 
 
 def averaged(turns: list[Measurement]) -> Measurement:
-    """The latest of several measurements of one candidate, at the mean speed of all and the highest peak of any."""
+    """The latest of several measurements of one candidate, at the mean speed of all, the highest peak and the lowest clock of
+    any, with all that has limited a clock."""
     step_seconds = sum(one.step_seconds for one in turns) / len(turns)
     latest = turns[-1]
     scale = latest.step_seconds / step_seconds
@@ -203,6 +204,8 @@ def averaged(turns: list[Measurement]) -> Measurement:
         tokens_per_second=latest.tokens_per_second * scale,
         peak_bytes=max(one.peak_bytes for one in turns),
         alloc_retries=max(one.alloc_retries for one in turns),
+        sm_clock_mhz=min((one.sm_clock_mhz for one in turns if one.sm_clock_mhz), default=None),
+        clock_limits=list(dict.fromkeys(limit for one in turns for limit in one.clock_limits)),
     )
 
 

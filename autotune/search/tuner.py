@@ -102,7 +102,7 @@ class Tuner:
         for left, (record, outcome) in zip(range(len(known), 0, -1), known, strict=True):
             self.proposer.expect(left)
             self.company.known.add(record.number)
-            self._learn(record.number, record.candidate, outcome, record.role)
+            self._recall(record, outcome)
         if line := set_aside(self.store, self.standings.set_aside):
             self.observer.say(line)
         self.standings.begin_call()
@@ -188,7 +188,7 @@ class Tuner:
         """Learns what other tuners of the study have found; and has what they and other workers are at kept back."""
         for record, outcome in self.company.hear():
             self.observer.trial_finished(record.number, record.candidate, record.role, outcome)
-            self._learn(record.number, record.candidate, outcome, record.role)
+            self._recall(record, outcome)
         if self.store.tuners.shared or self._beside:
             self.proposer.keep_back([*self.company.searching(), *self.crew.at_work])
 
@@ -262,6 +262,13 @@ class Tuner:
         self.clock.note(candidate, outcome, role)
         self._learn(number, candidate, outcome, role)
         self.blame.take(candidate, outcome)
+
+    def _recall(self, record: Record, outcome: Outcome) -> None:
+        """Learns what earlier calls or others have found. What ran out of clearly less memory may fit now."""
+        if not self.hardware.outgrew(outcome.capacity_bytes):
+            self._learn(record.number, record.candidate, outcome, record.role)
+        elif record.role not in (VERIFY, RESUME):
+            self.proposer.observe(record.candidate, outcome, outgrown=True)
 
     def _learn(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
         if outcome.kind is Kind.INTERRUPTED and outcome.source in (Source.LIMIT, Source.SILENCE):

@@ -8,7 +8,8 @@ import pytest
 
 from autotune.executors.replay import Row, load_landscape, write_landscape
 from autotune.problem.candidate import Value
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import Kind, Outcome
+from autotune.problem.space_file import load_space
 from autotune.units import GIB
 from tests.cli_call import call
 from tests.conftest import make_candidate
@@ -40,6 +41,21 @@ def test_a_study_becomes_a_table_that_is_searched(
     code, out, err = call(monkeypatch, capsys, *replay)
     assert code == 0, err
     assert "winner: z0 mb7 ga1" in out, "2 ranks x 7 samples in 2 s against 2 x 1 in 1 s"
+
+
+def test_what_ran_out_of_less_memory_is_not_in_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether it fits into the memory that the table is of is not known."""
+    monkeypatch.chdir(tmp_path)
+    store = study_of_every_kind(tmp_path / "runs")
+    capacity, space = store.hardware.capacity_bytes, load_space("cpu_demo")
+    for micro_batch, then in ((16, capacity // 2), (32, capacity)):
+        outcome = Outcome(Kind.OOM_DEVICE, capacity_bytes=then)
+        store.finish(store.start(make_candidate(0, micro_batch), space), outcome)
+    assert call(monkeypatch, capsys, "record", "s", "--out", "t.csv")[0] == 0
+    rows = load_landscape(Path("t.csv")).rows
+    assert (make_candidate(0, 16) in rows, make_candidate(0, 32) in rows) == (False, True)
 
 
 def test_a_table_is_never_written_over_a_winner(

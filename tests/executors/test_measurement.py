@@ -1,5 +1,6 @@
 """From what ranks say and what the gauge saw to one Measurement."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -82,6 +83,17 @@ def test_ranks_that_died_with_their_server_say_nothing_of_the_candidate() -> Non
         Kind.INFRASTRUCTURE,
         "the fork server was killed from outside, and its ranks with it",
     )
+
+
+def test_what_ran_out_says_how_much_there_was() -> None:
+    error = {"kinds": ["torch.OutOfMemoryError"], "text": "CUDA out of memory. Tried to allocate 2.00 GiB."}
+    found = judged(Evidence("cuda", [error], capacity_bytes=12 * GIB), greeted=True, server_lives=True)
+    assert (found.kind, found.capacity_bytes) == (Kind.OOM_DEVICE, 12 * GIB)
+    assert Outcome.from_json(found.to_json()) == found
+    unknown = judged(Evidence("cuda", [error]), greeted=True, server_lives=True)
+    assert unknown.capacity_bytes is None
+    assert "capacity_bytes" not in unknown.to_json()
+    assert judged(dataclasses.replace(KILLED, capacity_bytes=9), greeted=True, server_lives=True).capacity_bytes is None
 
 
 def test_where_main_memory_ran_out_the_kernel_chose_the_server() -> None:

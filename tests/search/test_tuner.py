@@ -20,7 +20,7 @@ from autotune.search.clock import too_short
 from autotune.search.lessons import teach
 from autotune.search.proposer import Proposer
 from autotune.search.records import RESUME, SEARCH, VERIFY
-from autotune.search.standings import Standings, overlap
+from autotune.search.standings import Standings, averaged, overlap
 from autotune.search.study import StudyStore
 from autotune.search.tuner import MAX_VERIFIED, SearchSummary, Tuner
 from autotune.units import GIB, MIB
@@ -435,6 +435,46 @@ def test_rivals_are_measured_in_turn(landscape: Landscape) -> None:
     verified(fastest, 1.0)
     verified(rival, 1.2)
     assert slow.next_turn() is None, "one is clearly faster"
+
+
+def test_a_rivals_second_turn_is_run_and_a_machine_that_slows_down_does_not_choose(landscape: Landscape) -> None:
+    """Of two rivals that are equally fast in truth the first is verified before the machine slows down by 4 %."""
+    fastest = min((c for c, row in landscape.rows.items() if row.kind is Kind.OK), key=landscape.seconds_per_sample)
+    other = next(c for c in landscape.rows if c.family != fastest.family and c.micro_batch == fastest.micro_batch)
+    rows = dict.fromkeys((fastest, other), landscape.rows[fastest])
+    store = StudyStore.in_memory(landscape.job(), landscape.hardware(), landscape.space())
+    verified: list[Candidate] = []
+
+    class Slowing(ReplayExecutor):
+        def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
+            session = super().session(candidate, name, patience)
+            if name.endswith(VERIFY):
+                verified.append(candidate)
+                pace = (1.0 if len(verified) == 1 else 1.04) * (rows[candidate].step_seconds or 0.0)
+                rate = candidate.micro_batch * candidate.accumulation / pace
+                measured = Measurement(pace, 0.001 * pace, 9, rate, rate, GIB)
+                session.measure = lambda *_: Outcome(Kind.OK, measurement=measured)  # type: ignore[method-assign]
+            return session
+
+    result, _, _ = search(
+        dataclasses.replace(landscape, rows=rows), 1800, store=store, executor=Slowing(landscape), max_trials=2
+    )
+    first, second, *again = verified
+    assert {first, second} == set(rows)
+    assert again == [first], "first, second, first"
+    turns = [r.outcome.measurement for r in store.records() if r.role == VERIFY and r.candidate == first and r.outcome]
+    assert len(turns) == 2
+    assert result.verified
+
+
+def test_turns_keep_the_lowest_clock_and_all_that_limited_one() -> None:
+    def turn(mhz: int | None, *limits: str) -> Measurement:
+        return Measurement(1.0, 0.1, 9, 1.0, 1.0, GIB, sm_clock_mhz=mhz, clock_limits=list(limits))
+
+    of_all = averaged([turn(1200, "power cap"), turn(None), turn(1900, "sync boost", "power cap")])
+    assert (of_all.sm_clock_mhz, of_all.clock_limits) == (1200, ["power cap", "sync boost"])
+    none = averaged([turn(None), turn(None)])
+    assert (none.sm_clock_mhz, none.clock_limits) == (None, [])
 
 
 def of_peak(standings: Standings, candidate: Candidate, speed: float, mib: int, role: str = VERIFY) -> None:

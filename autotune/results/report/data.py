@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.problem.candidate import Value
+from autotune.problem.hardware import Hardware
+from autotune.problem.outcome import Kind
 from autotune.versions import StrEnum
 
 
@@ -49,6 +51,7 @@ class Trial:
     spread: float | None = None  # half the 95 % interval of the step, as a share of it
     peak_bytes: int | None = None
     missing_bytes: int | None = None  # by how much an allocation failed
+    capacity_bytes: int | None = None  # of a rank, where it ran out; None: as today
     retries: int = 0  # of the allocator
     seconds: float = 0.0  # that the trial cost
     why: str = ""  # why it was tried
@@ -59,6 +62,10 @@ class Trial:
     @property
     def measured(self) -> bool:
         return self.samples_per_second is not None
+
+    def lacks_memory_on(self, hardware: Hardware) -> bool:
+        """Whether it ran out of no clearly less memory than this machine's ranks have."""
+        return self.kind == Kind.OOM_DEVICE and not hardware.outgrew(self.capacity_bytes)
 
 
 @dataclass(frozen=True)

@@ -119,8 +119,10 @@ def steps_around(
     best = measured[winner]
     near = {**_near(winner, space, allowed), **{c: k for c in trials if (k := changed_knob(winner, c))}}
     untried = [candidate for candidate in near if candidate not in trials]
-    ran_out = [candidate for candidate, trial in trials.items() if trial.kind == "oom_device"]
-    known = judged([winner, *untried], ran_out, predictor.hardware, predictor) if predictor and untried else None
+    known = None
+    if predictor and untried:
+        ran_out = [candidate for candidate, trial in trials.items() if trial.lacks_memory_on(predictor.hardware)]
+        known = judged([winner, *untried], ran_out, predictor.hardware, predictor)
     for candidate, knob in near.items():
         change = f"{shown(value_of(winner, knob))} → {shown(value_of(candidate, knob))}"
         trial = trials.get(candidate)

@@ -125,7 +125,7 @@ def _judged(
     flat = [candidate for found in asked.values() for candidate in found]
     if not flat:
         return {}
-    ran_out = [c for c, found in trials.items() if any(trial.kind == "oom_device" for trial in found)]
+    ran_out = [c for c, found in trials.items() if any(trial.lacks_memory_on(hardware) for trial in found)]
     known = judged(flat, ran_out, hardware, predictor)
     squares: dict[_Place, Square] = {}
     at = 0

@@ -66,7 +66,7 @@ def speed_against_memory(report: StudyReport) -> Markup | None:
     out = [t for t in report.trials if t.status is Status.RAN_OUT]
     if not ran:
         return None
-    needed = {t.number: report.capacity_bytes + (t.missing_bytes or 0) for t in out}
+    needed = {t.number: (t.capacity_bytes or report.capacity_bytes) + (t.missing_bytes or 0) for t in out}
     sizes = [*(t.peak_bytes or 0 for t in ran), report.capacity_bytes, *needed.values()]
     high = 1.04 * min(max(sizes), _FAR * report.capacity_bytes)
     low = min(t.peak_bytes or 0 for t in ran)

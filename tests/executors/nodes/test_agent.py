@@ -21,6 +21,7 @@ from autotune.executors.nodes.transports import agent_words
 from autotune.executors.nodes.wire import NodeDown, NotGreeted, Wire
 from autotune.executors.station import Needs
 from autotune.group.gauge import Meter, Peaks, merged
+from autotune.group.gpu_meter import clock_mhz
 from autotune.group.group import Group
 from autotune.group.policy import Policy, Stop
 from autotune.group.verdict import judge
@@ -315,7 +316,9 @@ def test_peaks_of_several_machines_are_in_the_ranks_order() -> None:
     whole = merged([first, second])
     assert (whole.used, whole.grown, whole.worst) == ([1, 2, 7, 4], {1: 20, 2: 70}, 7)
     assert (whole.foreign, whole.neighbours, whole.host_low, whole.oom_kills, whole.lost) == (3, "b", 5, 1, "x")
-    assert whole.clocks == {"GPU 0": [1, 3]}
+    assert sorted(whole.clocks.values()) == [[1], [3]], "each machine has a GPU 0"
+    fast, slow = Peaks(clocks={"GPU 0": [1900] * 9}), Peaks(clocks={"GPU 0": [1200] * 4})
+    assert clock_mhz(merged([fast, slow])) == clock_mhz(merged([slow, fast])) == 1200
     assert merged([first]) is first
 
 

@@ -19,7 +19,7 @@ from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Outcome, Phase
 from autotune.results.plan import Plan, StagePlan
 from autotune.results.report.confidential import LEFT_OUT, masker, without_secrets
-from autotune.results.report.data import Cell, Status, Step, StudyReport
+from autotune.results.report.data import Cell, Status, Step, StudyReport, Trial
 from autotune.results.report.gather import Searched, study_report
 from autotune.results.report.mattered import TRADED, changed_knob
 from autotune.results.report.memory_map import memory_map
@@ -150,6 +150,17 @@ def of_winner_at_64(card_gib: float) -> StudyStore:
 
 def larger_step(report: StudyReport) -> Step:
     return next(step for step in report.mattered.steps if (step.knob, step.change) == (MICRO_BATCH, "64 → 128"))
+
+
+@pytest.mark.parametrize(("share", "cell"), [(0.5, Cell.UNKNOWN), (1.0, Cell.RULED_OUT), (None, Cell.RULED_OUT)])
+def test_what_ran_out_of_less_memory_rules_no_square_out(share: float | None, cell: Cell) -> None:
+    hardware = named_hardware("rtx3090", 2)
+    then = int(share * hardware.capacity_bytes) if share else None
+    out = Trial(0, "", {}, "search", Status.RAN_OUT, "oom_device", capacity_bytes=then)
+    tried, larger = make_candidate(0, 4), make_candidate(0, 8)
+    found = memory_map({tried: [out]}, [tried, larger], hardware, None)
+    assert found is not None
+    assert [square.cell for _, row in found.rows for square in row] == [Cell.RAN_OUT, cell]
 
 
 @pytest.mark.parametrize(("card_gib", "cell"), [(24.0, Cell.PREDICTED), (1.45, Cell.TOO_MUCH)])
