@@ -2,12 +2,16 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from autotune.commands import launch
+from autotune.commands import launch, run
+from autotune.predict.predictor import Predictor
+from autotune.problem.space_file import load_space
 from autotune.recovery.supervisor import Attempt, LaunchSummary
+from autotune.search.tuner import SearchSummary
 from tests.cli_call import call
 from tests.conftest import make_candidate
 from tests.studies import study_of_every_kind
@@ -54,6 +58,33 @@ def test_a_studys_winner_and_what_is_below_it(
     written[0]["peak_bytes"] = 7  # the next launch takes the ladder as it stands there
     (tmp_path / "runs/s/s.ladder.json").write_text(json.dumps(written))
     assert call(monkeypatch, capsys, "launch", "s", "--", script)[0] == 0
+    assert NoTraining.given["ladder"][0].peak_bytes == 7
+
+
+def test_the_ladder_of_a_run_whose_winner_went_elsewhere_is_the_one(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = study_of_every_kind(tmp_path / "runs")
+    (tmp_path / "elsewhere").mkdir()
+    space = load_space("cpu_demo")
+    setup: Any = SimpleNamespace(
+        name="s",
+        folder=tmp_path / "runs/s",
+        out=tmp_path / "elsewhere/best.json",
+        storage=None,
+        space=space,
+        candidates=(),
+        landscape=None,
+    )
+    found = SearchSummary(store.winner, True, "budget used", False, 1.0)
+    files = run._summary(setup, store, found, [], Predictor(store.job, store.hardware), lambda line: None).files
+    assert files[0] == tmp_path / "elsewhere/best.json"
+    (ladder,) = [path for path in files if path.name.endswith(".ladder.json")]
+    written = json.loads(ladder.read_text())
+    written[0]["peak_bytes"] = 7  # which no other ladder says
+    ladder.write_text(json.dumps(written))
+    code, _, err = call(monkeypatch, capsys, "launch", "s", "--", script)
+    assert code == 0, err
     assert NoTraining.given["ladder"][0].peak_bytes == 7
 
 
