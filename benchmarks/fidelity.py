@@ -39,6 +39,7 @@ from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec, resolve_model
 from autotune.problem.script_job import job_of, unknown_job
 from autotune.results.export import deepspeed_config
+from autotune.search.fingerprint import watched_variables
 from autotune.search.study import StudyStore
 
 WARMUP_STEPS = 5  # of train_plain.py
@@ -162,7 +163,7 @@ def in_turn(rows: list[Row], ways: dict[str, Way], rounds: int) -> None:
 
 def trained(job: Job, candidate: Candidate, steps: int, device: str) -> float:
     """Samples a second of a training without autotune."""
-    variables = variables_of(candidate, threads_per_rank(job.ranks))
+    variables = variables_of(candidate, threads_per_rank(job.ranks), watched_variables())
     config = deepspeed_config(candidate, job)
     found = train_plainly(job, config, candidate.checkpointing, steps + WARMUP_STEPS, device, variables)
     return found["samples_per_second"]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
-from autotune.commands.launched_command import Launched
+from autotune.commands.launched_command import Launched, about_variables
 from autotune.commands.nodes import SCHEDULERS, Nodes, named_nodes
 from autotune.commands.python import TRAINING, ranks_python
 from autotune.commands.remembered import remembered
@@ -174,6 +174,8 @@ def _from_study(setup: LaunchSetup, store: StudyStore, say: Callable[[str], None
     launched = Launched(store.name, job, winner.candidate, script, store.fingerprint.get(SOURCES, {}))
     job, lines = launched.checked(setup.global_batch_size)
     for line in lines:
+        say(line)
+    if line := about_variables(store.name, store.fingerprint, winner.candidate):
         say(line)
     ladder = ladder_of(store, winner.candidate, setup.convert)
     return _Training(

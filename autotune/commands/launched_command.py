@@ -1,4 +1,5 @@
-"""What a command that is launched says otherwise than the one that was tuned: its batch, its optimizer, its precision.
+"""What a command that is launched says otherwise than the one that was tuned: its batch, its optimizer, its precision, and the
+variables that it is launched under.
 
 The two commands are compared with each other, not with what was seen of the first: a script may count its batch by rules of its
 own, and what changes in the words changes by the same factor in its steps.
@@ -7,6 +8,7 @@ own, and what changes in the words changes by the same factor in its steps.
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 from autotune.commands.global_batch import FREE
 from autotune.errors import UserError
 from autotune.problem.argument_files import find, given, launcher_file, own_config, own_files, said, value_at
-from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.problem.candidate import ACCUMULATION, ALLOCATOR_VARIABLES, MICRO_BATCH, Candidate
 from autotune.problem.command_line import ACCELERATE
 from autotune.problem.ds_file import read_config
 from autotune.problem.frameworks import framework_of
@@ -23,6 +25,7 @@ from autotune.problem.own_config import BATCH, global_batch_of
 from autotune.problem.script import KNOWN_FLAGS, config_path, line_of
 from autotune.problem.script_job import over_present, own_samples
 from autotune.problem.sources import digests
+from autotune.search.fingerprint import measured_under, other_variables, watched_variables
 
 _TRAINERS = {MICRO_BATCH: 8, ACCUMULATION: 1}  # of transformers' TrainingArguments, where nothing is said
 _OFF = ("false", "False", "0", "no")
@@ -179,6 +182,29 @@ class Launched:
         if then == now:
             return self.job.precision
         return "bf16" if now[0] else "fp16" if now[1] else "fp32"
+
+
+def about_variables(study: str, fingerprint: dict[str, Any], winner: Candidate) -> str:
+    """A line that says where the training's variables, which are this process's, are others than the study was measured under;
+    empty where they are not."""
+    other = other_variables(fingerprint)
+    allocators = (_allocator(own, winner) for own in (measured_under(fingerprint), watched_variables()))
+    if len({*allocators}) == 1:  # as where the winner's own knob was exported: `start it with …`
+        other = {name: values for name, values in other.items() if name not in ALLOCATOR_VARIABLES}
+    if not other:
+        return ""
+    told = [f"{name} {_shown(now)} here, {_shown(then)} there" for name, (then, now) in other.items()]
+    return f"trained under this shell's variables, not those that study {study} was measured under: {'; '.join(told)}"
+
+
+def _allocator(own: Mapping[str, str], winner: Candidate) -> str:
+    """What torch's allocator reads of a rank of the winner's."""
+    variables = {**own, **winner.environment(own)}
+    return next((variables[name] for name in ALLOCATOR_VARIABLES if variables.get(name)), "")
+
+
+def _shown(value: str | None) -> str:
+    return "not set" if value is None else shlex.quote(" ".join(value.split()))
 
 
 def _said(script: Script, knob: str) -> int | None:

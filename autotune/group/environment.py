@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from autotune.interpreter import current
 from autotune.problem.candidate import Candidate
@@ -61,10 +62,14 @@ def _architectures(device: str) -> dict[str, str]:
     return {ARCHITECTURES: ";".join(found) + "+PTX"} if found else {}  # as both DeepSpeed and torch add it to the last
 
 
-def variables_of(candidate: Candidate, threads: int) -> dict[str, str]:
+def variables_of(candidate: Candidate, threads: int, own: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
     """What stands before the command that trains with a candidate: the variables that its ranks were measured under and
-    that no launcher sets by itself."""
-    return {THREADS: str(threads), **candidate.environment(os.environ)}
+    that no launcher sets by itself.
+
+    Args:
+        own: the user's own that it was measured under; this process's need not be the same any more.
+    """
+    return {**own, THREADS: str(threads), **candidate.environment(own)}
 
 
 def assignments(variables: Mapping[str, str]) -> str:

@@ -28,6 +28,7 @@ from autotune.results.lossy import lossy_settings
 from autotune.results.over_nodes import sbatch_script
 from autotune.results.sliced import slice_line
 from autotune.results.targets import beside, check_out
+from autotune.search.fingerprint import measured_under
 from autotune.search.records import VERIFY, Record, resumed_peak_bytes
 from autotune.search.storage import output_folder
 from autotune.search.study import StudyStore
@@ -228,7 +229,7 @@ def meta(
         environment: what the training needs set besides, see `environment_of`.
         resume_peak_bytes: of the worst rank while a fresh group went on from a checkpoint; None where that was not tried.
     """
-    variables = {**environment, **variables_of(candidate, threads)}
+    variables = variables_of(candidate, threads, environment)
     samples, tokens = measurement.per_gpu(job.ranks)
     measured = {key: value for key, value in vars(measurement).items() if value is not None}
     return {
@@ -348,10 +349,11 @@ def export_study(study: str, storage: str | None, style: str, out: Path | None, 
 
 
 def environment_of(store: StudyStore, candidate: Candidate) -> dict[str, str]:
-    """What a training needs set to get the GPUs that the study had, and to find DeepSpeed's ops built where its config needs
-    some."""
+    """What a training needs set: the variables that the study was measured under, what gives it the GPUs that the study had,
+    and where DeepSpeed's ops are built where its config needs some."""
     ops = store.extensions and needed_ops([candidate], store.job, store.hardware.device)
-    return {**store.hardware.environment, **({FOLDER: store.extensions} if ops else {})}
+    theirs = {**measured_under(store.fingerprint), **store.hardware.environment}
+    return {**theirs, **({FOLDER: store.extensions} if ops else {})}
 
 
 def export_record(store: StudyStore, record: Record, out: Path, style: str, verified: bool) -> list[Path]:

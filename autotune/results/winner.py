@@ -152,7 +152,7 @@ def train_with(
     if nodes > 1:
         words, each = over_nodes(words, nodes, per_node, hostfile)
     words = launched(words)
-    variables = {**environment, **variables_of(winner, threads), **variables_for(job.script, per_node)}
+    variables = {**variables_of(winner, threads, environment), **variables_for(job.script, per_node)}
     plain = f"{assignments(variables)} {shlex.join(words)}"
     where = f" --hostfile {shlex.quote(str(hostfile or 'HOSTFILE'))}" if nodes > 1 else ""
     watched = f"autotune launch {shlex.quote(study)}{where} -- {shlex.join(typed(job.script))}"

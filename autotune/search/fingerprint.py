@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from contextlib import suppress
 from typing import Any
 
@@ -20,20 +21,26 @@ from autotune.problem.job import Job
 from autotune.problem.sources import SOURCES, edited, sources_of
 
 THREADS, ENVIRONMENT, VERSIONS = "threads_per_rank", "environment", "versions"
+BESIDES = "watched_besides"  # names of variables that earlier fingerprints, which have none here, say nothing of
 # No measurement depends on the tuner's own package: it is written down, and neither names a study nor makes it another. The
 # version that stands in every name is the one that all studies had that were named by it.
 _TUNERS, _NAMED_BY = "optuna", "5.0.0"
 # Variables that change how fast or how large a training is, whatever its config: of libraries that compute, communicate
 # and allocate. Which GPUs are meant is not among them: the hardware says it.
-_WATCHED = (*ALLOCATOR_VARIABLES, "LD_PRELOAD", "GLIBC_TUNABLES", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
+_BESIDES = ("DS_PIN_MEMORY_BACKEND", "PYTORCH_NO_CUDA_MEMORY_CACHING")
+_WATCHED = (
+    *ALLOCATOR_VARIABLES,
+    *_BESIDES,
+    *("LD_PRELOAD", "GLIBC_TUNABLES", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
+)
 _WATCHED_PREFIXES = (
     *("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_"),
     *("CUDA_DEVICE_MAX_", "CUDA_LAUNCH_", "CUDA_MODULE_"),
     *("OMP_PROC_", "OMP_PLACES", "OMP_WAIT_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "MALLOC_"),
 )
-
-
 _UNWATCHED_PREFIXES = ("NCCL_DEBUG", "TORCH_NCCL_DUMP", "TORCH_NCCL_TRACE")  # they only tell
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # of a variable, as a shell takes it before a command
+_SECRET = re.compile(r"token|secret|passw|credential|api_?key", re.IGNORECASE)
 
 
 def identity(job: Job, hardware: Hardware) -> dict[str, Any]:
@@ -60,7 +67,7 @@ def fingerprint(job: Job, hardware: Hardware) -> dict[str, Any]:
         **found,
         **({SOURCES: known} if known else {}),
         THREADS: hardware.threads or threads_per_rank(hardware.processes),
-        ENVIRONMENT: watched_variables(),
+        **_watched(),
     }
 
 
@@ -84,19 +91,56 @@ def driver_versions() -> dict[str, str]:
 
 def watched_variables() -> dict[str, str]:
     """What this process's environment says of speed and memory."""
+    return {name: value for name, value in sorted(os.environ.items()) if value and _is_watched(name)}
+
+
+def _is_watched(name: str) -> bool:
+    return (name in _WATCHED or name.startswith(_WATCHED_PREFIXES)) and not name.startswith(_UNWATCHED_PREFIXES)
+
+
+def _watched() -> dict[str, Any]:
+    return {ENVIRONMENT: watched_variables(), BESIDES: list(_BESIDES)}
+
+
+def measured_under(mark: dict[str, Any]) -> dict[str, str]:
+    """The variables that a study was measured under, as they may stand before a command that is shown around: none that is not
+    watched, and none that is named like a secret."""
     return {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if value
-        and (name in _WATCHED or name.startswith(_WATCHED_PREFIXES))
-        and not name.startswith(_UNWATCHED_PREFIXES)
+        name: str(value)
+        for name, value in mark.get(ENVIRONMENT, {}).items()
+        if _is_watched(name) and _NAME.fullmatch(name) and not _SECRET.search(name)
     }
+
+
+def other_variables(mark: dict[str, Any]) -> dict[str, tuple[str | None, str | None]]:
+    """Where this process's watched variables are others than those of a study's fingerprint: by name, the study's value and
+    this process's, None for none. What the study does not know of is not other."""
+    if ENVIRONMENT not in mark:
+        return {}
+    then, now = (one[ENVIRONMENT] for one in _knowing_alike(mark, _watched()))
+    return {
+        name: (then.get(name), now.get(name))
+        for name in sorted({*then, *now})
+        if then.get(name) != now.get(name) and not _SECRET.search(name)
+    }
+
+
+def _knowing_alike(*marks: dict[str, Any]) -> list[dict[str, Any]]:
+    """Two fingerprints without the variables that only one of them has watched."""
+    one, other = ({*mark.get(BESIDES, ())} for mark in marks)
+    alike = []
+    for mark in marks:
+        kept = {name: value for name, value in mark.items() if name != BESIDES}
+        if ENVIRONMENT in mark:
+            kept[ENVIRONMENT] = {name: value for name, value in mark[ENVIRONMENT].items() if name not in one ^ other}
+        alike.append(kept)
+    return alike
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Differences in what both know, but for the tuner's own package; first the files that were edited."""
     files = [f"{path} was edited" for path in edited(before.get(SOURCES, {}), now.get(SOURCES, {}))]
-    before, now = ({**mark, SOURCES: {}} for mark in (before, now))
+    before, now = ({**mark, SOURCES: {}} for mark in _knowing_alike(before, now))
     both = [{key: mark[key] for key in before.keys() & now.keys()} for mark in (before, now)]
     known = (before.get(VERSIONS, {}).keys() & now.get(VERSIONS, {}).keys()) - {_TUNERS}
     old, new = ({**mark, VERSIONS: {key: mark[VERSIONS][key] for key in known}} for mark in both)

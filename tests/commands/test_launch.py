@@ -1,15 +1,24 @@
 """From a study or a plan to the ladder that a training starts under; trainings themselves are in tests/test_scripts.py."""
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from autotune.commands import launch
+from autotune.commands import launch, run
+from autotune.commands.launched_command import about_variables
+from autotune.predict.predictor import Predictor
+from autotune.problem.candidate import ALLOCATOR_VARIABLES
+from autotune.problem.hardware import detect
+from autotune.problem.space_file import load_space
 from autotune.recovery.supervisor import Attempt, LaunchSummary
+from autotune.search.fingerprint import fingerprint
+from autotune.search.tuner import SearchSummary
 from tests.cli_call import call
-from tests.conftest import make_candidate
+from tests.conftest import make_candidate, make_job
 from tests.studies import study_of_every_kind
 
 
@@ -54,6 +63,72 @@ def test_a_studys_winner_and_what_is_below_it(
     written[0]["peak_bytes"] = 7  # the next launch takes the ladder as it stands there
     (tmp_path / "runs/s/s.ladder.json").write_text(json.dumps(written))
     assert call(monkeypatch, capsys, "launch", "s", "--", script)[0] == 0
+    assert NoTraining.given["ladder"][0].peak_bytes == 7
+
+
+def test_variables_that_are_others_than_the_studys_are_said(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("NCCL_PROTO", "LL")
+    store = study_of_every_kind(tmp_path / "runs")
+    command = ("launch", "s", "--", script)
+    said = "trained under this shell's variables"
+    code, _, err = call(monkeypatch, capsys, *command)
+    assert (code, said in err) == (0, False)
+    monkeypatch.setenv("NCCL_ALGO", "Tree\nand more")
+    monkeypatch.delenv("NCCL_PROTO")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "a:b")
+    code, _, err = call(monkeypatch, capsys, *command)
+    assert code == 0
+    (line,) = [line for line in err.splitlines() if said in line]
+    assert line == (
+        f"autotune: {said}, not those that study s was measured under: NCCL_ALGO 'Tree and more' here, Ring there; NCCL_PROTO not set "
+        "here, LL there; PYTORCH_ALLOC_CONF a:b here, not set there"
+    )
+    assert os.environ["NCCL_ALGO"] == "Tree\nand more", "the user's"
+    known = {name: value for name, value in store.fingerprint.items() if name != "environment"}
+    store._set("fingerprint", known)  # as version 0.1 wrote it
+    assert said not in call(monkeypatch, capsys, *command)[2]
+
+
+def test_the_winners_own_variable_that_was_exported_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    measured = fingerprint(make_job(), detect("cpu", 2))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert about_variables("s", measured, make_candidate(expandable_segments=True)) == ""
+    assert "PYTORCH_CUDA_ALLOC_CONF expandable_segments:True here, not set there" in about_variables(
+        "s", measured, make_candidate()
+    )
+
+
+def test_the_ladder_of_a_run_whose_winner_went_elsewhere_is_the_one(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = study_of_every_kind(tmp_path / "runs")
+    (tmp_path / "elsewhere").mkdir()
+    space = load_space("cpu_demo")
+    setup: Any = SimpleNamespace(
+        name="s",
+        folder=tmp_path / "runs/s",
+        out=tmp_path / "elsewhere/best.json",
+        storage=None,
+        space=space,
+        candidates=(),
+        landscape=None,
+    )
+    found = SearchSummary(store.winner, True, "budget used", False, 1.0)
+    files = run._summary(setup, store, found, [], Predictor(store.job, store.hardware), lambda line: None).files
+    assert files[0] == tmp_path / "elsewhere/best.json"
+    (ladder,) = [path for path in files if path.name.endswith(".ladder.json")]
+    written = json.loads(ladder.read_text())
+    written[0]["peak_bytes"] = 7  # which no other ladder says
+    ladder.write_text(json.dumps(written))
+    code, _, err = call(monkeypatch, capsys, "launch", "s", "--", script)
+    assert code == 0, err
     assert NoTraining.given["ladder"][0].peak_bytes == 7
 
 

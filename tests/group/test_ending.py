@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from autotune.group import ending
-from autotune.group.ending import marked
+from autotune.group.ending import end_ranks, marked
+from tests.conftest import wait_until
 
 
 class Told:
@@ -60,6 +61,43 @@ def test_many_that_have_no_environment_are_waited_for_together(
 ) -> None:
     assert among(monkeypatch, *[Told({}) for _ in range(50)]) == []
     assert sum(waits) == pytest.approx(ending.EXEC_SECONDS, rel=0.1)
+
+
+_LIKE_PID_1 = """
+import ctypes, os, subprocess, sys
+import psutil
+from autotune.group import ending
+ending.KILL_GRACE_SECONDS = ending.KILL_SECONDS = ending.REAP_SECONDS = 3600.0
+assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER: orphans below it become its children
+worker = "import subprocess; print(subprocess.Popen(['sleep', '3600']).pid, flush=True); input()"
+pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+rank = subprocess.Popen([sys.executable, "-c", worker], start_new_session=True, **pipes)
+orphan = int(rank.stdout.readline())
+left = ending.end_ranks([rank.pid], lambda pid: rank.poll(), list)
+print(left, psutil.pid_exists(orphan))
+"""
+
+
+def test_a_zombie_in_a_ranks_process_group_does_not_keep_its_end_waiting() -> None:
+    """PID 1 of a container is the parent of what a rank leaves, and nobody else waits for that."""
+    done = subprocess.run([sys.executable, "-c", _LIKE_PID_1], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[] False", done.stderr
+
+
+def test_a_zombie_that_is_anothers_to_wait_for_is_no_process_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KILL_GRACE_SECONDS", "KILL_SECONDS", "REAP_SECONDS"):
+        monkeypatch.setattr(ending, name, 0.1)
+    careless = "import subprocess, time; one = subprocess.Popen(['true']); print(one.pid, flush=True); time.sleep(3600)"
+    parent = subprocess.Popen([sys.executable, "-c", careless], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        zombie = psutil.Process(int(parent.stdout.readline()))
+        wait_until(lambda: zombie.status() == psutil.STATUS_ZOMBIE, "the end of its child")
+        assert end_ranks([], lambda pid: 0, lambda: [zombie]) == []
+        assert zombie.status() == psutil.STATUS_ZOMBIE, "and it is there all the same"
+    finally:
+        parent.kill()
+        parent.communicate()
 
 
 def test_real_ones() -> None:

@@ -54,10 +54,12 @@ def test_what_stands_before_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert variables_of(make_candidate(), 4) == {"OMP_NUM_THREADS": "4"}
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "roundup_power2_divisions:[256:1,>:4]")
-    found = variables_of(make_candidate(expandable_segments=True), 4)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "of:this_shell")
+    own = {"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:[256:1,>:4]", "OMP_NUM_THREADS": "9"}
+    assert variables_of(make_candidate(), 4, own) == {**own, "OMP_NUM_THREADS": "4"}
+    found = variables_of(make_candidate(expandable_segments=True), 4, own)
     value = "roundup_power2_divisions:[256:1,>:4],expandable_segments:True"
-    assert found == {"OMP_NUM_THREADS": "4", "PYTORCH_CUDA_ALLOC_CONF": value}
+    assert found == {**own, "OMP_NUM_THREADS": "4", "PYTORCH_CUDA_ALLOC_CONF": value}
     said = subprocess.run(
         f'{assignments(found)} sh -c "echo \\$OMP_NUM_THREADS \\$PYTORCH_CUDA_ALLOC_CONF"',
         shell=True,

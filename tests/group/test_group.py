@@ -85,6 +85,34 @@ def fakes(tmp_path: Path) -> Iterator[Fakes]:
     assert made.left() == []
 
 
+def test_groups_beside_each_other_have_ports_of_their_own(fakes: Fakes) -> None:
+    """A script may open a store at MASTER_PORT itself, and two that did so at one port would be one training."""
+    fakes._environment["FAKE_RANK"] = json.dumps({"note": []})
+    heard: list[list[int]] = [[], []]
+    groups = [
+        Group(
+            fakes.launcher,
+            fakes.hardware,
+            None,
+            policy(),
+            on_message=lambda rank, message, ports=ports: (  # type: ignore[misc]
+                ports.append(message["spec"]["port"]) if message["type"] == "note" else None
+            ),
+        )
+        for ports in heard
+    ]
+    try:
+        for group, ports in zip(groups, heard, strict=True):
+            assert group.start(FAKE, 2, {}) is Stop.ARRIVED
+            assert group.watch(lambda ports=ports: len(ports) == 2) is Stop.ARRIVED  # type: ignore[misc]
+    finally:
+        for group in groups:
+            group.end()
+    (one, also_one), (other, also_other) = heard
+    assert (one, other) == (also_one, also_other), "all ranks of a group have one"
+    assert one != other
+
+
 @pytest.mark.parametrize("may_leave", [False, True], ids=["trial", "training"])
 @pytest.mark.parametrize("what", DEADLY)
 def test_a_rank_that_dies_before_its_hello_is_noticed_at_once(fakes: Fakes, what: str, may_leave: bool) -> None:

@@ -70,6 +70,18 @@ def start(parent: Parent, folder: Path, text: str, candidate: Candidate | None =
     return rank
 
 
+def test_a_script_finds_its_groups_port_and_the_kernel_takes_it_before_the_tuner(
+    parent: Parent, tmp_path: Path
+) -> None:
+    asked = "import os\nprint('seen', os.environ['MASTER_PORT'], open('/proc/self/oom_score_adj').read())\n"
+    (tmp_path / "train.py").write_text(asked + textwrap.dedent(LOOP.format(steps=100)))
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    job = replace(make_job(1), script=Script(("train.py", "ds.json"), str(tmp_path)))
+    (rank,) = parent.start("autotune.rank.script", spec_of(tmp_path, job, tmp_path, candidate={}, port=28765))
+    rank.wait_for("phase", phase="ready")
+    assert "seen 28765 1000" in (tmp_path / "rank.log").read_text().splitlines()
+
+
 @pytest.mark.parametrize("candidate", [None, make_candidate(2, 4, 3)], ids=["as it is", "under a candidate"])
 def test_a_life_from_hello_to_bye(parent: Parent, tmp_path: Path, candidate: Candidate | None) -> None:
     rank = start(parent, tmp_path, LOOP.format(steps=100), candidate)

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.group.extensions import FOLDER
+from autotune.problem.candidate import Value
 from autotune.problem.hardware import Hardware, detect, named_hardware
+from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.space_file import load_space
 from autotune.results.export import (
@@ -21,6 +25,7 @@ from autotune.results.export import (
     export_study,
     training_arguments,
 )
+from autotune.results.winner import train_with
 from autotune.search.records import RESUME, VERIFY
 from autotune.search.study import StudyStore
 from tests.cli_call import call
@@ -144,9 +149,9 @@ def test_ranks_on_cpus_share_memory_by_an_op_whatever_the_config() -> None:
     assert environment_of(store, make_candidate(0)) == {FOLDER: BUILT}
 
 
-def exported(store: StudyStore, folder: Path, style: str = "deepspeed") -> tuple[Path, dict[str, Any]]:
+def exported(store: StudyStore, folder: Path, style: str = "deepspeed", **knobs: Value) -> tuple[Path, dict[str, Any]]:
     """A measured trial's file, and what is said beside it; it has also gone on from a checkpoint, at 321 bytes."""
-    candidate, space = make_candidate(2, offload_optimizer="cpu"), load_space("cpu_demo")
+    candidate, space = make_candidate(2, offload_optimizer="cpu", **knobs), load_space("cpu_demo")
     measured = Measurement(2.0, 0.01, 5, 4.0, 128.0, 200, predicted_seconds=0.5)
     number = store.start(candidate, space)
     store.finish(number, Outcome(Kind.OK, measurement=measured))
@@ -164,6 +169,53 @@ def test_the_meta_file_has_what_the_study_measured_with(tmp_path: Path) -> None:
     assert told["environment"][FOLDER] == BUILT
     assert told["environment"]["OMP_NUM_THREADS"] == str(store.threads)
     assert "slice" not in told
+
+
+THEIRS = {
+    "NCCL_ALGO": "Ring",
+    "PYTORCH_ALLOC_CONF": "roundup_power2_divisions:[256:1,>:4]",
+    "LD_PRELOAD": "",  # of the shell that runs these tests
+    "MALLOC_ARENA_MAX": "it's $HOME; $(id)",
+}
+
+
+def test_it_is_trained_under_the_variables_that_it_was_measured_under(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not under those of the shell that exports it, nor those that have nothing to do with it."""
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    for name, value in THEIRS.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    profile = {"loader_prepared": False, "through_arguments": False, "flags": []}
+    script = Script(("train.py", "ds.json"), str(tmp_path), profile=profile)
+    store = study_of(dataclasses.replace(GPUS, nodes=1), script=script)
+    for name in THEIRS:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "of:this_shell")
+    file, told = exported(store, tmp_path, "sbatch", expandable_segments=True)
+    theirs = {name: value for name, value in THEIRS.items() if value}
+    joined = {"PYTORCH_CUDA_ALLOC_CONF": f"{THEIRS['PYTORCH_ALLOC_CONF']},expandable_segments:True"}
+    wanted = {**theirs, **joined, "OMP_NUM_THREADS": str(store.threads)}
+    assert told["environment"] == wanted
+    (line,) = [line for line in file.read_text().splitlines() if line.startswith("export ")]
+    assert in_a_shell(f"{line}; env") == wanted
+    (must,) = [line for line in told["your_training_must"] if line.startswith("start it with ")]
+    said = must.removeprefix("start it with ").removesuffix(": it was measured so")
+    assert in_a_shell(f"{said} env") == wanted
+    (record, *_) = store.records()
+    given = (store.threads, environment_of(store, record.candidate))
+    (_, command), _ = train_with(record.candidate, store.job, "s", tmp_path / "s.json", *given).commands
+    assert in_a_shell(f"{command.partition(' torchrun')[0]} env") == wanted
+    assert "hf_secret" not in file.read_text() + json.dumps(told["environment"])
+
+
+def in_a_shell(text: str) -> dict[str, str]:
+    """The variables of a process that a shell starts so, without those that every shell sets."""
+    done = subprocess.run(["bash", "-c", text], env={"PATH": os.defpath}, capture_output=True, text=True, check=True)
+    found = dict(line.split("=", 1) for line in done.stdout.splitlines())
+    return {name: value for name, value in found.items() if name not in ("PATH", "PWD", "SHLVL", "_")}
 
 
 def test_of_a_slice_it_says_what_was_not_measured(tmp_path: Path) -> None:

@@ -82,6 +82,10 @@ def test_the_printed_command_has_the_environment_that_was_measured(
     grown = make_candidate(2, 4, expandable_segments=True)
     first, _ = train_with(grown, job, "s", config, 5).lines()
     assert "OMP_NUM_THREADS=5 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True torchrun" in first
+    own = {"NCCL_ALGO": "Ring", "PYTORCH_ALLOC_CONF": "a:b c"}
+    first, _ = train_with(grown, job, "s", config, 5, own).lines()
+    joined = "PYTORCH_CUDA_ALLOC_CONF='a:b c,expandable_segments:True'"
+    assert f"train with: NCCL_ALGO=Ring PYTORCH_ALLOC_CONF='a:b c' OMP_NUM_THREADS=5 {joined} torchrun" in first
     assert train_with(grown, make_job(), "s", config, 5).lines() == []
 
 

@@ -12,7 +12,16 @@ from autotune import inquiry
 from autotune.commands.study_names import study_name
 from autotune.problem.hardware import detect, named_hardware
 from autotune.search import fingerprint as module
-from autotune.search.fingerprint import changes, differences, fingerprint, identity, knowing_more, package_versions
+from autotune.search.fingerprint import (
+    changes,
+    differences,
+    fingerprint,
+    identity,
+    knowing_more,
+    measured_under,
+    other_variables,
+    package_versions,
+)
 from tests.conftest import make_job
 
 
@@ -85,6 +94,30 @@ def test_what_an_older_version_did_not_write_down_is_not_different() -> None:
     driven = {**now, "versions": {**now["versions"], "driver": "550.1"}}
     assert changes(driven, now) == [], "a driver that does not answer today is unknown"
     assert knowing_more(driven, now) == driven
+
+
+@pytest.mark.parametrize("name", ["DS_PIN_MEMORY_BACKEND", "PYTORCH_NO_CUDA_MEMORY_CACHING"])
+def test_a_variable_that_was_not_watched_then_is_unknown_and_watched_from_now_on(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, hardware = make_job(), detect("cpu", 2)
+    monkeypatch.delenv(name, raising=False)
+    bare = fingerprint(job, hardware)
+    old = {key: value for key, value in bare.items() if key != "watched_besides"}
+    monkeypatch.setenv(name, "native")
+    now = fingerprint(job, hardware)
+    assert now["environment"][name] == "native"
+    assert changes(old, now) == changes(now, old) == []
+    assert other_variables(old) == {}
+    assert changes(bare, now) == changes(knowing_more(old, bare), now) == [f'environment.{name}: null -> "native"']
+    assert other_variables(bare) == {name: (None, "native")}
+
+
+def test_what_stands_before_a_command_is_what_is_watched_and_no_secret() -> None:
+    theirs = {"NCCL_ALGO": "Ring", "PYTORCH_ALLOC_CONF": "a:b", "LD_PRELOAD": "/a b.so"}
+    others = {"HOME": "/h", "HF_TOKEN": "hf_x", "NCCL_TOKEN": "x", "NCCL_A;reboot": "1", "NCCL_DEBUG": "INFO"}
+    assert measured_under({"environment": {**theirs, **others}}) == theirs
+    assert measured_under({}) == {}, "a study of version 0.1"
 
 
 def test_what_is_measured_under_does_not_name_another_study(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,10 +37,14 @@ COMPARED = ("torch", "deepspeed", "transformers")  # packages that this machine 
 
 # Of the environment these variables are sent to the nodes, and nothing else: what libraries that compute, communicate, allocate,
 # load models and build ops are told by. Which devices there are a node knows itself.
-SENT = ("OMP_NUM_THREADS", "LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_HOME", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING")
+SENT = (
+    *("OMP_NUM_THREADS", "LD_LIBRARY_PATH", "LD_PRELOAD", "GLIBC_TUNABLES", "CUDA_HOME", "CUDA_DEVICE_ORDER"),
+    *("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
+)
 SENT_PREFIXES = (
     *("NCCL_", "TORCH_", "PYTORCH_", "GLOO_", "UCX_", "FI_", "DS_", "DEEPSPEED_", "TRITON_", "HF_", "TRANSFORMERS_"),
-    *("TOKENIZERS_", "CUDA_DEVICE_MAX_", "CUDA_MODULE_", "OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_"),
+    *("TOKENIZERS_", "CUDA_DEVICE_MAX_", "CUDA_LAUNCH_", "CUDA_MODULE_", "OMP_", "GOMP_", "KMP_", "MKL_"),
+    *("ONEDNN_", "MALLOC_"),
 )
 
 

@@ -223,7 +223,7 @@ def _verdict(
             ),
         )
         instead, hints = "", ()
-    variables = {**environment_of(store, winner.candidate), **variables_of(winner.candidate, store.threads)}
+    variables = variables_of(winner.candidate, store.threads, environment_of(store, winner.candidate))
     return Verdict(
         winner=trial,
         head="The fastest config that fits" if verified else "The fastest config that fits so far, not verified yet",

@@ -26,6 +26,7 @@ from autotune.group.group import Group
 from autotune.group.policy import Policy, Stop
 from autotune.group.verdict import judge
 from autotune.problem.outcome import Kind, Source
+from autotune.search.fingerprint import _WATCHED, _WATCHED_PREFIXES
 from tests.conftest import pid_lives, wait_until
 
 FAKE = "tests.group.fake_rank"
@@ -308,6 +309,11 @@ def test_only_listed_variables_are_sent() -> None:
     assert sent_variables(here, ["MINE"])["MINE"] == "1"
     with pytest.raises(UserError, match="--export YOURS: no such variable"):
         sent_variables(here, ["YOURS"])
+
+
+def test_what_a_study_says_that_it_was_measured_under_is_sent() -> None:
+    watched = dict.fromkeys((*_WATCHED, *(f"{prefix}X" for prefix in _WATCHED_PREFIXES)), "1")
+    assert sent_variables(watched) == watched
 
 
 def test_peaks_of_several_machines_are_in_the_ranks_order() -> None:
