@@ -29,6 +29,7 @@ from autotune.problem.script_job import (
     KEPT,
     SPLIT,
     TOKENS,
+    TORCHS,
     ZERO_INIT,
     batch_held,
     batch_seen,
@@ -271,7 +272,8 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
         )
     }
     # these only where there is any, so that studies of earlier versions are of the same job
-    named = ("lightning", "optimizer", "spellings", "variables", SPLIT, "beside", ZERO_INIT, CALL, EARLIER, KEPT)
+    own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS)
+    named = ("lightning", "optimizer", "spellings", "variables", "beside", *own_names)
     kept |= {key: facts[key] for key in named if facts.get(key)}
     if facts.get("evaluating"):  # layers of transformers checkpoint nothing there
         kept |= {"checkpointing": False, "checkpointed": False, "evaluating": True}

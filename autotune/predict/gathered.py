@@ -1,4 +1,4 @@
-"""Whole parameters at ZeRO-3: how many of them a rank holds at once, and which it never parts with.
+"""Whole parameters at ZeRO-3: how many of them a rank holds at once, which it never parts with, and a save of them all.
 
 Source: deepspeed 0.19.8, `runtime/zero/partitioned_param_coordinator.py` and `stage3.py`.
 """
@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from autotune.predict.knobs import Columns, Floats
+from autotune.predict.knobs import Columns, Floats, value_at
 from autotune.predict.passes import Trace
+from autotune.problem.candidate import GATHER_ON_SAVE
+from autotune.problem.checkpoint import weights_bytes
+from autotune.problem.ds_file import in_new_names
+from autotune.problem.job import Job
 
 
 def gathered_bytes(trace: Trace, c: Columns, width: float, ranks: float) -> Floats:
@@ -42,3 +46,12 @@ def persistent(trace: Trace, c: Columns) -> Floats:
     sizes = np.sort(np.array(trace.every_size, dtype=np.float64))
     upwards = np.concatenate([[0.0], np.cumsum(sizes)])
     return np.asarray(upwards[np.searchsorted(sizes, c.persistence, side="right")])
+
+
+def saved_bytes(job: Job, trace: Trace, c: Columns) -> Floats:
+    """(n,) bytes of main memory that a save of the weights takes of the first rank's machine, beside what is offloaded: stage 3
+    gathers all of them there before it writes (engine.py, `_zero3_consolidated_16bit_state_dict`), frozen ones too, unless the
+    user's own config says that nothing is gathered."""
+    gathers = value_at(in_new_names(job.base_config), f"zero_optimization.{GATHER_ON_SAVE}") is not False
+    whole = weights_bytes(sum(trace.parameters) + trace.frozen, job.element_bytes)
+    return np.where((c.stage == 3) & gathers, whole, 0.0)

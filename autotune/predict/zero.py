@@ -28,9 +28,8 @@ HOLES = 0.3
 # norms, gates, rotations) is computed again from the operands of products (torch, _functorch/partitioners.py,
 # min_cut_rematerialization_partition). A Llama layer keeps 27 to 32 of 42 hidden sizes; its loss keeps all.
 COMPILED_KEPT = 0.75
-LOGIT_COPIES = (
-    4 + 4
-)  # bytes a logit beside its own: in 32 bits, and as log-softmax; Liger's loss makes none of the three
+# Bytes a logit beside its own: in 32 bits, and as log-softmax; Liger's loss makes none of the three.
+LOGIT_COPIES = 4 + 4
 REDUCE_ELEMENTS = 5e8  # stage 0 reduces in flat copies of at most so many elements (engine.py, allreduce_gradients)
 
 SUMS = ("parameters", "gradients", "optimizer", "host", "left", "holes")  # of a Bill: one entry a candidate
@@ -100,6 +99,7 @@ class _Terms:
         self.accumulated, self.sent = columns.accumulated, columns.communicated
         self.total = float(sum(trace.parameters))  # elements, as are the next two
         self.part, self.largest = self.total / self.ranks, float(trace.largest)
+        self.at_once = self.largest if self.stepper.loops else self.total  # what stage 0 steps
         self.whole = self.width * self.total  # bytes
         stage = columns.stage
         self.zero0, self.one, self.three = stage == 0, stage == 1, stage == 3
@@ -248,7 +248,7 @@ def _add_step(t: _Terms, moments: _Moments, gradients: Floats) -> None:
     every = np.ones(len(t.columns), dtype=bool)
     # stage 0: gradients in 32 bits, for FP16_Optimizer once more as one flat tensor
     copied = 4.0 if t.width < 4 and not t.plain else 0.0
-    of_all = t.whole + (copied * (2 if t.stepper.flattens else 1) + t.temporary_bytes) * t.total
+    of_all = t.whole + copied * (2 if t.stepper.flattens else 1) * t.total + t.temporary_bytes * t.at_once
     # a rank's part: as it was gathered, flat, and in the master's precision; when it steps only the last is left
     flattened = np.where(t.compact, t.own, 2 * t.width) + np.where(t.own != t.master, t.master, 0.0)
     # before that its norm is taken in 64 bits, parameter by parameter (get_grad_norm_direct)

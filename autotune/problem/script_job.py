@@ -18,6 +18,7 @@ from autotune.problem.script_text import script_text
 SPLIT = "loader_split"  # of a profile: accelerate splits the batches of its loader over the ranks
 CALL = "checkpointing_call"  # of a profile: how its model is switched on, where not as transformers' are
 ZERO_INIT = "zero_init"  # of a profile: the script's own code makes its model under `deepspeed.zero.Init`
+TORCHS = "torch_optimizer"  # of a profile: class, `fused` and `foreach` of one of torch's that the script has made
 EARLIER = "earlier"  # of a profile: engines that have an optimizer, made before the one that trains
 KEPT = "kept_configs"  # of a profile: what accelerate's other plugins say of ZeRO, which no candidate changes
 UNCOUNTED = "the sequences of the script's batches cannot be counted: no tensor is among what its model is given"

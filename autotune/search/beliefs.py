@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autotune.predict.gathered import saved_bytes
 from autotune.predict.knobs import Flags, Floats, Places
 from autotune.predict.predictor import Predictor, Table
 from autotune.predict.prepared import Prepared
@@ -59,7 +60,7 @@ class Forecast:
     step: Floats  # seconds
     fits: Floats  # probability of staying under the ceiling
     share: Floats  # what a rank is believed to need, as a share of the device
-    held: Floats  # what a node's ranks are believed to keep of its host's memory, as a share of what they may
+    held: Floats  # what a node's ranks are believed to need of its host's memory, as a share of what they may
     hopeless: Flags  # whether the device's memory is too small beyond doubt
     host: Flags  # whether the host's is
 
@@ -70,6 +71,7 @@ class Beliefs:
     def __init__(self, predictor: Predictor, job: Job, hardware: Hardware, candidates: Sequence[Candidate]) -> None:
         self.predictor, self.job, self.hardware = predictor, job, hardware
         self._prepared = predictor.prepare(candidates)
+        self._saved_bytes = saved_bytes(job, predictor.trace, self._prepared.columns)
         self._count = len(candidates)
         first, second = features(candidates)
         self._speeds, self._peaks = Surrogate(first, second), Surrogate(first, second)
@@ -204,7 +206,7 @@ class Beliefs:
             logs, sigma = self._speeds.predict()
             step = table.samples * table.step / np.exp(logs)
         capacity = float(self.hardware.capacity_bytes)
-        held = table.host * self.job.ranks / self.hardware.nodes / max(1.0, host_limit_bytes(self.hardware))
+        held = self._held(table.host * self.job.ranks / self.hardware.nodes)
         host, in_host = held > MOST_OF_HOST, np.ones(self._count)
         if self._host_ran_out:  # until then the bill is taken at its word
             in_host = normal_cdf(-np.log(np.maximum(held, 1e-9)) / self.predictor.host_sigma)
@@ -216,6 +218,19 @@ class Beliefs:
         fits = in_host * normal_cdf((self._room - table.needed) / table.peak_sigma)
         hopeless = table.needed - HOPELESS_SIGMAS * table.peak_sigma > capacity
         return Forecast(logs, sigma, step, fits, table.needed / capacity, held, hopeless, host)
+
+    def _held(self, kept: Floats) -> Floats:
+        """Shares of a node's main memory. What its ranks keep there leaves room for their processes. While its first rank saves
+        the weights, as a verification has it do, there are these, too: the processes' 2 GiB a rank are a guess, and rule out no
+        save, which has all of the memory.
+
+        Args:
+            kept: bytes of a node's ranks.
+        """
+        if self.hardware.device != "cuda":
+            return np.zeros(self._count)
+        saving = (kept + self._saved_bytes) / max(1, self.hardware.host_memory_bytes)
+        return np.asarray(np.maximum(kept / max(1.0, host_limit_bytes(self.hardware)), saving))
 
 
 def _one(surrogate: Surrogate, at: int) -> tuple[float, float]:

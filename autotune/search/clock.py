@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from autotune.executors.base import Effort, Executor
 from autotune.problem.candidate import Candidate, Value
-from autotune.problem.checkpoint import checkpoint_seconds
+from autotune.problem.checkpoint import checkpoint_seconds, weights_seconds
 from autotune.problem.outcome import Measurement, Outcome
 from autotune.search.proposer import Proposer
 from autotune.search.records import RESUME, SEARCH, VERIFY
@@ -16,6 +16,7 @@ FIRST_TRIAL_SECONDS = 5.0  # a budget below this cannot hold one trial
 MOST_RESERVED = 0.4  # of the budget, for verification
 SLACK = 1.2  # times what is expected is kept
 WARMUP_STEPS = 3  # of a trial, before what is measured
+LEAST_SAVE_SECONDS = 0.5  # of a verification, beside its start and its steps: an evaluation's forward, a save
 CHECKPOINT_SHARE = 0.2  # of the budget, at most, for writing a checkpoint and reading it
 
 
@@ -82,10 +83,11 @@ class Clock:
         return self._share.get(RESUME, 1.0) * self._expected_seconds(RESUME)
 
     def _expected_seconds(self, role: str) -> float:
-        """Of a verification, whole steps; of going on from a checkpoint two starts, and its bytes written and read."""
+        """Of a verification, whole steps and a save of the weights; of going on from a checkpoint two starts, and its bytes
+        written and read."""
         if role == VERIFY:
             measuring = max(5 * self._step_seconds, self.verify_effort.min_seconds)
-            return SLACK * (self._startup_seconds + measuring) + 0.5
+            return SLACK * (self._startup_seconds + measuring) + max(LEAST_SAVE_SECONDS, SLACK * self._save_seconds)
         if not self.tries_resuming or self._best() is None:
             return 0.0
         return SLACK * 2 * self._startup_seconds + 0.5 + self.checkpoint_seconds
@@ -94,6 +96,15 @@ class Clock:
     def checkpoint_seconds(self) -> float:
         trace = self.proposer.predictor.trace
         return checkpoint_seconds(sum(trace.parameters), trace.frozen)
+
+    @property
+    def _save_seconds(self) -> float:
+        """Of the weights, which verification gathers as a training's save does."""
+        if not self.verify_effort.certify:
+            return 0.0
+        predictor = self.proposer.predictor
+        elements = sum(predictor.trace.parameters) + predictor.trace.frozen
+        return weights_seconds(elements, predictor.job.element_bytes)
 
     @property
     def tries_resuming(self) -> bool:

@@ -1,8 +1,10 @@
 """A script that cannot be tuned is refused in one line that says what to do, not with the end of a log."""
 
+from typing import Any
+
 import pytest
 
-from autotune.commands.probe import _counted_otherwise, _in_one_line, thrifty
+from autotune.commands.probe import _counted_otherwise, _in_one_line, _profile, thrifty
 from autotune.problem.outcome import Kind, Outcome, Phase, Source
 
 BUSY = "The server socket has failed to listen on any local network address. port: 29511, code: -98, name: EADDRINUSE"
@@ -63,3 +65,20 @@ def test_what_takes_least_memory_keeps_a_fused_optimizer_where_it_steps(
     assert (candidate.offload_optimizer == "cpu") is offloads
     assert (candidate.stage, candidate.micro_batch, candidate.checkpointing) == (3, 1, True)
     assert candidate.offload_param == "cpu"
+
+
+SEEN = "config precision model_config causal model trained frozen checkpointing checkpointed through_arguments"
+SEEN += " loader_prepared relaunched client_optimizer untested_optimizer flags"
+
+
+def test_how_torchs_optimizer_steps_is_kept_where_the_script_makes_it() -> None:
+    """A job is what its profile says: a key that is not needed would make an earlier version's study another's."""
+
+    def kept(**facts: Any) -> dict[str, Any]:
+        batch = {"micro_batch": 1, "accumulation": 1, "counted": ""}
+        return _profile({**dict.fromkeys(SEEN.split()), "late": "", **facts}, batch, own=True)
+
+    told = {"class": "AdamW", "fused": None, "foreach": None}
+    assert kept(torch_optimizer=told)["torch_optimizer"] == told
+    assert "torch_optimizer" not in kept(torch_optimizer={})
+    assert kept(torch_optimizer={}) == kept()

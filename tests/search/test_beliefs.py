@@ -1,5 +1,7 @@
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,10 +9,13 @@ import pytest
 from autotune.executors.replay import load_landscape
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
+from autotune.problem.hardware import named_hardware
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.search import beliefs as module
 from autotune.search.beliefs import Beliefs
 from autotune.units import GIB
+from tests.conftest import make_candidate, make_job
+from tests.predict.recorded import SEQ_LEN, recorded_trace
 
 TABLE = load_landscape(Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz")
 JOB, HARDWARE, CANDIDATES = TABLE.job(), TABLE.hardware(), sorted(TABLE.rows, key=str)
@@ -70,3 +75,34 @@ def test_of_a_large_space_only_some_are_predicted_anew(monkeypatch: pytest.Monke
     fresh = beliefs.predictor.table(CANDIDATES)
     best = np.argsort(fresh.samples * (fresh.needed < HARDWARE.capacity_bytes))[-16:]
     assert table.samples[best] == pytest.approx(fresh.samples[best], rel=0.1)
+
+
+SAVING = [make_candidate(2, 1), make_candidate(3, 1), make_candidate(3, 1, offload_optimizer="cpu")]
+
+
+def of_hosts(share: float, device: str = "cuda", **changes: Any) -> tuple[list[float], list[bool]]:
+    """(held, host) of the forecast, where a host has that share of the weights' bytes; two ranks on each of two nodes."""
+    job = make_job(4, precision="bf16", seq_len=SEQ_LEN, **changes)
+    trace = recorded_trace(job)
+    weights = 2 * sum(trace.parameters)
+    two = named_hardware("a100-80gb", 4, nodes=2, host_memory_bytes=int(share * weights))
+    two = dataclasses.replace(two, device=device)
+    forecast = Beliefs(Predictor(job, two, trace), job, two, SAVING).forecast()
+    return forecast.held.tolist(), forecast.host.tolist()
+
+
+def test_a_host_that_cannot_hold_the_weights_saves_nothing_of_stage_3() -> None:
+    held, host = of_hosts(0.5)
+    assert held[:2] == pytest.approx([0, 2], rel=1e-3), "all weights once a node, however many ranks it has"
+    assert host[:2] == [False, True]
+    config = {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": False}}
+    held, host = of_hosts(0.5, base_config=config)
+    assert (held[:2], host[:2]) == ([0, 0], [False, False]), "nothing is gathered"
+    assert of_hosts(0.5, "cpu") == ([0, 0, 0], [False, False, False]), "host and device are one"
+
+
+def test_a_host_that_holds_the_weights_is_large_enough_whatever_its_processes_are_guessed_to_have() -> None:
+    held, host = of_hosts(2.0)
+    assert held[1] == pytest.approx(0.5, rel=1e-3)
+    assert not host[1], "2 GiB a rank are more than all of it"
+    assert host[2], "what is offloaded has to leave room for these"

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from autotune.executors.base import VERIFY as VERIFY_EFFORT
+from autotune.executors.base import Effort
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.search.clock import MOST_RESERVED, Clock
 from autotune.search.records import SEARCH, VERIFY
-from tests.conftest import make_candidate
+from tests.conftest import make_candidate, make_job
 
 QUICK, SLOW = make_candidate(0, 4), make_candidate(3, 4)
 
@@ -25,13 +26,22 @@ def started(seconds: float) -> Outcome:
     return Outcome(Kind.OK, measurement=measurement(0.1), outside_seconds=seconds, started=True)
 
 
-def clock(budget: float, best: Candidate | None = QUICK, parameters: int = 0, **measured: Any) -> Clock:
+def clock(
+    budget: float,
+    best: Candidate | None = QUICK,
+    parameters: int = 0,
+    frozen: int = 0,
+    precision: str = "bf16",
+    effort: Effort = VERIFY_EFFORT,
+    **measured: Any,
+) -> Clock:
     """A clock at zero, of a model with so many parameters."""
     executor: Any = SimpleNamespace(now=lambda: 0.0, resumes=True)
-    trace = SimpleNamespace(parameters=[parameters], frozen=0)
-    proposer: Any = SimpleNamespace(predictor=SimpleNamespace(trace=trace))
+    trace = SimpleNamespace(parameters=[parameters], frozen=frozen)
+    job = make_job(precision=precision)
+    proposer: Any = SimpleNamespace(predictor=SimpleNamespace(trace=trace, job=job))
     found = (best, measurement(0.1, **measured)) if best else None
-    return Clock(executor, proposer, VERIFY_EFFORT, budget, 0.0, lambda: found)
+    return Clock(executor, proposer, effort, budget, 0.0, lambda: found)
 
 
 def test_the_best_s_own_start_is_what_verifying_it_takes() -> None:
@@ -86,3 +96,20 @@ def test_another_is_verified_where_what_is_left_is_of_no_other_use() -> None:
         one.executor.now = lambda left=left: 30 - left  # type: ignore[method-assign, misc]
         one._began = 0.0
         assert one.time_for_another is (expected and (left < one.resume_seconds or left > need + one.resume_seconds))
+
+
+def test_verifying_a_large_model_is_left_the_time_of_gathering_it() -> None:
+    """70 billion parameters in 16 bits are 140 GB, which one process gathers, copies and writes."""
+    large = 70_000_000_000
+    tiny = clock(600).verification_seconds
+    assert clock(600, parameters=2_000_000).verification_seconds == tiny, "in what is kept for any"
+    assert clock(3600, parameters=large).verification_seconds == pytest.approx(tiny - 0.5 + 1.2 * 140)
+    assert clock(3600, parameters=large, precision="fp32").verification_seconds == pytest.approx(tiny - 0.5 + 1.2 * 280)
+    assert clock(3600, parameters=large // 2, frozen=large // 2).verification_seconds == pytest.approx(
+        tiny - 0.5 + 1.2 * 140
+    )
+    without_checkpoint = clock(3600, parameters=large)
+    assert not without_checkpoint.tries_resuming
+    assert without_checkpoint.reserve_seconds == without_checkpoint.verification_seconds
+    quick = Effort(full=True, min_steps=5, min_seconds=3.0)
+    assert clock(3600, parameters=large, effort=quick).verification_seconds == tiny, "which saves nothing"

@@ -14,7 +14,7 @@ from typing import Any
 from autotune.errors import Unusable
 from autotune.problem.ds_file import named_config
 from autotune.problem.outcome import Phase
-from autotune.problem.script_job import EARLIER, KEPT
+from autotune.problem.script_job import EARLIER, KEPT, TORCHS
 from autotune.rank.hooks import beside, checkpointing, election, lightning, optimizers
 from autotune.rank.hooks.batches import batch_of, padded, sizes_of
 from autotune.rank.hooks.config import kept_configs, merged, note_own
@@ -313,6 +313,7 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
     plain = _plain(module)
     config: Any = getattr(plain, "config", None)
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in module.parameters()]
+    own = optimizer if optimizer is None else engine.basic_optimizer
     return {
         "micro_batch": engine.train_micro_batch_size_per_gpu(),
         "accumulation": engine.gradient_accumulation_steps(),
@@ -332,7 +333,8 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
         "relaunched": context.relaunched,
         "client_optimizer": optimizer is not None,
         "untested_optimizer": not _zero_supports(optimizer),
-        "optimizer": optimizers.kind_of(context, optimizer if optimizer is None else engine.basic_optimizer),
+        "optimizer": optimizers.kind_of(context, own),
+        TORCHS: optimizers.torchs_of(own),
         "flags": sorted(context.flags),
         "spellings": dict(sorted(context.spellings.items())),
     }

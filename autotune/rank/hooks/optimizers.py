@@ -1,4 +1,4 @@
-"""Optimizers: a script that trains without DeepSpeed is noticed, and of which class is one that it has made itself."""
+"""Optimizers: a script that trains without DeepSpeed is noticed, of which class is one that it makes, and how torch's step."""
 
 from __future__ import annotations
 
@@ -32,3 +32,12 @@ def kind_of(context: Context, optimizer: Any) -> str:
     ancestors = type(optimizer).__mro__ if optimizer is not None else ()
     found = next((one.__name__ for one in ancestors if one.__module__.partition(".")[0] in _OF_ONE_PLACE), "")
     return "" if context.accelerated and "CPU" in found else found
+
+
+def torchs_of(optimizer: Any) -> dict[str, Any]:
+    """The class of an optimizer that the script has made and that is torch's own, and which implementation it asks for: None
+    where torch chooses. Empty for all others; one that is derived from torch's may step in a way of its own."""
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return {}
+    asked = {name: optimizer.defaults.get(name) for name in ("fused", "foreach")}
+    return {"class": type(optimizer).__name__, **asked}

@@ -326,3 +326,38 @@ def pad(folder: str) -> list[Any]:
 
 def test_every_batch_is_as_long_as_all_allow(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     assert in_rank(pad, str(tmp_path)) == [[2, 16, 64], [[2, 32], [2, 64]]]
+
+
+def told_of(folder: str, how: str) -> list[Any]:
+    """What the tuner is told of an optimizer that the script makes: itself, or by a callable that DeepSpeed calls."""
+    import torch
+
+    _, watcher = set_up(folder, None)
+    net, config = make_net(), {name: one for name, one in CONFIG.items() if name != "optimizer"}
+    optimizer = {
+        "its own": lambda: torch.optim.AdamW(net.parameters()),
+        "a callable": lambda: lambda parameters: torch.optim.AdamW(parameters, fused=False, foreach=True),
+        "none": lambda: None,
+    }[how]()
+    deepspeed_initialize(
+        model=net,
+        optimizer=optimizer,
+        model_parameters=list(net.parameters()),
+        config=CONFIG if how == "none" else config,
+    )
+    facts = watcher.of("built")[0][0]
+    return [facts["client_optimizer"], facts["optimizer"], facts["torch_optimizer"]]
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("its own", {"class": "AdamW", "fused": None, "foreach": None}),
+        ("a callable", {"class": "AdamW", "fused": False, "foreach": True}),
+        ("none", {}),
+    ],
+)
+def test_how_the_scripts_own_optimizer_of_torchs_steps_is_told(
+    in_rank: Callable[..., Any], tmp_path: Path, how: str, expected: dict[str, Any]
+) -> None:
+    assert in_rank(told_of, str(tmp_path), how) == [how != "none", "", expected]

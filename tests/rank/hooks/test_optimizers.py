@@ -56,3 +56,16 @@ def test_the_class_of_an_optimizer_is_that_of_its_kernels(context: Callable) -> 
     assert optimizers.kind_of(made, Mine(weights)) == "", (
         "accelerate makes it of any where the script's config offloads"
     )
+
+
+class Derived(torch.optim.AdamW):
+    pass
+
+
+def test_how_torchs_own_step_is_what_they_were_made_with() -> None:
+    weights = [torch.nn.Parameter(torch.ones(2))]
+    told = optimizers.torchs_of(torch.optim.AdamW(weights, fused=True))
+    assert told == {"class": "AdamW", "fused": True, "foreach": None}
+    assert optimizers.torchs_of(torch.optim.SGD(weights, foreach=False))["foreach"] is False
+    for other in (Derived(weights), DeepSpeedCPUAdam(weights), None):
+        assert optimizers.torchs_of(other) == {}, "it may step in a way of its own"
