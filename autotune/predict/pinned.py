@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from autotune.predict.knobs import Floats
+from autotune.problem.early_variables import ALLOCATOR_VARIABLES
 from autotune.units import MIB
 
 
@@ -29,6 +30,6 @@ def pinned_bytes(size: Any) -> Floats:
 
 def _threshold_bytes() -> float:
     """Blocks larger than this are not rounded."""
-    config = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    config = next((os.environ[name] for name in ALLOCATOR_VARIABLES if os.environ.get(name)), "")
     limits = re.findall(r"pinned_max_(?:round_threshold|cached_size)_mb\s*:\s*(\d+)", config)
     return min((float(limit) * MIB for limit in limits), default=float("inf"))
