@@ -3,9 +3,11 @@
 Each candidate is measured by a trial of the model, by a trial of a script that trains the same, and trained by the command
 that `autotune` prints (`OMP_NUM_THREADS=… torchrun …`) in the environment of whoever started this, one after another, round
 after round; which comes first moves on with every round, since a machine's pace drifts. Each is timed for as long: at least
-so many seconds and steps as a trial. A candidate's ratio is the median
-over rounds of trial / torchrun of the same round. The order is Spearman's, of speeds divided by their own job's median:
-between models it would say nothing.
+so many seconds and steps as a trial. A trial of a model takes the median of its steps; one of a script the mean where slow
+steps recur (`rank/recurring.py`). Plain training's steps are taken as those are that they are compared with.
+
+A candidate's ratio is the median over rounds of trial / torchrun of the same round. The order is Spearman's, of speeds divided
+by their own job's median: between models it would say nothing.
 
 Without STUDY: 4 candidates each of 3 models on 1 and on 2 CPU ranks. With it: the study's winner and others of its trials,
 on what it was tuned on, without the script.
@@ -38,6 +40,7 @@ from autotune.problem.hardware import Hardware, detect
 from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec, resolve_model
 from autotune.problem.script_job import job_of, unknown_job
+from autotune.rank.recurring import pace_of
 from autotune.results.export import deepspeed_config
 from autotune.search.fingerprint import watched_variables
 from autotune.search.study import StudyStore
@@ -76,7 +79,9 @@ FAMILIES: tuple[tuple[dict[str, Any], int], ...] = (  # and their micro-batch
 )
 
 
-Way = Callable[["Row"], float]  # samples a second of a candidate
+Way = Callable[["Row"], list[float]]  # samples a second of a candidate, under each of the way's names
+# What each way of trials is compared with: plain training's steps, taken as the trial takes its own.
+PLAIN = {"--model": "torchrun", "script": "torchrun as a script's"}
 
 
 @dataclass(frozen=True)
@@ -104,10 +109,10 @@ class Row:
     speeds: dict[str, list[float]] = field(default_factory=dict)
 
     def ratio(self, who: str) -> float:
-        return statistics.median(t / p for t, p in zip(self.speeds[who], self.speeds["torchrun"], strict=True))
+        return statistics.median(t / p for t, p in zip(self.speeds[who], self.speeds[PLAIN[who]], strict=True))
 
     def to_json(self) -> dict[str, Any]:
-        trials = {f"{who} / torchrun": self.ratio(who) for who in self.speeds if who != "torchrun"}
+        trials = {f"{who} / torchrun": self.ratio(who) for who in PLAIN if who in self.speeds}
         speed = statistics.median(self.speeds["torchrun"])
         named = {"model": self.job.model.name, "ranks": self.job.ranks, "candidate": str(self.candidate)}
         return {**named, "torchrun samples/s": speed, **trials, "speeds": self.speeds}
@@ -135,9 +140,9 @@ def compare(
     rows = [Row(job, one) for one in tried]
     with ExitStack() as stack:
         of_model = stack.enter_context(opened(job, hardware, folder / "model", tried))
-        ways: dict[str, Way] = {
-            "torchrun": lambda row: trained(job, row.candidate, how.steps_of(row), hardware.device),
-            "--model": lambda row: measured(of_model, row.candidate, how.effort),
+        ways: dict[tuple[str, ...], Way] = {
+            tuple(PLAIN.values()): lambda row: trained(job, row.candidate, how.steps_of(row), hardware.device),
+            ("--model",): lambda row: measured(of_model, row.candidate, how.effort),
         }
         if with_script:
             config = deepspeed_config(tried[0], job)
@@ -146,36 +151,38 @@ def compare(
             of_script = stack.enter_context(of_script)
             seen = probe(of_script, script, folder, DEADLINE_SECONDS, lambda text: print(text, file=sys.stderr))
             of_script.job = job_of(seen.script, hardware, job.global_batch_size)
-            ways["script"] = lambda row: measured(of_script, row.candidate, how.effort)
+            ways["script",] = lambda row: measured(of_script, row.candidate, how.effort)
         in_turn(rows, ways, how.rounds)
     return rows
 
 
-def in_turn(rows: list[Row], ways: dict[str, Way], rounds: int) -> None:
+def in_turn(rows: list[Row], ways: dict[tuple[str, ...], Way], rounds: int) -> None:
     names = [*list(ways)[1:], *list(ways)[:1]]  # torchrun last, at first: by then a speed is known
     for at, row in itertools.product(range(rounds), rows):
         first = at % len(names)
-        for who in names[first:] + names[:first]:
-            row.speeds.setdefault(who, []).append(ways[who](row))
+        for way in names[first:] + names[:first]:
+            for who, speed in zip(way, ways[way](row), strict=True):
+                row.speeds.setdefault(who, []).append(speed)
         said = {who: round(values[-1], 3) for who, values in row.speeds.items()}
         print(row.job.model.name, row.job.ranks, row.candidate, said, file=sys.stderr, flush=True)
 
 
-def trained(job: Job, candidate: Candidate, steps: int, device: str) -> float:
-    """Samples a second of a training without autotune."""
+def trained(job: Job, candidate: Candidate, steps: int, device: str) -> list[float]:
+    """Samples a second of a training without autotune, by the median of its steps and as a script's are taken."""
     variables = variables_of(candidate, threads_per_rank(job.ranks), watched_variables())
     config = deepspeed_config(candidate, job)
     found = train_plainly(job, config, candidate.checkpointing, steps + WARMUP_STEPS, device, variables)
-    return found["samples_per_second"]
+    samples = job.ranks * candidate.micro_batch * candidate.accumulation
+    return [found["samples_per_second"], samples / pace_of(found["each"]).seconds]
 
 
-def measured(executor: LocalExecutor, candidate: Candidate, effort: Effort) -> float:
+def measured(executor: LocalExecutor, candidate: Candidate, effort: Effort) -> list[float]:
     """Samples a second of a trial in fresh ranks."""
     with closing(executor.session(candidate, uuid.uuid4().hex[:8])) as session:
         outcome = session.measure(candidate, effort, DEADLINE_SECONDS)
     if outcome.measurement is None:
         raise SystemExit(f"{candidate}: {outcome.kind}: {outcome.reason}")
-    return outcome.measurement.samples_per_second
+    return [outcome.measurement.samples_per_second]
 
 
 def summary(rows: list[Row]) -> list[dict[str, Any]]:
@@ -183,9 +190,9 @@ def summary(rows: list[Row]) -> list[dict[str, Any]]:
     found = []
     for ranks in sorted({row.job.ranks for row in rows}):
         some = [row for row in rows if row.job.ranks == ranks]
-        for who in [name for name in some[0].speeds if name != "torchrun"]:
+        for who in [name for name in PLAIN if name in some[0].speeds]:
             ratios = [row.ratio(who) for row in some]
-            order = spearman(relative(some, who), relative(some, "torchrun")) if len(some) > 1 else None
+            order = spearman(relative(some, who), relative(some, PLAIN[who])) if len(some) > 1 else None
             found.append(
                 {
                     "trial of": who,
