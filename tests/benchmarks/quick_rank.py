@@ -22,7 +22,7 @@ class QuickRank(BaseRank):
     torch: Any = types.SimpleNamespace(ones=none_left)
 
     def run(self) -> None:
-        for phase in (Phase.START, Phase.INIT):
+        for phase in (Phase.START, Phase.INIT, *([Phase.LOAD] if self.spec.get("resume") else [])):
             self.enter(phase)
             self.fault(phase)
         self.channel.send("phase", phase="ready")
@@ -31,6 +31,8 @@ class QuickRank(BaseRank):
                 self.phase = phase
                 self.fault(phase)
             if message["type"] == "certify":
+                self.phase = Phase.SAVE
+                self.fault(Phase.SAVE)
                 time.sleep(0.2)  # to be struck in
             answer = {"step_seconds": [0.01, 0.01], "measured_seconds": 0.02, "data_bytes": 2**20}
             self.channel.send("measured", **answer, checkpointed=message["type"] == "checkpoint")
