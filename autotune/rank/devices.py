@@ -135,6 +135,7 @@ class CpuDevice:
         torch.set_num_threads(threads)
         self._peak = 0
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)  # kept open: looked at several times a micro-step
+        self._cap_bytes = cap_bytes
         if cap_bytes is not None:
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
             resource.setrlimit(resource.RLIMIT_DATA, (cap_bytes, hard))
@@ -158,19 +159,24 @@ class CpuDevice:
 
     def peaks(self) -> dict[str, Any]:
         """The kernel keeps no high-water mark of what RLIMIT_DATA counts, only of resident pages. The peak is therefore the
-        highest sample, or the resident high-water mark plus what is mapped and untouched now, if that is more."""
+        highest sample, or the resident high-water mark plus what is mapped and untouched now, if that is more: both were
+        not at one time, but what the cap did not let it have it never had."""
         self.note()
         status = _status()
         untouched = max(0, status["VmData"] - status["RssAnon"])
         touched = status["VmHWM"] - status["RssFile"] - status["RssShmem"]
+        most = touched + untouched
+        if self._cap_bytes is not None:
+            most = min(most, self._cap_bytes)
         return {
-            "data_bytes": max(self._peak, touched + untouched),
+            "data_bytes": max(self._peak, most),
             "host_bytes": status["VmHWM"],
             "retries": 0,
             "pinned_bytes": 0,
         }
 
     def lift_cap(self) -> None:
+        self._cap_bytes = None
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 

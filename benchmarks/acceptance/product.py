@@ -30,7 +30,7 @@ def run(ground: Ground) -> Iterator[Row]:
     winner, outcome = store.winner.candidate, store.winner.outcome
     assert outcome is not None
     assert outcome.measurement is not None
-    torchrun = trained(store.job, winner, ground.choose(STEPS, 2), store.hardware.device)
+    torchrun, _ = trained(store.job, winner, ground.choose(STEPS, 2), store.hardware.device)
 
     def against(what: str, speed: float) -> Row:
         ratio = speed / torchrun
@@ -40,4 +40,5 @@ def run(ground: Ground) -> Iterator[Row]:
 
     yield against("the study's figure", outcome.measurement.samples_per_second)
     with opened(store.job, store.hardware, ground.folder / "again", [winner]) as executor:
-        yield against("a trial now", measured(executor, winner, ground.choose(EFFORT, SMALL_EFFORT)))
+        (now,) = measured(executor, winner, ground.choose(EFFORT, SMALL_EFFORT))
+        yield against("a trial now", now)

@@ -214,6 +214,8 @@ def distil(folder: str, candidate: dict[str, Any] | None, kept: list[Any]) -> di
     return {
         "stages": [context.engine.zero_optimization_stage(), teacher.zero_optimization_stage()],
         "accumulation": accelerator.gradient_accumulation_steps,
+        # accelerate 1.3 leaves it to DeepSpeed alone
+        "adopts": "deepspeed_gradient_accumulation_steps" in Accelerator._prepare_deepspeed.__code__.co_varnames,
         "plugins": [own.zero_stage, teachers.zero_stage],
         "configured": watcher.of("configured")[-1][0],
         "kept": watcher.of("built")[0][0][KEPT],
@@ -225,5 +227,6 @@ def test_the_plugin_of_a_teacher_keeps_its_own_config(in_rank: Callable[..., Any
     assert probed["configured"] == CONFIG, "of the engine that trains, though the teacher's was read first"
     assert probed["kept"] == [TEACHERS["zero_optimization"]]
     found = in_rank(distil, str(tmp_path), make_candidate(2, 8, 4).as_dict, probed["kept"])
-    assert found["accumulation"] == 4, "accelerate has one for all plugins, of the last that is prepared"
+    took = 4 if found["adopts"] else 1
+    assert found["accumulation"] == took, "accelerate has one for all plugins, of the last that is prepared"
     assert (found["stages"], found["plugins"]) == ([2, 3], [2, 3])
