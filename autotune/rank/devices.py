@@ -168,12 +168,7 @@ class CpuDevice:
         most = touched + untouched
         if self._cap_bytes is not None:
             most = min(most, self._cap_bytes)
-        return {
-            "data_bytes": max(self._peak, most),
-            "host_bytes": status["VmHWM"],
-            "retries": 0,
-            "pinned_bytes": 0,
-        }
+        return {"data_bytes": max(self._peak, most), "host_bytes": status["VmHWM"], "retries": 0, "pinned_bytes": 0}
 
     def lift_cap(self) -> None:
         self._cap_bytes = None
