@@ -147,8 +147,7 @@ def compare(
         if with_script:
             config = deepspeed_config(tried[0], job)
             script = Script(tuple(plain_words(job, config, ENDLESS, folder)), str(folder))
-            of_script = opened(unknown_job(script, hardware), hardware, folder / "script", tried)
-            of_script = stack.enter_context(of_script)
+            of_script = stack.enter_context(opened(unknown_job(script, hardware), hardware, folder / "script", tried))
             seen = probe(of_script, script, folder, DEADLINE_SECONDS, lambda text: print(text, file=sys.stderr))
             of_script.job = job_of(seen.script, hardware, job.global_batch_size)
             ways["script",] = lambda row: measured(of_script, row.candidate, how.effort)
@@ -243,11 +242,11 @@ def main() -> None:
             folder = Path(name) / f"{model.name}-{ranks}"
             folder.mkdir()
             rows += compare(job, hardware, candidates()[: arguments.candidates], folder, how, with_script=True)
-    found = {"hardware": hardware.name, "candidates": [row.to_json() for row in rows], "summary": summary(rows)}
-    shown = [{key: value for key, value in row.items() if key != "speeds"} for row in found["candidates"]]
+    each, whole = [row.to_json() for row in rows], summary(rows)
+    shown = [{key: value for key, value in row.items() if key != "speeds"} for row in each]
     print_table(f"{how.steps} steps by torchrun against trials, {how.rounds} rounds in turn", shown, keys=3)
-    print_table("of all", found["summary"], keys=2)
-    write_json(arguments.json, found)
+    print_table("of all", whole, keys=2)
+    write_json(arguments.json, {"hardware": hardware.name, "candidates": each, "summary": whole})
 
 
 if __name__ == "__main__":

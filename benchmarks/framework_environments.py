@@ -24,8 +24,8 @@ PINS = ROOT / "environments"
 FRAMEWORKS = ("llamafactory", "axolotl", "ms-swift", "trl")
 DEFAULT = ROOT / ".venvs"
 # What building a source distribution imports: DeepSpeed's reads torch and these.
-_BUILDERS = ("setuptools", "wheel", "packaging", "ninja", "numpy", "psutil", "py-cpuinfo", "pydantic", "pydantic_core")
-_BUILDERS += ("annotated-types", "typing-inspection", "hjson", "msgpack", "einops", "tqdm")
+_BUILDERS: tuple[str, ...] = ("setuptools", "wheel", "packaging", "ninja", "numpy", "psutil", "py-cpuinfo", "pydantic")
+_BUILDERS += ("pydantic_core", "annotated-types", "typing-inspection", "hjson", "msgpack", "einops", "tqdm")
 _TORCH = "torch"
 
 

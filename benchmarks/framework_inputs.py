@@ -7,7 +7,9 @@ nothing but transformers and tokenizers.
 import json
 import random
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -47,10 +49,11 @@ def make_model(folder: Path) -> None:
         model_max_length=512,
         chat_template=TEMPLATE,
     ).save_pretrained(folder)
-    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    shape: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
     config = Qwen2Config(
         vocab_size=2048,
         **shape,
+        num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=512,
         bos_token_id=None,
@@ -60,7 +63,7 @@ def make_model(folder: Path) -> None:
     Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
-def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
+def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -87,6 +87,7 @@ def free_port() -> int:
 
 def a_step(side: Side, what: str) -> float:
     """Rows or tokens of a step: the median, since sequences differ in length."""
+    lines: list[dict[str, float]]
     lines = [json.loads(line) for line in side.log.read_text().splitlines() if line.endswith("}")]
     return statistics.median(line[what] for line in lines[SETTLE_STEPS - 1 :])
 

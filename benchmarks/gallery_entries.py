@@ -21,7 +21,7 @@ from published_sources import source_of
 from autotune.errors import UserError
 from autotune.executors.replay import Landscape, load_landscape
 from autotune.executors.replay import Row as Recorded
-from autotune.gallery.entry import Entry, Machine, Origin, Trained, Tried, Versions
+from autotune.gallery.entry import Entry, Machine, Origin, PeakOf, Trained, Tried, Versions
 from autotune.gallery.folder import entries_folder
 from autotune.gallery.plausible import check
 from autotune.gallery.sharing import public_architectures, public_lora, shape_of
@@ -33,7 +33,7 @@ from autotune.units import GIB
 
 PUBLISHED = HERE / "data" / "published" / "gpu_published.csv"
 OWN_ENGINES = ("InternLM/InternEvo",)  # shard as ZeRO does, with code of their own
-PEAKS = {"nvml": "process", "allocated": "torch_allocated", "reserved": "torch_reserved"}
+PEAKS: dict[str, PeakOf] = {"nvml": "process", "allocated": "torch_allocated", "reserved": "torch_reserved"}
 
 
 def digits(value: float, count: int = 5) -> float:
@@ -60,7 +60,7 @@ def trained(job: Job) -> Trained:
     )
 
 
-def timed(candidate: Candidate, job: Job, seconds: float, peak: tuple[float, str] | None) -> Tried:
+def timed(candidate: Candidate, job: Job, seconds: float, peak: tuple[float, PeakOf] | None) -> Tried:
     count = candidate.micro_batch * candidate.accumulation * job.ranks
     tokens = samples(job, candidate) * job.tokens_per_sample
     return Tried(
@@ -129,8 +129,9 @@ def published(path: Path) -> Iterator[tuple[str, Entry]]:
     for case in filter(exact, cases_in(read_table(path))[0]):
         job, hardware = case.job, case.hardware
         lora = public_lora(str(job.lora)).partition(",dtype")[0] if job.lora else None
-        key = (source_of(case.row).name, job.model.name, job.seq_len, job.precision, job.optimizer, lora, job.attention)
-        groups[(*key, hardware.facts, hardware.count)].append(case)
+        of_job = (job.model.name, job.seq_len, job.precision, job.optimizer, lora, job.attention)
+        key = (source_of(case.row).name, *of_job, hardware.facts, hardware.count)
+        groups[key].append(case)
     for cases in groups.values():
         if any(case.quantity == "step" for case in cases):
             entry = of_cases(cases)

@@ -82,7 +82,9 @@ class Side:
     def signal(self, number: int) -> None:
         """To the process and all below it."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            for process in [*psutil.Process(self._process.pid).children(recursive=True), self._process]:
+            tree: list[psutil.Process | subprocess.Popen[bytes]]
+            tree = [*psutil.Process(self._process.pid).children(recursive=True), self._process]
+            for process in tree:
                 with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
                     process.send_signal(number)
 

@@ -58,18 +58,19 @@ def families() -> list[dict[str, Any]]:
 
 
 Config = dict[str, Any]
+Tries = list[tuple[int, int, Config]]  # stage, accumulation, knobs
 SMALL = {"reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000, "sub_group_size": 1_000_000}
-OUT = {"offload_optimizer": "cpu"}
-SCATTERED = {"contiguous_gradients": False}
+OUT: Config = {"offload_optimizer": "cpu"}
+SCATTERED: Config = {"contiguous_gradients": False}
 
 
-def own_keys() -> list[tuple[Config, list[tuple[int, int, Config]]]]:
+def own_keys() -> list[tuple[Config, Tries]]:
     """Keys of a user's own config, and the stages, accumulations and knobs to try under them."""
     low = {"bf16_master_weights_and_grads": True}
-    every = [(stage, 1, {}) for stage in (1, 2, 3)]
-    sums = [(stage, many, knobs) for stage in (1, 2, 3) for many in (1, 2) for knobs in ({}, SCATTERED)]
+    every: Tries = [(stage, 1, {}) for stage in (1, 2, 3)]
+    sums: Tries = [(stage, many, knobs) for stage in (1, 2, 3) for many in (1, 2) for knobs in ({}, SCATTERED)]
     sums += [(1, 2, OUT), (2, 1, OUT), (2, 2, OUT), (3, 2, OUT)]
-    split: list[tuple[int, int, Config]] = [(3, 1, {**OUT, "sub_group_size": size}) for size in (10**5, 10**9)]
+    split: Tries = [(3, 1, {**OUT, "sub_group_size": size}) for size in (10**5, 10**9)]
     return [
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, [(0, 1, {}), (0, 2, {}), (1, 1, {}), (3, 1, {})]),
         ({"optimizer": {"type": "Adagrad", "params": {"lr": 1e-5}}}, [(1, 1, {})]),
@@ -119,6 +120,7 @@ EAGER = {  # stage 3 that keeps no parameter for longer than its module runs
 def lora_rows() -> list[tuple[Config, int]]:
     """Knobs and micro-batch of adapters' candidates: every stage, checkpointing, offload, and what stage 3 keeps."""
     checkpointed = {"activation_checkpointing": True}
+    found: list[tuple[Config, int]]
     found = [({"zero_stage": stage, **more}, 2) for stage in (0, 1, 2, 3) for more in ({}, checkpointed)]
     found += [({"zero_stage": stage, **OUT}, 2) for stage in (1, 2, 3)]
     found += [({"zero_stage": 3, **OUT, "offload_param": "cpu"}, 2)]

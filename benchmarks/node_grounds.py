@@ -223,7 +223,7 @@ def ray(folder: Path) -> Iterator[Ground]:
         def deaths() -> int:
             """How many nodes Ray holds for dead. It places anew what was there only then, after five of its checks, 3 s apart."""
             (log,) = (made.folder / "ray").glob("session_2*/logs/gcs_server.out")
-            return log.read_text().count("Node is dead because the health check failed")
+            return int(log.read_text().count("Node is dead because the health check failed"))
 
         def start_raylet() -> None:
             number, before = made_of(), deaths()

@@ -71,6 +71,7 @@ def fail(ground: Ground, name: str, number: int) -> dict[str, Any]:
     told = dict([trial(ground, session, strike)])
     (outcome,), ended, ready = told.values(), time.monotonic(), list[float]()
     assert struck, outcome
+    assert session._group is not None
     ranks = set(session._group._workers.values())
     following = ground.executor.session(ONE, f"{name}-{number}-next")
     told |= [trial(ground, following, lambda phase: ready.append(time.monotonic()) if phase == "forward" else None)]
@@ -199,8 +200,8 @@ def main() -> None:
             visit(transport, counts, each, left_out, add)
         except Unavailable as why:
             left_out[transport] = str(why)
-    for name, why in left_out.items():
-        print(f"left out: {name}: {why}", file=sys.stderr)
+    for name, lacking in left_out.items():
+        print(f"left out: {name}: {lacking}", file=sys.stderr)
     if not each:
         raise SystemExit(CANNOT_RUN)
     whole = summary(each)
@@ -218,7 +219,7 @@ def visit(
     """
 
     def missing(name: str) -> int:
-        return max(0, counts.get(name.partition(" ")[0], 0) - sum(row["failure"] == name for row in each))
+        return max(0, counts.get(name.partition(" ")[0], 0) - sum(1 for row in each if row["failure"] == name))
 
     own = [name for name, (over, _) in FAILURES.items() if over == transport]
     trials = f"{OVERHEAD} of {transport}"

@@ -84,7 +84,7 @@ def drawn(chosen: random.Random, role: str, forbidden: set[str]) -> Fault:
     """A fault for a trial of that role."""
     kinds = {kind: weight for kind, weight in WEIGHTS.items() if kind not in forbidden}
     kind = chosen.choices(list(kinds), list(kinds.values()))[0]
-    phases = PHASES if kind in BY_ITSELF else SEEN
+    phases: tuple[str, ...] = PHASES if kind in BY_ITSELF else SEEN
     if role == VERIFY and kind != "fork server: SIGKILL":
         phases = (*phases, "save", "save")
     elif role == RESUME and kind in BY_ITSELF:

@@ -9,8 +9,8 @@ import numpy as np
 
 
 def spearman(a: Any, b: Any) -> float:
-    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    first, second = (np.argsort(np.argsort(values)) for values in (a, b))
+    return float(np.corrcoef(first, second)[0, 1])
 
 
 def percent(share: float) -> str:

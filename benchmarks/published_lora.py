@@ -39,7 +39,7 @@ def lora_of(row: Row) -> Lora | None:
         return None
     if re.match(r"(?:none|no|full|not)\b", head) and not re.search(r"\br\s*=|rank", head):
         raise UnknownWord("lora", row["lora"])
-    rest, saved = head, ()
+    rest, saved = head, tuple[str, ...]()
     if whole := _WHOLE.search(rest):
         saved = tuple(_embedding(name) for name in re.split(r"[\s,]+", whole.group(1).strip()) if name)
         rest = rest.replace(whole.group(), " ")

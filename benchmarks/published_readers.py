@@ -312,7 +312,7 @@ def _hardware(row: Row, s: Settings) -> Hardware:
     assert s.gpus
     nodes = s.nodes or max(1, -(-s.gpus // GPUS_A_NODE))
     known = {f.name for f in dataclasses.fields(Hardware)}
-    extra = {"nodes": nodes} if "nodes" in known and s.gpus % nodes == 0 else {}
+    extra: dict[str, Any] = {"nodes": nodes} if "nodes" in known and s.gpus % nodes == 0 else {}
     return Hardware(
         device="cuda",
         name=row["gpu"] or "unknown",

@@ -262,6 +262,7 @@ def quantity_of(row: Row) -> str:
     """
     kind = row.kind
     words = vocabulary()["figure_kind"]
+    names: dict[str, tuple[str, str]]
     names = {name: (quantity, "") for quantity, known in words["kinds"].items() for name in known}
     names |= {name: ("", why) for why, known in words["not_predicted"].items() for name in known}
     best = max((name for name in names if kind.startswith(name)), key=len, default=None)

@@ -175,7 +175,7 @@ def learnt(case: Case, predictor: Predictor) -> Predictor:
         step = case.value
     else:
         peak += case.value - figure(case, before)[0]
-    allocated = {"torch_allocated_bytes": int(case.value)} if case.quantity == "allocated" else {}
+    allocated: dict[str, Any] = {"torch_allocated_bytes": int(case.value)} if case.quantity == "allocated" else {}
     measured = Measurement(step, 0.0, 4, 1.0, 1.0, int(peak), **allocated)
     predictor.observe(case.candidate, Outcome(Kind.OK, measurement=measured))
     return predictor

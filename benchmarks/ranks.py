@@ -20,13 +20,13 @@ import psutil
 
 from autotune.executors.deadlines import Deadlines
 from autotune.executors.local import LocalExecutor
-from autotune.executors.measurement import median_spread
 from autotune.group.environment import training_environment
 from autotune.group.extensions import FOLDER, own_folder
 from autotune.problem.candidate import Candidate
 from autotune.problem.cpus import threads_per_rank
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
+from autotune.rank.recurring import median_spread
 from autotune.recovery.ladder import Rung
 from autotune.recovery.supervisor import LaunchSummary, Supervisor
 
@@ -110,7 +110,7 @@ def train_plainly(
     steps: int,
     device: str,
     variables: Mapping[str, str] | None = None,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Trains with `config` under torchrun, in this process's own environment and with what autotune prints before the
     command.
 

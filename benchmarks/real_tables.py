@@ -174,7 +174,7 @@ class Ranks:
         self.ranks = ranks
         env = {**plain_environment("cpu", ranks), "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, str(HERE / "table_ranks.py")]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self._process: Any = subprocess.Popen(command, env=env, text=True, **pipes)
 
     def train(self, argv: list[str]) -> dict[str, float]:
@@ -233,7 +233,7 @@ def by_torchrun(recipe: Recipe, job: Job, candidate: Candidate, folder: Path, st
     done = subprocess.run([*torchrun_words(recipe.ranks), *argv], env=env, capture_output=True, text=True)
     if not log.exists():
         raise RuntimeError(done.stderr[-2000:])
-    ends = [json.loads(line)["end"] for line in log.read_text().splitlines()]
+    ends: list[float] = [json.loads(line)["end"] for line in log.read_text().splitlines()]
     return statistics.median(b - a for a, b in itertools.pairwise(ends[3:]))
 
 

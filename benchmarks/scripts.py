@@ -96,7 +96,7 @@ def make_models(folder: Path) -> None:
     from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
     tokenizer = made_tokenizer()
-    shape = {
+    shape: dict[str, Any] = {
         "vocab_size": 2048,
         "hidden_size": 128,
         "intermediate_size": 256,
@@ -135,7 +135,7 @@ def make_texts(folder: Path, chosen: random.Random) -> None:
     def text(words: int) -> str:
         return " ".join(chosen.choice(WORDS) for _ in range(words))
 
-    tables = {
+    tables: dict[str, list[dict[str, Any]]] = {
         "texts": [{"text": text(chosen.randint(10, 60))} for _ in range(1200)],
         "pairs": [
             {"prompt": text(8), "chosen": text(chosen.randint(8, 24)), "rejected": text(chosen.randint(8, 24))}

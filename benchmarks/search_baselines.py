@@ -38,7 +38,7 @@ def by_optuna(make: Callable[[int], optuna.samplers.BaseSampler]) -> Strategy:
             if len(seen) == len(landscape.rows):
                 return
             trial = study.ask()
-            knobs = {
+            knobs: dict[str, Any] = {
                 name: trial.suggest_categorical(name, domain.values)
                 for name, domain in space.knobs.items()
                 if name != ACCUMULATION

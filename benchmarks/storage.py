@@ -48,7 +48,7 @@ def compare(count: int, folder: Path) -> list[dict[str, Any]]:
         load_space("default"),
     )
     urls = {file: url_of(folder / file) for file in DATABASES}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for file, url in urls.items():
         began = time.perf_counter()
         store, _ = StudyStore.create_or_resume("s", url, folder, job, hardware, space)

@@ -20,9 +20,11 @@ import psutil
 from fault_ground import Found, Ground, gone, limited_group
 from planting import SPACE, lost
 from ranks import LocalExecutor
-from recovery import AUTO, BATCH, SCRIPT, argv, rung, seen_samples, trained
+from recovery import BATCH, SCRIPT, argv, rung, seen_samples, trained
+from scripts import AUTO
 
 from autotune.group.launchers import ForkLauncher
+from autotune.group.squad import Spread
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec
@@ -215,6 +217,8 @@ def training_job(folder: Path) -> Job:
 
 def launch(executor: LocalExecutor | None, folder: Path, restarts: int) -> LaunchSummary:
     """Trains to the end, or until it fails for good; ranks are forked from the executor's server, where there is one."""
+    launcher = executor.launcher if executor is not None else None
+    assert not isinstance(launcher, Spread)  # all ranks are here
     return Supervisor(
         training_job(folder),
         detect("cpu", 2),
@@ -223,7 +227,7 @@ def launch(executor: LocalExecutor | None, folder: Path, restarts: int) -> Launc
         max_restarts=restarts,
         silent_seconds=SILENT_SECONDS,
         say=lambda text: None,
-        launcher=executor.launcher if executor is not None else None,
+        launcher=launcher,
     ).run()
 
 

@@ -10,6 +10,7 @@ import runpy
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import torch
@@ -20,7 +21,7 @@ log, script, arguments = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
 step = DeepSpeedEngine.step
 
 
-def timed_step(engine, *args, **kwargs):
+def timed_step(engine: Any, *args: Any, **kwargs: Any) -> Any:
     boundary = engine.is_gradient_accumulation_boundary()
     result = step(engine, *args, **kwargs)
     if not boundary or not engine.module.training:

@@ -46,7 +46,8 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 from autotune.commands.probe import Probe, probe
 from autotune.executors.base import Effort
 from autotune.executors.deadlines import Deadlines
-from autotune.executors.local import LocalExecutor
+from autotune.executors.local import LocalExecutor, LocalSession
+from autotune.group.launchers import ForkLauncher
 from autotune.group.locks import lock_file
 from autotune.predict import trace as tracing
 from autotune.problem import gpus
@@ -173,10 +174,10 @@ def make_job(ranks: int = 2, **changes: object) -> Job:
     return Job(resolve_model(str(values.pop("model", "tiny-llama"))), ranks, **values)  # type: ignore[arg-type]
 
 
-def make_candidate(stage: int = 0, micro_batch: int = 1, accumulation: int = 1, **knobs: object) -> Candidate:
+def make_candidate(stage: int = 0, micro_batch: int = 1, accumulation: int = 1, **knobs: Any) -> Candidate:
     small = {"reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000, "sub_group_size": 1_000_000}
     batch = {MICRO_BATCH: micro_batch, ACCUMULATION: accumulation}
-    return Candidate.of({"zero_stage": stage, **batch, **small, **knobs})  # type: ignore[arg-type]
+    return Candidate.of({"zero_stage": stage, **batch, **small, **knobs})
 
 
 def wait_until(true: Callable[[], Any], what: str, seconds: float = 120.0) -> None:
@@ -335,7 +336,7 @@ class Bench:
         executor.count_live_tensors = False
         executor.cancelled = lambda: False
 
-    def session(self, candidate: Candidate):  # type: ignore[no-untyped-def]
+    def session(self, candidate: Candidate) -> LocalSession:
         self._count += 1
         return self.executor.session(candidate, f"{self._count:04d}")
 
@@ -345,9 +346,10 @@ class Bench:
 
     def left_over(self) -> list[psutil.Process]:
         """Ranks of any trial that still run."""
-        server = self.executor.launcher.server
-        assert server is not None
-        return [child for child in psutil.Process(server).children(recursive=True) if lives(child)]
+        launcher = self.executor.launcher
+        assert isinstance(launcher, ForkLauncher)
+        assert launcher.server is not None
+        return [child for child in psutil.Process(launcher.server).children(recursive=True) if lives(child)]
 
 
 @pytest.fixture(scope="session")

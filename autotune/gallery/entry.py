@@ -39,6 +39,7 @@ NAME = r"^[a-z0-9][a-z0-9._-]{0,47}$"
 VERSION = r"^\d[0-9a-z.]{0,24}(\+(cpu|cu\d+|rocm[\d.]+|xpu))?$"
 Finite = Annotated[float, Field(gt=0, lt=1e15, allow_inf_nan=False)]
 Knobs = Annotated[dict[str, bool | int | float | str], AfterValidator(known_knobs)]
+PeakOf = Literal["process", "torch_allocated", "torch_reserved"]
 Shape = Annotated[dict[str, bool | int | float], AfterValidator(known_sizes)]
 
 
@@ -156,7 +157,7 @@ class Tried(Part):
     samples_per_second: Finite | None = None  # of all ranks
     tokens_per_second: Finite | None = None  # of all ranks
     peak_gib: Finite | None = None
-    peak_of: Literal["process", "torch_allocated", "torch_reserved"] = "process"
+    peak_of: PeakOf = "process"
     missing_gib: Annotated[float, Field(ge=0, lt=1e6)] | None = None  # by which an allocation failed
 
     @model_validator(mode="after")

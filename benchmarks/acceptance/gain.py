@@ -24,7 +24,7 @@ _SPACE = "knobs: {zero_stage: [0], train_micro_batch_size_per_gpu: [1], gradient
 def tuned(ground: Ground, model: str, study: str, budget: str, *more: str) -> tuple[Row, Tuned]:
     """A call of `autotune run` in the present folder, and its row."""
     began = time.monotonic()
-    words = ("--model", model, *_REAL)
+    words: tuple[str, ...] = ("--model", model, *_REAL)
     if ground.rehearse:
         Path("small.yaml").write_text(_SPACE)
         words, more = _REHEARSED, ()

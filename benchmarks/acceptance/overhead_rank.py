@@ -13,10 +13,11 @@ Moment = dict[str, Any]  # bytes by who says so
 def child(spec: dict[str, Any]) -> list[Moment]:
     before = free_by_uuid()  # before CUDA is woken
     import torch
-    import torch.distributed as dist
+    import torch.distributed
 
     from autotune.rank.devices import make_device
 
+    dist: Any = torch.distributed  # whose FileStore is no export of it by its own annotations
     device = make_device(spec["device"])
     device.setup(0, None, 1)  # every rank has the one GPU
     uuid = getattr(device, "uuid", "") or next(iter(before), "")

@@ -126,8 +126,7 @@ def module(room: Room) -> None:
 
 
 def nccl(room: Room) -> None:
-    import torch.distributed as dist
-
+    dist = room.torch.distributed
     store = dist.FileStore(tempfile.mktemp(), 1)
     dist.init_process_group("nccl" if room.device == "cuda" else "gloo", store=store, rank=0, world_size=1)
     value = room.torch.ones(1, device=room.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from ranks import opened
 
@@ -14,6 +15,7 @@ from autotune.executors.base import RESUME
 
 def run(ground: Ground) -> Iterator[Row]:
     job = ground.job("smollm2-360m", 1024)
+    stages: tuple[tuple[int, dict[str, Any]], ...]
     stages = ground.choose(((0, {}), (2, {}), (3, {}), (2, {"offload_optimizer": "cpu"})), ((2, {}),))
     tried = [candidate(ground, stage, 4, **knobs) for stage, knobs in stages]
     with opened(job, ground.hardware(), ground.folder, tried) as executor:

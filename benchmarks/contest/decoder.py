@@ -1,13 +1,14 @@
 """A decoder trained by `engine.backward`, its batches drawn as large as the engine asks."""
 
 import argparse
+from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed
 from transformers import LlamaConfig, LlamaForCausalLM
 
-SHAPE = {"vocab_size": 4096, "hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 4}
+SHAPE: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 4}
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int, default=-1)

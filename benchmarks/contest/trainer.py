@@ -1,11 +1,13 @@
 """T5 by transformers' Trainer, whose batch stands in its arguments."""
 
+from typing import Any
+
 import torch
 import torch.distributed
 from transformers import HfArgumentParser, T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
 
 
-class Pairs(torch.utils.data.Dataset):
+class Pairs(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """48 tokens in, 24 out; the same in every process."""
 
     def __len__(self) -> int:
@@ -18,9 +20,11 @@ class Pairs(torch.utils.data.Dataset):
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
-    shape = {"vocab_size": 4096, "d_model": 192, "d_kv": 48, "d_ff": 768, "num_layers": 3, "num_heads": 4}
-    model = T5ForConditionalGeneration(T5Config(**shape, decoder_start_token_id=0))
+    trained_by: Any = TrainingArguments  # the parser's own annotation admits no class
+    (arguments,) = HfArgumentParser(trained_by).parse_args_into_dataclasses()
+    shape: dict[str, Any] = {"vocab_size": 4096, "d_model": 192, "d_kv": 48, "d_ff": 768, "num_layers": 3}
+    shape |= {"num_heads": 4, "decoder_start_token_id": 0}
+    model = T5ForConditionalGeneration(T5Config(**shape))
     Trainer(model, arguments, train_dataset=Pairs()).train()
     if torch.distributed.is_initialized():  # Trainer leaves it open
         torch.distributed.destroy_process_group()

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 ENGINE = "deepspeed.runtime.engine"
 
@@ -19,28 +20,30 @@ ENGINE = "deepspeed.runtime.engine"
 class _Finder(importlib.abc.MetaPathFinder):
     """Waits for DeepSpeed's engine to be imported."""
 
-    def find_spec(self, name, path, target=None):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name != ENGINE:
             return None
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path)
-        run = spec.loader.exec_module
+        assert spec is not None
+        loader: Any = spec.loader  # whose method is replaced
+        run = loader.exec_module
 
-        def run_and_watch(module):
+        def run_and_watch(module: Any) -> None:
             run(module)
             _watch(module.DeepSpeedEngine)
 
-        spec.loader.exec_module = run_and_watch
+        loader.exec_module = run_and_watch
         return spec
 
 
-def _watch(engine_class):
+def _watch(engine_class: Any) -> None:
     import torch
 
     forward, step = engine_class.forward, engine_class.step
     seen = {"rows": 0, "tokens": 0}
 
-    def counted_forward(engine, *args, **kwargs):
+    def counted_forward(engine: Any, *args: Any, **kwargs: Any) -> Any:
         ids = kwargs.get("input_ids", args[0] if args and isinstance(args[0], torch.Tensor) else None)
         if ids is not None and engine.module.training and torch.is_grad_enabled():
             mask = kwargs.get("attention_mask")
@@ -49,7 +52,7 @@ def _watch(engine_class):
             seen["tokens"] += int(whole.sum())
         return forward(engine, *args, **kwargs)
 
-    def timed_step(engine, *args, **kwargs):
+    def timed_step(engine: Any, *args: Any, **kwargs: Any) -> Any:
         boundary = engine.is_gradient_accumulation_boundary()
         result = step(engine, *args, **kwargs)
         if boundary and engine.module.training and seen["rows"]:
