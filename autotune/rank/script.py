@@ -47,7 +47,7 @@ from autotune.rank.writes import Writes
 WARMUP_STEPS = 2  # batches of a script differ in length: its step times never settle as synthetic ones do
 MOST_AT_ONCE = 4  # measured steps until the ranks compare their clocks for the first time
 _MIN_STEPS = 2  # measured steps without which a script that has ended was not measured
-_PROGRESS_SECONDS = 0.5
+_PROGRESS_SECONDS = 2.0  # seldom: a message wakes the tuner, and threads that train wait for the core that it takes
 _MOST_FAILURES = 10  # of the engine, one after another, that a script may catch and go on after
 
 # Trackers and uploads are off, each by the variable that its documentation names.
@@ -206,7 +206,8 @@ class ScriptRank(BaseRank):
             if self.saved_tensors is not None:
                 self.saved_tensors.close()
         self.phase = phase
-        self.own_device.note()
+        if phase is not Phase.FORWARD:  # where least is alive
+            self.own_device.note()
         self.fault(phase)
         self.progress(_PROGRESS_SECONDS)
 

@@ -79,3 +79,25 @@ def test_a_driver_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatc
     assert watching.look().used == [1]
     watching.reset()
     assert watching.peaks().used == [0]
+
+
+def test_memory_that_runs_short_is_looked_at_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what it waits for between two samples: no clock."""
+    left_bytes, waited = [50 * MIB, 9 * MIB, 11 * MIB], list[float]()
+    monkeypatch.setattr(gauge, "host_total_bytes", lambda: 100 * MIB)
+    monkeypatch.setattr(gauge, "host_available_bytes", lambda: left_bytes[min(len(waited), 2)])
+
+    class Counting(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if timeout is None:  # a thread's start
+                return super().wait()
+            waited.append(timeout)
+            return super().wait(timeout if len(waited) > 2 else 0)
+
+    monkeypatch.setattr(threading, "Event", Counting)
+    watching = gauge.Gauge(gauge.CpuMeter(), [os.getpid()])
+    wait_until(lambda: len(waited) >= 3, "three samples")
+    watching.stop()
+    usual = gauge.CpuMeter.interval_seconds
+    assert waited[:3] == [usual, gauge._CLOSELY_SECONDS, usual]
+    assert watching.peaks().host_low == 9 * MIB

@@ -70,6 +70,21 @@ def test_what_a_forward_is_given(args: tuple[Any, ...], kwargs: dict[str, Any], 
     assert (sizes.rows, sizes.sequences, sizes.tokens) == found
 
 
+def test_a_batch_that_is_like_an_earlier_one_is_counted_anew_where_values_count() -> None:
+    ids = torch.zeros(1, 6, dtype=torch.long)
+    one, three = torch.arange(6)[None], torch.tensor([[0, 1, 0, 1, 0, 1]])
+    for _ in range(2):
+        assert [sizes_of((), {"input_ids": ids, "position_ids": at}).sequences for at in (one, three)] == [1, 3]
+        borders = [torch.tensor([0, 6, 6]), torch.tensor([0, 3, 6])]
+        assert [sizes_of((), {"input_ids": ids, "cu_seqlens": at}).sequences for at in borders] == [1, 2]
+        assert [sizes_of((), {"x": torch.zeros(n, 2), "y": None}).rows for n in (2, 3)] == [2, 3]
+        assert [sizes_of((), {"x": torch.zeros(2, 3), "y": torch.zeros(4)}, by).rows for by in (None, "y")] == [2, 4]
+        assert [sizes_of((), {"x": torch.zeros(2, 3, dtype=kind)}).tokens for kind in (torch.int, torch.float)] == [
+            6,
+            2,
+        ]
+
+
 def test_rows_of_all_that_a_forward_is_given() -> None:
     graphs = SimpleNamespace(_store=UserDict(x=torch.ones(9, 4), ptr=torch.tensor([0, 4, 9])))
     given = {"input_ids": IDS, "images": torch.ones(2, 3, 8, 8), "masks": [torch.ones(5, 2), torch.ones(4, 2)]}
