@@ -55,7 +55,7 @@ def _rows(store: StudyStore) -> dict[Candidate, Row]:
         if outcome.measurement is not None:
             measured = outcome.measurement
             rows[record.candidate] = Row(measured.peak_bytes / GIB, measured.step_seconds, startup, Kind.OK)
-        elif outcome.kind.is_oom and not hardware.outgrew(outcome.capacity_bytes):
+        elif outcome.kind.is_oom and not hardware.outgrew(outcome.kind, outcome.capacity_bytes):
             peak_gib = (hardware.capacity_bytes + (outcome.missing_bytes or 0)) / GIB
             rows[record.candidate] = Row(peak_gib, None, startup, outcome.kind)
     return rows

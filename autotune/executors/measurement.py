@@ -129,9 +129,16 @@ def judged(evidence: Evidence, *, greeted: bool, server_lives: bool) -> Outcome:
         exceptions=verdict.exceptions,
         rank=verdict.rank,
         missing_bytes=verdict.missing_bytes,
-        capacity_bytes=(evidence.capacity_bytes or None) if kind is Kind.OOM_DEVICE else None,
+        capacity_bytes=_capacity_of(kind, evidence),
         peak_bytes=evidence.peaks.worst or None,
     )
+
+
+def _capacity_of(kind: Kind, evidence: Evidence) -> int | None:
+    """Of the memory that ran out; None where none did, or nothing says."""
+    if kind is Kind.OOM_DEVICE:
+        return evidence.capacity_bytes or None
+    return (evidence.host_total_bytes or None) if kind is Kind.OOM_HOST else None
 
 
 def unusable(evidence: Evidence, phase: Phase, *, known: bool) -> Outcome | None:

@@ -22,6 +22,7 @@ from autotune.problem.gpus import (
     settled_gpus,
 )
 from autotune.problem.host import host_available_bytes
+from autotune.problem.outcome import Kind
 from autotune.problem.unlisted import told_by_driver, unlisted
 from autotune.problem.unseen import unseen_gpu
 from autotune.units import GIB, format_bytes
@@ -115,10 +116,13 @@ class Hardware:
         """Memory that a winner may use: the capacity less the headroom."""
         return int(self.capacity_bytes * (1 - self.headroom))
 
-    def outgrew(self, capacity_bytes: int | None) -> bool:
-        """Whether a rank may use clearly more now than that: what ran out of it may fit. None: it was as much as now."""
-        apart = CARD_APART if self.device == "cuda" and not self.unified else MAIN_MEMORY_APART
-        return capacity_bytes is not None and capacity_bytes < (1 - apart) * self.capacity_bytes
+    def outgrew(self, ran_out: Kind, capacity_bytes: int | None) -> bool:
+        """Whether there is clearly more now than that, of a rank's device or (OOM_HOST) of a node's main memory: what ran out
+        of it may fit. None: it was as much as now."""
+        of_host = ran_out is Kind.OOM_HOST
+        apart = CARD_APART if self.device == "cuda" and not (self.unified or of_host) else MAIN_MEMORY_APART
+        now = self.host_memory_bytes if of_host else self.capacity_bytes
+        return capacity_bytes is not None and capacity_bytes < (1 - apart) * now
 
     @property
     def gpu_facts(self) -> GpuFacts | None:

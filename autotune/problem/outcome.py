@@ -129,7 +129,7 @@ class Outcome:
     exceptions: tuple[str, ...] = ()  # full names of its types, the exception's own first; none where none was raised
     source: Source | None = None
     missing_bytes: int | None = None  # by how much an allocation failed, where an allocator said so
-    capacity_bytes: int | None = None  # a rank's, where that ran out; None: not known, taken for today's
+    capacity_bytes: int | None = None  # of what ran out: a rank's device, a node's main memory; None: as much as today
     peak_bytes: int | None = None  # the highest the gauge saw, also of a failed trial
     rank: int | None = None  # which rank failed first
     log: str | None = None

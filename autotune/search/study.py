@@ -247,7 +247,7 @@ class StudyStore:
         """Candidates that ran out of the memory there is now, were refused or crashed, and were never measured."""
         machine = self.hardware
         ended = [(r.candidate, r.outcome) for r in self.records() if r.outcome]
-        told = [one for one in ended if not machine.outgrew(one[1].capacity_bytes)]
+        told = [one for one in ended if not machine.outgrew(one[1].kind, one[1].capacity_bytes)]
         measured = {candidate for candidate, outcome in told if outcome.measurement}
         return {candidate for candidate, outcome in told if outcome.kind.says_something_of_the_candidate} - measured
 

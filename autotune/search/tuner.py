@@ -265,9 +265,9 @@ class Tuner:
 
     def _recall(self, record: Record, outcome: Outcome) -> None:
         """Learns what earlier calls or others have found. What ran out of clearly less memory may fit now."""
-        if not self.hardware.outgrew(outcome.capacity_bytes):
+        if not self.hardware.outgrew(outcome.kind, outcome.capacity_bytes):
             self._learn(record.number, record.candidate, outcome, record.role)
-        elif record.role not in (VERIFY, RESUME):
+        elif outcome.kind is Kind.OOM_DEVICE and record.role not in (VERIFY, RESUME):
             self.proposer.observe(record.candidate, outcome, outgrown=True)
 
     def _learn(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:

@@ -94,6 +94,9 @@ def test_what_ran_out_says_how_much_there_was() -> None:
     assert unknown.capacity_bytes is None
     assert "capacity_bytes" not in unknown.to_json()
     assert judged(dataclasses.replace(KILLED, capacity_bytes=9), greeted=True, server_lives=True).capacity_bytes is None
+    without = Evidence("cpu", statuses={0: -9}, peaks=Peaks(oom_kills=1), capacity_bytes=9, host_total_bytes=24 * GIB)
+    found = judged(without, greeted=True, server_lives=True)
+    assert (found.kind, found.capacity_bytes) == (Kind.OOM_HOST, 24 * GIB), "of main memory, which ran out"
 
 
 def test_where_main_memory_ran_out_the_kernel_chose_the_server() -> None:

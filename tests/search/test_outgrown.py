@@ -184,5 +184,25 @@ def test_predictions_learn_that_more_was_needed_than_there_was_then(landscape: L
 def test_clearly_less(machine: dict[str, object], capacity_gib: float, outgrew: bool) -> None:
     hardware = Hardware("cuda", "x", 2, 24 * GIB, None, 64 * GIB, taken_bytes=2 * GIB)
     hardware = dataclasses.replace(hardware, **machine)  # type: ignore[arg-type]
-    assert hardware.outgrew(int(capacity_gib * GIB)) is outgrew
-    assert not hardware.outgrew(None)
+    assert hardware.outgrew(Kind.OOM_DEVICE, int(capacity_gib * GIB)) is outgrew
+    assert not hardware.outgrew(Kind.OOM_DEVICE, None)
+
+
+@pytest.mark.parametrize(("then_gib", "again"), [(32, True), (56, False), (None, False)])
+def test_what_ran_out_of_less_main_memory_is_tried_again_and_teaches_nothing(
+    landscape: Landscape, then_gib: int | None, again: bool
+) -> None:
+    """What main memory there is differs more from day to day than a card's."""
+    store, candidate = study(landscape), min(landscape.rows, key=str)
+    out = Outcome(Kind.OOM_HOST, capacity_bytes=then_gib and then_gib * GIB)
+    store.finish(store.start(candidate, landscape.space()), out)
+    job, space = landscape.job(), landscape.space()
+    hardware = dataclasses.replace(with_free(landscape, LITTLE), host_memory_bytes=64 * GIB)
+    store.note_hardware(hardware)
+    assert (candidate not in store.failed()) is again
+    predictor = Predictor(job, hardware, trace_job(job))
+    proposer = Proposer(sorted(landscape.rows, key=str), space, job, hardware, 0, predictor)
+    executor = Shared(landscape, LITTLE, says=True)
+    Tuner(store, executor, proposer, space, hardware, budget_seconds=60, cancelled=lambda: True).run()
+    assert (len(proposer.open) == len(landscape.rows)) is again
+    assert proposer._beliefs._host_ran_out is not again

@@ -65,7 +65,7 @@ class Trial:
 
     def lacks_memory_on(self, hardware: Hardware) -> bool:
         """Whether it ran out of no clearly less memory than this machine's ranks have."""
-        return self.kind == Kind.OOM_DEVICE and not hardware.outgrew(self.capacity_bytes)
+        return self.kind == Kind.OOM_DEVICE and not hardware.outgrew(Kind.OOM_DEVICE, self.capacity_bytes)
 
 
 @dataclass(frozen=True)
