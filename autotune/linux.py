@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # say something, and end whatever does not expect them
 _SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36  # prctl(2)
+_POPULATE_WRITE = 23  # madvise(2), since Linux 5.14
 _DEAD = ("Z", "X")  # states of a process that has ended: proc_pid_stat(5)
 _LONGEST_NAME = 15  # bytes of a name that the kernel keeps
 
@@ -149,3 +150,27 @@ def outlive_notices() -> None:
 def adopt_orphans() -> None:
     """What a dead child leaves running becomes this process's child: a data loader's worker with a session of its own."""
     ctypes.CDLL(None, use_errno=True).prctl(_SET_SUBREAPER, 1)
+
+
+def own_memory() -> None:
+    """Copies, all at once and in order, what this process shares with the one that it was forked from. Copied page by page as it
+    happens to be written to, it lies scattered over the machine's memory, and training is 3 to 5 % slower than in a process that
+    has imported all itself (`docs/architecture.md`). Linux before 5.14 leaves it as it is."""
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    with suppress(OSError, ValueError):
+        for low, high in _shared_with_parent():
+            libc.madvise(low, high - low, _POPULATE_WRITE)
+
+
+def _shared_with_parent() -> list[tuple[int, int]]:
+    """Addresses of private memory of which most is not yet this process's own: proc_pid_smaps(5). What was never touched stays
+    so, since it would count as memory that is used."""
+    found, low, high = [], 0, 0
+    for line in _text("/proc/self/smaps").splitlines():
+        first, second, *_ = line.split()
+        if not first.endswith(":"):
+            low, high = (int(address, 16) for address in first.split("-")) if second == "rw-p" else (0, 0)
+        elif first == "Shared_Dirty:" and int(second) * 1024 > (high - low) / 2 > 0:
+            found.append((low, high))
+    return found

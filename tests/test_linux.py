@@ -1,5 +1,7 @@
 """What is read of /proc, against psutil."""
 
+import json
+import mmap
 import os
 import signal
 import subprocess
@@ -8,9 +10,10 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
-from autotune.linux import descendants, is_open, main_memory, name_of, runs
-from autotune.units import GIB
+from autotune.linux import descendants, is_open, main_memory, name_of, own_memory, runs
+from autotune.units import GIB, MIB
 from tests.conftest import wait_until
 
 
@@ -89,3 +92,33 @@ def test_a_file_is_open_as_long_as_anybody_has_it(tmp_path: Path) -> None:
         finally:
             process.kill()
     assert not is_open(tmp_path / "file")
+
+
+@pytest.mark.skipif(
+    tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14), reason="this kernel copies pages one by one"
+)
+def test_a_forked_child_takes_its_memory_for_its_own_and_nothing_that_nobody_has_touched() -> None:
+    touched = mmap.mmap(-1, 32 * MIB, mmap.MAP_PRIVATE)
+    between = mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE, mmap.PROT_READ)  # else the kernel makes one of the two
+    untouched = mmap.mmap(-1, 32 * MIB, mmap.MAP_PRIVATE)
+    touched.write(b"x" * 32 * MIB)
+
+    def shared_and_used() -> tuple[int, int]:
+        text = Path("/proc/self/smaps_rollup").read_text()
+        sizes = dict(line.split()[:2] for line in text.splitlines()[1:])
+        return int(sizes["Shared_Dirty:"]) * 1024, int(sizes["Rss:"]) * 1024
+
+    ours, theirs = os.pipe()
+    if (pid := os.fork()) == 0:
+        before = shared_and_used()
+        own_memory()
+        os.write(theirs, json.dumps([before, shared_and_used(), touched[:] == b"x" * 32 * MIB]).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    before, after, kept = json.loads(os.read(ours, 4096))
+    assert kept
+    assert before[0] > 32 * MIB
+    assert after[0] < before[0] / 4
+    assert after[1] < before[1] + 16 * MIB, "what lay untouched does so still"
+    between.close()
+    untouched.close()
