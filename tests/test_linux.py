@@ -98,9 +98,8 @@ def test_a_file_is_open_as_long_as_anybody_has_it(tmp_path: Path) -> None:
     tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14), reason="this kernel copies pages one by one"
 )
 def test_a_forked_child_takes_its_memory_for_its_own_and_nothing_that_nobody_has_touched() -> None:
-    touched = mmap.mmap(-1, 32 * MIB, mmap.MAP_PRIVATE)
-    between = mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE, mmap.PROT_READ)  # else the kernel makes one of the two
-    untouched = mmap.mmap(-1, 32 * MIB, mmap.MAP_PRIVATE)
+    # so large that the kernel may make one mapping of the two: that is mostly untouched then
+    touched, untouched = mmap.mmap(-1, 32 * MIB, mmap.MAP_PRIVATE), mmap.mmap(-1, 256 * MIB, mmap.MAP_PRIVATE)
     touched.write(b"x" * 32 * MIB)
 
     def shared_and_used() -> tuple[int, int]:
@@ -119,6 +118,5 @@ def test_a_forked_child_takes_its_memory_for_its_own_and_nothing_that_nobody_has
     assert kept
     assert before[0] > 32 * MIB
     assert after[0] < before[0] / 4
-    assert after[1] < before[1] + 16 * MIB, "what lay untouched does so still"
-    between.close()
+    assert after[1] < before[1] + 64 * MIB, "what lay untouched does so still"
     untouched.close()
