@@ -122,12 +122,20 @@ class Gauge:
             peaks = self._peaks
             with suppress(Exception):  # a GPU may answer late while a process dies
                 self._meter.sample(self._pids, peaks)
+            self._done = self._begun
+            self._watch_host(peaks, short_bytes)
+            self._wake.clear()
+
+    def _watch_host(self, peaks: Peaks, short_bytes: float) -> None:
+        """Until the next sample. Where main memory is short it is looked at more often than devices are."""
+        left_seconds = self._meter.interval_seconds
+        while left_seconds > 0:
             left_bytes = host_available_bytes()
             peaks.host_low = min(peaks.host_low, left_bytes)
-            self._done = self._begun
-            every_seconds = self._meter.interval_seconds
-            self._wake.wait(min(every_seconds, _CLOSELY_SECONDS) if left_bytes < short_bytes else every_seconds)
-            self._wake.clear()
+            seconds = min(left_seconds, _CLOSELY_SECONDS) if left_bytes < short_bytes else left_seconds
+            if self._wake.wait(seconds):
+                return
+            left_seconds -= seconds
 
     def reset(self) -> None:
         self._peaks = Peaks(used=[0] * len(self._pids))

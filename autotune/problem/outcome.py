@@ -148,6 +148,11 @@ class Outcome:
             self.kind is Kind.INTERRUPTED and self.source in (Source.LIMIT, Source.SILENCE)
         )
 
+    @property
+    def device_capacity_bytes(self) -> int | None:
+        """Of a rank's device, where that ran out; None: as much as today."""
+        return self.capacity_bytes if self.kind is Kind.OOM_DEVICE else None
+
     def to_json(self) -> dict[str, Any]:
         return {
             key: value

@@ -23,6 +23,7 @@ from autotune.errors import Unusable
 from autotune.group.extensions import use_own_folder
 from autotune.group.protocol import Channel, Message
 from autotune.group.verdict import is_memory_error
+from autotune.linux import own_memory
 from autotune.problem.job import Job
 from autotune.problem.outcome import Phase
 from autotune.rank import numbers
@@ -91,6 +92,7 @@ class BaseRank(ABC):
         """The job, the environment, the device with its cap, the process group."""
         if cpus := os.environ.get("AUTOTUNE_CPUS"):  # others are other jobs'; before anything starts threads
             os.sched_setaffinity(0, map(int, cpus.split(",")))
+        own_memory()  # beside the cores that it has now
         self.meeting = Meeting.of(self.spec["store"], self.number, self.world)
         if (port := self.meeting.open()) is not None:
             self.channel.send("store", port=port, scripts_port=self.spec["port"])

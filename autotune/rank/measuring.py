@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune.group.protocol import Message
-from autotune.linux import own_memory
 from autotune.problem.checkpoint import checkpoint_bytes
 from autotune.problem.outcome import Phase
 from autotune.rank.base import EXIT_REPORTED, BaseRank, greet, leave
@@ -31,7 +30,6 @@ def measure_as(kind: type[BaseRank], address: str, number: int) -> NoReturn:
         signal.signal(caught, signal.SIG_DFL)
     _redirect_output(spec["log"])
     _offer_to_the_kernel()
-    own_memory()
     rank = kind(channel, spec)
     try:
         rank.run()

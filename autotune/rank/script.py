@@ -206,7 +206,7 @@ class ScriptRank(BaseRank):
             if self.saved_tensors is not None:
                 self.saved_tensors.close()
         self.phase = phase
-        if phase is not Phase.FORWARD:  # where least is alive
+        if phase is Phase.BACKWARD:  # where most is alive; `stepped` looks, too
             self.own_device.note()
         self.fault(phase)
         self.progress(_PROGRESS_SECONDS)

@@ -25,7 +25,7 @@ def excused(candidate: Candidate, outcome: Outcome, limit: float | None, propose
         )
     if outcome.kind is Kind.OOM_HOST and crew.set_apart(candidate):
         again = f"{outcome.reason}, while others ran beside it; it is tried again alone"
-        outcome = dataclasses.replace(outcome, kind=Kind.INTERRUPTED, reason=again)
+        outcome = dataclasses.replace(outcome, kind=Kind.INTERRUPTED, reason=again, capacity_bytes=None)
     ours = outcome.source in (Source.LIMIT, Source.SILENCE)  # of others more time changes nothing
     if outcome.kind is Kind.TIMEOUT and ours and proposer.patience(candidate) == 1.0:
         again = f"{outcome.reason}; it is tried again with twice the time"

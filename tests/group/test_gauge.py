@@ -81,9 +81,9 @@ def test_a_driver_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatc
     assert watching.peaks().used == [0]
 
 
-def test_memory_that_runs_short_is_looked_at_closely(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what it waits for between two samples: no clock."""
-    left_bytes, waited = [50 * MIB, 9 * MIB, 11 * MIB], list[float]()
+def test_main_memory_that_runs_short_is_looked_at_closely_and_devices_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what it waits for: no clock."""
+    left_bytes, waited, meter = [50 * MIB, 9 * MIB, 11 * MIB], list[tuple[int, float]](), CountingMeter()
     monkeypatch.setattr(gauge, "host_total_bytes", lambda: 100 * MIB)
     monkeypatch.setattr(gauge, "host_available_bytes", lambda: left_bytes[min(len(waited), 2)])
 
@@ -91,13 +91,13 @@ def test_memory_that_runs_short_is_looked_at_closely(monkeypatch: pytest.MonkeyP
         def wait(self, timeout: float | None = None) -> bool:
             if timeout is None:  # a thread's start
                 return super().wait()
-            waited.append(timeout)
+            waited.append((meter.samples, timeout))
             return super().wait(timeout if len(waited) > 2 else 0)
 
     monkeypatch.setattr(threading, "Event", Counting)
-    watching = gauge.Gauge(gauge.CpuMeter(), [os.getpid()])
-    wait_until(lambda: len(waited) >= 3, "three samples")
+    watching = gauge.Gauge(meter, [os.getpid()])
+    wait_until(lambda: len(waited) >= 3, "three looks")
     watching.stop()
-    usual = gauge.CpuMeter.interval_seconds
-    assert waited[:3] == [usual, gauge._CLOSELY_SECONDS, usual]
+    usual, closely = meter.interval_seconds, gauge._CLOSELY_SECONDS
+    assert waited[:3] == [(1, usual), (2, closely), (2, usual - closely)]
     assert watching.peaks().host_low == 9 * MIB

@@ -17,11 +17,12 @@ import torch
 from autotune.errors import Cause, Unusable
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job, Script
+from autotune.problem.outcome import Phase
 from autotune.rank.made import trial_of_mine
 from autotune.rank.recurring import pace_of
 from autotune.rank.saved_tensors import SavedTensors
-from autotune.rank.script import WARMUP_STEPS
-from autotune.rank.timing import LONGER
+from autotune.rank.script import WARMUP_STEPS, ScriptRank
+from autotune.rank.timing import LONGER, Request
 from autotune.rank.trained import (
     Batch,
     check_batch,
@@ -110,6 +111,21 @@ def test_a_life_from_hello_to_bye(parent: Parent, tmp_path: Path, candidate: Can
     rank.wait_for("bye")
     assert rank.exit_status() == 0
     assert max(message["steps"] for message in rank.heard if message["type"] == "progress") <= WARMUP_STEPS + LONGER * 3
+
+
+@pytest.mark.parametrize(
+    ("calls", "micro_batches"), [("F B S F B S", 2), ("F F B S B S", 2), ("F F B B S", 1), ("F B F B S", 2)]
+)
+def test_micro_batches_are_told_apart_by_what_comes_between_their_backwards(calls: str, micro_batches: int) -> None:
+    """A forward, or a step within the accumulation; a micro-batch may have several forwards and losses."""
+    rank, looked = object.__new__(ScriptRank), list[Phase]()
+    rank.spec, rank.steps, rank.phase, rank._last_progress = {}, 0, Phase.INIT, float("inf")
+    rank.request, rank.batch, rank.saved_tensors = Request.of({**REQUEST, "micro_batch": 1}), Batch(), None
+    rank.device = SimpleNamespace(note=lambda: looked.append(rank.phase))  # type: ignore[assignment]
+    for call in calls.split():
+        rank.entered({"F": Phase.FORWARD, "B": Phase.BACKWARD, "S": Phase.STEP}[call])
+    assert rank.batch.micro_batches == micro_batches
+    assert looked == calls.count("B") * [Phase.BACKWARD], "where most is alive"
 
 
 def test_a_file_of_the_users_is_neither_written_through_a_link_nor_overwritten(parent: Parent, tmp_path: Path) -> None:

@@ -199,10 +199,8 @@ def _watched(
     """A method of an engine; the watcher sees those of the engine that trains, but no evaluation."""
     if engine is not context.engine or (phase is Phase.FORWARD and _evaluates(engine.module)):
         return original(engine, *args, **kwargs)
-    boundary = phase is Phase.STEP and _steps(engine)
-    if phase is Phase.STEP and not boundary:  # within an accumulation: as good as nothing is done
-        return original(engine, *args, **kwargs)
     try:
+        boundary = phase is Phase.STEP and _steps(engine)
         if phase is Phase.FORWARD:
             if context.script.worst_case:
                 kwargs = padded(args, kwargs, _longest_tokens(context))

@@ -28,7 +28,7 @@ class Watcher(Protocol):
         backward begins."""
 
     def entered(self, phase: Phase) -> None:
-        """INIT, FORWARD, BACKWARD or the optimizer's STEP begins; a backward may be told more than once."""
+        """INIT, FORWARD, BACKWARD or STEP begins; a backward may be told more than once."""
 
     def stepped(self) -> None:
         """An optimizer step is done."""

@@ -140,7 +140,7 @@ def _trial(record: Record, hardware: Hardware, expected: Forecast | None) -> Tri
         spread=measured.step_seconds_spread / measured.step_seconds if measured else None,
         peak_bytes=measured.peak_bytes if measured else outcome.peak_bytes,
         missing_bytes=outcome.missing_bytes,
-        capacity_bytes=outcome.capacity_bytes,
+        capacity_bytes=outcome.device_capacity_bytes,
         retries=measured.alloc_retries if measured else 0,
         seconds=outcome.seconds,
         why=record.note[:MOST_TEXT],

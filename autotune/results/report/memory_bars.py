@@ -50,7 +50,7 @@ def memory_bars(
     if measured:
         bars.append(_measured_bar(max(measured, key=lambda pair: pair[0])[1], hardware))
     elif out := [o for o in mine if o.kind.is_oom]:
-        needed = float(out[-1].capacity_bytes or hardware.capacity_bytes)
+        needed = float(out[-1].device_capacity_bytes or hardware.capacity_bytes)
         parts = (("all there was", needed), ("more that was asked for", float(out[-1].missing_bytes or 0)))
         bars.append(Bar("measured", parts, short_of(out[-1], hardware)))
     return Bars(name, str(candidate) or AS_IS, tuple(bars))

@@ -110,8 +110,8 @@ def test_a_script_as_it_is(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     assert (found["stage"], found["batch"], found["checkpointed"]) == (0, [2, 2], False)
     names = [name for name, *_ in found["seen"]]
     assert names[:4] == ["init", "configured", "planned", "built"]
-    micro = ["rows and tokens", "forward", "backward"]
-    assert names[4:] == [*2 * [*micro, *micro, "step", "stepped"], "forward"], (
+    micro = ["rows and tokens", "forward", "backward", "step"]
+    assert names[4:] == [*2 * [*micro, *micro, "stepped"], "forward"], (
         "no backward follows the evaluation: it counts nothing"
     )
     facts = dict(next(rest for name, *rest in found["seen"] if name == "built")[0])

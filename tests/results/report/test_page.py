@@ -283,11 +283,17 @@ def test_a_study_that_only_ran_out_says_one_shortfall_and_draws_no_speed(tmp_pat
 
 def test_of_main_memory_no_headroom_is_told() -> None:
     store = in_memory()
-    tell(store, plain(2), dataclasses.replace(ran_out(Phase.INIT, 1.0), kind=Kind.OOM_HOST))
+    out = dataclasses.replace(ran_out(Phase.INIT, 1.0), kind=Kind.OOM_HOST, capacity_bytes=2000 * GIB)
+    tell(store, plain(2), out)
     store.begin_call(60)
     store.update_call(60.0, "budget used")
     said = "ran out of main memory in init, short of at least 1.00 GiB"
-    assert report_of(store).verdict.lines[0] == f"closest: {plain(2)}: {said}"
+    report = report_of(store)
+    assert report.verdict.lines[0] == f"closest: {plain(2)}: {said}"
+    assert max(bytes_ for bars in report.memory for bar in bars.bars for _, bytes_ in bar.parts) < 100 * GIB, (
+        "of a rank"
+    )
+    assert [trial.capacity_bytes for trial in report.trials] == [None], "main memory is no device's"
 
 
 def test_what_is_over_the_headroom_says_no_phase() -> None:
