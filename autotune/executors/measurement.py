@@ -130,7 +130,7 @@ def judged(evidence: Evidence, *, greeted: bool, server_lives: bool) -> Outcome:
         rank=verdict.rank,
         missing_bytes=verdict.missing_bytes,
         capacity_bytes=_capacity_of(kind, evidence),
-        peak_bytes=evidence.peaks.worst or None,
+        peak_bytes=_peak_of(evidence),
     )
 
 
@@ -139,6 +139,13 @@ def _capacity_of(kind: Kind, evidence: Evidence) -> int | None:
     if kind is Kind.OOM_DEVICE:
         return evidence.capacity_bytes or None
     return (evidence.host_total_bytes or None) if kind is Kind.OOM_HOST else None
+
+
+def _peak_of(evidence: Evidence) -> int | None:
+    """The highest that was seen; of CPU ranks no more than their cap, which is lifted once they have failed: they report then."""
+    caps = [error.get("numbers", {}).get("allowed_bytes", 0) for error in evidence.errors]
+    cap_bytes = max(caps, default=0) if evidence.device == "cpu" else 0
+    return min(evidence.peaks.worst, cap_bytes or evidence.peaks.worst) or None
 
 
 def unusable(evidence: Evidence, phase: Phase, *, known: bool) -> Outcome | None:

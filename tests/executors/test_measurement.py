@@ -99,6 +99,17 @@ def test_what_ran_out_says_how_much_there_was() -> None:
     assert (found.kind, found.capacity_bytes) == (Kind.OOM_HOST, 24 * GIB), "of main memory, which ran out"
 
 
+@pytest.mark.parametrize(("device", "peak_mib"), [("cpu", 520), ("cuda", 531)])
+def test_what_a_cpu_rank_takes_to_report_its_failure_is_no_peak(device: str, peak_mib: int) -> None:
+    """Its cap is lifted by then. On a GPU a cap is of the allocator alone, which is not all of a process."""
+    error = {"kinds": ["torch.OutOfMemoryError"], "text": "out of memory", "numbers": {"allowed_bytes": 520 * MIB}}
+    evidence = Evidence(device, [error], peaks=Peaks(used=[300 * MIB, 531 * MIB]))
+    assert judged(evidence, greeted=True, server_lives=True).peak_bytes == peak_mib * MIB
+    without = dataclasses.replace(evidence, errors=[{**error, "numbers": {}}])
+    assert judged(without, greeted=True, server_lives=True).peak_bytes == 531 * MIB
+    assert judged(dataclasses.replace(evidence, peaks=Peaks()), greeted=True, server_lives=True).peak_bytes is None
+
+
 def test_where_main_memory_ran_out_the_kernel_chose_the_server() -> None:
     found = judged(Evidence("cpu", statuses={0: -9}, peaks=Peaks(oom_kills=1)), greeted=True, server_lives=False)
     assert found.kind is Kind.OOM_HOST
