@@ -31,6 +31,9 @@ if path:
     time.time = shifted
 """
 GOING_SECONDS = 5.0  # until what was ended is gone: the kernel takes memory back first
+# DeepSpeed makes it where its own launcher has set LOCAL_SIZE, which no rank of these studies has, and never removes it
+# (csrc/cpu/comm/shm.cpp of 0.19.8): it is left by another program of this machine, such as DeepSpeed's autotuner.
+_OF_ITS_LAUNCHER = "deepspeed_allreduce_buffer_"
 
 
 @dataclass
@@ -120,9 +123,8 @@ class Ground:
     def _left(self, besides: set[int], trials: Path | None, sockets: bool) -> list[str]:
         words = [f"process {p.pid} is left: {' '.join(p.cmdline()[:4])}" for p in self.processes(besides) if alive(p)]
         words += [f"temporary {path.name} is left" for path in self.temporary.glob("autotune-*") if sockets]
-        in_use = {
-            name for name in set(os.listdir("/dev/shm")) - self._segments if not used_by_others(name, str(self.root))
-        }
+        new = {name for name in set(os.listdir("/dev/shm")) - self._segments if not name.startswith(_OF_ITS_LAUNCHER)}
+        in_use = {name for name in new if not used_by_others(name, str(self.root))}
         words += [f"shared memory {name} is left" for name in sorted(in_use)]
         if trials is not None and trials.is_dir():
             found = [*trials.glob("*/*"), *trials.parent.glob("scratch*")]
