@@ -6,6 +6,7 @@ import statistics
 from typing import Any
 
 from autotune.errors import Cause, Unusable
+from autotune.group.account import Account
 from autotune.group.gauge import Peaks
 from autotune.group.gpu_meter import clock_limits, clock_mhz
 from autotune.group.protocol import Message
@@ -143,9 +144,11 @@ def _capacity_of(kind: Kind, evidence: Evidence) -> int | None:
 
 def _peak_of(evidence: Evidence) -> int | None:
     """The highest that was seen; of CPU ranks no more than their cap, which is lifted once they have failed: they report then."""
-    caps = [error.get("numbers", {}).get("allowed_bytes", 0) for error in evidence.errors]
-    cap_bytes = max(caps, default=0) if evidence.device == "cpu" else 0
-    return min(evidence.peaks.worst, cap_bytes or evidence.peaks.worst) or None
+    worst_bytes = evidence.peaks.worst
+    if evidence.device == "cpu":
+        accounts = [Account.of(error.get("text", ""), error.get("numbers")) for error in evidence.errors]
+        worst_bytes = min([worst_bytes, *(one.allowed for one in accounts if one.allowed is not None)])
+    return worst_bytes or None
 
 
 def unusable(evidence: Evidence, phase: Phase, *, known: bool) -> Outcome | None:

@@ -93,7 +93,7 @@ class Meter:
 class CpuMeter(Meter):
     """What RLIMIT_DATA counts, of each rank. Ranks know their own high water (`rank.devices`): this is for those that
     die, and seldom enough to leave them their cores: whatever wakes this process takes a core from threads that wait for each
-    other (every 4 ms slowed two ranks on two cores by 9 %, every 50 ms one rank by 1 %)."""
+    other (every 4 ms slowed two ranks on two cores by 9 %)."""
 
     interval_seconds = 0.25
 

@@ -135,7 +135,6 @@ class CpuDevice:
         torch.set_num_threads(threads)
         self._peak = 0
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)  # kept open: looked at several times a micro-step
-        self._cap_bytes = cap_bytes
         if cap_bytes is not None:
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
             resource.setrlimit(resource.RLIMIT_DATA, (cap_bytes, hard))
@@ -165,13 +164,13 @@ class CpuDevice:
         status = _status()
         untouched = max(0, status["VmData"] - status["RssAnon"])
         touched = status["VmHWM"] - status["RssFile"] - status["RssShmem"]
+        cap_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
         most = touched + untouched
-        if self._cap_bytes is not None:
-            most = min(most, self._cap_bytes)
+        if cap_bytes != resource.RLIM_INFINITY:
+            most = min(most, cap_bytes)
         return {"data_bytes": max(self._peak, most), "host_bytes": status["VmHWM"], "retries": 0, "pinned_bytes": 0}
 
     def lift_cap(self) -> None:
-        self._cap_bytes = None
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 

@@ -68,7 +68,8 @@ def sizes_of(args: tuple[Any, ...], kwargs: dict[str, Any], counted_by: str | No
     return known
 
 
-# By what `_shapes` says: between two steps of a small model every call is a cache miss, and counting took 1 % of its time.
+# By what `_shapes` says. Training leaves nothing of ours in the processor's caches: to count a batch of `tiny-gemma-2`
+# took 85 us in a training, and 10 in a loop of its own.
 _known: dict[tuple[str | None, tuple[Any, ...]], Sizes] = {}
 
 
