@@ -1,5 +1,6 @@
 """Trainings compared on one machine whose speed moves from minute to minute: each runs for a second or two while the others
-are stopped (SIGSTOP), round and round, and only neighbouring turns are compared.
+are stopped (SIGSTOP), round and round, and only neighbouring turns are compared. One start of a training is up to 8 % faster than
+the next start of the very same, for as long as it runs: what must be closer than that is started several times.
 
 `python benchmarks/inturn.py trial|launch SPEC.json` is one side of such a comparison: a job's candidate as a trial runs it
 to measure it, or under `autotune launch`. Its script is `timed.py`, whose log of steps says how fast it was.
@@ -185,6 +186,23 @@ def ratio(one: Side, other: Side) -> tuple[float, float]:
     if not found:
         raise RuntimeError(f"{one.name} and {other.name} have no turn in common")
     return statistics.median(found), median_spread(found)
+
+
+def over_starts(one: Side, other: Side, turns: int, starts: int) -> tuple[tuple[float, float], list[float]]:
+    """Speed of `one` against `other` over several starts of both, the first of them first in every second: the geometric mean and
+    half the width of its 95 % interval; and each side's samples a second, the median of its starts.
+
+    Raises:
+        RuntimeError: one of them ended before its first turn was over.
+    """
+    found, speeds = [], []
+    for number in range(starts):
+        one.turns, other.turns = [], []
+        take_turns([other, one] if number % 2 else [one, other], turns)
+        found.append(ratio(one, other)[0])
+        speeds.append([samples_per_second(one), samples_per_second(other)])
+    spread = 2 * statistics.stdev(found) / len(found) ** 0.5 if starts > 1 else float("nan")
+    return (statistics.geometric_mean(found), spread), [statistics.median(each) for each in zip(*speeds, strict=True)]
 
 
 def samples_per_second(side: Side) -> float:
