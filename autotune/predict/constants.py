@@ -69,8 +69,14 @@ TIME = {
     "collectives": Prior(0.0, 0.8),
     "loop": Prior(0.0, 0.7),
 }
+# What only parameters decide, whose number is known even where nothing was traced.
+_OF_PARAMETERS = ("comm", "reduce", "hidden", "pcie", "cpu_adam", "optimizer", "collectives")
 _OF_THE_CARD = ("products", "tail", "moved", "comm", "pcie", "optimizer")  # what its rates decide
 _CPU_SIGMA = 1.2  # a CPU's rates are guesses until the first trial
+# How much longer a CPU rank's step is at a stage than what is predicted once stage 0 is measured, as a logarithm: ZeRO's copies
+# into buckets and hooks cost more of a step there. Of benchmarks/data/landscapes_real; without any one of its seven tables the
+# means move by 0.03 at the most (stage 3 has one table).
+_CPU_STAGES = {"stage1": Prior(0.09, 0.08), "stage2": Prior(0.23, 0.15), "stage3": Prior(0.5, 0.3)}
 # Standard deviations of what no formula knows: the logarithm of a small factor for each kind of config, and slopes. In a
 # fit they follow TIME.
 QUIRKS = {
@@ -120,14 +126,17 @@ def memory_priors(job: Job, hardware: Hardware, widen: float, unread: bool = Fal
     return [overhead_prior(hardware, job.ranks), *factors.values()]
 
 
-def time_priors(hardware: Hardware, widen: float) -> list[Prior]:
-    """Those of TIME, then those of QUIRKS. `widen` multiplies the sigmas of the rates; where no row of the table has the card's,
-    its doubt comes on top of them."""
+def time_priors(hardware: Hardware, widen: float, untraced: bool = False) -> list[Prior]:
+    """Those of TIME, then those of QUIRKS. `widen` multiplies the sigmas of the rates; where the model could not be traced, those
+    of what it computes are wider; where no row of the table has the card's, its doubt comes on top of them."""
     facts = hardware.gpu_facts
     least = {name: _CPU_SIGMA if facts is None and name != "hidden" else 0.0 for name in TIME}
     doubt = dict.fromkeys(_OF_THE_CARD, facts.doubt if facts is not None else 0.0)
-    rates = [
-        Prior(prior.mean, float(np.hypot(max(prior.sigma, least[name]) * widen, doubt.get(name, 0.0))))
-        for name, prior in TIME.items()
-    ]
-    return [*rates, *(Prior(0.0, sigma) for sigma in QUIRKS.values())]
+
+    def sigma(name: str) -> float:
+        wider = UNTRACED if untraced and name not in _OF_PARAMETERS else widen
+        return float(np.hypot(max(TIME[name].sigma, least[name]) * wider, doubt.get(name, 0.0)))
+
+    rates = [Prior(prior.mean, sigma(name)) for name, prior in TIME.items()]
+    quirks = {name: Prior(0.0, sigma) for name, sigma in QUIRKS.items()} | (_CPU_STAGES if facts is None else {})
+    return [*rates, *quirks.values()]

@@ -17,7 +17,7 @@ from autotune.problem.job import Job
 from autotune.units import GIB
 
 # Rates of a CPU rank until the first trial corrects them: flops, bytes and bytes a second of one rank.
-CPU_TFLOPS, CPU_MEMORY_GB_PER_S, CPU_LINK_GB_PER_S = 0.04, 6.0, 1.0
+CPU_TFLOPS, CPU_MEMORY_GB_PER_S, CPU_LINK_GB_PER_S = 0.2, 12.0, 1.0
 # DeepSpeed's CPU Adam is bound by the host's memory: masters and states read and written, a gradient read, a weight written
 # (30 bytes an element in 16 bits). 1e9 parameters took 0.23 s on the two sockets of a DGX-2 (Ren et al. 2021, ZeRO-Offload,
 # table 4). With few cores a rank, as where OMP_NUM_THREADS is 1, it takes many times as long: the prior is wide.
@@ -77,7 +77,7 @@ class Rates:
     def of(cls, hardware: Hardware, precision: str) -> Rates:
         facts: GpuFacts | None = hardware.gpu_facts
         if facts is None:  # CPU ranks
-            cpu = CPU_TFLOPS * 1e12 * (1.0 if precision == "fp32" else 0.5)
+            cpu = CPU_TFLOPS * 1e12
             return cls(
                 cpu,
                 CPU_MEMORY_GB_PER_S * 1e9,
