@@ -75,7 +75,7 @@ _OF_THE_CARD = ("products", "tail", "moved", "comm", "pcie", "optimizer")  # wha
 _CPU_SIGMA = 1.2  # a CPU's rates are guesses until the first trial
 # How much longer a CPU rank's step is at a stage than what is predicted once stage 0 is measured, as a logarithm: ZeRO's copies
 # into buckets and hooks cost more of a step there. Of benchmarks/data/landscapes_real; without any one of its seven tables the
-# means move by 0.03 at the most (stage 3 has one table).
+# means move by 0.04 at the most (stage 3 has one table).
 _CPU_STAGES = {"stage1": Prior(0.09, 0.08), "stage2": Prior(0.23, 0.15), "stage3": Prior(0.5, 0.3)}
 # Standard deviations of what no formula knows: the logarithm of a small factor for each kind of config, and slopes. In a
 # fit they follow TIME.
