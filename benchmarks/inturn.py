@@ -192,6 +192,9 @@ def over_starts(one: Side, other: Side, turns: int, starts: int) -> tuple[tuple[
     """Speed of `one` against `other` over several starts of both, the first of them first in every second: the geometric mean and
     half the width of its 95 % interval; and each side's samples a second, the median of its starts.
 
+    Args:
+        starts: at least 2.
+
     Raises:
         RuntimeError: one of them ended before its first turn was over.
     """
@@ -201,7 +204,7 @@ def over_starts(one: Side, other: Side, turns: int, starts: int) -> tuple[tuple[
         take_turns([other, one] if number % 2 else [one, other], turns)
         found.append(ratio(one, other)[0])
         speeds.append([samples_per_second(one), samples_per_second(other)])
-    spread = 2 * statistics.stdev(found) / len(found) ** 0.5 if starts > 1 else float("nan")
+    spread = 2 * statistics.stdev(found) / len(found) ** 0.5
     return (statistics.geometric_mean(found), spread), [statistics.median(each) for each in zip(*speeds, strict=True)]
 
 

@@ -181,6 +181,8 @@ def main() -> None:
     parser.add_argument("--budget", help="of ours; default: 0.3 of what DeepSpeed's tuner took")
     parser.add_argument("--starts", type=int, default=6, help="of both trainings")
     arguments = parse(parser, only="images", budget="5m")
+    if arguments.starts < 2:
+        parser.error("--starts: at least 2, since an interval is taken over them")
     tuner = shutil.which("pdsh") is not None and importlib.util.find_spec("tabulate") is not None
     if not tuner or arguments.small:
         print("DeepSpeed's autotuner needs pdsh and tabulate (apt-get install pdsh; pip install deepspeed[autotuning])")
