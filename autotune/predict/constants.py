@@ -73,10 +73,15 @@ TIME = {
 _OF_PARAMETERS = ("comm", "reduce", "hidden", "pcie", "cpu_adam", "optimizer", "collectives")
 _OF_THE_CARD = ("products", "tail", "moved", "comm", "pcie", "optimizer")  # what its rates decide
 _CPU_SIGMA = 1.2  # a CPU's rates are guesses until the first trial
-# How much longer a CPU rank's step is at a stage than what is predicted once stage 0 is measured, as a logarithm: ZeRO's copies
-# into buckets and hooks cost more of a step there. Of benchmarks/data/landscapes_real; without any one of its seven tables the
-# means move by 0.04 at the most (stage 3 has one table).
-_CPU_STAGES = {"stage1": Prior(0.09, 0.08), "stage2": Prior(0.23, 0.15), "stage3": Prior(0.5, 0.3)}
+# On CPU ranks: the machine, whose rates may all be several times ours together, and how much longer a step takes at a stage than
+# what is predicted once stage 0 is measured (ZeRO's copies into buckets and hooks cost more of a step there). As logarithms, of
+# benchmarks/data/landscapes_real; without any one of its seven tables the means move by 0.04 at the most (stage 3 has one table).
+_CPU_QUIRKS = {
+    "machine": Prior(0.0, _CPU_SIGMA),
+    "stage1": Prior(0.09, 0.08),
+    "stage2": Prior(0.23, 0.15),
+    "stage3": Prior(0.5, 0.3),
+}
 # Standard deviations of what no formula knows: the logarithm of a small factor for each kind of config, and slopes. In a
 # fit they follow TIME.
 QUIRKS = {
@@ -138,5 +143,5 @@ def time_priors(hardware: Hardware, widen: float, untraced: bool = False) -> lis
         return float(np.hypot(max(TIME[name].sigma, least[name]) * wider, doubt.get(name, 0.0)))
 
     rates = [Prior(prior.mean, sigma(name)) for name, prior in TIME.items()]
-    quirks = {name: Prior(0.0, sigma) for name, sigma in QUIRKS.items()} | (_CPU_STAGES if facts is None else {})
+    quirks = {name: Prior(0.0, sigma) for name, sigma in QUIRKS.items()} | (_CPU_QUIRKS if facts is None else {})
     return [*rates, *quirks.values()]
