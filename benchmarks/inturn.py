@@ -1,6 +1,7 @@
 """Trainings compared on one machine whose speed moves from minute to minute: each runs for a second or two while the others
-are stopped (SIGSTOP), round and round, and only neighbouring turns are compared. One start of a training is up to 8 % faster than
-the next start of the very same, for as long as it runs: what must be closer than that is started several times.
+are stopped (SIGSTOP), round and round, and only neighbouring turns are compared. One start of a training may be several percent
+faster than the next start of the very same, for as long as it runs (`vs-deepspeed-cpu.json` has the ratio of each pair of starts):
+what must be closer than that is started several times.
 
 `python benchmarks/inturn.py trial|launch SPEC.json` is one side of such a comparison: a job's candidate as a trial runs it
 to measure it, or under `autotune launch`. Its script is `timed.py`, whose log of steps says how fast it was.
@@ -12,6 +13,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import shlex
 import signal
@@ -38,6 +40,8 @@ SETTLE_STEPS = 8  # before the first turn
 STEPS_A_TURN, TURN_SECONDS = 8, 0.6  # at the least
 WHOLE_STEPS = 3  # fewer say nothing of a turn
 ENDLESS = 10**6
+# 95 % of Student's t lie within so many standard errors, by the number of values: with few, far more than two.
+T95 = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262, 11: 2.228, 12: 2.201}
 
 
 @dataclass
@@ -81,7 +85,9 @@ class Side:
         return float(json.loads(self.log.read_text().splitlines()[0])["samples"])
 
     def signal(self, number: int) -> None:
-        """To the process and all below it."""
+        """To the process and all below it, unless it was waited for: its number may be another's by then."""
+        if self._process.returncode is not None:
+            return
         with contextlib.suppress(psutil.NoSuchProcess):
             tree: list[psutil.Process | subprocess.Popen[bytes]]
             tree = [*psutil.Process(self._process.pid).children(recursive=True), self._process]
@@ -188,24 +194,43 @@ def ratio(one: Side, other: Side) -> tuple[float, float]:
     return statistics.median(found), median_spread(found)
 
 
-def over_starts(one: Side, other: Side, turns: int, starts: int) -> tuple[tuple[float, float], list[float]]:
-    """Speed of `one` against `other` over several starts of both, the first of them first in every second: the geometric mean and
-    half the width of its 95 % interval; and each side's samples a second, the median of its starts.
+@dataclass(frozen=True)
+class Trained:
+    """Two trainings over several starts of both: speed of one against the other in each pair of starts, and each side's samples a
+    second, the median of its starts."""
+
+    ratios: list[float]
+    samples_per_second: list[float]
+
+    @property
+    def ratio(self) -> float:
+        """The geometric mean."""
+        return statistics.geometric_mean(self.ratios)
+
+    @property
+    def half_width(self) -> float:
+        """Of the mean's 95 % interval, by Student's t of the logarithms."""
+        logs = [math.log(ratio) for ratio in self.ratios]
+        error = statistics.stdev(logs) / math.sqrt(len(logs))
+        return self.ratio * T95[len(logs)] * error
+
+
+def over_starts(one: Side, other: Side, turns: int, starts: int) -> Trained:
+    """Speed of `one` against `other` over several starts of both, each of which begins as often as the other.
 
     Args:
-        starts: at least 2.
+        starts: an even number that T95 has.
 
     Raises:
         RuntimeError: one of them ended before its first turn was over.
     """
-    found, speeds = [], []
+    ratios, speeds = [], []
     for number in range(starts):
         one.turns, other.turns = [], []
         take_turns([other, one] if number % 2 else [one, other], turns)
-        found.append(ratio(one, other)[0])
+        ratios.append(ratio(one, other)[0])
         speeds.append([samples_per_second(one), samples_per_second(other)])
-    spread = 2 * statistics.stdev(found) / len(found) ** 0.5
-    return (statistics.geometric_mean(found), spread), [statistics.median(each) for each in zip(*speeds, strict=True)]
+    return Trained(ratios, [statistics.median(each) for each in zip(*speeds, strict=True)])
 
 
 def samples_per_second(side: Side) -> float:

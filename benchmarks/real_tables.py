@@ -74,7 +74,17 @@ GEMMA = {
     "sliding_window": 256,
 }
 GPT2 = {"model_type": "gpt2", "vocab_size": 8192, "n_positions": 256, "n_embd": 256, "n_layer": 4, "n_head": 4}
-T5 = {"model_type": "t5", "vocab_size": 4096, "d_model": 192, "d_kv": 48, "d_ff": 768, "num_layers": 3, "num_heads": 4}
+T5 = {
+    "model_type": "t5",
+    "vocab_size": 4096,
+    "d_model": 192,
+    "d_kv": 48,
+    "d_ff": 768,
+    "num_layers": 3,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+}
 MIXTRAL = {**llama(192, 3), "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -212,6 +222,8 @@ def measure(recipe: Recipe, job: Job, candidates: list[Candidate], folder: Path,
                 failed[candidate] = str(error)
                 print(f"{recipe.name}: {candidate}: {error}", file=sys.stderr, flush=True)
     ranks.close()
+    if len(failed) == len(candidates):
+        raise SystemExit(f"{recipe.name}: no candidate trains; the last said: {list(failed.values())[-1]}")
     return {candidate: times for candidate, times in found.items() if candidate not in failed}
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from common import HERE, command_line, kept_rows, parse, print_table, write_json
-from inturn import over_starts, samples_per_second, take_turns, torchrun
+from inturn import T95, over_starts, samples_per_second, take_turns, torchrun
 from ranks import autotune_run, plain_environment
 
 from autotune.problem.candidate import Candidate
@@ -162,12 +162,28 @@ def contest(name: str, folder: Path, with_theirs: bool, limits: list[str], start
         take_turns([side], TURNS)
         return row | {"samples/s": samples_per_second(side)} | dict.fromkeys(AGAINST)
     their_side = torchrun("theirs", theirs.argv, folder / "theirs", 1)
-    trained, (speed, their_speed) = over_starts(side, their_side, TURNS, starts)
-    said = (theirs.winner, theirs.seconds, their_speed, *trained, ours.seconds / theirs.seconds)
+    trained = over_starts(side, their_side, TURNS, starts)
+    speed, their_speed = trained.samples_per_second
+    wall_clock = ours.seconds / theirs.seconds
+    said = (theirs.winner, theirs.seconds, their_speed, trained.ratio, trained.half_width, wall_clock, trained.ratios)
     return row | {"samples/s": speed} | dict(zip(AGAINST, said, strict=True))
 
 
-AGAINST = ("DeepSpeed's winner", "its s", "its samples/s", "trained, ours / its", "±", "wall clock, ours / its")
+AGAINST = (
+    "DeepSpeed's winner",
+    "its s",
+    "its samples/s",
+    "trained, ours / its",
+    "±",
+    "wall clock, ours / its",
+    "each start",
+)
+
+
+def commit() -> str:
+    """What was measured: rows that were kept may be of another."""
+    asked = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    return subprocess.run(asked, cwd=HERE, capture_output=True, text=True).stdout.strip()
 
 
 def made(folder: Path) -> Path:
@@ -181,8 +197,8 @@ def main() -> None:
     parser.add_argument("--budget", help="of ours; default: 0.3 of what DeepSpeed's tuner took")
     parser.add_argument("--starts", type=int, default=6, help="of both trainings")
     arguments = parse(parser, only="images", budget="5m")
-    if arguments.starts < 2:
-        parser.error("--starts: at least 2, since an interval is taken over them")
+    if arguments.starts not in (even := [n for n in T95 if n % 2 == 0]):
+        parser.error(f"--starts: one of {even}, so that each side begins as often, and an interval can be taken")
     tuner = shutil.which("pdsh") is not None and importlib.util.find_spec("tabulate") is not None
     if not tuner or arguments.small:
         print("DeepSpeed's autotuner needs pdsh and tabulate (apt-get install pdsh; pip install deepspeed[autotuning])")
@@ -196,10 +212,12 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for name in names:
-            rows.append(contest(name, Path(scratch) / name, not arguments.small, limits, arguments.starts))
+            row = contest(name, Path(scratch) / name, not arguments.small, limits, arguments.starts)
+            rows.append(row | {"commit": commit()})
             print(json.dumps(rows[-1]), flush=True)
             write_json(arguments.json, [*kept_rows(arguments.json, "script", names), *rows])
-    print_table("DeepSpeed's autotuner and autotune, one CPU rank, both winners trained in turn", rows)
+    shown = [{name: value for name, value in row.items() if name not in ("each start", "commit")} for row in rows]
+    print_table("DeepSpeed's autotuner and autotune, one CPU rank, both winners trained in turn", shown)
     for measure, target in (("trained, ours / its", ">= 1.05"), ("wall clock, ours / its", "<= 0.33")):
         if found := [row[measure] for row in rows if row[measure]]:
             print(f"{measure}, geometric mean: {statistics.geometric_mean(found):.3f} (target {target})")

@@ -23,7 +23,7 @@ def untraced_note(why: str) -> str:
     """What stands in for a trace, and at what price."""
     return (
         f"not traced ({why}): closed form, what a dense model of these sizes keeps and computes; intervals of activations "
-        f"and times are {UNTRACED:g} times as wide"
+        f"and of computing times are {UNTRACED:g} times as wide"
     )
 
 
@@ -81,6 +81,7 @@ def closed_form_trace(job: Job, why: str, sizes: Sizes | None = None) -> Trace:
         one(block * layers, flops, layer),
         exact=False,
         note=note,
+        counted=sizes is not None,
         largest=max(parameters),
     )
 

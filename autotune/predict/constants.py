@@ -69,8 +69,8 @@ TIME = {
     "collectives": Prior(0.0, 0.8),
     "loop": Prior(0.0, 0.7),
 }
-# What only parameters decide, whose number is known even where nothing was traced.
-_OF_PARAMETERS = ("comm", "reduce", "hidden", "pcie", "cpu_adam", "optimizer", "collectives")
+# What only parameters decide, whose sizes may be known even where nothing was traced.
+_OF_PARAMETERS = ("comm", "reduce", "pcie", "cpu_adam", "optimizer", "collectives")
 _OF_THE_CARD = ("products", "tail", "moved", "comm", "pcie", "optimizer")  # what its rates decide
 _CPU_SIGMA = 1.2  # a CPU's rates are guesses until the first trial
 # On CPU ranks: the machine, whose rates may all be several times ours together, and how much longer a step takes at a stage than
@@ -131,15 +131,16 @@ def memory_priors(job: Job, hardware: Hardware, widen: float, unread: bool = Fal
     return [overhead_prior(hardware, job.ranks), *factors.values()]
 
 
-def time_priors(hardware: Hardware, widen: float, untraced: bool = False) -> list[Prior]:
-    """Those of TIME, then those of QUIRKS. `widen` multiplies the sigmas of the rates; where the model could not be traced, those
-    of what it computes are wider; where no row of the table has the card's, its doubt comes on top of them."""
+def time_priors(hardware: Hardware, widen: float, untraced: bool = False, counted: bool = True) -> list[Prior]:
+    """Those of TIME, then those of QUIRKS. `widen` multiplies the sigmas of the rates; where the model could not be traced, they
+    are wider but for what its parameters decide, if these were `counted`; where no row of the table has the card's, its doubt
+    comes on top of them."""
     facts = hardware.gpu_facts
     least = {name: _CPU_SIGMA if facts is None and name != "hidden" else 0.0 for name in TIME}
     doubt = dict.fromkeys(_OF_THE_CARD, facts.doubt if facts is not None else 0.0)
 
     def sigma(name: str) -> float:
-        wider = UNTRACED if untraced and name not in _OF_PARAMETERS else widen
+        wider = UNTRACED if untraced and not (counted and name in _OF_PARAMETERS) else widen
         return float(np.hypot(max(TIME[name].sigma, least[name]) * wider, doubt.get(name, 0.0)))
 
     rates = [Prior(prior.mean, sigma(name)) for name, prior in TIME.items()]

@@ -88,6 +88,7 @@ class Trace:
     checkpointed: Pass | None
     exact: bool = True  # False: a closed-form estimate, with a reason
     note: str = ""
+    counted: bool = True  # False: so are the parameters' sizes
     largest: int = field(default=0)  # elements of the largest trainable parameter
     frozen_sizes: list[int] = field(
         default_factory=list

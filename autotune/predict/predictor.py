@@ -61,7 +61,8 @@ class Predictor:
         if not stepper(job).known:
             self._unread.append(f"optimizer {job.optimizer_kind}")
         self._memory_priors = memory_priors(job, hardware, widen, bool(self._unread or self._newer))
-        self._time_priors = time_priors(hardware, UNTRACED if self._newer else 1.0, not self.trace.exact)
+        wider = UNTRACED if self._newer else 1.0
+        self._time_priors = time_priors(hardware, wider, not self.trace.exact, self.trace.counted)
         self._packed_rows = job.seq_len / job.tokens_per_sample
         self._memory_noise, self._time_noise = MEMORY_NOISE * widen, TIME_NOISE * widen
         self._seen: dict[Candidate, Outcome] = {}
