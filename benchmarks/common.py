@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,19 @@ def _print_lines(cells: dict[str, list[str]], columns: list[str], rows: int, con
         for name in columns:
             console.print(f"{name}: {cells[name][at]}", highlight=False, markup=False)
         console.print()
+
+
+# -- what was measured -----------------------------------------------------------------------------------------------
+
+
+def tree(*folders: str) -> str:
+    """A name for the committed contents of folders of the repository, and whether the working tree differs from them."""
+    asked = ["git", "rev-parse", *(f"HEAD:{folder}" for folder in folders)]
+    names = subprocess.run(asked, cwd=HERE.parent, capture_output=True, text=True, check=True).stdout.split()
+    changed = subprocess.run(
+        ["git", "status", "--porcelain", *folders], cwd=HERE.parent, capture_output=True, text=True
+    )
+    return "+".join(name[:10] for name in names) + ("+changed" if changed.stdout.strip() else "")
 
 
 # -- results ---------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """How much longer a step of ZeRO's stages takes on CPU ranks than what is predicted once stage 0 is measured:
 `python benchmarks/cpu_ranks.py [--json FILE]`, over the tables of real DeepSpeed.
 
-Three steps of stage 0 are observed, as a search would, and all steps of stages 1 to 3 are predicted. `longer` is the mean logarithm
-of measured over predicted without what is believed of the stage beforehand (`_CPU_QUIRKS`); `others` is the mean of the other
-models' tables; `inside` is the share of rows in the 95 % intervals, were that what is believed.
+Three steps of stage 0 are observed, as a search would, and all steps of stages 1 to 3 are predicted. `longer` is the mean
+logarithm of measured over predicted without what is believed of the stage beforehand (`_CPU_QUIRKS`); `others` is the mean of the
+other models' tables; `inside` is the share of rows in the 95 % intervals, were that what is believed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind, Measurement, Outcome
 
-TABLES = tuple(path for name in ("landscapes_real", "landscapes_own") for path in sorted((HERE / "data" / name).glob("*.json")))
+TABLES = tuple(
+    path for name in ("landscapes_real", "landscapes_own") for path in sorted((HERE / "data" / name).glob("*.json"))
+)
 INTERVAL = 1.96  # standard deviations
 
 
@@ -71,7 +73,9 @@ def main() -> None:
     for stage in (1, 2, 3):
         means_of = [row["longer"] for row in shown if row["stage"] == stage]
         if len(means_of) > 1:
-            print(f"stage {stage}: {statistics.fmean(means_of):.2f} ± {statistics.stdev(means_of):.2f} ({len(means_of)} tables)")
+            print(
+                f"stage {stage}: {statistics.fmean(means_of):.2f} ± {statistics.stdev(means_of):.2f} ({len(means_of)} tables)"
+            )
     write_json(arguments.json, shown)
 
 

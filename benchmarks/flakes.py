@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from common import print_table, write_json
+from common import print_table, tree, write_json
 
 ROOT = Path(__file__).parents[1]
 FAST = ["tests/test_units.py", "tests/problem/test_outcome.py", "tests/group/test_protocol.py"]
@@ -108,16 +108,6 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def tested_tree() -> str:
-    """What the runs are of: a name for the committed code and tests, and whether the working tree differs from it."""
-    names = [f"HEAD:{folder}" for folder in ("autotune", "tests", "search_spaces")]
-    trees = subprocess.run(["git", "rev-parse", *names], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    changed = subprocess.run(
-        ["git", "status", "--porcelain", "autotune", "tests"], cwd=ROOT, capture_output=True, text=True
-    )
-    return "+".join(tree[:10] for tree in trees.split()) + ("+changed" if changed.stdout.strip() else "")
-
-
 def earlier_runs(path: Path | None, same: dict[str, Any]) -> list[dict[str, Any]]:
     """The runs written in a file, where they are of the same."""
     if path is None or not path.exists():
@@ -140,7 +130,7 @@ def main() -> None:
     command = test_command() + (FAST if arguments.small else [])
     folder = Path(tempfile.mkdtemp(prefix="flakes-"))
     what = "`make test`" if not arguments.small else "a few fast tests"
-    same = {"what": what, "cores": os.cpu_count(), "tree": tested_tree()}
+    same = {"what": what, "cores": os.cpu_count(), "tree": tree("autotune", "tests", "search_spaces")}
     busy = 2 if arguments.load else 0
     runs = [] if arguments.anew or arguments.small else earlier_runs(arguments.json, same)
 

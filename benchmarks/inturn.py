@@ -1,7 +1,7 @@
 """Trainings compared on one machine whose speed moves from minute to minute: each runs for a second or two while the others
-are stopped (SIGSTOP), round and round, and only neighbouring turns are compared. One start of a training may be several percent
-faster than the next start of the very same, for as long as it runs (`vs-deepspeed-cpu.json` has the ratio of each pair of starts):
-what must be closer than that is started several times.
+are stopped (SIGSTOP), round and round, and only neighbouring turns are compared. One start of a training may be several
+percent faster than the next start of the very same, for as long as it runs (`vs-deepspeed-cpu.json` has the ratio of each pair
+of starts): what must be closer than that is started several times.
 
 `python benchmarks/inturn.py trial|launch SPEC.json` is one side of such a comparison: a job's candidate as a trial runs it
 to measure it, or under `autotune launch`. Its script is `timed.py`, whose log of steps says how fast it was.

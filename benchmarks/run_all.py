@@ -33,6 +33,7 @@ FULL: dict[str, list[str]] = {
     "predictor-rows12": ["predictor.py", "--skip", "live,traces,published,speed", "--rows", "12", "--seeds", "10"],
     "published": ["published.py"],
     "allocator": ["allocator.py"],
+    "cpu-ranks": ["cpu_ranks.py"],
     "search": ["search.py"],
     "search-own": [
         "search.py",

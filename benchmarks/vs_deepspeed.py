@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import HERE, command_line, kept_rows, parse, print_table, write_json
+from common import HERE, command_line, kept_rows, parse, print_table, tree, write_json
 from inturn import T95, over_starts, samples_per_second, take_turns, torchrun
 from ranks import autotune_run, plain_environment
 
@@ -180,12 +180,6 @@ AGAINST = (
 )
 
 
-def commit() -> str:
-    """What was measured: rows that were kept may be of another."""
-    asked = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    return subprocess.run(asked, cwd=HERE, capture_output=True, text=True).stdout.strip()
-
-
 def made(folder: Path) -> Path:
     folder.mkdir(parents=True)
     return folder
@@ -213,10 +207,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for name in names:
             row = contest(name, Path(scratch) / name, not arguments.small, limits, arguments.starts)
-            rows.append(row | {"commit": commit()})
+            rows.append(row | {"code": tree("autotune")})
             print(json.dumps(rows[-1]), flush=True)
             write_json(arguments.json, [*kept_rows(arguments.json, "script", names), *rows])
-    shown = [{name: value for name, value in row.items() if name not in ("each start", "commit")} for row in rows]
+    shown = [{name: value for name, value in row.items() if name not in ("each start", "code")} for row in rows]
     print_table("DeepSpeed's autotuner and autotune, one CPU rank, both winners trained in turn", shown)
     for measure, target in (("trained, ours / its", ">= 1.05"), ("wall clock, ours / its", "<= 0.33")):
         if found := [row[measure] for row in rows if row[measure]]:

@@ -16,7 +16,9 @@ from autotune.problem.hardware import GpuFacts, Hardware
 from autotune.problem.job import Job
 from autotune.units import GIB
 
-# Rates of a CPU rank until the first trial corrects them: flops, bytes and bytes a second of one rank.
+# Rates of a CPU rank until the first trial corrects them: flops, bytes and bytes a second of one rank on one core of the machine
+# of benchmarks/data/landscapes_real (an AMD EPYC), where 16 bits were as fast as 32. Cores without such instructions are several
+# times slower in them: CPU ranks' priors leave room for that.
 CPU_TFLOPS, CPU_MEMORY_GB_PER_S, CPU_LINK_GB_PER_S = 0.2, 12.0, 1.0
 # DeepSpeed's CPU Adam is bound by the host's memory: masters and states read and written, a gradient read, a weight written
 # (30 bytes an element in 16 bits). 1e9 parameters took 0.23 s on the two sockets of a DGX-2 (Ren et al. 2021, ZeRO-Offload,
