@@ -69,27 +69,23 @@ def printed(found: Probe, scripts: Scripts, candidate: Candidate, folder: Path) 
     return training_command(found.script, candidate, 2, str(config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         ("MINE=7 torchrun --nproc-per-node 2 --master-port PORT train.py --config ds.json", {"MINE": "7"}),
-        *(
-            pytest.param(words, told, marks=pytest.mark.slow)
-            for words, told in (
-                ("python -m torch.distributed.run --nproc_per_node=2 --standalone train.py --config=ds.json", {}),
-                ("deepspeed --num_gpus 2 --master_port PORT train.py --config ds.json", {"LOCAL_SIZE": "2"}),
-                (
-                    "accelerate launch --config_file acc.yaml --main_process_port PORT train.py",
-                    {"ACCELERATE_MIXED_PRECISION": "no"},
-                ),
-                (
-                    "accelerate launch --use_deepspeed --deepspeed_config_file ds.json --num_processes 2 "
-                    "--main_process_port PORT train.py",
-                    {"ACCELERATE_MIXED_PRECISION": "no"},
-                ),
-                ("madeup train mine.yaml", {"MINE": "1"}),
-            )
+        ("python -m torch.distributed.run --nproc_per_node=2 --standalone train.py --config=ds.json", {}),
+        ("deepspeed --num_gpus 2 --master_port PORT train.py --config ds.json", {"LOCAL_SIZE": "2"}),
+        (
+            "accelerate launch --config_file acc.yaml --main_process_port PORT train.py",
+            {"ACCELERATE_MIXED_PRECISION": "no"},
         ),
+        (
+            "accelerate launch --use_deepspeed --deepspeed_config_file ds.json --num_processes 2 "
+            "--main_process_port PORT train.py",
+            {"ACCELERATE_MIXED_PRECISION": "no"},
+        ),
+        ("madeup train mine.yaml", {"MINE": "1"}),
     ],
 )
 def test_a_command_is_tuned_as_it_is_typed(

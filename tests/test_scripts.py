@@ -74,7 +74,13 @@ def entries(folder: Path) -> set[str]:
     [
         ("plain", ["--deepspeed_config", "ds.json"], CONFIG, (("train_micro_batch_size_per_gpu", "--batch_size"),)),
         pytest.param("trainer", TRAINER, AUTO, (), marks=pytest.mark.slow),
-        ("accelerated", ["--config", "ds.json"], {**AUTO, "gradient_accumulation_steps": 2}, ()),
+        pytest.param(
+            "accelerated",
+            ["--config", "ds.json"],
+            {**AUTO, "gradient_accumulation_steps": 2},
+            (),
+            marks=pytest.mark.slow,  # `test_what_accelerate_makes_of_a_batch` runs its way
+        ),
     ],
 )
 def test_a_script_is_tuned_as_it_is(

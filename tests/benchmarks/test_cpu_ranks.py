@@ -5,6 +5,7 @@ import pytest
 from cpu_ranks import INTERVAL, TABLES, errors
 
 
+@pytest.mark.slow  # 14 models are traced
 @pytest.mark.parametrize("slower", [1.0, 0.3, 5.0])
 def test_three_steps_of_stage_0_say_how_slow_the_other_stages_are(slower: float) -> None:
     assert len(TABLES) >= 14

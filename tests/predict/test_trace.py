@@ -292,10 +292,10 @@ def flash_attn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
 
 
-GPU_ONLY = ["flash_attention_2", pytest.param("flash_attention_3", marks=pytest.mark.slow), "flex_attention"]
+ALSO = [pytest.param(name, marks=pytest.mark.slow) for name in ("flash_attention_3", "flex_attention")]
 
 
-@pytest.mark.parametrize("attention", GPU_ONLY)
+@pytest.mark.parametrize("attention", ["flash_attention_2", *ALSO])
 def test_attention_that_needs_a_gpu_is_traced_as_what_keeps_the_same(attention: str) -> None:
     job = make_job(precision="bf16")
     made = trace_job(replace(job, attention=attention))
