@@ -184,7 +184,12 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="of the first episode")
     parser.add_argument("--anew", action="store_true", help="do not go on with the faults of the file")
     arguments = parse(parser, faults=3)
-    same = {"what": "faults", "cores": os.cpu_count(), "tree": tree("autotune", "tests", "search_spaces"), "first": arguments.first}
+    same = {
+        "what": "faults",
+        "cores": os.cpu_count(),
+        "tree": tree("autotune", "tests", "search_spaces"),
+        "first": arguments.first,
+    }
     each = [] if arguments.anew or arguments.small else earlier_runs(arguments.json, same)
     with opened(2 if arguments.small else TRIALS_OF_A_CALL) as bench:
         left_out = sorted(bench.ground.forbidden)
