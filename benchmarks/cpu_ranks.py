@@ -9,7 +9,6 @@ other models' tables; `inside` is the share of rows in the 95 % intervals, were 
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +48,24 @@ def errors(path: Path, slower: float = 1.0) -> tuple[list[Candidate], Any, Any]:
     return others, np.log([seconds[c] for c in others]) - np.log(table.step), table.step_sigma
 
 
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Of each stage of a table: how much longer its steps are than predicted with no belief about the stage."""
+    others, off, sigma = errors(path)
+    stages = np.array([candidate.stage for candidate in others])
+    believed = time_priors(load_landscape(path).hardware(), 1.0)[len(TIME) :]
+    means = {name: prior.mean for name, prior in zip(QUIRKS, believed, strict=True)}
+    return [
+        {"table": path.stem, "stage": stage, "longer": off[at] + means[f"stage{stage}"], "sigma": sigma[at]}
+        for stage in sorted(set(stages.tolist()))
+        for at in [stages == stage]
+    ]
+
+
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--tables", nargs="+", type=Path, default=list(TABLES), metavar="FILE")
     arguments = parse(parser, tables=TABLES[:2])
-    rows: list[dict[str, Any]] = []
-    for path in arguments.tables:
-        others, off, sigma = errors(path)
-        believed = time_priors(load_landscape(path).hardware(), 1.0)[len(TIME) :]
-        means = {name: prior.mean for name, prior in zip(QUIRKS, believed, strict=True)}
-        by_stage: dict[int, list[int]] = defaultdict(list)
-        for at, candidate in enumerate(others):
-            by_stage[candidate.stage].append(at)
-        for stage, places in sorted(by_stage.items()):
-            longer = off[places] + means[f"stage{stage}"]
-            rows.append({"table": path.stem, "stage": stage, "longer": longer, "sigma": sigma[places]})
+    rows = [row for path in arguments.tables for row in rows_of(path)]
     for row in rows:
         of_stage = [other for other in rows if other["stage"] == row["stage"]]
         found = [float(other["longer"].mean()) for other in of_stage if model(other) != model(row)]

@@ -178,13 +178,15 @@ def cpu_ranks() -> str:
     """How much longer later stages take on CPU ranks, and how well that is known of a table from the others."""
     rows = [row for row in result("cpu-ranks") if row["inside"] is not None]
     inside = sum(row["inside"] * row["rows"] for row in rows) / sum(row["rows"] for row in rows)
+    least = min(rows, key=lambda row: row["inside"])
     means = []
     for stage in (1, 2, 3):
         longer = [row["longer"] for row in rows if row["stage"] == stage]
         means.append(f"{statistics.fmean(longer):.2f} ± {statistics.stdev(longer):.2f} ({len(longer)} tables)")
     return (
         f"Their steps are longer than predicted by {listed(means)} at stages 1, 2 and 3, as logarithms; with the mean "
-        f"of the other models' tables {percent(inside)} of all rows are inside 95 % intervals"
+        f"of the other models' tables {percent(inside)} of all rows are inside 95 % intervals, "
+        f"but of {least['table']} {percent(least['inside'])} at stage {least['stage']}"
     )
 
 

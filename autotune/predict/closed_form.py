@@ -19,11 +19,12 @@ _KEPT_BY_CHECKPOINTS = 0.15  # of what a forward saves: inputs of layers and the
 Sizes = tuple[list[int], int]  # elements of each trainable parameter, and of all frozen ones
 
 
-def untraced_note(why: str) -> str:
-    """What stands in for a trace, and at what price."""
+def untraced_note(why: str, counted: bool = False) -> str:
+    """What stands in for a trace, and at what price: a lower one where the parameters' sizes were `counted`."""
+    times = "of computing times" if counted else "times"
     return (
         f"not traced ({why}): closed form, what a dense model of these sizes keeps and computes; intervals of activations "
-        f"and of computing times are {UNTRACED:g} times as wide"
+        f"and {times} are {UNTRACED:g} times as wide"
     )
 
 
@@ -36,7 +37,8 @@ def closed_form_trace(job: Job, why: str, sizes: Sizes | None = None) -> Trace:
     Raises:
         UserError: neither the configuration's shape nor the sizes are known.
     """
-    note = untraced_note(why)
+    counted = sizes is not None
+    note = untraced_note(why, counted)
     text: dict[str, Any] = job.model.config.get("text_config") or job.model.config
     shape, products = dense_shape(job.model.config), matmul_parameters(job.model.config, job.task)
     hidden = text.get("hidden_size", text.get("n_embd"))
@@ -81,7 +83,7 @@ def closed_form_trace(job: Job, why: str, sizes: Sizes | None = None) -> Trace:
         one(block * layers, flops, layer),
         exact=False,
         note=note,
-        counted=sizes is not None,
+        counted=counted,
         largest=max(parameters),
     )
 
@@ -99,7 +101,7 @@ def _trace_of_sizes(job: Job, why: str, sizes: Sizes | None, saved: float | None
             f"model {job.model.name} cannot be built here ({why}), and its configuration names no shape to estimate it by"
         )
     tokens = float(job.seq_len)
-    return _of_sizes(job, *sizes, tokens, saved or _saved_by(sum(*sizes), tokens), untraced_note(why))
+    return _of_sizes(job, *sizes, tokens, saved or _saved_by(sum(*sizes), tokens), untraced_note(why, counted=True))
 
 
 def told_by_shape(job: Job) -> bool:

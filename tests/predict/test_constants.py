@@ -37,5 +37,7 @@ def test_of_an_untraced_model_only_what_counted_parameters_decide_is_as_sure(cou
 
 def test_parameters_are_counted_only_where_their_sizes_were_seen() -> None:
     job = make_job()
-    assert not closed_form_trace(job, "a test").counted
-    assert closed_form_trace(job, "a test", ([1000, 2000], 0)).counted
+    guessed, seen = closed_form_trace(job, "a test"), closed_form_trace(job, "a test", ([1000, 2000], 0))
+    assert (guessed.counted, seen.counted) == (False, True)
+    assert "of activations and times are" in guessed.note
+    assert "of activations and of computing times are" in seen.note
