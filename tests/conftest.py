@@ -14,6 +14,7 @@ pytest-xdist makes a session's fixtures once a worker. Files whose tests share a
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import io
@@ -44,6 +45,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # containers set it: every proc
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 from autotune.commands.probe import Probe, probe
+from autotune.executors import station
 from autotune.executors.base import Effort
 from autotune.executors.deadlines import Deadlines
 from autotune.executors.local import LocalExecutor, LocalSession
@@ -61,6 +63,7 @@ from autotune.units import MIB
 from tests import fake_driver
 
 SCRIPTS = Path(__file__).parent / "scripts"
+SHARED_PAGES = "shared_pages"  # a module there
 DEAR = {  # file: what its tests share, or None where each takes long by itself; the longest first
     "tests/executors/test_local.py": "bench",
     "tests/executors/test_knobs.py": "bench",
@@ -84,6 +87,7 @@ DEAR = {  # file: what its tests share, or None where each takes long by itself;
     "tests/rank/hooks/test_beside.py": "parent",
     "tests/rank/hooks/test_deepspeed.py": "parent",
     "tests/rank/hooks/test_election.py": "parent",
+    "tests/rank/hooks/test_ops.py": "parent",
     "tests/rank/hooks/test_process_group.py": "parent",
     "tests/rank/hooks/test_resuming.py": "parent",
     "tests/rank/hooks/test_saving.py": "parent",
@@ -134,6 +138,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
+
+
+def pytest_collection() -> None:
+    """What is imported and collected stays to the end: the collector, which would look at it again and again, need not."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 class Scheduling(LoadScopeScheduling):
@@ -353,14 +367,29 @@ class Bench:
         return [child for child in psutil.Process(launcher.server).children(recursive=True) if lives(child)]
 
 
+class InSharedPages(ForkLauncher):
+    """A fork server whose ranks do not copy its memory before they begin (`linux.own_memory`): a quarter of a second of each, for a
+    speed that no test looks at. Studies of whole commands do."""
+
+    def __init__(self, *args: Any, modules: list[str], **options: Any) -> None:
+        super().__init__(*args, modules=[*modules, SHARED_PAGES], **options)
+
+
 @pytest.fixture(scope="session")
-def _bench_of_this_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """The fork server, and what its ranks find on their path: tests/scripts/own.py."""
+def _path_of_ranks() -> Iterator[None]:
+    """What fork servers of this worker and their ranks find on their path: tests/scripts/own.py."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")])))
-        bench = Bench(tmp_path_factory.mktemp("bench"))
-        with closing(bench.executor):
-            yield bench
+        patch.setattr(station, "ForkLauncher", InSharedPages)
+        yield
+
+
+@pytest.fixture(scope="session")
+def _bench_of_this_worker(_path_of_ranks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """The fork server."""
+    bench = Bench(tmp_path_factory.mktemp("bench"))
+    with closing(bench.executor):
+        yield bench
 
 
 @pytest.fixture
@@ -409,7 +438,7 @@ class Scripts:
 
 
 @pytest.fixture(scope="session")
-def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
+def scripts(_path_of_ranks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
     """One fork server for all tests that measure a script; each test has a folder of its own and starts with a probe,
     which sets the executor's job and folder."""
     made = Scripts(tmp_path_factory.mktemp("scripts"))

@@ -86,7 +86,7 @@ class LocalExecutor:
         self.cancelled, self.on_phase, self.fault = cancelled, on_phase, fault
         self.count_live_tensors = count_live_tensors
         self.isolation, self._variables, self.study = isolation, variables or {}, study
-        self._first = list(candidates)
+        self._first, self.tried_ops = list(candidates), set[str]()  # names of builders
         self.say: Callable[[str], None] = lambda text: None
         self.show: Callable[[str], None] = lambda text: None  # what takes long, while it does
         self.completed: Callable[[Candidate, Outcome], Outcome] = lambda _, found: found  # a slice's (`slice.py`)
@@ -129,10 +129,10 @@ class LocalExecutor:
         model = self.job.model.config.get("model_type")
         return Needs(self.hardware.device, self.threads, self.isolation, modules, model, variables=self._variables)
 
-    def load_ops(self, candidates: list[Candidate]) -> None:
-        """Has DeepSpeed's ops built, where they are not, that trials of these candidates need."""
-        names = needed_ops(candidates, self.job, self.hardware.device)
-        if not self.ground.load_ops(names, self._needs()):
+    def load_ops(self, candidates: list[Candidate], *names: str) -> None:
+        """Has DeepSpeed's ops built, where they are not, that trials of these candidates need, and those of these builders."""
+        self.tried_ops |= {*needed_ops(candidates, self.job, self.hardware.device), *names}
+        if not self.ground.load_ops(sorted(self.tried_ops), self._needs()):
             self._start_cold(self.say)
 
     def check(self, say: Callable[[str], None]) -> None:
@@ -344,6 +344,7 @@ class LocalSession:
             "env": trial_environment(candidate, job, os.environ),
             "fault": executor.fault(self._folder.name),
             "live": executor.count_live_tensors,
+            "ops": sorted(executor.tried_ops),
             "resume": str(self._checkpoint) if self._checkpoint else None,
             "slice_of": job.ranks if executor.hardware.sliced else None,
         }
@@ -391,10 +392,8 @@ class LocalSession:
 
     def close(self) -> None:
         """Ends every rank and waits until nothing of them is left."""
-        if self._ended:
-            return
-        self._ended = True
-        if self._group is not None:
+        ended, self._ended = self._ended, True
+        if not ended and self._group is not None:
             self._group.end()
             self._made.settle()
             clear(self._executor.folder)

@@ -62,7 +62,7 @@ def _load(name: str, builder: Any, folder: Path, tell: Tell) -> bool:
     library = folder / builder.name / f"{builder.name}.so"
     before = _written_ns(library)
     seconds = extensions.last_seconds(name, folder)
-    with _held(folder, builder.name, lambda: tell(op=name, state="waiting", last_seconds=seconds)) as going_on:
+    with held(folder, builder.name, lambda: tell(op=name, state="waiting", last_seconds=seconds)) as going_on:
         ours = _written_ns(library)
         state = "loading" if ours else "building"
         tell(op=name, state=state, last_seconds=seconds, going_on=going_on)
@@ -83,7 +83,7 @@ def _written_ns(path: Path) -> int:
 
 
 @contextmanager
-def _held(folder: Path, op: str, wait: Callable[[], None]) -> Iterator[bool]:
+def held(folder: Path, op: str, wait: Callable[[], None] = lambda: None) -> Iterator[bool]:
     """Holds an op's folder against other processes of autotune, with no lock of torch's left in it; gives whether a build
     was killed here.
 

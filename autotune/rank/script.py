@@ -79,11 +79,8 @@ class ScriptRank(BaseRank):
         self.overflows = Overflows(None)
         self.warmup: list[float] = []  # seconds of the steps before the measured ones, but for those that were skipped
         self.timed: list[tuple[float, Batch]] = []  # seconds and batch of every measured step
-        self.widest_tokens = 0  # of a row
-        self.short_steps = 0  # the last of their data
-        self.rows_beside: dict[
-            str, list[int]
-        ] = {}  # by the number of an engine made after the first: of its every step
+        self.widest_tokens = self.short_steps = 0  # of a row; steps that were the last of their data
+        self.rows_beside: dict[str, list[int]] = {}  # by the number of an engine made later: of its every step
         self.saved_tensors: SavedTensors | None = None
         self._failure: tuple[int, Message] | None = None  # the engine's last, since the last step: its id, described
         self._failures = 0  # since the last step
@@ -267,6 +264,12 @@ class ScriptRank(BaseRank):
         self._failure, self._failures = (id(error), described), self._failures + 1
         if isinstance(error, Unusable) or self._failures == _MOST_FAILURES:
             self._leave_if_failed()
+
+    def unbuilt(self, builder: str) -> None:
+        if self.candidate is None and self.number == 0 and builder not in self.spec["ops"]:
+            self.channel.send("facts", unbuilt=builder)  # it is built first, said, and off the clock of the budget
+            self.report(RuntimeError(f"DeepSpeed's {builder} is not built yet"))
+            leave(EXIT_REPORTED)
 
     def strayed(self) -> None:
         self.report(Unusable(f"{self.script.target} trains without {_MISSING_DEEPSPEED}"))

@@ -237,6 +237,9 @@ class TrainRank(BaseRank):
     def failed(self, error: BaseException) -> None:
         self.leave_if_out_of_memory(error)
 
+    def unbuilt(self, builder: str) -> None:
+        pass
+
     def strayed(self) -> None:
         self.channel.send("strayed")
 

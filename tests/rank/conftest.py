@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from autotune.group.environment import trial_environment
 from autotune.group.protocol import Channel, Message
 from autotune.problem.job import Job
 from autotune.rank.config import needed_ops
-from tests.conftest import make_candidate, make_job
+from tests.conftest import SCRIPTS, SHARED_PAGES, make_candidate, make_job
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 120.0  # a rank that says nothing for so long hangs
@@ -63,17 +64,18 @@ class Parent:
 
     def __init__(self, folder: Path) -> None:
         self._channel, theirs = Channel.pair()
+        usual = environment()
         with (folder / "server.log").open("ab") as log:
             self._server = subprocess.Popen(
                 [sys.executable, "-m", "autotune.group.fork_server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env=environment(),
+                env={**usual, "PYTHONPATH": os.pathsep.join(filter(None, [str(SCRIPTS), usual.get("PYTHONPATH")]))},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
             )
         theirs.close()
-        modules = ["accelerate", "transformers.training_args"]
+        modules = ["accelerate", "transformers.training_args", SHARED_PAGES]
         self._channel.send("hello", ops=needed_ops([make_candidate()], make_job(), "cpu"), modules=modules)
         self._statuses: dict[int, int] = {}
         assert self._channel.receive(), (folder / "server.log").read_text()
@@ -138,6 +140,7 @@ def make_spec(folder: Path, job: Job, /, **more: Any) -> dict[str, Any]:
         "cap_bytes": None,
         "threads": 1,
         "seed": 0,
+        "ops": [],
         "store": str(folder / "store"),
         "port": 29500,
     }

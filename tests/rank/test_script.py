@@ -18,6 +18,7 @@ from autotune.errors import Cause, Unusable
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job, Script
 from autotune.problem.outcome import Phase
+from autotune.rank.base import EXIT_REPORTED
 from autotune.rank.made import trial_of_mine
 from autotune.rank.recurring import pace_of
 from autotune.rank.saved_tensors import SavedTensors
@@ -111,6 +112,46 @@ def test_a_life_from_hello_to_bye(parent: Parent, tmp_path: Path, candidate: Can
     rank.wait_for("bye")
     assert rank.exit_status() == 0
     assert max(message["steps"] for message in rank.heard if message["type"] == "progress") <= WARMUP_STEPS + LONGER * 3
+
+
+LOADS = """
+    from deepspeed.ops.op_builder.builder import OpBuilder
+    class TinyBuilder(OpBuilder):
+        def absolute_name(self): return "tiny"
+        def sources(self): return []
+        def is_compatible(self, verbose=False): raise SystemExit("asked to be built")
+    TinyBuilder("tiny").load(verbose=False)
+    """
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_first_run_has_built_what_it_is_about_to_build(parent: Parent, tmp_path: Path, known: bool) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(LOADS))
+    job = replace(make_job(1), script=Script(("train.py",), str(tmp_path)))
+    tried = ["TinyBuilder"] if known else []  # by the tuner: what it could not build is the script's own affair
+    (rank,) = parent.start("autotune.rank.script", spec_of(tmp_path, job, tmp_path, candidate={}, ops=tried))
+    assert rank.exit_status() == EXIT_REPORTED
+    told = [message["unbuilt"] for message in rank.heard if message["type"] == "facts"]
+    assert told == ([] if known else ["TinyBuilder"])
+    said = next(message["text"] for message in rank.heard if message["type"] == "error")
+    assert ("asked to be built" in said) is known
+
+
+def test_what_it_starts_leaves_no_folder_where_it_is_killed(parent: Parent, tmp_path: Path) -> None:
+    asked = """
+    import multiprocessing, multiprocessing.util as util
+    def child(told): told.put(util.get_temp_dir())
+    told = multiprocessing.Queue()
+    process = multiprocessing.Process(target=child, args=(told,))
+    process.start()
+    print("seen", util.get_temp_dir() == told.get(), util.get_temp_dir())
+    """
+    start(parent, tmp_path, asked).exit_status()
+    _, same, folder = next(
+        line for line in (tmp_path / "rank.log").read_text().splitlines() if line.startswith("seen")
+    ).split()
+    assert same == "True"
+    assert Path(folder).name.startswith("autotune-"), "its parent's, who removes it when all have ended"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ carry them, and a `Watcher` sees what the trained engine does. One module a libr
 | `deepspeed` | `deepspeed.initialize`, and forward, backward and step of the engine that trains |
 | `zero_init` | `deepspeed.zero.Init`: a model that is made in parts, as stage 3 alone trains it |
 | `beside` | engines that train, made after the first: their batch, and the rows of their steps |
+| `ops` | DeepSpeed's ops: how they are built |
 | `election` | which engine trains, where a script makes several |
 | `optimizers` | torch's optimizers: a script that trains without DeepSpeed is noticed |
 | `checkpointing` | the model's activation checkpointing, once the engine is made |
@@ -38,6 +39,7 @@ from autotune.rank.hooks import (
     arguments,
     config,
     deepspeed,
+    ops,
     optimizers,
     ports,
     process_group,
@@ -68,6 +70,7 @@ class Hooks:
             process_group,
             ports,
             deepspeed,
+            ops,
             zero_init,
             optimizers,
             accelerate,

@@ -40,5 +40,8 @@ class Watcher(Protocol):
         """An exception leaves the engine, its making, or what was seen there (`Unusable`). The script may catch it, so what
         decides the trial is reported from here."""
 
+    def unbuilt(self, builder: str) -> None:
+        """The script is about to load an op of DeepSpeed's that this environment has not built; returns if it may."""
+
     def strayed(self) -> None:
         """The script trains, and no engine of DeepSpeed exists."""

@@ -53,6 +53,9 @@ class Recorder:
     def failed(self, error: BaseException) -> None:
         self.seen.append(["failed", type(error).__name__])
 
+    def unbuilt(self, builder: str) -> None:
+        self.seen.append(["unbuilt", builder])
+
     def strayed(self) -> None:
         self.seen.append(["strayed"])
 
