@@ -27,6 +27,7 @@ from autotune.problem.script_job import (
     CALL,
     EARLIER,
     KEPT,
+    OPS,
     SPLIT,
     TOKENS,
     TORCHS,
@@ -194,15 +195,18 @@ def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any
 
 
 def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: float) -> tuple[Outcome, dict[str, Any]]:
+    until, ops = executor.now() + seconds, list[str]()
     while True:
         with closing(executor.session(candidate, name)) as session:
-            outcome = session.measure(candidate, EFFORT, seconds)
-        builder = session.facts.get("unbuilt")  # of an op that nobody has foreseen
-        if builder is None or builder in executor.tried_ops:
+            outcome = session.measure(candidate, EFFORT, until - executor.now())
+        if not session.unbuilt or session.unbuilt in executor.tried_ops:
             break
-        executor.load_ops([], builder)
+        began = executor.now()
+        ops.append(session.unbuilt)
+        executor.load_ops([], session.unbuilt)
+        until += executor.now() - began
     if outcome.ok or outcome.kind.is_oom:
-        return outcome, session.facts
+        return outcome, {**session.facts, OPS: ops}
     assert executor.job.script is not None
     if outcome.kind is Kind.INTERRUPTED and outcome.source is Source.STOP:
         raise Stopped("stopped before anything of the script was measured")
@@ -277,7 +281,7 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
         )
     }
     # these only where there is any, so that studies of earlier versions are of the same job
-    own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS)
+    own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS)
     named = ("lightning", "optimizer", "spellings", "variables", "beside", *own_names)
     kept |= {key: facts[key] for key in named if facts.get(key)}
     if facts.get("evaluating"):  # layers of transformers checkpoint nothing there

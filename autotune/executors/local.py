@@ -40,7 +40,7 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Outcome, Phase, Source
 from autotune.problem.script import heavy_imports
-from autotune.rank.config import needed_ops, trial_config
+from autotune.rank.config import needed_ops, seen_ops, trial_config
 from autotune.rank.made import Made, trial_of_mine
 
 MODEL_RANK, SCRIPT_RANK = "autotune.rank.model", "autotune.rank.script"
@@ -131,7 +131,7 @@ class LocalExecutor:
 
     def load_ops(self, candidates: list[Candidate], *names: str) -> None:
         """Has DeepSpeed's ops built, where they are not, that trials of these candidates need, and those of these builders."""
-        self.tried_ops |= {*needed_ops(candidates, self.job, self.hardware.device), *names}
+        self.tried_ops |= {*needed_ops(candidates, self.job, self.hardware.device), *seen_ops(self.job), *names}
         if not self.ground.load_ops(sorted(self.tried_ops), self._needs()):
             self._start_cold(self.say)
 
@@ -192,12 +192,12 @@ class LocalSession:
         self._made = Made((executor.study or executor.folder).resolve(), trial_of_mine(self._folder))
         self._group: Group | None = None
         self._ended = False
-        self._ready: set[int] = set()
-        self._answers: dict[int, Message] = {}
+        self._ready, self._answers = set[int](), dict[int, Message]()
         self._results: list[Message] = []  # of the last measuring, by rank
         self._checkpoint: Path | None = None  # which the next group loads
         self._beside_peak_bytes = 0  # of the worst rank, while it loaded, evaluated and saved
         self.facts: dict[str, Any] = {}  # what rank 0 of a script said of itself
+        self.unbuilt = ""  # the builder of an op that its first run needs, and that nobody has foreseen
 
     @property
     def alive(self) -> bool:
@@ -350,11 +350,12 @@ class LocalSession:
         }
 
     def _take(self, rank: int, message: Message) -> None:
-        kind = message["type"]
-        if kind == "phase" and message["phase"] == "ready":
+        if (kind := message["type"]) == "phase" and message["phase"] == "ready":
             self._ready.add(rank)
         elif kind == "facts" and rank == 0:
             self.facts = message
+        elif kind == "unbuilt":
+            self.unbuilt = message["op"]
         elif kind in ("loaded", "measured"):
             if kind == "loaded" or message.get("certified"):
                 self._beside_peak_bytes = max(self._beside_peak_bytes, inside_bytes(message))

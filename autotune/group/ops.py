@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -84,31 +85,40 @@ def _written_ns(path: Path) -> int:
 
 @contextmanager
 def held(folder: Path, op: str, wait: Callable[[], None] = lambda: None) -> Iterator[bool]:
-    """Holds an op's folder against other processes of autotune, with no lock of torch's left in it; gives whether a build
-    was killed here.
+    """Holds an op's folder against other processes of autotune on this machine, with no lock of torch's left in it; gives whether
+    a build was killed here.
 
     Args:
         wait: called once where another process holds it.
     """
-    place, building = folder / op, folder / f".{op}.building"
+    place, building, host = folder / op, folder / f".{op}.building", socket.gethostname()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     descriptor = _lock(folder / f".{op}.lock", wait)
     try:
-        # whoever made the mark is gone, since the kernel has let go of its lock
-        going_on = descriptor is not None and building.exists() and not is_open(place / "lock")
+        # Whoever made the mark is gone, since the kernel has let go of its lock. A mark of another machine says nothing: of
+        # machines that share a home locks need not reach from one to the other.
+        going_on = descriptor is not None and _mark(building) in ("", host) and not is_open(place / "lock")
         if going_on:
             _end_left(place)
             (place / "lock").unlink(missing_ok=True)
         wait_for_lock(place / "lock")
         if descriptor is not None:
             with suppress(OSError):
-                building.touch()
+                building.write_text(host)
         yield going_on
     finally:
         if descriptor is not None:
             building.unlink(missing_ok=True)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile holds nothing
             os.close(descriptor)
+
+
+def _mark(path: Path) -> str | None:
+    """Which machine builds, or has; empty: of a version that did not say; None: none does."""
+    with suppress(OSError):
+        return path.read_text(errors="replace")
+    return None
 
 
 def _lock(path: Path, wait: Callable[[], None]) -> int | None:

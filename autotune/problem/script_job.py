@@ -21,6 +21,7 @@ ZERO_INIT = "zero_init"  # of a profile: the script's own code makes its model u
 TORCHS = "torch_optimizer"  # of a profile: class, `fused` and `foreach` of one of torch's that the script has made
 EARLIER = "earlier"  # of a profile: engines that have an optimizer, made before the one that trains
 KEPT = "kept_configs"  # of a profile: what accelerate's other plugins say of ZeRO, which no candidate changes
+OPS = "ops"  # of a profile: builders of ops of DeepSpeed's that its first run was the first to show
 UNCOUNTED = "the sequences of the script's batches cannot be counted: no tensor is among what its model is given"
 
 _END_TO_END = "its rows are packed end to end, so its micro-batch cannot be checked"

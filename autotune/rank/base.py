@@ -9,7 +9,6 @@ This module imports no torch at its top: `hello` comes first, and the environmen
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import os
 import signal
 import socket
@@ -40,8 +39,6 @@ EXIT_REPORTED = 13  # the failure was reported over the channel
 def greet(address: str, number: int) -> tuple[Channel, Message]:
     """Connects to the parent and says which rank this is; returns the channel and the spec that came over it. Leaves
     with code 1 where the parent closes the channel instead."""
-    # multiprocessing's own folder, of this process and of what it starts: one of its making stays where they are killed
-    multiprocessing.current_process()._config["tempdir"] = os.path.dirname(address)  # type: ignore[attr-defined]
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(address)
     channel = Channel(sock)

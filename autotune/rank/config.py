@@ -9,6 +9,7 @@ from typing import Any
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job
 from autotune.problem.knobs import DEEPCOMPILE, QUANTIZED
+from autotune.problem.script_job import OPS
 
 # The kind of optimizer decides the memory and time of a step; the learning rate does not, and is never exported.
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -81,6 +82,11 @@ def needed_ops(candidates: Sequence[Candidate], job: Job, device: str) -> list[s
     if pins and os.environ.get("DS_PIN_MEMORY_BACKEND") == "native":
         ops.append("PinMemoryBuilder")
     return ops
+
+
+def seen_ops(job: Job) -> list[str]:
+    """Those that a script was seen to load by itself."""
+    return list(job.script.profile.get(OPS, ())) if job.script is not None else []
 
 
 def _optimizer_ops(job: Job) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import signal
@@ -25,6 +26,8 @@ def run_as(kind: type[BaseRank]) -> NoReturn:
 def measure_as(kind: type[BaseRank], address: str, number: int) -> NoReturn:
     """Turns this process into rank `number` of the group whose parent listens at `address`, a Unix socket: runs it, reports how
     it ended, and leaves without waiting for its peers."""
+    # multiprocessing's own folder, of this process and of what it starts: one of its making stays where they are killed
+    multiprocessing.current_process()._config["tempdir"] = os.path.dirname(address)  # type: ignore[attr-defined]
     channel, spec = greet(address, number)
     for caught in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):  # the fork server handles them, its children do not
         signal.signal(caught, signal.SIG_DFL)

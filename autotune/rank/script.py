@@ -266,8 +266,8 @@ class ScriptRank(BaseRank):
             self._leave_if_failed()
 
     def unbuilt(self, builder: str) -> None:
-        if self.candidate is None and self.number == 0 and builder not in self.spec["ops"]:
-            self.channel.send("facts", unbuilt=builder)  # it is built first, said, and off the clock of the budget
+        if self.candidate is None and builder not in self.spec["ops"]:
+            self.channel.send("unbuilt", op=builder)  # it is built first, said, and off the clock of the budget
             self.report(RuntimeError(f"DeepSpeed's {builder} is not built yet"))
             leave(EXIT_REPORTED)
 

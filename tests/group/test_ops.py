@@ -1,6 +1,8 @@
 """A build that was killed leaves its lock; nobody may wait for it."""
 
 import os
+import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -57,3 +59,35 @@ def test_a_folder_that_changes_is_another_hosts_build(tmp_path: Path) -> None:
     os.utime(built, (0, 0))
     waiter.join(60.0)
     assert not lock.exists()
+
+
+@pytest.mark.parametrize(("mark", "ours"), [("", True), (socket.gethostname(), True), ("elsewhere", False)])
+def test_only_this_machines_build_is_known_to_be_dead(tmp_path: Path, mark: str, ours: bool) -> None:
+    (tmp_path / "adam").mkdir()
+    (tmp_path / ".adam.building").write_text(mark)
+    lock = make_lock(tmp_path / "adam", age_seconds=0)
+    freed = threading.Timer(0.6, lock.unlink)  # the other machine's build is done
+    if not ours:
+        freed.start()
+    began = time.monotonic()
+    with ops.held(tmp_path, "adam") as going_on:
+        assert going_on is ours
+        assert not lock.exists()
+        assert (tmp_path / ".adam.building").read_text() == socket.gethostname()
+    assert (time.monotonic() - began > 0.5) is not ours
+    assert not (tmp_path / ".adam.building").exists()
+
+
+def test_a_child_that_is_forked_meanwhile_holds_nothing(tmp_path: Path) -> None:
+    with ops.held(tmp_path, "adam"):
+        forked = os.fork()
+        if forked == 0:
+            time.sleep(60)
+            os._exit(0)
+    waited: list[str] = []
+    try:
+        with ops.held(tmp_path, "adam", lambda: waited.append("waits")):
+            assert waited == []
+    finally:
+        os.kill(forked, signal.SIGKILL)
+        os.waitpid(forked, 0)

@@ -120,21 +120,33 @@ LOADS = """
         def absolute_name(self): return "tiny"
         def sources(self): return []
         def is_compatible(self, verbose=False): raise SystemExit("asked to be built")
+    from deepspeed.accelerator import get_accelerator
+    get_accelerator().get_op_builder = lambda name: TinyBuilder
+    import os, sys
+    os.environ["TORCH_EXTENSIONS_DIR"] = sys.argv[1]  # from now on: the process group has its ops from the usual one
     TinyBuilder("tiny").load(verbose=False)
     """
 
 
-@pytest.mark.parametrize("known", [False, True])
-def test_a_first_run_has_built_what_it_is_about_to_build(parent: Parent, tmp_path: Path, known: bool) -> None:
+@pytest.mark.parametrize(
+    ("candidate", "tried", "leaves"),
+    [({}, [], True), ({}, ["TinyBuilder"], False), (make_candidate(1, 2).as_dict, [], False)],
+    ids=["first run", "what the tuner could not build", "trial"],
+)
+def test_a_first_run_has_built_what_it_is_about_to_build(
+    parent: Parent, tmp_path: Path, candidate: dict[str, Any], tried: list[str], leaves: bool
+) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(LOADS))
-    job = replace(make_job(1), script=Script(("train.py",), str(tmp_path)))
-    tried = ["TinyBuilder"] if known else []  # by the tuner: what it could not build is the script's own affair
-    (rank,) = parent.start("autotune.rank.script", spec_of(tmp_path, job, tmp_path, candidate={}, ops=tried))
-    assert rank.exit_status() == EXIT_REPORTED
-    told = [message["unbuilt"] for message in rank.heard if message["type"] == "facts"]
-    assert told == ([] if known else ["TinyBuilder"])
-    said = next(message["text"] for message in rank.heard if message["type"] == "error")
-    assert ("asked to be built" in said) is known
+    folder = tmp_path / "ops"
+    job = replace(make_job(2), script=Script(("train.py", str(folder)), str(tmp_path)))
+    more = {"candidate": candidate, "ops": tried}
+    ranks = parent.start("autotune.rank.script", spec_of(tmp_path, job, tmp_path, **more), world=2)
+    assert [rank.exit_status() for rank in ranks] == [EXIT_REPORTED, EXIT_REPORTED]
+    for rank in ranks:  # each: one may have a folder of its own, or be the only one that needs it
+        assert [message["op"] for message in rank.heard if message["type"] == "unbuilt"] == ["TinyBuilder"] * leaves
+        said = next(message["text"] for message in rank.heard if message["type"] == "error")
+        assert ("asked to be built" in said) is not leaves
+    assert not folder.exists() or [path.name for path in folder.iterdir()] == [".tiny.lock"], "and no build is left"
 
 
 def test_what_it_starts_leaves_no_folder_where_it_is_killed(parent: Parent, tmp_path: Path) -> None:

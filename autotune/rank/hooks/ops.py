@@ -4,6 +4,8 @@ torch's, for which whoever comes next would wait without end."""
 from __future__ import annotations
 
 import functools
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,17 +13,27 @@ from autotune.group import extensions
 from autotune.group.ops import held
 from autotune.rank.hooks.context import Context
 
+_MODULES = ("deepspeed.ops.op_builder.builder", "op_builder.builder")  # the second: of DeepSpeed in a checkout
+
 
 def install(context: Context) -> None:
     """Hooks what builds an op, or loads one that was built at run time; one that DeepSpeed was installed with is left alone."""
-    from deepspeed.ops.op_builder.builder import OpBuilder
+    from deepspeed.accelerator import get_accelerator
 
-    context.patches.wrap(OpBuilder, "jit_load", functools.partial(_load, context))
+    get_accelerator().get_op_builder("CPUAdamBuilder")  # imports the modules that its ops come from
+    for module in map(sys.modules.get, _MODULES):
+        if module is not None:
+            context.patches.wrap(module.OpBuilder, "jit_load", functools.partial(_load, context))
 
 
 def _load(context: Context, original: Callable[..., Any], /, builder: Any, *args: Any, **kwargs: Any) -> Any:
+    from deepspeed.accelerator import get_accelerator
+
     folder, name = extensions.use_own_folder(), type(builder).__name__
-    if not extensions.is_built(name, folder):
+    is_built = (folder / builder.name / f"{builder.name}.so").exists()
+    if not is_built and get_accelerator().get_op_builder(name) is type(builder):  # and not the script's own
         context.watcher.unbuilt(name)
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":  # of several machines, whose homes may be one, and locks may not
+        return original(builder, *args, **kwargs)
     with held(folder, builder.name):
         return original(builder, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +13,16 @@ import pytest
 from tests.rank.hooks.conftest import make_context
 
 
-def load_twice(folder: str) -> dict[str, Any]:
+def load_twice(folder: str, known: bool, spread: bool) -> dict[str, Any]:
     """A child is killed while it builds an op as torch does, behind torch's lock; then this process loads the op."""
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder.builder import OpBuilder
     from torch.utils.file_baton import FileBaton
 
     from autotune.group.extensions import FOLDER
     from autotune.rank.hooks import ops
 
+    Path(folder).mkdir()
     os.environ[FOLDER] = folder
     place, working = Path(folder, "tiny"), Path(folder, "working")
 
@@ -44,6 +47,9 @@ def load_twice(folder: str) -> dict[str, Any]:
 
     here = os.getpid()
     OpBuilder.jit_load = build
+    if known:
+        get_accelerator().get_op_builder = lambda name: TinyBuilder  # type: ignore[method-assign]
+    os.environ["GROUP_WORLD_SIZE"] = "2" if spread else "1"
     context, watcher = make_context(folder)
     ops.install(context)
     if (child := os.fork()) == 0:
@@ -54,16 +60,36 @@ def load_twice(folder: str) -> dict[str, Any]:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     left = (place / "lock").exists()
+    if spread:  # the other machine's goes on to its end
+        threading.Timer(0.5, (place / "lock").unlink).start()
     loaded = TinyBuilder("tiny").load(verbose=False)
-    return {"left": left, "loaded": loaded, "told": watcher.seen, "locked": (place / "lock").exists()}
+    told = [name for _, name in watcher.seen]
+    (place / "tiny.so").touch()
+    OpBuilder._loaded_ops.clear()
+    TinyBuilder("tiny").load(verbose=False)
+    assert len(watcher.seen) == len(told), "it is built"
+    return {"left": left, "loaded": loaded, "told": told, "marks": sorted(path.name for path in Path(folder).iterdir())}
 
 
 @pytest.mark.timeout(60)
 def test_a_rank_that_is_killed_while_it_builds_leaves_nobody_waiting(
     in_rank: Callable[..., Any], tmp_path: Path
 ) -> None:
-    found = in_rank(load_twice, str(tmp_path))
+    found = in_rank(load_twice, str(tmp_path / "ops"), True, False)
     assert found["left"], "torch's own lock is left behind"
     assert found["loaded"] == "loaded"
-    assert not found["locked"]
-    assert found["told"] == [["unbuilt", "TinyBuilder"]]
+    assert found["told"] == ["TinyBuilder"]
+    assert found["marks"] == [".tiny.lock", "tiny", "working"]
+    assert sorted(path.name for path in (tmp_path / "ops" / "tiny").iterdir()) == ["tiny.so"]
+
+
+def test_an_op_of_the_scripts_own_is_its_own_affair(in_rank: Callable[..., Any], tmp_path: Path) -> None:
+    assert in_rank(load_twice, str(tmp_path / "ops"), False, False)["told"] == []
+
+
+def test_ranks_of_several_machines_leave_a_lock_to_torch(in_rank: Callable[..., Any], tmp_path: Path) -> None:
+    """Their home may be one, where the kernel's locks may reach no further than each machine."""
+    found = in_rank(load_twice, str(tmp_path / "ops"), True, True)
+    assert found["left"]
+    assert found["loaded"] == "loaded"
+    assert found["marks"] == ["tiny", "working"], "no mark that another machine could misread"
