@@ -6,13 +6,14 @@ No test here imports torch; tests/predict/test_zero_live.py makes engines now.
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.predict.gathered import gathered_bytes, persistent
+from autotune.predict.gathered import gathered_bytes, persistent, saved_bytes
 from autotune.predict.knobs import columns_of
 from autotune.predict.passes import BACKWARD, FORWARD, Pass, Trace
 from autotune.predict.versions import READ, Release
@@ -530,6 +531,24 @@ def test_the_turn_from_forward_to_backward(reuse: int, live: int, prefetch: int,
     columns = columns_of([Candidate.of(knobs)] * 2, make_job())
     assert gathered_bytes(TRACE, columns, 2.0, 2.0).tolist() == [2 * elements] * 2
     assert gathered_bytes(TRACE, columns, 2.0, 1.0).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("config", "gathers"),
+    [
+        ({}, True),
+        ({"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}}, True),
+        ({"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": False}}, False),
+        ({"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": False}}, False),  # an older name
+    ],
+)
+def test_a_save_gathers_all_weights_at_stage_3(config: dict[str, Any], gathers: bool) -> None:
+    candidates = [Candidate.of({"zero_stage": stage}) for stage in (2, 3)]
+    job = make_job(precision="bf16", base_config=config)
+    found = saved_bytes(job, dataclasses.replace(TRACE, frozen=7), columns_of(candidates, job)).tolist()
+    least = 2 * (sum(TRACE.parameters) + 7)
+    assert found[0] == 0
+    assert (least <= found[1] < 1.2 * least) if gathers else found[1] == 0
 
 
 @pytest.mark.parametrize(("threshold", "elements"), [(0, 0), (39, 0), (40, 40), (10**5, 100)])

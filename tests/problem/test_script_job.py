@@ -1,5 +1,6 @@
 """The Job that a user's script is, before its first run and after it."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from autotune.problem.script_job import (
     first_candidates,
     job_of,
     other_batch,
+    over_present,
     own_candidate,
     unknown_job,
 )
@@ -327,3 +329,36 @@ def test_a_script_that_offloads_by_an_old_name_is_told_as_one_that_offloads() ->
         "stage": 2,
         "offload_optimizer": {"device": "cpu"},
     }
+
+
+ON, OFF, LEFT = {"enabled": True}, {"enabled": False}, {"enabled": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "expected"),
+    [
+        ({"bf16": ON}, {"bf16": ON}, "fp16"),  # nothing else than the first: what the job has been told
+        ({}, {"train_batch_size": 4}, "fp16"),
+        ({"bf16": ON}, {"bf16": OFF, "fp16": ON}, "fp16"),
+        ({"fp16": ON}, {"bf16": ON}, "bf16"),
+        ({"fp16": ON}, {"bfloat16": ON}, "bf16"),
+        ({"fp16": ON}, {}, "fp32"),
+        ({"fp16": ON}, {"fp16": {}}, "fp32"),
+        ({"bf16": ON}, {"bf16": OFF}, "fp32"),
+        ({"bf16": ON}, {"bf16": LEFT}, "fp16"),  # its caller's to say
+        ({"bf16": OFF}, {}, "fp16"),
+        ({"bf16": "yes"}, {"bf16": OFF}, "fp16"),  # no section
+    ],
+)
+def test_the_precision_of_a_config_that_was_edited(
+    then: dict[str, object], now: dict[str, object], expected: str
+) -> None:
+    job = job_of(script(config=then, precision="fp16"), HARDWARE, None)
+    assert over_present(job, now).precision == expected
+
+
+def test_a_key_that_was_taken_out_of_a_config_stays_out() -> None:
+    job = job_of(script(config={"gradient_clipping": 1.0, "steps_per_print": 5}), HARDWARE, None)
+    ours = dataclasses.replace(job, base_config={**job.base_config, "zero_allow_untested_optimizer": True})
+    found = over_present(ours, {"steps_per_print": 7, "wall_clock_breakdown": True}).base_config
+    assert found == {"steps_per_print": 7, "wall_clock_breakdown": True, "zero_allow_untested_optimizer": True}
