@@ -19,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from common import print_table, write_json
+from common import print_table, tree, write_json
 from mutmut.stats import status_by_exit_code
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="one method of one file, in less than half a minute")
     parser.add_argument("--children", type=int, default=2, help="mutants that are tried at a time")
     arguments = parser.parse_args()
+    of = tree("autotune", "tests")  # an hour before the end
     if arguments.small:
         with tempfile.TemporaryDirectory() as name:
             small_copy(Path(name))
@@ -109,7 +110,7 @@ def main() -> None:
     else:
         run(ROOT, [], arguments.children)
         found = results(ROOT)
-    told = summary(found)
+    told = {"tree": of, **summary(found)}
     rows = [{"file": file, **counts} for file, counts in told["files"].items()]
     print_table("Mutants", [*rows, {"file": "all", **{key: told[key] for key in rows[0] if key != "file"}}])
     if not arguments.small:

@@ -140,9 +140,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
 
 
-def pytest_collection() -> None:
+def pytest_collection(session: pytest.Session) -> None:
     """What is imported and collected stays to the end: the collector, which would look at it again and again, need not."""
-    gc.disable()
+    if not session.config.getoption("numprocesses", None) or "PYTEST_XDIST_WORKER" in os.environ:  # who collects
+        gc.disable()
 
 
 def pytest_collection_finish() -> None:

@@ -197,16 +197,17 @@ def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any
 def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: float) -> tuple[Outcome, dict[str, Any]]:
     until, ops = executor.now() + seconds, list[str]()
     while True:
+        began = executor.now()
         with closing(executor.session(candidate, name)) as session:
-            outcome = session.measure(candidate, EFFORT, until - executor.now())
+            outcome = session.measure(candidate, EFFORT, until - began)
         if not session.unbuilt or session.unbuilt in executor.tried_ops:
             break
-        began = executor.now()
+        began = executor.now() if ops else began  # the first start that ends in vain costs the others nothing
         ops.append(session.unbuilt)
         executor.load_ops([], session.unbuilt)
         until += executor.now() - began
     if outcome.ok or outcome.kind.is_oom:
-        return outcome, {**session.facts, OPS: ops}
+        return outcome, {**session.facts, OPS: [op for op in ops if op not in executor.ops.failed]}
     assert executor.job.script is not None
     if outcome.kind is Kind.INTERRUPTED and outcome.source is Source.STOP:
         raise Stopped("stopped before anything of the script was measured")

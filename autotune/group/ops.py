@@ -96,20 +96,23 @@ def held(folder: Path, op: str, wait: Callable[[], None] = lambda: None) -> Iter
         folder.mkdir(parents=True, exist_ok=True)
     descriptor = _lock(folder / f".{op}.lock", wait)
     try:
-        # Whoever made the mark is gone, since the kernel has let go of its lock. A mark of another machine says nothing: of
-        # machines that share a home locks need not reach from one to the other.
-        going_on = descriptor is not None and _mark(building) in ("", host) and not is_open(place / "lock")
+        # Whoever made the mark is gone, since the kernel has let go of its lock. A mark of another machine says nothing, and
+        # stays: of machines that share a home locks need not reach from one to the other.
+        mark = _mark(building)
+        ours = descriptor is not None and mark in (None, "", host)
+        going_on = ours and mark is not None and not is_open(place / "lock")
         if going_on:
             _end_left(place)
             (place / "lock").unlink(missing_ok=True)
         wait_for_lock(place / "lock")
-        if descriptor is not None:
+        if ours:
             with suppress(OSError):
                 building.write_text(host)
         yield going_on
     finally:
-        if descriptor is not None:
+        if ours:
             building.unlink(missing_ok=True)
+        if descriptor is not None:
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile holds nothing
             os.close(descriptor)
 

@@ -281,7 +281,7 @@ class Supervisor:
     def _build(self, rung: Rung) -> None:
         device = self.hardware.device
         folder = Path(os.environ.get(FOLDER) or own_folder(device))
-        needed = needed_ops([rung.candidate], self.job, device)
+        needed = [*needed_ops([rung.candidate], self.job, device), *seen_ops(self.job)]
         # whose folder an environment beside this one has is known there
         missing = [name for name in needed if current().beside or not is_built(name, folder)]
         if missing:

@@ -18,6 +18,7 @@ from autotune.problem.cpus import threads_per_rank
 from autotune.problem.gpus import nvml
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
+from autotune.problem.script_job import OPS
 from autotune.problem.sources import SOURCES, edited, sources_of
 
 THREADS, ENVIRONMENT, VERSIONS = "threads_per_rank", "environment", "versions"
@@ -25,6 +26,7 @@ BESIDES = "watched_besides"  # names of variables that earlier fingerprints, whi
 # No measurement depends on the tuner's own package: it is written down, and neither names a study nor makes it another. The
 # version that stands in every name is the one that all studies had that were named by it.
 _TUNERS, _NAMED_BY = "optuna", "5.0.0"
+_SEEN_OPS = f"job.script.profile.{OPS}"
 # Variables that change how fast or how large a training is, whatever its config: of libraries that compute, communicate
 # and allocate. Which GPUs are meant is not among them: the hardware says it.
 _BESIDES = ("DS_PIN_MEMORY_BACKEND", "PYTORCH_NO_CUDA_MEMORY_CACHING")
@@ -144,7 +146,8 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     both = [{key: mark[key] for key in before.keys() & now.keys()} for mark in (before, now)]
     known = (before.get(VERSIONS, {}).keys() & now.get(VERSIONS, {}).keys()) - {_TUNERS}
     old, new = ({**mark, VERSIONS: {key: mark[VERSIONS][key] for key in known}} for mark in both)
-    return [*files, *differences(old, new)]
+    # which ops a script's first run was the first to need says what was built where it ran
+    return [*files, *(line for line in differences(old, new) if not line.startswith(_SEEN_OPS))]
 
 
 def knowing_more(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:

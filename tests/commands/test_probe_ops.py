@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from autotune.commands.probe import _try
@@ -36,7 +37,11 @@ class Executor:
 
     def __init__(self) -> None:
         self.job, self.needs, self.tried_ops = make_job(), ["FusedAdamBuilder", "OtherBuilder"], set[str]()
-        self.clock, self.limits = 100.0, list[float]()
+        self.clock, self.limits, self.ops = (
+            100.0,
+            list[float](),
+            SimpleNamespace(failed={"OtherBuilder": "no compiler"}),
+        )
 
     def now(self) -> float:
         return self.clock
@@ -54,8 +59,8 @@ def test_each_is_built_between_two_starts_and_once() -> None:
     executor: Any = Executor()
     outcome, facts = _try(executor, Candidate(()), "probe", 60.0)
     assert outcome.reason == "so that it counts"
-    assert facts == {"trains": True, OPS: ["FusedAdamBuilder", "OtherBuilder"]}
-    assert executor.limits == [60.0, 53.0, 46.0], "starts count, and builds do not"
+    assert facts == {"trains": True, OPS: ["FusedAdamBuilder"]}, "what cannot be built is not asked for again"
+    assert executor.limits == [60.0, 60.0, 53.0], "builds do not count, nor does the first start that was in vain"
 
 
 class Ground:

@@ -11,6 +11,7 @@ import pytest
 from autotune import inquiry
 from autotune.commands.study_names import study_name
 from autotune.problem.hardware import detect, named_hardware
+from autotune.problem.job import Script
 from autotune.search import fingerprint as module
 from autotune.search.fingerprint import (
     changes,
@@ -94,6 +95,18 @@ def test_what_an_older_version_did_not_write_down_is_not_different() -> None:
     driven = {**now, "versions": {**now["versions"], "driver": "550.1"}}
     assert changes(driven, now) == [], "a driver that does not answer today is unknown"
     assert knowing_more(driven, now) == driven
+
+
+def test_what_a_first_run_had_to_build_makes_no_other_job() -> None:
+    """One tuner's environment has built what the other's has not."""
+    hardware = detect("cpu", 2)
+    job, built = (
+        dataclasses.replace(make_job(), script=Script(("train.py",), ".", profile={"trained": [1], **ops}))
+        for ops in ({"ops": ["FusedAdamBuilder"]}, {})
+    )
+    for old, new in ((job, built), (built, job)):
+        assert changes(fingerprint(old, hardware), fingerprint(new, hardware)) == []
+    assert changes(fingerprint(job, hardware), fingerprint(make_job(seq_len=64), hardware)) != []
 
 
 @pytest.mark.parametrize("name", ["DS_PIN_MEMORY_BACKEND", "PYTORCH_NO_CUDA_MEMORY_CACHING"])

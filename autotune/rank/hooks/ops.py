@@ -30,10 +30,12 @@ def _load(context: Context, original: Callable[..., Any], /, builder: Any, *args
     from deepspeed.accelerator import get_accelerator
 
     folder, name = extensions.use_own_folder(), type(builder).__name__
-    is_built = (folder / builder.name / f"{builder.name}.so").exists()
+    place = folder / builder.name
+    is_built = (place / f"{builder.name}.so").exists()
     if not is_built and get_accelerator().get_op_builder(name) is type(builder):  # and not the script's own
         context.watcher.unbuilt(name)
-    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":  # of several machines, whose homes may be one, and locks may not
+    several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"  # machines, whose homes may be one, and locks may not
+    if several or (is_built and not (place / "lock").exists()):  # ranks load what is built side by side
         return original(builder, *args, **kwargs)
     with held(folder, builder.name):
         return original(builder, *args, **kwargs)
