@@ -40,7 +40,7 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Outcome, Phase, Source
 from autotune.problem.script import heavy_imports
-from autotune.rank.config import needed_ops, seen_ops, trial_config
+from autotune.rank.config import all_ops, trial_config
 from autotune.rank.made import Made, trial_of_mine
 
 MODEL_RANK, SCRIPT_RANK = "autotune.rank.model", "autotune.rank.script"
@@ -86,7 +86,7 @@ class LocalExecutor:
         self.cancelled, self.on_phase, self.fault = cancelled, on_phase, fault
         self.count_live_tensors = count_live_tensors
         self.isolation, self._variables, self.study = isolation, variables or {}, study
-        self._first, self.tried_ops = list(candidates), set[str]()  # names of builders
+        self._first, self.tried_ops = list(candidates), dict[str, None]()  # builders, in order
         self.say: Callable[[str], None] = lambda text: None
         self.show: Callable[[str], None] = lambda text: None  # what takes long, while it does
         self.completed: Callable[[Candidate, Outcome], Outcome] = lambda _, found: found  # a slice's (`slice.py`)
@@ -131,8 +131,8 @@ class LocalExecutor:
 
     def load_ops(self, candidates: list[Candidate], *names: str) -> None:
         """Has DeepSpeed's ops built, where they are not, that trials of these candidates need, and those of these builders."""
-        self.tried_ops |= {*needed_ops(candidates, self.job, self.hardware.device), *seen_ops(self.job), *names}
-        if not self.ground.load_ops(sorted(self.tried_ops), self._needs()):
+        self.tried_ops |= dict.fromkeys([*all_ops(candidates, self.job, self.hardware.device), *names])
+        if not self.ground.load_ops(list(self.tried_ops), self._needs()):
             self._start_cold(self.say)
 
     def check(self, say: Callable[[str], None]) -> None:
@@ -344,7 +344,7 @@ class LocalSession:
             "env": trial_environment(candidate, job, os.environ),
             "fault": executor.fault(self._folder.name),
             "live": executor.count_live_tensors,
-            "ops": sorted(executor.tried_ops),
+            "ops": list(executor.tried_ops),
             "resume": str(self._checkpoint) if self._checkpoint else None,
             "slice_of": job.ranks if executor.hardware.sliced else None,
         }

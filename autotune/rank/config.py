@@ -84,9 +84,9 @@ def needed_ops(candidates: Sequence[Candidate], job: Job, device: str) -> list[s
     return ops
 
 
-def seen_ops(job: Job) -> list[str]:
-    """Those that a script was seen to load by itself."""
-    return list(job.script.profile.get(OPS, ())) if job.script is not None else []
+def all_ops(candidates: Sequence[Candidate], job: Job, device: str) -> list[str]:
+    """With those that a script was seen to load by itself, and may do without."""
+    return [*needed_ops(candidates, job, device), *(job.script.profile.get(OPS, ()) if job.script is not None else ())]
 
 
 def _optimizer_ops(job: Job) -> tuple[str, str]:

@@ -33,7 +33,7 @@ from autotune.problem.cpus import threads_per_rank
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind
-from autotune.rank.config import DISPENSABLE, needed_ops, seen_ops
+from autotune.rank.config import DISPENSABLE, all_ops, needed_ops
 from autotune.recovery.course import Course, Point
 from autotune.recovery.descent import Descent
 from autotune.recovery.ends import End, Heard, end_of
@@ -275,13 +275,12 @@ class Supervisor:
             self._opened = True
         if ground.broken:
             ground.mend()
-        ops = [*needed_ops([rung.candidate], self.job, self.hardware.device), *seen_ops(self.job)]
-        ground.load_ops(ops, self._needs)
+        ground.load_ops(all_ops([rung.candidate], self.job, self.hardware.device), self._needs)
 
     def _build(self, rung: Rung) -> None:
         device = self.hardware.device
         folder = Path(os.environ.get(FOLDER) or own_folder(device))
-        needed = [*needed_ops([rung.candidate], self.job, device), *seen_ops(self.job)]
+        needed = all_ops([rung.candidate], self.job, device)
         # whose folder an environment beside this one has is known there
         missing = [name for name in needed if current().beside or not is_built(name, folder)]
         if missing:

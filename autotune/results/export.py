@@ -23,7 +23,7 @@ from autotune.problem.script import carried, command
 from autotune.problem.script_job import CALL, ZERO_INIT, other_batch
 from autotune.problem.script_text import under_lightning
 from autotune.problem.tasks import CAUSAL
-from autotune.rank.config import needed_ops, seen_ops
+from autotune.rank.config import all_ops
 from autotune.results.lossy import lossy_settings
 from autotune.results.over_nodes import sbatch_script
 from autotune.results.sliced import slice_line
@@ -351,7 +351,7 @@ def export_study(study: str, storage: str | None, style: str, out: Path | None, 
 def environment_of(store: StudyStore, candidate: Candidate) -> dict[str, str]:
     """What a training needs set: the variables that the study was measured under, what gives it the GPUs that the study had,
     and where DeepSpeed's ops are built where its config needs some."""
-    ops = store.extensions and [*needed_ops([candidate], store.job, store.hardware.device), *seen_ops(store.job)]
+    ops = store.extensions and all_ops([candidate], store.job, store.hardware.device)
     theirs = {**measured_under(store.fingerprint), **store.hardware.environment}
     return {**theirs, **({FOLDER: store.extensions} if ops else {})}
 
