@@ -37,6 +37,13 @@ def main_memory() -> MainMemory:
     return MainMemory(int(sizes["MemTotal:"]) * 1024, int(sizes["MemAvailable:"]) * 1024)
 
 
+def boot_id() -> str:
+    """Names this boot of this machine, alike in all its containers; empty where the kernel does not say."""
+    with suppress(OSError):
+        return _text("/proc/sys/kernel/random/boot_id").strip()
+    return ""
+
+
 def runs(pid: int) -> bool:
     """Whether a process is there and has not ended."""
     try:

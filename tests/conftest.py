@@ -26,7 +26,7 @@ import sys
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -368,6 +368,11 @@ class Bench:
         return [child for child in psutil.Process(launcher.server).children(recursive=True) if lives(child)]
 
 
+def path_of_ranks(environment: Mapping[str, str]) -> str:
+    """The environment's PYTHONPATH with `tests/scripts` first."""
+    return os.pathsep.join(filter(None, [str(SCRIPTS), environment.get("PYTHONPATH")]))
+
+
 class InSharedPages(ForkLauncher):
     """A fork server whose ranks do not copy its memory before they begin (`linux.own_memory`): a quarter of a second of each, for a
     speed that no test looks at. Studies of whole commands do."""
@@ -380,7 +385,7 @@ class InSharedPages(ForkLauncher):
 def _path_of_ranks() -> Iterator[None]:
     """What fork servers of this worker and their ranks find on their path: tests/scripts/own.py."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")])))
+        patch.setenv("PYTHONPATH", path_of_ranks(os.environ))
         patch.setattr(station, "ForkLauncher", InSharedPages)
         yield
 

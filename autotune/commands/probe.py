@@ -202,10 +202,11 @@ def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: floa
             outcome = session.measure(candidate, EFFORT, until - began)
         if not session.unbuilt or session.unbuilt in executor.tried_ops:
             break
-        began = executor.now() if ops else began  # the first start that ends in vain costs the others nothing
-        ops.append(session.unbuilt)
+        building = executor.now()
         executor.load_ops([], session.unbuilt)
-        until += executor.now() - began
+        # builds cost the starts nothing, nor does the first start that ends in vain
+        until += executor.now() - (building if ops else began)
+        ops.append(session.unbuilt)
     if outcome.ok or outcome.kind.is_oom:
         return outcome, {**session.facts, OPS: [op for op in ops if op not in executor.ops.failed]}
     assert executor.job.script is not None

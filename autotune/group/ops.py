@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.group import extensions
-from autotune.linux import is_open, runs, working_in
+from autotune.linux import boot_id, is_open, runs, working_in
 
 LIVELY_SECONDS = 120.0  # a folder that changed this lately may be building on another host with the same home
 _LOOK_SECONDS = 0.1
@@ -91,7 +90,7 @@ def held(folder: Path, op: str, wait: Callable[[], None] = lambda: None) -> Iter
     Args:
         wait: called once where another process holds it.
     """
-    place, building, host = folder / op, folder / f".{op}.building", socket.gethostname()
+    place, building, boot = folder / op, folder / f".{op}.building", boot_id()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     descriptor = _lock(folder / f".{op}.lock", wait)
@@ -99,7 +98,7 @@ def held(folder: Path, op: str, wait: Callable[[], None] = lambda: None) -> Iter
         # Whoever made the mark is gone, since the kernel has let go of its lock. A mark of another machine says nothing, and
         # stays: of machines that share a home locks need not reach from one to the other.
         mark = _mark(building)
-        ours = descriptor is not None and mark in (None, "", host)
+        ours = descriptor is not None and mark in (None, "", boot)
         going_on = ours and mark is not None and not is_open(place / "lock")
         if going_on:
             _end_left(place)
@@ -107,7 +106,7 @@ def held(folder: Path, op: str, wait: Callable[[], None] = lambda: None) -> Iter
         wait_for_lock(place / "lock")
         if ours:
             with suppress(OSError):
-                building.write_text(host)
+                building.write_text(boot)
         yield going_on
     finally:
         if ours:
@@ -118,7 +117,7 @@ def held(folder: Path, op: str, wait: Callable[[], None] = lambda: None) -> Iter
 
 
 def _mark(path: Path) -> str | None:
-    """Which machine builds, or has; empty: of a version that did not say; None: none does."""
+    """Which boot of which machine builds, or has; empty: of a version that did not say; None: none does."""
     with suppress(OSError):
         return path.read_text(errors="replace")
     return None

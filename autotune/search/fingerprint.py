@@ -13,6 +13,7 @@ from typing import Any
 
 from autotune import inquiry
 from autotune.interpreter import current
+from autotune.problem.argument_files import value_at
 from autotune.problem.candidate import ALLOCATOR_VARIABLES
 from autotune.problem.cpus import threads_per_rank
 from autotune.problem.gpus import nvml
@@ -26,7 +27,6 @@ BESIDES = "watched_besides"  # names of variables that earlier fingerprints, whi
 # No measurement depends on the tuner's own package: it is written down, and neither names a study nor makes it another. The
 # version that stands in every name is the one that all studies had that were named by it.
 _TUNERS, _NAMED_BY = "optuna", "5.0.0"
-_SEEN_OPS = f"job.script.profile.{OPS}"
 # Variables that change how fast or how large a training is, whatever its config: of libraries that compute, communicate
 # and allocate. Which GPUs are meant is not among them: the hardware says it.
 _BESIDES = ("DS_PIN_MEMORY_BACKEND", "PYTORCH_NO_CUDA_MEMORY_CACHING")
@@ -142,17 +142,35 @@ def _knowing_alike(*marks: dict[str, Any]) -> list[dict[str, Any]]:
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Differences in what both know, but for the tuner's own package; first the files that were edited."""
     files = [f"{path} was edited" for path in edited(before.get(SOURCES, {}), now.get(SOURCES, {}))]
-    before, now = ({**mark, SOURCES: {}} for mark in _knowing_alike(before, now))
+    before, now = ({**_with_seen_ops(mark, []), SOURCES: {}} for mark in _knowing_alike(before, now))
     both = [{key: mark[key] for key in before.keys() & now.keys()} for mark in (before, now)]
     known = (before.get(VERSIONS, {}).keys() & now.get(VERSIONS, {}).keys()) - {_TUNERS}
     old, new = ({**mark, VERSIONS: {key: mark[VERSIONS][key] for key in known}} for mark in both)
-    # which ops a script's first run was the first to need says what was built where it ran
-    return [*files, *(line for line in differences(old, new) if not line.startswith(_SEEN_OPS))]
+    return [*files, *differences(old, new)]
 
 
 def knowing_more(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """The fingerprint from now on: of the present call, and what only an earlier one knew."""
-    return {**before, **now, VERSIONS: {**before.get(VERSIONS, {}), **now.get(VERSIONS, {})}}
+    known = {**before, **now, VERSIONS: {**before.get(VERSIONS, {}), **now.get(VERSIONS, {})}}
+    return _with_seen_ops(known, list(dict.fromkeys([*_seen_ops(before), *_seen_ops(now)])))
+
+
+_PROFILE = ("job", "script", "profile")
+
+
+def _seen_ops(mark: dict[str, Any]) -> list[str]:
+    """Which of DeepSpeed's ops the script's first run was the first to need: what had not been built where it ran, and no
+    part of the job."""
+    return value_at(mark, (*_PROFILE, OPS)) or []
+
+
+def _with_seen_ops(mark: dict[str, Any], ops: list[str]) -> dict[str, Any]:
+    profile = value_at(mark, _PROFILE)
+    if profile is None:
+        return mark
+    others = {key: value for key, value in profile.items() if key != OPS}
+    script = {**mark["job"]["script"], "profile": {**others, **({OPS: ops} if ops else {})}}
+    return {**mark, "job": {**mark["job"], "script": script}}
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:

@@ -17,11 +17,10 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import optuna
 
-from autotune.linux import started_at
+from autotune.linux import boot_id, started_at
 
 BEAT_SECONDS = 5.0  # between two signs of life
 LEASE_SECONDS = 60.0  # without one a tuner counts as dead: as long as one waits for a database that is away
@@ -32,11 +31,10 @@ _LEFT, _NEVER = -1, 0
 @functools.cache
 def _machine() -> str:
     """This boot of this machine, or this container: where a process id means the same process."""
-    boot = namespace = ""
+    namespace = ""
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
         namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
-    return f"{boot}-{namespace}"
+    return f"{boot_id()[:8]}-{namespace}"
 
 
 def name_of_this() -> str:

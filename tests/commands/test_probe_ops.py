@@ -37,11 +37,8 @@ class Executor:
 
     def __init__(self) -> None:
         self.job, self.needs, self.tried_ops = make_job(), ["FusedAdamBuilder", "OtherBuilder"], set[str]()
-        self.clock, self.limits, self.ops = (
-            100.0,
-            list[float](),
-            SimpleNamespace(failed={"OtherBuilder": "no compiler"}),
-        )
+        self.clock, self.limits = 100.0, list[float]()
+        self.ops = SimpleNamespace(failed={"OtherBuilder": "no compiler"})
 
     def now(self) -> float:
         return self.clock

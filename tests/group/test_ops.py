@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import threading
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from autotune.group import ops
 from autotune.group.ops import wait_for_lock
+from autotune.linux import boot_id
 
 
 def make_lock(folder: Path, age_seconds: float) -> Path:
@@ -61,7 +61,7 @@ def test_a_folder_that_changes_is_another_hosts_build(tmp_path: Path) -> None:
     assert not lock.exists()
 
 
-@pytest.mark.parametrize(("mark", "ours"), [("", True), (socket.gethostname(), True), ("elsewhere", False)])
+@pytest.mark.parametrize(("mark", "ours"), [("", True), (boot_id(), True), ("elsewhere", False)])
 def test_only_this_machines_build_is_known_to_be_dead(tmp_path: Path, mark: str, ours: bool) -> None:
     (tmp_path / "adam").mkdir()
     (tmp_path / ".adam.building").write_text(mark)
@@ -77,7 +77,7 @@ def test_only_this_machines_build_is_known_to_be_dead(tmp_path: Path, mark: str,
         assert going_on is ours
         assert done.is_set() is not ours, "it is waited for"
         assert not lock.exists()
-        assert (tmp_path / ".adam.building").read_text() == (socket.gethostname() if ours else mark)
+        assert (tmp_path / ".adam.building").read_text() == (boot_id() if ours else mark)
     assert (tmp_path / ".adam.building").exists() is not ours, "whose mark that is"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from autotune.group.environment import trial_environment
 from autotune.group.protocol import Channel, Message
 from autotune.problem.job import Job
 from autotune.rank.config import needed_ops
-from tests.conftest import SCRIPTS, SHARED_PAGES, make_candidate, make_job
+from tests.conftest import SHARED_PAGES, make_candidate, make_job, path_of_ranks
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 120.0  # a rank that says nothing for so long hangs
@@ -69,7 +68,7 @@ class Parent:
             self._server = subprocess.Popen(
                 [sys.executable, "-m", "autotune.group.fork_server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env={**usual, "PYTHONPATH": os.pathsep.join(filter(None, [str(SCRIPTS), usual.get("PYTHONPATH")]))},
+                env={**usual, "PYTHONPATH": path_of_ranks(usual)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -105,7 +105,9 @@ def test_what_a_first_run_had_to_build_makes_no_other_job() -> None:
         for ops in ({"ops": ["FusedAdamBuilder"]}, {})
     )
     for old, new in ((job, built), (built, job)):
-        assert changes(fingerprint(old, hardware), fingerprint(new, hardware)) == []
+        before, now = fingerprint(old, hardware), fingerprint(new, hardware)
+        assert changes(before, now) == []
+        assert knowing_more(before, now) == fingerprint(job, hardware), "and a launch elsewhere has it to build"
     assert changes(fingerprint(job, hardware), fingerprint(make_job(seq_len=64), hardware)) != []
 
 
