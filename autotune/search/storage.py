@@ -147,8 +147,15 @@ def _check_sqlite(path: Path, reading: bool) -> None:
     _check_file(path, f"--storage {_SQLITE}{path}", reading)
     if path.exists() and path.stat().st_size:
         try:
-            with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            # never `mode=ro`: what a killed process had half written is undone by whoever opens it next, who has to write
+            address = f"{path.absolute().as_uri()}?mode=rw"
+            with closing(sqlite3.connect(address, uri=True, timeout=BUSY_SECONDS)) as connection:
                 connection.execute("select count(*) from sqlite_master").fetchone()
+        except sqlite3.OperationalError as error:
+            raise UserError(
+                f"{path} cannot be read now ({error}): another process holds it, or one was killed while it wrote; "
+                "end that process, or open the study once as a user who may write its folder"
+            ) from None
         except sqlite3.DatabaseError as error:
             raise _unreadable(path, "SQLite database", error) from None
 

@@ -1,6 +1,8 @@
 import errno
 import os
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import optuna
@@ -53,6 +55,59 @@ def test_a_study_may_be_called_as_anybody_likes(
     (folder / "study.db").write_text("no database")
     with pytest.raises(UserError, match="is no SQLite database that can be read"):
         StudyStore.load(name)
+
+
+HALF_WRITTEN = """
+import os, sqlite3, sys
+writer = sqlite3.connect(sys.argv[1], isolation_level=None)
+writer.execute("PRAGMA cache_size = 1")  # so that the file itself is written before the end
+writer.execute("BEGIN")
+for number in range(2000):
+    writer.execute("INSERT INTO study_user_attributes (study_id, key, value_json) VALUES (1, ?, ?)", (f"k{number}", "1" * 200))
+os._exit(9)
+"""
+
+
+@pytest.fixture
+def half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a study whose tuner was killed amid a write."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs/s")
+    make_study_folder(folder)
+    StudyStore.create_or_resume(
+        "s", default_storage(folder), folder, make_job(), detect("cpu", 2), load_space("cpu_demo")
+    )
+    whole = (folder / "study.db").read_bytes()
+    subprocess.run([sys.executable, "-c", HALF_WRITTEN, str(folder / "study.db")])
+    assert (folder / "study.db-journal").stat().st_size
+    assert (folder / "study.db").read_bytes() != whole
+    return folder
+
+
+@pytest.mark.parametrize("words", [("show", "s"), ("export", "s")])
+def test_what_a_killed_tuner_had_half_written_is_undone(
+    half_written: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    _, out, err = call(monkeypatch, capsys, *words)
+    assert "cannot be read" not in out + err
+    assert "no SQLite database" not in out + err
+    assert not (half_written / "study.db-journal").exists()
+    store, _ = StudyStore.create_or_resume(
+        "s", default_storage(half_written), half_written, make_job(), detect("cpu", 2), load_space("cpu_demo")
+    )
+    assert not [key for key in store.study.user_attrs if key.startswith("k")]
+
+
+def test_a_database_that_another_process_holds_is_no_broken_one(
+    half_written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autotune.search.storage.BUSY_SECONDS", 0.2)
+    holder = sqlite3.connect(half_written / "study.db", isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(UserError, match=r"cannot be read now \(database is locked\): another process holds it"):
+        StudyStore.load("s")
+    holder.close()
+    StudyStore.load("s")
 
 
 def test_passwords_are_hidden() -> None:
