@@ -22,24 +22,26 @@ def cache_root() -> Path:
     return Path(root).expanduser() / "autotune"
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Writes a file of which a reader never sees half, after a power cut neither. A link goes on pointing to its file; a pipe,
     a terminal or a device is written to as it is.
 
     Raises:
         OSError: it cannot be written; what was there before is still there.
     """
+    mode = "wb" if isinstance(content, bytes) else "w"
     if path.exists() and not path.is_file():
-        path.write_text(text)
+        with path.open(mode) as file:
+            file.write(content)
         return
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
+        with os.fdopen(descriptor, mode) as file:
+            file.write(content)
             file.flush()
-            os.fsync(file.fileno())  # else the new name may reach the disk before the text does
+            os.fsync(file.fileno())  # else the new name may reach the disk before the content does
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:

@@ -654,6 +654,10 @@ def test_a_rung_loads_what_another_one_saved(
     scripts: Scripts, tmp_path: Path, before: Candidate, after: Candidate, convert: bool
 ) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    users = [tmp_path / "out" / file for file in ("global_step4_universal/mine", "latest_universal")]
+    for path in users:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("global_step4_universal")
     name = write(
         tmp_path,
         "starved.py",
@@ -685,7 +689,8 @@ def test_a_rung_loads_what_another_one_saved(
     losses = [entry["loss"] for entry in entries]  # steps 5 and 6 are trained twice, before and after
     assert losses[6:8] == pytest.approx(losses[4:6], rel=1e-4)
     assert losses[8] != pytest.approx(losses[7], rel=1e-4)
-    assert not list((tmp_path / "out").glob("*universal"))
+    assert not list((tmp_path / "out").glob("*universal_autotune"))
+    assert [path.read_text() for path in users] == ["global_step4_universal"] * 2
 
 
 DIES_ONCE = """

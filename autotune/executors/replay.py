@@ -20,6 +20,7 @@ from typing import Any
 
 from autotune.errors import UserError, near
 from autotune.executors.base import Effort
+from autotune.files import write_atomically
 from autotune.problem.candidate import KNOBS, Candidate, Value, samples
 from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_gpu
 from autotune.problem.job import Job, Lora
@@ -201,9 +202,8 @@ def write_landscape(path: Path, facts: dict[str, Any], rows: dict[Candidate, Row
             f"{about} is there and is of no table, and would be written over: name another file than {path}"
         )
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        table.write_bytes(gzip.compress(out.getvalue().encode(), mtime=0))
-        about.write_text(json.dumps(facts, indent=1) + "\n")
+        write_atomically(table, gzip.compress(out.getvalue().encode(), mtime=0))
+        write_atomically(about, json.dumps(facts, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"{table} cannot be written ({error.strerror}): name another file") from None
     return table, about

@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import shutil
+import struct
 import sys
 import tempfile
 from contextlib import suppress
@@ -52,7 +53,36 @@ def own_folder(device: str) -> Path:
 def is_built(builder: str, folder: Path) -> bool:
     """Whether the op of this builder (`CPUAdamBuilder`) was built in the folder, as far as can be told without torch."""
     op = _record(folder / f"{builder}.json").get("op")
-    return bool(op) and (folder / str(op) / f"{op}.so").exists()
+    library = folder / str(op) / f"{op}.so"
+    return bool(op) and library.exists() and not _is_torn(library)
+
+
+def drop_torn(place: Path) -> None:
+    """Removes what a power cut has left of compiled files in an op's folder: ninja goes by their times, and would take them for
+    made."""
+    for pattern in ("*.o", "*.so"):
+        for path in place.glob(pattern):
+            with suppress(OSError):
+                if _is_torn(path):
+                    path.unlink()
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether nothing but zeros, or less than the header of an ELF file says (64 bit: `man 5 elf`), has reached the disk.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        header = file.read(64)
+        size = file.seek(0, os.SEEK_END)
+    if len(header) < 64 or not any(header):
+        return True
+    if not header.startswith(b"\x7fELF"):
+        return False  # a compiler's own form
+    (sections,) = struct.unpack_from("=Q", header, 0x28)
+    each, count = struct.unpack_from("=HH", header, 0x3A)
+    return bool(size < sections + each * count)
 
 
 def last_seconds(builder: str, folder: Path) -> float | None:

@@ -22,7 +22,9 @@ from autotune.problem.host import host_available_bytes
 from autotune.rank.universal import every_sub_group
 from autotune.rank.versions import deepspeed_release, knows_every_sub_group, takes_states_in_dicts
 
-SUFFIX = "_universal"
+# Of a folder of our own: a `TAG_universal` beside the checkpoint is the user's, and so is the `latest_universal` there, which
+# DeepSpeed's converter writes beside what it has made.
+_SUFFIX = "_universal_autotune"
 _MODEL_STATES = "mp_rank_00_model_states.pt"
 _LOOK_SECONDS = 1.0  # between looks of ranks that wait for the first
 _DONE = itertools.count()  # what the first rank has done alone; all ranks count alike
@@ -139,7 +141,8 @@ def _load_converted(
 ) -> Any:
     import torch
 
-    universal = folder.with_name(folder.name + SUFFIX)
+    place = folder.with_name(folder.name + _SUFFIX)
+    universal = place / folder.name
     first = torch.distributed.get_rank() == 0
     if first:
         say(f"converting {folder} for stage 3; it was written under stage {stage}")
@@ -149,15 +152,14 @@ def _load_converted(
     whole = nullcontext() if knows_every_sub_group(deepspeed_release()) else every_sub_group(engine)
     try:
         with whole:
-            found = load(engine, str(folder.parent), universal.name, *args, **kwargs)
+            found = load(engine, str(place), universal.name, *args, **kwargs)
     finally:
         settings.load_universal_checkpoint = False
     _keep_groups(_inner(engine).param_groups, own)
     _load_buffers(engine.module, folder)
     torch.distributed.barrier()
     if first:
-        shutil.rmtree(universal, ignore_errors=True)
-        (folder.parent / "latest_universal").unlink(missing_ok=True)
+        shutil.rmtree(place, ignore_errors=True)
     return found
 
 
@@ -224,6 +226,7 @@ def convert(folder: Path, universal: Path, ranks: int) -> None:
         RuntimeError: DeepSpeed's converter fails; the message ends with its last line.
     """
     shutil.rmtree(universal, ignore_errors=True)  # of a launch that was killed meanwhile
+    universal.parent.mkdir(parents=True, exist_ok=True)
     folders = ("--input_folder", str(folder), "--output_folder", str(universal))
     command = module_command(sys.executable, "deepspeed.checkpoint.ds_to_universal", *folders, *_workers(folder))
     flat = (folder / _MODEL_STATES).exists()

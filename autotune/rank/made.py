@@ -135,8 +135,11 @@ class Made:
             self._left[path] = said["left"]
 
     def _say(self, what: dict[str, Any]) -> None:
-        with self._file.open("a") as file:
-            file.write(json.dumps(what) + "\n")
+        with self._file.open("ab+") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - 1))
+            torn = file.read(1) not in (b"", b"\n")  # a full disk took the end of a line
+            file.write(b"\n" * torn + json.dumps(what).encode() + b"\n")
 
 
 def _runs(by: str) -> bool:

@@ -266,6 +266,8 @@ def write_export(
     nodes: int = 1,
 ) -> list[Path]:
     """Writes the files of a format and its `.meta.json` beside them; returns their paths."""
+    meta_path = beside(out, style, "meta.json")
+    meta_path.unlink(missing_ok=True)  # figures of another export never stand beside this one's config
     written = [out]
     if style == "deepspeed":
         written += _write_config(candidate, job, out)
@@ -283,7 +285,6 @@ def write_export(
         launched = yaml.safe_dump(accelerate_config(candidate, job, str(config), device, nodes), sort_keys=False)
         write_atomically(out, _WHERE_FROM + launched)
         written.append(config)
-    meta_path = beside(out, style, "meta.json")
     write_atomically(meta_path, _json(meta_data))
     return [*written, meta_path]
 

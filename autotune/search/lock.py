@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import BaseFileLock, SoftFileLease, Timeout, UnixFileLock
@@ -32,12 +33,30 @@ def hold(folder: Path, study: str) -> BaseFileLock:
         if error.filename is not None:  # the file cannot be made; a lock that is refused names no file
             raise
         # ENOSYS of Lustre without `-o flock`, ENOLCK of NFS without a lock daemon, EOPNOTSUPP, EINVAL: there are no locks
-    lease = SoftFileLease(folder / "lock.lease", lease_duration=_LEASE_SECONDS, thread_local=False)
+    marker = folder / "lock.lease"
+    lease = SoftFileLease(marker, lease_duration=_LEASE_SECONDS, thread_local=False)
+    nobodys = _empty(marker)
     try:
         lease.acquire(timeout=1.2 * _LEASE_SECONDS)
     except Timeout:
-        raise _held(study) from None
+        if nobodys is None or _empty(marker) != nobodys:
+            raise _held(study) from None
+        # Of a process that was killed before it had said who it is, or whose words a power cut took: filelock waits for it
+        # for ever.
+        marker.unlink(missing_ok=True)
+        try:
+            lease.acquire(timeout=0)
+        except Timeout:
+            raise _held(study) from None
     return lease
+
+
+def _empty(marker: Path) -> tuple[int, int] | None:
+    """Which file it is, and of when, if it is there and empty."""
+    with suppress(OSError):
+        about = marker.stat()
+        return None if about.st_size else (about.st_ino, about.st_ctime_ns)
+    return None
 
 
 def hold_a_place(folder: Path, study: str) -> tuple[Path, BaseFileLock]:

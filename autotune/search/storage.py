@@ -151,13 +151,13 @@ def _check_sqlite(path: Path, reading: bool) -> None:
             address = f"{path.absolute().as_uri()}?mode=rw"
             with closing(sqlite3.connect(address, uri=True, timeout=BUSY_SECONDS)) as connection:
                 connection.execute("select count(*) from sqlite_master").fetchone()
-        except sqlite3.OperationalError as error:
+        except sqlite3.DatabaseError as error:
+            if not re.search("locked|readonly|disk I/O|unable to open", str(error)):
+                raise _unreadable(path, "SQLite database", error) from None
             raise UserError(
                 f"{path} cannot be read now ({error}): another process holds it, or one was killed while it wrote; "
                 "end that process, or open the study once as a user who may write its folder"
             ) from None
-        except sqlite3.DatabaseError as error:
-            raise _unreadable(path, "SQLite database", error) from None
 
 
 @contextmanager

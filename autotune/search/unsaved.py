@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 import optuna
 
@@ -22,7 +25,7 @@ def kept_if_it_fails(folder: Path | None, trial: optuna.Trial, outcome: Outcome)
     number, tuner = trial.number, trial.user_attrs.get(TUNER)
     try:
         yield
-    except Exception:
+    except BaseException:  # a second Ctrl-C while one waits for the database, too
         if folder is not None and tuner and outcome.kind.says_something_of_the_candidate:
             kept = {"number": number, "tuner": tuner, "outcome": outcome.to_json()}
             with suppress(OSError):
@@ -38,11 +41,32 @@ def what_was_kept(folder: Path | None, study: optuna.Study) -> Iterator[tuple[op
     """
     for path in sorted(folder.glob(_NAME)) if folder is not None else []:
         try:
-            kept = json.loads(path.read_text())
-            number, tuner, outcome = int(kept["number"]), kept["tuner"], Outcome.from_json(kept["outcome"])
-            path.unlink()  # should storing it fail again, it is kept anew
-        except (OSError, ValueError, KeyError, TypeError):  # another call was faster, or it is no file of ours
+            file = path.open()
+        except OSError:  # another call was faster
             continue
-        trial = next((trial for trial in study.get_trials(deepcopy=False) if trial.number == number), None)
-        if trial is not None and trial.user_attrs.get(TUNER) == tuner and OUTCOME not in trial.user_attrs:
-            yield optuna.Trial(study, trial._trial_id), outcome
+        with file:
+            if not _taken(file, path):
+                continue
+            try:
+                kept = json.load(file)
+                number, tuner, outcome = int(kept["number"]), kept["tuner"], Outcome.from_json(kept["outcome"])
+            except (OSError, ValueError, KeyError, TypeError):  # no file of ours
+                continue
+            trial = next((trial for trial in study.get_trials(deepcopy=False) if trial.number == number), None)
+            if trial is not None and trial.user_attrs.get(TUNER) == tuner and OUTCOME not in trial.user_attrs:
+                yield optuna.Trial(study, trial._trial_id), outcome
+            with suppress(OSError):
+                path.unlink()  # now that it is stored: who is killed before that leaves it to the next call
+
+
+def _taken(file: TextIO, path: Path) -> bool:
+    """Whether no other call has this file in hand, or had it and is done with it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # of a file system without locks: there one call alone holds the folder
+        pass
+    with suppress(OSError):
+        return path.stat().st_ino == os.fstat(file.fileno()).st_ino
+    return False

@@ -1,11 +1,14 @@
 """A study as a table, and the table searched in place of the machine."""
 
 import dataclasses
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from autotune.errors import UserError
 from autotune.executors.replay import Row, load_landscape, write_landscape
 from autotune.problem.candidate import Value
 from autotune.problem.outcome import Kind, Outcome
@@ -111,6 +114,29 @@ def test_a_table_gives_back_every_kind_of_knob(tmp_path: Path, name: str, value:
     assert read == candidate
     assert read.get(name) == value
     assert type(read.get(name)) is type(value)
+
+
+@pytest.mark.parametrize("file", ["t.csv.gz", "t.json"])
+def test_a_table_that_cannot_be_written_leaves_the_one_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    facts = {"model": "m", "seq_len": 8, "gpu": "x", "gpu_memory_gib": 1, "n_gpus": 2, "precision": "bf16"}
+    first, second = (make_candidate(stage) for stage in (0, 1))
+    write_landscape(tmp_path / "t", facts, {first: Row(1.0, 2.0, 3.0, Kind.OK)})
+    replace = os.replace
+
+    def full(source: str, target: Path) -> None:
+        if Path(target).name == file:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(UserError, match="No space left"):
+        write_landscape(tmp_path / "t", facts, {second: Row(1.0, 2.0, 3.0, Kind.OK)})
+    assert list(load_landscape(tmp_path / "t.csv.gz").rows) == [first if file == "t.csv.gz" else second]
+    monkeypatch.undo()
+    write_landscape(tmp_path / "t", facts, {second: Row(1.0, 2.0, 3.0, Kind.OK)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.csv.gz", "t.json"]
 
 
 def test_a_slice_is_not_recorded(

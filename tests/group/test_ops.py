@@ -2,13 +2,15 @@
 
 import os
 import signal
+import struct
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from autotune.group import ops
+from autotune.group import extensions, ops
 from autotune.group.ops import wait_for_lock
 from autotune.linux import boot_id
 
@@ -79,6 +81,66 @@ def test_only_this_machines_build_is_known_to_be_dead(tmp_path: Path, mark: str,
         assert not lock.exists()
         assert (tmp_path / ".adam.building").read_text() == (boot_id() if ours else mark)
     assert (tmp_path / ".adam.building").exists() is not ours, "whose mark that is"
+
+
+def test_a_mark_of_a_boot_that_is_gone_goes(tmp_path: Path) -> None:
+    """The power was cut amid a build: the next is waited for as another machine's would be, and no later one."""
+    (tmp_path / "adam").mkdir()
+    mark = tmp_path / ".adam.building"
+    mark.write_text("an earlier boot")
+    os.utime(mark, (0, 0))
+    with ops.held(tmp_path, "adam") as going_on:
+        assert not going_on
+        assert mark.read_text() == boot_id()
+    assert not mark.exists()
+
+
+def elf(reaches: int) -> bytes:
+    """A header whose one section header ends there (`man 5 elf`)."""
+    header = bytearray(64)
+    header[:4] = b"\x7fELF"
+    struct.pack_into("=Q", header, 0x28, reaches - 64)
+    struct.pack_into("=HH", header, 0x3A, 64, 1)
+    return bytes(header)
+
+
+@pytest.mark.parametrize(
+    ("content", "stays"),
+    [
+        (b"", False),
+        (b"\0" * 4096, False),
+        (elf(4096), False),
+        (elf(4096) + b"x" * 4032, True),
+        (b"BC\xc0\xde" + b"x" * 100, True),  # a compiler's own
+    ],
+)
+def test_what_a_power_cut_left_of_a_compiled_file_is_compiled_again(
+    tmp_path: Path, content: bytes, stays: bool
+) -> None:
+    place = tmp_path / "adam"
+    place.mkdir()
+    for name in ("adam.so", "adam.o"):
+        (place / name).write_bytes(content)
+    extensions.note_built("AdamBuilder", "adam", 1.0, tmp_path)
+    assert extensions.is_built("AdamBuilder", tmp_path) is stays
+    with ops.held(tmp_path, "adam"):
+        assert [(place / name).exists() for name in ("adam.so", "adam.o")] == [stays, stays]
+
+
+def test_a_real_library_is_whole(tmp_path: Path) -> None:
+    library = Path(next(module.__file__ for module in list(sys.modules.values()) if is_library(module)))
+    (tmp_path / "adam").mkdir()
+    copy = tmp_path / "adam" / "adam.so"
+    copy.write_bytes(library.read_bytes())
+    extensions.drop_torn(copy.parent)
+    assert copy.exists()
+    os.truncate(copy, copy.stat().st_size - 1)
+    extensions.drop_torn(copy.parent)
+    assert not copy.exists()
+
+
+def is_library(module: object) -> bool:
+    return str(getattr(module, "__file__", "")).endswith(".so")
 
 
 def test_a_child_that_is_forked_meanwhile_holds_nothing(tmp_path: Path) -> None:

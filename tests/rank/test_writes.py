@@ -519,6 +519,16 @@ def test_what_a_trial_of_another_tuner_is_making_is_a_trials_while_that_lives(pr
     assert said == (["left made.txt"] if lives else ["refused made.txt"])
 
 
+def test_a_torn_line_of_the_record_takes_no_other_along(project: Project) -> None:
+    path = str(project.root / "made.txt")
+    Made(project.study, project.by).add(str(project.root / "other.txt"))
+    with (project.study / "made-outside.jsonl").open("a") as record:
+        record.write('{"path": "/a/full/di')
+    Made(project.study, project.by).add(path)
+    Path(path).write_text("x")
+    assert Made(project.study, project.by).holds(path, bool)
+
+
 def test_trials_at_once_that_make_the_same_file(project: Project) -> None:
     """Slots of one call: what the first to end has noted is then changed by the other."""
     path = str(project.root / "same.txt")

@@ -305,6 +305,23 @@ def test_a_deepspeed_config_and_its_meta(tmp_path: Path) -> None:
     assert json.loads(out.with_name("winner.meta.json").read_text()) == {"study": "s"}
 
 
+def test_an_export_that_is_ended_amid_leaves_no_figures_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "winner.json"
+    _, about = write_export(winner(), make_job(), out, {"study": "s"})
+
+    def full(path: Path, content: str) -> None:
+        if path == about:
+            raise OSError("full")
+        path.write_text(content)
+
+    monkeypatch.setattr("autotune.results.export.write_atomically", full)
+    with pytest.raises(OSError, match="full"):
+        write_export(make_candidate(3), make_job(), out, {"study": "another"})
+    assert not about.exists()
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_arguments_of_a_trainer_as_a_file(tmp_path: Path, device: str) -> None:
     out = tmp_path / "args.json"

@@ -83,3 +83,14 @@ def test_a_folder_that_cannot_be_written_is_no_other_run(tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         hold(tmp_path / "file", "s")
+
+
+def test_a_lease_that_says_nothing_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its maker was killed before it had written, or a power cut took what it wrote."""
+    refuse(monkeypatch, errno.ENOSYS)
+    monkeypatch.setattr(lock, "_LEASE_SECONDS", 0.4)
+    (tmp_path / "lock.lease").write_text("")
+    held = hold(tmp_path, "s")
+    with pytest.raises(UserError, match="another autotune run"):
+        hold(tmp_path, "s")
+    held.release()

@@ -31,6 +31,7 @@ from autotune.search.records import LET_GO, SEARCH, VERIFY
 from autotune.search.study import StudyStore
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.search.tuners import Tuners, host_of, lives_here, name_of_this
+from autotune.search.unsaved import kept_if_it_fails, what_was_kept
 from autotune.units import GIB, MIB
 from tests.conftest import make_candidate, make_job, wait_until
 
@@ -280,6 +281,26 @@ def test_what_another_study_left_is_not_stored(shared_url: str, tmp_path: Path) 
             (tmp_path / f"unsaved-{name}.json").write_text(text)
         assert store.finish_late() == 0
         assert not store.measured()
+    finally:
+        store.leave()
+
+
+def test_what_was_kept_goes_when_it_is_stored_and_not_before(shared_url: str, tmp_path: Path) -> None:
+    store = opened(shared_url, tmp_path)
+    try:
+        number = store.start(make_candidate(0), SPACE)
+        trial = store._open[number]
+        with pytest.raises(KeyboardInterrupt), kept_if_it_fails(tmp_path, trial, OK):
+            raise KeyboardInterrupt
+        (kept,) = tmp_path.glob("unsaved-*.json")
+        waiting = what_was_kept(tmp_path, store.study)
+        assert next(waiting)[1] == OK
+        assert not list(what_was_kept(tmp_path, store.study)), "one call has it in hand"
+        waiting.close()  # it is killed while it stores it
+        assert kept.exists()
+        assert store.finish_late() == 1
+        assert not kept.exists()
+        assert store.measured() == {make_candidate(0): OK.measurement}
     finally:
         store.leave()
 

@@ -19,6 +19,7 @@ from typing import Any
 from autotune.executors.nodes.parcel import hash_of
 from autotune.files import write_atomically
 
+_UNFINISHED = ".autotune-sent"  # the name of what is being written
 _LINK = "link to "  # before a link's target, where a file has the hash of its bytes
 
 
@@ -68,6 +69,8 @@ class Deposit:
                 new = self._new(member.name)
                 with new.open("wb") as file:
                     shutil.copyfileobj(source, file)
+                    file.flush()
+                    os.fsync(file.fileno())  # a file that a power cut has emptied would count as a training's
                 new.chmod(0o700 if member.mode & 0o100 else 0o600)
                 written[member.name] = hash_of(new)  # it may have changed at the tuner's since it was looked at
                 new.replace(self.place / member.name)
@@ -82,7 +85,7 @@ class Deposit:
         """Where a file is written before it takes its place as a whole."""
         place = self.place / name
         place.parent.mkdir(parents=True, exist_ok=True)
-        new = place.with_name(".autotune-sent")
+        new = place.with_name(_UNFINISHED)
         new.unlink(missing_ok=True)
         return new
 
@@ -124,6 +127,9 @@ class Deposit:
             if Path(where).name == "__pycache__":
                 shutil.rmtree(where, ignore_errors=True)
                 continue
+            if _UNFINISHED in files:  # of an agent that was killed
+                files.remove(_UNFINISHED)
+                Path(where, _UNFINISHED).unlink(missing_ok=True)
             left += len(files) + sum(Path(where, name).is_symlink() for name in folders)
             with suppress(OSError):
                 os.rmdir(where)

@@ -162,6 +162,7 @@ def test_it_arrives_as_it_was_and_goes_again(tmp_path: Path) -> None:
     assert os.readlink(place / "data") == "/shared/data"
     (place / "out").mkdir()
     (place / "out" / "model.pt").write_text("weights")
+    (place / "out" / ".autotune-sent").write_text("what an agent that was killed had half written")
     (place / "train.py").write_text("edited there")
     assert deposit.clear() == 2
     assert {path.name for path in place.rglob("*")} == {"out", "model.pt", "train.py"}
