@@ -143,10 +143,12 @@ def _capacity_of(kind: Kind, evidence: Evidence) -> int | None:
 
 
 def _peak_of(evidence: Evidence) -> int | None:
-    """The highest that was seen; of CPU ranks no more than their cap, which is lifted once they have failed: they report then."""
-    worst_bytes = evidence.peaks.worst
+    """The highest that was seen, or that ranks counted when they failed: who looks now and then sees little of a short trial. Of
+    CPU ranks no more than their cap, which is lifted once they have failed: they report then."""
+    accounts = [Account.of(error.get("text", ""), error.get("numbers")) for error in evidence.errors]
+    counted = [size for one in accounts for size in (one.own, one.reserved_peak, one.reserved) if size is not None]
+    worst_bytes = max([evidence.peaks.worst, *counted])
     if evidence.device == "cpu":
-        accounts = [Account.of(error.get("text", ""), error.get("numbers")) for error in evidence.errors]
         worst_bytes = min([worst_bytes, *(one.allowed for one in accounts if one.allowed is not None)])
     return worst_bytes or None
 

@@ -202,6 +202,8 @@ def write_landscape(path: Path, facts: dict[str, Any], rows: dict[Candidate, Row
             f"{about} is there and is of no table, and would be written over: name another file than {path}"
         )
     try:
+        if about.exists() and json.loads(about.read_text()) != facts:
+            about.unlink()  # rows of one machine never stand beside the facts of another
         write_atomically(table, gzip.compress(out.getvalue().encode(), mtime=0))
         write_atomically(about, json.dumps(facts, indent=1) + "\n")
     except OSError as error:

@@ -17,6 +17,7 @@ import shutil
 import struct
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -53,17 +54,27 @@ def own_folder(device: str) -> Path:
 def is_built(builder: str, folder: Path) -> bool:
     """Whether the op of this builder (`CPUAdamBuilder`) was built in the folder, as far as can be told without torch."""
     op = _record(folder / f"{builder}.json").get("op")
-    library = folder / str(op) / f"{op}.so"
-    return bool(op) and library.exists() and not _is_torn(library)
+    return bool(op) and is_whole(folder / str(op) / f"{op}.so")
 
 
-def drop_torn(place: Path) -> None:
+def is_whole(library: Path) -> bool:
+    """Whether a library is there, and not just what a power cut has left of it."""
+    with suppress(OSError):
+        return not _is_torn(library)
+    return False
+
+
+def drop_torn(place: Path, still_seconds: float = 0.0) -> None:
     """Removes what a power cut has left of compiled files in an op's folder: ninja goes by their times, and would take them for
-    made."""
+    made.
+
+    Args:
+        still_seconds: how long nobody may have written a file, where others may be building.
+    """
     for pattern in ("*.o", "*.so"):
         for path in place.glob(pattern):
             with suppress(OSError):
-                if _is_torn(path):
+                if _is_torn(path) and time.time() - path.stat().st_mtime >= still_seconds:
                     path.unlink()
 
 

@@ -106,8 +106,8 @@ def held(folder: Path, op: str, wait: Callable[[], None] = lambda: None) -> Iter
         wait_for_lock(place / "lock")
         # nobody builds any more: a mark that is as old is of a machine, or of a boot, that is gone
         ours = ours or (descriptor is not None and time.time() - _written_ns(building) / 1e9 > LIVELY_SECONDS)
+        extensions.drop_torn(place, 0.0 if ours else LIVELY_SECONDS)
         if ours:
-            extensions.drop_torn(place)
             with suppress(OSError):
                 building.write_text(boot)
         yield going_on

@@ -267,7 +267,9 @@ def write_export(
 ) -> list[Path]:
     """Writes the files of a format and its `.meta.json` beside them; returns their paths."""
     meta_path = beside(out, style, "meta.json")
-    meta_path.unlink(missing_ok=True)  # figures of another export never stand beside this one's config
+    about = meta_path.resolve()  # a link goes on pointing to its file
+    if about.is_file():
+        about.unlink()  # figures of another export never stand beside this one's config
     written = [out]
     if style == "deepspeed":
         written += _write_config(candidate, job, out)

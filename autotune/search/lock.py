@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from autotune.errors import UserError
 # something every third of that. A dead holder on this machine is noticed at once.
 _LEASE_SECONDS = 20.0
 
+_MALFORMED_SECONDS = 2.0  # after which filelock takes over a marker that says nonsense
 _MOST_PLACES = 64
 
 
@@ -35,28 +37,35 @@ def hold(folder: Path, study: str) -> BaseFileLock:
         # ENOSYS of Lustre without `-o flock`, ENOLCK of NFS without a lock daemon, EOPNOTSUPP, EINVAL: there are no locks
     marker = folder / "lock.lease"
     lease = SoftFileLease(marker, lease_duration=_LEASE_SECONDS, thread_local=False)
-    nobodys = _empty(marker)
+    nobodys = None
+    with suppress(OSError):
+        nobodys = _empty(marker.stat())
     try:
         lease.acquire(timeout=1.2 * _LEASE_SECONDS)
     except Timeout:
-        if nobodys is None or _empty(marker) != nobodys:
+        if nobodys is None or not _condemned(marker, nobodys):
             raise _held(study) from None
-        # Of a process that was killed before it had said who it is, or whose words a power cut took: filelock waits for it
-        # for ever.
-        marker.unlink(missing_ok=True)
         try:
-            lease.acquire(timeout=0)
+            lease.acquire(timeout=2 * _MALFORMED_SECONDS)
         except Timeout:
             raise _held(study) from None
     return lease
 
 
-def _empty(marker: Path) -> tuple[int, int] | None:
-    """Which file it is, and of when, if it is there and empty."""
-    with suppress(OSError):
-        about = marker.stat()
-        return None if about.st_size else (about.st_ino, about.st_ctime_ns)
-    return None
+def _empty(about: os.stat_result) -> tuple[int, int] | None:
+    """Which file it is, and of when, if it is empty."""
+    return None if about.st_size else (about.st_ino, about.st_ctime_ns)
+
+
+def _condemned(marker: Path, nobodys: tuple[int, int]) -> bool:
+    """Whether the empty marker is still the same: of a process that was killed before it had said who it is, or whose words a
+    power cut took. filelock waits for an empty one for ever, and takes one over that says nonsense; what is written through an
+    open file can reach no other that has its name by now."""
+    with suppress(OSError), marker.open("r+") as file:
+        if _empty(os.fstat(file.fileno())) == nobodys:
+            file.write("nobody\n")
+            return True
+    return False
 
 
 def hold_a_place(folder: Path, study: str) -> tuple[Path, BaseFileLock]:

@@ -152,7 +152,7 @@ def _check_sqlite(path: Path, reading: bool) -> None:
             with closing(sqlite3.connect(address, uri=True, timeout=BUSY_SECONDS)) as connection:
                 connection.execute("select count(*) from sqlite_master").fetchone()
         except sqlite3.DatabaseError as error:
-            if not re.search("locked|readonly|disk I/O|unable to open", str(error)):
+            if not re.search("locked|readonly|disk I/O|is full|unable to open", str(error)):
                 raise _unreadable(path, "SQLite database", error) from None
             raise UserError(
                 f"{path} cannot be read now ({error}): another process holds it, or one was killed while it wrote; "

@@ -41,8 +41,8 @@ def what_was_kept(folder: Path | None, study: optuna.Study) -> Iterator[tuple[op
     """
     for path in sorted(folder.glob(_NAME)) if folder is not None else []:
         try:
-            file = path.open()
-        except OSError:  # another call was faster
+            file = path.open("r+")  # NFS locks for one alone only what may be written
+        except OSError:  # another call was faster, or it is somebody else's
             continue
         with file:
             if not _taken(file, path):
@@ -65,8 +65,11 @@ def _taken(file: TextIO, path: Path) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # of a file system without locks: there one call alone holds the folder
-        pass
+    except OSError:  # of a file system without locks: it is whose call removes it, and lost if that is killed now
+        with suppress(OSError):
+            path.unlink()
+            return True
+        return False
     with suppress(OSError):
         return path.stat().st_ino == os.fstat(file.fileno()).st_ino
     return False

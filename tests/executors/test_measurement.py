@@ -110,6 +110,25 @@ def test_what_a_cpu_rank_takes_to_report_its_failure_is_no_peak(device: str, pea
     assert judged(dataclasses.replace(evidence, peaks=Peaks()), greeted=True, server_lives=True).peak_bytes is None
 
 
+@pytest.mark.parametrize(
+    ("device", "text", "numbers", "peak_mib"),
+    [
+        ("cpu", "", {"reserved_bytes": 480 * MIB}, 480),
+        ("cpu", "", {"reserved_bytes": 531 * MIB, "allowed_bytes": 520 * MIB}, 520),
+        ("cuda", "", {"reserved_bytes": 9 * MIB, "reserved_peak_bytes": 531 * MIB, "allowed_bytes": 520 * MIB}, 531),
+        ("cuda", " this process has 600.00 MiB memory in use.", {"reserved_bytes": 531 * MIB}, 600),
+    ],
+)
+def test_a_rank_knows_what_nobody_saw_of_a_short_trial(
+    device: str, text: str, numbers: dict[str, int], peak_mib: int
+) -> None:
+    """On a busy machine a trial may be over before anybody has looked."""
+    error = {"kinds": ["torch.OutOfMemoryError"], "text": f"out of memory.{text}", "numbers": numbers}
+    for seen_mib in (0, 100):
+        evidence = Evidence(device, [error], peaks=Peaks(used=[seen_mib * MIB]))
+        assert judged(evidence, greeted=True, server_lives=True).peak_bytes == peak_mib * MIB
+
+
 def test_where_main_memory_ran_out_the_kernel_chose_the_server() -> None:
     found = judged(Evidence("cpu", statuses={0: -9}, peaks=Peaks(oom_kills=1)), greeted=True, server_lives=False)
     assert found.kind is Kind.OOM_HOST

@@ -305,6 +305,17 @@ def test_a_deepspeed_config_and_its_meta(tmp_path: Path) -> None:
     assert json.loads(out.with_name("winner.meta.json").read_text()) == {"study": "s"}
 
 
+def test_links_to_an_export_go_on_pointing_to_their_files(tmp_path: Path) -> None:
+    out, kept = tmp_path / "winner.json", tmp_path / "kept"
+    kept.mkdir()
+    for name in ("winner.json", "winner.meta.json"):
+        (kept / name).write_text("earlier")
+        (tmp_path / name).symlink_to(kept / name)
+    for path in write_export(winner(), make_job(), out, {"study": "s"}):
+        assert path.is_symlink()
+    assert json.loads((kept / "winner.meta.json").read_text()) == {"study": "s"}
+
+
 def test_an_export_that_is_ended_amid_leaves_no_figures_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,7 @@ def test_a_lease_that_says_nothing_is_nobodys(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(lock, "_LEASE_SECONDS", 0.4)
     (tmp_path / "lock.lease").write_text("")
     held = hold(tmp_path, "s")
+    assert held.is_locked
     with pytest.raises(UserError, match="another autotune run"):
         hold(tmp_path, "s")
     held.release()

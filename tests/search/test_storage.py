@@ -98,6 +98,25 @@ def test_what_a_killed_tuner_had_half_written_is_undone(
     assert not [key for key in store.study.user_attrs if key.startswith("k")]
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("unsupported file format", "is no SQLite database that can be read"),
+        ("attempt to write a readonly database", "cannot be read now"),
+        ("database or disk is full", "cannot be read now"),
+    ],
+)
+def test_what_sqlite_says_of_a_database(
+    half_written: Path, monkeypatch: pytest.MonkeyPatch, error: str, said: str
+) -> None:
+    def fails(*args: object, **kwargs: object) -> None:
+        raise sqlite3.OperationalError(error)
+
+    monkeypatch.setattr("autotune.search.storage.sqlite3.connect", fails)
+    with pytest.raises(UserError, match=said):
+        StudyStore.load("s")
+
+
 def test_a_database_that_another_process_holds_is_no_broken_one(
     half_written: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

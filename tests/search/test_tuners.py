@@ -1,6 +1,8 @@
 """Several tuners of one study: who lives, who has which trial, and what becomes of that of one who died."""
 
 import dataclasses
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -303,6 +305,21 @@ def test_what_was_kept_goes_when_it_is_stored_and_not_before(shared_url: str, tm
         assert store.measured() == {make_candidate(0): OK.measurement}
     finally:
         store.leave()
+
+
+def test_without_locks_what_was_kept_is_given_to_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    store = opened(f"journal:{tmp_path / 'study.journal'}", tmp_path)
+    trial = store._open[store.start(make_candidate(0), SPACE)]
+    with pytest.raises(OSError, match="away"), kept_if_it_fails(tmp_path, trial, OK):
+        raise OSError("away")
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    one, other = (what_was_kept(tmp_path, store.study) for _ in range(2))
+    assert next(one)[1] == OK
+    assert not list(other)
+    store.leave()
 
 
 def test_several_that_begin_at_once_make_one_study(shared_url: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autotune.group import extensions
-from autotune.group.ops import held
+from autotune.group.ops import LIVELY_SECONDS, held
 from autotune.rank.hooks.context import Context
 
 _MODULES = ("deepspeed.ops.op_builder.builder", "op_builder.builder")  # the second: of DeepSpeed in a checkout
@@ -31,10 +31,12 @@ def _load(context: Context, original: Callable[..., Any], /, builder: Any, *args
 
     folder, name = extensions.use_own_folder(), type(builder).__name__
     place = folder / builder.name
-    is_built = (place / f"{builder.name}.so").exists()
+    is_built = extensions.is_whole(place / f"{builder.name}.so")
     if not is_built and get_accelerator().get_op_builder(name) is type(builder):  # and not the script's own
         context.watcher.unbuilt(name)
     several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"  # machines, whose homes may be one, and locks may not
+    if several:
+        extensions.drop_torn(place, LIVELY_SECONDS)
     if several or (is_built and not (place / "lock").exists()):  # ranks load what is built side by side
         return original(builder, *args, **kwargs)
     with held(folder, builder.name):

@@ -65,9 +65,15 @@ def load_twice(folder: str, known: bool, spread: bool) -> dict[str, Any]:
     loaded = TinyBuilder("tiny").load(verbose=False)
     told = [name for _, name in watcher.seen]
     (place / "tiny.so").touch()
+    os.utime(place / "tiny.so", (0, 0))
     OpBuilder._loaded_ops.clear()
     TinyBuilder("tiny").load(verbose=False)
-    assert len(watcher.seen) == len(told), "it is built"
+    assert not (place / "tiny.so").exists(), "it was all that a power cut had left"
+    assert [name for _, name in watcher.seen] == told * 2
+    (place / "tiny.so").write_bytes(b"a library" * 100)
+    OpBuilder._loaded_ops.clear()
+    TinyBuilder("tiny").load(verbose=False)
+    assert len(watcher.seen) == 2 * len(told), "it is built"
     return {"left": left, "loaded": loaded, "told": told, "marks": sorted(path.name for path in Path(folder).iterdir())}
 
 
