@@ -61,7 +61,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     ops = tmp_path / "ops"
     (ops / "shm").mkdir(parents=True)
-    (ops / "shm" / "shm.so").touch()
+    (ops / "shm" / "shm.so").write_bytes(b"a library" * 100)
     (ops / "ShareMemCommBuilder.json").write_text(json.dumps({"op": "shm"}))
     monkeypatch.setenv(FOLDER, str(ops))
     made = Launch(tmp_path)
