@@ -50,6 +50,17 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     _sync_folder(path.parent)
 
 
+def remove_file(path: Path) -> None:
+    """Removes the file that a path leads to, where there is one: a link stays, for the next to be written to its place, and so
+    does a pipe, a terminal or a device.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    if path.is_file():
+        Path(os.path.realpath(path)).unlink()
+
+
 def _sync_folder(folder: Path) -> None:
     """Has the names in a folder reach the disk; some file systems cannot be asked for that."""
     with suppress(OSError):

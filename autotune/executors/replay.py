@@ -20,7 +20,7 @@ from typing import Any
 
 from autotune.errors import UserError, near
 from autotune.executors.base import Effort
-from autotune.files import write_atomically
+from autotune.files import remove_file, write_atomically
 from autotune.problem.candidate import KNOBS, Candidate, Value, samples
 from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_gpu
 from autotune.problem.job import Job, Lora
@@ -197,13 +197,14 @@ def write_landscape(path: Path, facts: dict[str, Any], rows: dict[Candidate, Row
         knobs = [candidate.get(name, "") for name in names]
         writer.writerow([*knobs, peak, step, f"{row.startup_seconds:.3f}", row.kind.value])
     table, about = path.parent / f"{stem}.csv.gz", path.parent / f"{stem}.json"
-    if about.exists() and not _is_of_a_table(about):
+    known = _facts_in(about)
+    if about.exists() and known is None:
         raise UserError(
             f"{about} is there and is of no table, and would be written over: name another file than {path}"
         )
     try:
-        if about.exists() and json.loads(about.read_text()) != facts:
-            about.unlink()  # rows of one machine never stand beside the facts of another
+        if known != facts:
+            remove_file(about)  # rows of one machine never stand beside the facts of another
         write_atomically(table, gzip.compress(out.getvalue().encode(), mtime=0))
         write_atomically(about, json.dumps(facts, indent=1) + "\n")
     except OSError as error:
@@ -211,13 +212,13 @@ def write_landscape(path: Path, facts: dict[str, Any], rows: dict[Candidate, Row
     return table, about
 
 
-def _is_of_a_table(about: Path) -> bool:
-    """Whether a JSON file holds what is known of a table."""
+def _facts_in(about: Path) -> dict[str, Any] | None:
+    """What a JSON file says of a table; None where it is not there, or says nothing of one."""
     try:
         facts = json.loads(about.read_text())
     except (OSError, ValueError):
-        return False
-    return isinstance(facts, dict) and {"model", "gpu", "n_gpus"} <= facts.keys()
+        return None
+    return facts if isinstance(facts, dict) and {"model", "gpu", "n_gpus"} <= facts.keys() else None
 
 
 def read_value(name: str, word: str) -> Value:

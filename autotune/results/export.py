@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from autotune.errors import UserError
-from autotune.files import write_atomically
+from autotune.files import remove_file, write_atomically
 from autotune.group.environment import assignments, variables_of
 from autotune.group.extensions import FOLDER
 from autotune.problem.argument_texts import winners_files
@@ -267,9 +267,7 @@ def write_export(
 ) -> list[Path]:
     """Writes the files of a format and its `.meta.json` beside them; returns their paths."""
     meta_path = beside(out, style, "meta.json")
-    about = meta_path.resolve()  # a link goes on pointing to its file
-    if about.is_file():
-        about.unlink()  # figures of another export never stand beside this one's config
+    remove_file(meta_path)  # figures of another export never stand beside this one's config
     written = [out]
     if style == "deepspeed":
         written += _write_config(candidate, job, out)

@@ -139,6 +139,25 @@ def test_a_table_that_cannot_be_written_leaves_the_one_that_is_there(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t.csv.gz", "t.json"]
 
 
+def test_facts_of_another_machine_stand_beside_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"model": "m", "seq_len": 8, "gpu": "x", "gpu_memory_gib": 1, "n_gpus": 2, "precision": "bf16"}
+    kept, rows = tmp_path / "kept.json", {make_candidate(0): Row(1.0, 2.0, 3.0, Kind.OK)}
+    (tmp_path / "t.json").symlink_to(kept)
+    write_landscape(tmp_path / "t", facts, rows)
+
+    def full(source: str, target: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(UserError, match="No space left"):
+        write_landscape(tmp_path / "t", {**facts, "n_gpus": 4}, rows)
+    assert not kept.exists()
+    monkeypatch.undo()
+    write_landscape(tmp_path / "t", {**facts, "n_gpus": 4}, rows)
+    assert (tmp_path / "t.json").is_symlink()
+    assert json.loads(kept.read_text())["n_gpus"] == 4
+
+
 def test_a_slice_is_not_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,16 +64,18 @@ def load_twice(folder: str, known: bool, spread: bool) -> dict[str, Any]:
         threading.Timer(0.5, (place / "lock").unlink).start()
     loaded = TinyBuilder("tiny").load(verbose=False)
     told = [name for _, name in watcher.seen]
-    (place / "tiny.so").touch()
-    os.utime(place / "tiny.so", (0, 0))
+    library = place / "tiny.so"
+    library.write_bytes(b"a library" * 100)
     OpBuilder._loaded_ops.clear()
     TinyBuilder("tiny").load(verbose=False)
-    assert not (place / "tiny.so").exists(), "it was all that a power cut had left"
+    assert len(watcher.seen) == len(told), "it is built"
+    library.write_bytes(b"")
+    os.utime(library, (0, 0))
+    OpBuilder._loaded_ops.clear()
+    TinyBuilder("tiny").load(verbose=False)
+    assert not library.exists(), "it was all that a power cut had left"
     assert [name for _, name in watcher.seen] == told * 2
-    (place / "tiny.so").write_bytes(b"a library" * 100)
-    OpBuilder._loaded_ops.clear()
-    TinyBuilder("tiny").load(verbose=False)
-    assert len(watcher.seen) == 2 * len(told), "it is built"
+    library.touch()
     return {"left": left, "loaded": loaded, "told": told, "marks": sorted(path.name for path in Path(folder).iterdir())}
 
 
