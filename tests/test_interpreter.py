@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -245,6 +246,13 @@ def test_every_python_can_be_asked() -> None:
 
 def test_one_that_hangs_is_not_waited_for_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "ANSWER_SECONDS", 0.5)
-    assert "no answer within 0 s" in refusal(program(tmp_path / "hangs", f"sleep 600 & echo $! > {tmp_path}/pid; wait"))
-    child = int((tmp_path / "pid").read_text())
+    communicate, pid = subprocess.Popen.communicate, tmp_path / "pid"
+
+    def once_it_hangs(process: subprocess.Popen[str], *args: Any, **options: Any) -> tuple[str, str]:
+        wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"), "its child")
+        return communicate(process, *args, **options)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", once_it_hangs)
+    assert "no answer within 0 s" in refusal(program(tmp_path / "hangs", f"sleep 600 & echo $! > {pid}; wait"))
+    child = int(pid.read_text())
     wait_until(lambda: not pid_lives(child), "its child's end")

@@ -31,6 +31,11 @@ class Kind(StrEnum):
         """Whether trying the candidate again would give the same."""
         return self not in (Kind.FOREIGN, Kind.INFRASTRUCTURE, Kind.INTERRUPTED)
 
+    @property
+    def may_be_mended(self) -> bool:
+        """Whether the machine or the job may be the cause, so that somebody can have mended it before the next call."""
+        return self in (Kind.TIMEOUT, Kind.CRASH)
+
 
 class Phase(StrEnum):
     """Where in its life a trial was."""

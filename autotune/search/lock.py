@@ -13,6 +13,7 @@ from autotune.errors import UserError
 # Of a file system without locks. How long a holder on another machine may say nothing until it counts as dead: it says
 # something every third of that. A dead holder on this machine is noticed at once.
 _LEASE_SECONDS = 20.0
+_PATIENCE_SECONDS = 1.2 * _LEASE_SECONDS  # with a holder that may be dead
 
 _MALFORMED_SECONDS = 2.0  # after which filelock takes over a marker that says nonsense
 _MOST_PLACES = 64
@@ -41,7 +42,7 @@ def hold(folder: Path, study: str) -> BaseFileLock:
     with suppress(OSError):
         nobodys = _empty(marker.stat())
     try:
-        lease.acquire(timeout=1.2 * _LEASE_SECONDS)
+        lease.acquire(timeout=_PATIENCE_SECONDS)
     except Timeout:
         if nobodys is None or not _condemned(marker, nobodys):
             raise _held(study) from None

@@ -101,14 +101,14 @@ class Proposer:
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
-    def observe(self, candidate: Candidate, outcome: Outcome, *, outgrown: bool = False) -> None:
-        """Learns from an Outcome, and rules out the candidates that it speaks against: none, where it ran out of less memory
-        than there is now (`outgrown`)."""
+    def observe(self, candidate: Candidate, outcome: Outcome, *, outdated: bool = False) -> None:
+        """Learns from an Outcome, and rules out the candidates that it speaks against: none, where it may end otherwise now
+        (`outdated`)."""
         if not outcome.kind.says_something_of_the_candidate:
             return
         at = self._index.get(candidate)
         self._beliefs.observe(candidate, at, outcome)
-        if outgrown:
+        if outdated:
             return
         self._openings.observe(candidate, outcome)
         self._costs.observe(outcome)

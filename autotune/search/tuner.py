@@ -99,10 +99,11 @@ class Tuner:
         """
         self.clock.begin()
         known = [(one, one.outcome) for one in self.store.records() if one.outcome is not None]
+        mended = not any(outcome.ok for _, outcome in known)  # why else another call?
         for left, (record, outcome) in zip(range(len(known), 0, -1), known, strict=True):
             self.proposer.expect(left)
             self.company.known.add(record.number)
-            self._recall(record, outcome)
+            self._recall(record, outcome, mended)
         if line := set_aside(self.store, self.standings.set_aside):
             self.observer.say(line)
         self.standings.begin_call()
@@ -263,12 +264,13 @@ class Tuner:
         self._learn(number, candidate, outcome, role)
         self.blame.take(candidate, outcome)
 
-    def _recall(self, record: Record, outcome: Outcome) -> None:
-        """Learns what earlier calls or others have found. What ran out of clearly less memory may fit now."""
-        if not self.hardware.outgrew(outcome.kind, outcome.capacity_bytes):
+    def _recall(self, record: Record, outcome: Outcome, mended: bool = False) -> None:
+        """Learns what earlier calls or others have found. What ran out of clearly less memory may fit now, and what hung or
+        crashed may work, where the machine or the job may have been `mended`."""
+        if not (self.hardware.outgrew(outcome.kind, outcome.capacity_bytes) or (mended and outcome.kind.may_be_mended)):
             self._learn(record.number, record.candidate, outcome, record.role)
-        elif outcome.kind is Kind.OOM_DEVICE and record.role not in (VERIFY, RESUME):
-            self.proposer.observe(record.candidate, outcome, outgrown=True)
+        elif outcome.kind is not Kind.OOM_HOST and record.role not in (VERIFY, RESUME):
+            self.proposer.observe(record.candidate, outcome, outdated=True)
 
     def _learn(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
         if outcome.kind is Kind.INTERRUPTED and outcome.source in (Source.LIMIT, Source.SILENCE):
@@ -388,8 +390,7 @@ class Tuner:
             if (found := self.company.found(candidate, role)) is not None:
                 return found if found.kind.says_something_of_the_candidate else None
             if self.cancelled() or self.clock.left_seconds < 1.0:
-                why = "the call ended while another tuner was at it"
-                return Outcome(Kind.INTERRUPTED, reason=why, source=Source.STOP)
+                return Outcome(Kind.INTERRUPTED, reason="the call ended while another was at it", source=Source.STOP)
             if not self.company.are_at(candidate, role):
                 return None
             time.sleep(_LOOK_SECONDS)

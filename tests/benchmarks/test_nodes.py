@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,10 +21,11 @@ CRASH, OK = Outcome(Kind.CRASH), Outcome(Kind.OK)
 
 @dataclass
 class Sessions:
-    """Stands in for an executor: the first trial fails and is noticed at once, the second is ready after a while."""
+    """Stands in for an executor: the first trial fails and is noticed at once, the second is ready after what it waits for."""
 
     workers: dict[int, int]
-    starting_seconds: float = 0.0
+    starts: Callable[[], None] = lambda: None  # the second, before it is ready
+    ready: Callable[[], None] = lambda: None
     on_phase: Callable[[str], None] = lambda phase: None
     begun: int = 0
 
@@ -34,8 +36,10 @@ class Sessions:
 
         def measure(*_: object) -> Outcome:
             if not first:
-                time.sleep(self.starting_seconds)
+                self.starts()
             self.on_phase("forward")
+            if not first:
+                self.ready()
             made.failed_at = time.monotonic() if first else None
             return CRASH if first else OK
 
@@ -71,18 +75,27 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
     made.wait()
 
 
-def ground(workers: dict[int, int], store: Store | None = None, seconds: float = 0.0, **blow: Any) -> Any:
-    blows = {"rank": Blow(blow.pop("strike", lambda session: None), **blow)}
-    return Ground(Sessions(workers, seconds), store or Store(), blows)  # type: ignore[arg-type]
+def ground(workers: dict[int, int], store: Store | None = None, **options: Any) -> Any:
+    sessions = Sessions(workers, **{name: options.pop(name) for name in ("starts", "ready") if name in options})
+    blows = {"rank": Blow(options.pop("strike", lambda session: None), **options)}
+    return Ground(sessions, store or Store(), blows)  # type: ignore[arg-type]
+
+
+def mended() -> None:
+    """Waits until `nodes.fail` has noted that what was struck is back."""
+    for thread in threading.enumerate():
+        if "(mend)" in thread.name:
+            thread.join()
 
 
 def test_seconds_beyond_begin_when_it_was_noticed_and_what_was_away_is_back() -> None:
-    soon = nodes.fail(ground({}, seconds=0.5), "rank", 0)
+    soon = nodes.fail(ground({}, starts=lambda: (mended(), time.sleep(0.5))), "rank", 0)
     assert soon["outcome"] == "crash"
     assert soon["next"] >= soon["beyond"] >= 0.5
-    away = nodes.fail(ground({}, seconds=0.5, mend=lambda: time.sleep(0.4)), "rank", 0)
-    assert away["next"] >= 0.5 > away["beyond"]
-    later = nodes.fail(ground({}, seconds=0.1, mend=lambda: time.sleep(0.5)), "rank", 0)
+    away = nodes.fail(ground({}, starts=mended, mend=lambda: time.sleep(0.4)), "rank", 0)
+    assert away["next"] - away["beyond"] >= 0.4
+    up = threading.Event()
+    later = nodes.fail(ground({}, starts=lambda: time.sleep(0.1), ready=up.set, mend=up.wait), "rank", 0)
     assert later["beyond"] >= 0.1, "the next trial did not wait for it"
 
 

@@ -205,6 +205,7 @@ def test_a_config_that_deepspeed_refuses_keeps_its_message(bench: Bench) -> None
 
 
 def test_the_budgets_end_is_an_interruption(bench: Bench) -> None:
+    bench.fault = {"rank": 0, "where": "forward", "what": "hang"}  # a fast machine would end before it otherwise
     outcome = bench.run(make_candidate(2), deadline_seconds=0.4)
     assert outcome.kind is Kind.INTERRUPTED
 

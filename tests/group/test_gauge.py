@@ -61,7 +61,8 @@ class SlowMeter(gauge.Meter):
             time.sleep(3600)
 
 
-def test_a_look_is_a_sample_more_and_a_close_one() -> None:
+def test_a_look_is_a_sample_more_and_a_close_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gauge, "_LOOK_SECONDS", 120.0)
     meter = SlowMeter()
     watching = gauge.Gauge(meter, [1])
     wait_until(lambda: meter.samples == 1, "the first sample")

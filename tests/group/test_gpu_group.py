@@ -142,7 +142,12 @@ def test_out_of_memory_where_processes_are_hidden(machine: Machine, grown_gib: f
 
 def test_a_neighbour_is_named_and_waited_for(machine: Machine) -> None:
     machine.hold(card1={NEIGHBOUR: 12 * 1024})
-    leaves = threading.Timer(0.5, lambda: machine.hold(card1={}))
+
+    def leave() -> None:
+        wait_until(lambda: machine.said, "the wait for it")
+        machine.hold(card1={})
+
+    leaves = threading.Thread(target=leave)
     leaves.start()
     group, stop = machine.run()
     leaves.join()

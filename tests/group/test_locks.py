@@ -59,6 +59,7 @@ def test_who_looks_at_a_lock_is_no_holder(machine: Driver, monkeypatch: pytest.M
         pass
     looking = os.open(lock_file(hardware.gpus[0]), os.O_RDWR)
     assert locks._lock(looking)
+    monkeypatch.setattr(locks, "_PATIENCE_SECONDS", 60.0)
     threading.Timer(0.05, os.close, [looking]).start()
     with held_gpus(hardware, "b", silent):
         assert holder_of(hardware.gpus[0]).startswith("b, pid")

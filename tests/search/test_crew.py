@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -43,11 +44,12 @@ def test_what_offloads_is_bound_by_the_host() -> None:
 
 @pytest.mark.parametrize(("alone", "beside"), [(host_bound, False), (lambda candidate: False, True)])
 def test_host_bound_trials_have_the_machine_to_themselves(alone: Callable[[Candidate], bool], beside: bool) -> None:
-    crew, lock = Crew(alone), threading.Lock()
+    crew, lock, begin = Crew(alone), threading.Lock(), threading.Barrier(3)
     running: list[Candidate] = []
     seen: list[list[Candidate]] = []  # what ran when a trial began
 
     def work(worker: int) -> None:
+        begin.wait(60)
         for turn in range(12):
             candidate = OFFLOADED if turn % 4 == worker else make_candidate(worker, 1 + turn)
             with crew.thinking(), crew.having(candidate), crew.measuring(candidate), crew.aside():
@@ -67,15 +69,38 @@ def test_host_bound_trials_have_the_machine_to_themselves(alone: Callable[[Candi
     assert not crew.at_work
 
 
+class Meeting:
+    """Where workers who run at once see each other, also where proposals take longer than trials: who is measuring waits a moment
+    for another who is, until two have met."""
+
+    def __init__(self) -> None:
+        self._here, self._met, self._changed = 0, False, threading.Condition()
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._here += 1
+            self._met |= self._here > 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._met, 5.0)
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._here -= 1
+
+
 class Slow(ReplayExecutor):
     """A table that takes a moment; it keeps when which candidate was measured.
 
     Args:
         fails: raises for the trial of this number.
+        meeting: of those that are to be measured beside each other.
     """
 
-    def __init__(self, landscape: Landscape, fails: int | None = None, seconds: float = 0.01) -> None:
+    def __init__(
+        self, landscape: Landscape, fails: int | None = None, seconds: float = 0.01, meeting: Meeting | None = None
+    ) -> None:
         super().__init__(landscape, 0)
+        self._meeting = meeting
         self.measured: list[tuple[float, float, Candidate]] = []
         self.opened = self.closed = 0
         self._fails, self._seconds = fails, seconds
@@ -91,7 +116,8 @@ class Slow(ReplayExecutor):
             if executor._fails == len(executor.measured):
                 raise UserError("the job fails by itself")
             began = time.monotonic()
-            time.sleep(executor._seconds)
+            with nullcontext() if executor._meeting is None or host_bound(candidate) else executor._meeting:
+                time.sleep(executor._seconds)
             outcome = measure(candidate, effort, deadline_seconds)
             if not effort.certify and not effort.resume:
                 executor.measured.append((began, time.monotonic(), candidate))
@@ -124,7 +150,8 @@ def search(
 
 
 def test_workers_repeat_nothing_and_find_what_one_finds(landscape: Landscape) -> None:
-    executors = [Slow(landscape) for _ in range(3)]
+    meeting = Meeting()
+    executors = [Slow(landscape, meeting=meeting) for _ in range(3)]
     result, store = search(landscape, executors)
     searched = [record.candidate for record in store.records() if record.role == SEARCH]
     assert len(searched) == len(set(searched)), "nothing is repeated"
@@ -240,11 +267,15 @@ class Crowded(Slow):
 
     Args:
         running: of all executors of the machine.
+        meeting: the first trials of both wait for each other.
     """
 
-    def __init__(self, landscape: Landscape, running: list[Candidate], hungry: Candidate) -> None:
+    def __init__(
+        self, landscape: Landscape, running: list[Candidate], hungry: Candidate, meeting: threading.Barrier
+    ) -> None:
         super().__init__(landscape)
-        self._running, self._hungry = running, hungry
+        self._running, self._hungry, self._first = running, hungry, meeting
+        self._begun = 0
 
     def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
         session, executor = super().session(candidate, name, patience), self
@@ -252,6 +283,9 @@ class Crowded(Slow):
 
         def crowded(candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
             executor._running.append(candidate)
+            executor._begun += 1
+            if executor._begun == 1:
+                executor._first.wait(60)
             try:
                 outcome = measure(candidate, effort, deadline_seconds)
                 if len(executor._running) > 1 or candidate.family == executor._hungry.family:
@@ -267,8 +301,9 @@ class Crowded(Slow):
 def test_main_memory_that_ran_out_beside_others_speaks_against_nobody(landscape: Landscape) -> None:
     running: list[Candidate] = []
     hungry = next(one for one in sorted(landscape.rows, key=str) if landscape.rows[one].kind is Kind.OK)
-    executors: list[Slow] = [Crowded(landscape, running, hungry) for _ in range(2)]
-    _, store = search(landscape, executors, max_trials=40)
+    meeting = threading.Barrier(2)
+    executors: list[Slow] = [Crowded(landscape, running, hungry, meeting) for _ in range(2)]
+    _, store = search(landscape, executors, Crew(lambda candidate: False), max_trials=40)
     outcomes = [(r.candidate, r.outcome) for r in store.records() if r.role == SEARCH and r.outcome]
     excused = [one for one, outcome in outcomes if outcome.kind is Kind.INTERRUPTED]
     assert excused, "it ran out"

@@ -36,7 +36,7 @@ def holder(folder: Path, told: Connection) -> None:
 @pytest.fixture(params=[None, *WITHOUT_LOCKS])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """On a file system with locks, and on some that answer with an error."""
-    monkeypatch.setattr(lock, "_LEASE_SECONDS", 0.4)
+    monkeypatch.setattr(lock, "_PATIENCE_SECONDS", 0.5)
     if request.param is not None:
         refuse(monkeypatch, request.param)
     return tmp_path
@@ -88,7 +88,7 @@ def test_a_folder_that_cannot_be_written_is_no_other_run(tmp_path: Path) -> None
 def test_a_lease_that_says_nothing_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its maker was killed before it had written, or a power cut took what it wrote."""
     refuse(monkeypatch, errno.ENOSYS)
-    monkeypatch.setattr(lock, "_LEASE_SECONDS", 0.4)
+    monkeypatch.setattr(lock, "_PATIENCE_SECONDS", 0.5)
     (tmp_path / "lock.lease").write_text("")
     held = hold(tmp_path, "s")
     assert held.is_locked

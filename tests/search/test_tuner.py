@@ -1,6 +1,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -275,6 +276,36 @@ def test_a_job_that_fails_by_itself_stops_the_study_with_its_reason(landscape: L
     with pytest.raises(UserError, match=r"fails by itself.*your bug"):
         search(landscape, 1800, executor=executor)
     assert executor.count <= 4
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        Outcome(Kind.CRASH, Phase.FORWARD, reason="killed from outside (SIGKILL)", source=Source.SIGNAL),
+        Outcome(Kind.TIMEOUT, Phase.INIT, reason="hangs", source=Source.SILENCE),
+        Outcome(Kind.CRASH, Phase.INIT, reason="ImportError: no such package", source=Source.EXCEPTION),
+    ],
+    ids=lambda failure: failure.reason,
+)
+def test_what_failed_before_anything_worked_may_work_in_another_call(landscape: Landscape, failure: Outcome) -> None:
+    store = StudyStore.in_memory(landscape.job(), landscape.hardware(), landscape.space())
+    broken = Scripted(landscape, lambda count, candidate: failure)
+    with suppress(UserError):  # the job fails by itself
+        assert search(landscape, 3600, store=store, executor=broken)[0].winner is None
+    failed = [record.candidate for record in store.records()]
+    result, executor, _ = search(landscape, 600, store=store, executor=ReplayExecutor(landscape, 9))
+    assert result.verified, "it was the machine or the job, and somebody has mended it"
+    assert executor.ledger.trials[0][1] in failed, "the most promising is tried again"
+
+
+def test_what_failed_where_something_worked_fails_for_ever(landscape: Landscape) -> None:
+    store = StudyStore.in_memory(landscape.job(), landscape.hardware(), landscape.space())
+    killed = Outcome(Kind.CRASH, Phase.FORWARD, reason="killed from outside (SIGKILL)", source=Source.SIGNAL)
+    once = Scripted(landscape, lambda count, candidate: killed if count == 1 else None)
+    search(landscape, 3600, store=store, executor=once, max_trials=4)
+    failed = store.records()[0].candidate
+    _, executor, _ = search(landscape, 600, store=store, executor=ReplayExecutor(landscape, 9))
+    assert failed.family not in [candidate.family for _, candidate, _ in executor.ledger.trials]
 
 
 def test_verification_that_fails_gives_the_next(landscape: Landscape) -> None:

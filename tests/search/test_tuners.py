@@ -95,8 +95,8 @@ def test_of_two_that_want_the_same_one_has_it(shared_url: str, tmp_path: Path) -
             store.leave()
 
 
-@pytest.mark.usefixtures("quick_leases")
-def test_the_trial_of_one_who_died_goes_back(shared_url: str, tmp_path: Path) -> None:
+def test_the_trial_of_one_who_died_goes_back(shared_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuners, "BEAT_SECONDS", 0.05)
     mine, theirs = opened(shared_url, tmp_path), opened(shared_url, tmp_path)
     try:
         theirs.tuners.leave()
@@ -108,6 +108,7 @@ def test_the_trial_of_one_who_died_goes_back(shared_url: str, tmp_path: Path) ->
         ended, running = mine.news([])
         assert not ended
         assert [(record.number, record.tuner) for record in running] == [(number, ELSEWHERE)]
+        monkeypatch.setattr(tuners, "LEASE_SECONDS", 0.5)
         wait_until(lambda: mine.news([])[0], "the lease's end", 20)
         (record,), running = mine.news([])
         assert not running
