@@ -35,6 +35,7 @@ class Openings:
         families: dict[tuple[tuple[str, Value], ...], int] = {}
         self.family = np.array([families.setdefault(c.family, len(families)) for c in candidates])
         self._refused: dict[str, list[Candidate]] = {}
+        self._forgiven: set[Candidate] = set()
         self._worked: list[Candidate] = []
 
     @property
@@ -84,6 +85,14 @@ class Openings:
                 self._rule_out_hungrier(candidate)
             self.rule_out(self.alike(candidate), f"same engine as {candidate}: {outcome.kind.value}")
             self._blame_place(candidate, outcome)
+
+    def forgive(self, candidate: Candidate, outcome: Outcome) -> None:
+        """The candidate may end otherwise now. One that hung or crashed twice even so is closed, and nothing with it: calls that
+        begin again and again get on."""
+        if outcome.kind.may_be_mended:
+            if candidate in self._forgiven:
+                self.close(candidate)
+            self._forgiven.add(candidate)
 
     def alike(self, candidate: Candidate) -> Flags:
         """The candidates of the same engine."""

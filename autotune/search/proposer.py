@@ -108,10 +108,10 @@ class Proposer:
             return
         at = self._index.get(candidate)
         self._beliefs.observe(candidate, at, outcome)
-        if outdated:
-            return
-        self._openings.observe(candidate, outcome)
         self._costs.observe(outcome)
+        if outdated:
+            return self._openings.forgive(candidate, outcome)
+        self._openings.observe(candidate, outcome)
         foreign = self._start is not None and candidate == self._start.candidate  # no prediction of ours
         self._ran_out += outcome.kind.is_oom and not foreign
         measured, over = outcome.measurement, float(max(FAILED * GIB, outcome.missing_bytes or 0))

@@ -23,6 +23,7 @@ from autotune.search.blame import Blame
 from autotune.search.clock import Clock
 from autotune.search.company import Company
 from autotune.search.crew import Crew
+from autotune.search.forgiven import forgiven
 from autotune.search.lessons import teach
 from autotune.search.observer import NullObserver, Observer
 from autotune.search.proposer import Proposer
@@ -99,11 +100,11 @@ class Tuner:
         """
         self.clock.begin()
         known = [(one, one.outcome) for one in self.store.records() if one.outcome is not None]
-        mended = not any(outcome.ok for _, outcome in known)  # why else another call?
+        mended = forgiven(self.store)
         for left, (record, outcome) in zip(range(len(known), 0, -1), known, strict=True):
             self.proposer.expect(left)
             self.company.known.add(record.number)
-            self._recall(record, outcome, mended)
+            self._recall(record, outcome, record.number in mended)
         if line := set_aside(self.store, self.standings.set_aside):
             self.observer.say(line)
         self.standings.begin_call()
@@ -265,9 +266,8 @@ class Tuner:
         self.blame.take(candidate, outcome)
 
     def _recall(self, record: Record, outcome: Outcome, mended: bool = False) -> None:
-        """Learns what earlier calls or others have found. What ran out of clearly less memory may fit now, and what hung or
-        crashed may work, where the machine or the job may have been `mended`."""
-        if not (self.hardware.outgrew(outcome.kind, outcome.capacity_bytes) or (mended and outcome.kind.may_be_mended)):
+        """Learns what earlier calls or others have found. What had clearly less memory, or was `mended`, may work now."""
+        if not (mended or self.hardware.outgrew(outcome.kind, outcome.capacity_bytes)):
             self._learn(record.number, record.candidate, outcome, record.role)
         elif outcome.kind is not Kind.OOM_HOST and record.role not in (VERIFY, RESUME):
             self.proposer.observe(record.candidate, outcome, outdated=True)
@@ -396,5 +396,5 @@ class Tuner:
             time.sleep(_LOOK_SECONDS)
 
     def _as_record(self, candidate: Candidate, measured: tuple[int, Measurement], role: str) -> Record:
-        found = (record for record in self.store.records() if record.number == measured[0])
-        return next(found, None) or Record(measured[0], candidate, Outcome(Kind.OK, measurement=measured[1]), role)
+        made = Record(measured[0], candidate, Outcome(Kind.OK, measurement=measured[1]), role)
+        return next((record for record in self.store.records() if record.number == made.number), made)

@@ -486,10 +486,12 @@ def sent_when_waiting(launch: Launch, *numbers: signal.Signals, caught: bool) ->
 
     def send() -> None:
         wait_until((launch.folder / "waiting").exists, "the rank")
-        for count, number in enumerate(numbers):
-            os.kill(os.getpid(), number)
-            wait_until(lambda count=count: heard() > count, "the signal")
-        (launch.folder / "go").touch()
+        try:
+            for count, number in enumerate(numbers):
+                os.kill(os.getpid(), number)
+                wait_until(lambda count=count: heard() > count, "the signal")
+        finally:
+            (launch.folder / "go").touch()
 
     thread = threading.Thread(target=send)
     with pytest.MonkeyPatch.context() as patch:

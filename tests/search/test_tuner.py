@@ -293,9 +293,39 @@ def test_what_failed_before_anything_worked_may_work_in_another_call(landscape: 
     with suppress(UserError):  # the job fails by itself
         assert search(landscape, 3600, store=store, executor=broken)[0].winner is None
     failed = [record.candidate for record in store.records()]
-    result, executor, _ = search(landscape, 600, store=store, executor=ReplayExecutor(landscape, 9))
-    assert result.verified, "it was the machine or the job, and somebody has mended it"
+    short, executor, _ = search(landscape, 600, store=store, executor=ReplayExecutor(landscape, 9), max_trials=1)
+    assert short.winner is not None, "it was the machine or the job, and somebody has mended it"
     assert executor.ledger.trials[0][1] in failed, "the most promising is tried again"
+    result, executor, _ = search(landscape, 3600, store=store, executor=ReplayExecutor(landscape, 9))
+    assert result.verified
+    families = {one.family for one in failed}
+    assert any(one.family in families for _, one, _ in executor.ledger.trials), "it stays mended in every later call"
+
+
+def test_what_fails_again_in_every_call_is_not_what_each_call_begins_with(landscape: Landscape) -> None:
+    """As where the job is preempted and begun again, each time before anything has worked."""
+    store = StudyStore.in_memory(landscape.job(), landscape.hardware(), landscape.space())
+    died = Outcome(Kind.CRASH, Phase.INIT, reason="died by SIGSEGV", source=Source.SIGNAL)
+    for _ in range(8):
+        broken = Scripted(landscape, lambda count, candidate: died)
+        search(landscape, 3600, store=store, executor=broken, max_trials=1)
+    tried = Counter(record.candidate for record in store.records())
+    assert max(tried.values()) == 2
+    assert len(tried) == 4
+    result, _, _ = search(landscape, 3600, store=store, executor=ReplayExecutor(landscape, 9))
+    assert result.verified
+
+
+def test_a_tuner_that_joins_others_takes_nothing_for_mended(
+    landscape: Landscape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = StudyStore.in_memory(landscape.job(), landscape.hardware(), landscape.space())
+    died = Outcome(Kind.CRASH, Phase.INIT, reason="died by SIGSEGV", source=Source.SIGNAL)
+    search(landscape, 3600, store=store, executor=Scripted(landscape, lambda count, candidate: died), max_trials=1)
+    monkeypatch.setattr(store.tuners, "others", lambda: ["another"])
+    _, executor, _ = search(landscape, 600, store=store, executor=ReplayExecutor(landscape, 9), max_trials=4)
+    failed = store.records()[0].candidate
+    assert failed.family not in [candidate.family for _, candidate, _ in executor.ledger.trials]
 
 
 def test_what_failed_where_something_worked_fails_for_ever(landscape: Landscape) -> None:
