@@ -90,7 +90,9 @@ class Tuners:
 
     def others(self) -> list[str]:
         """Those that live, as far as is known."""
-        return [tuner for tuner in self._heard if not self.is_gone(tuner)]
+        with self._look_lock:  # newcomers are noted meanwhile
+            heard = list(self._heard)
+        return [tuner for tuner in heard if not self.is_gone(tuner)]
 
     def is_gone(self, tuner: str | None) -> bool:
         """Whether nobody speaks for a trial of this tuner any more; None: of one that did not say who it was, before there were
