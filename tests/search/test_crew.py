@@ -44,25 +44,27 @@ def test_what_offloads_is_bound_by_the_host() -> None:
 
 @pytest.mark.parametrize(("alone", "beside"), [(host_bound, False), (lambda candidate: False, True)])
 def test_host_bound_trials_have_the_machine_to_themselves(alone: Callable[[Candidate], bool], beside: bool) -> None:
-    crew, lock, begin = Crew(alone), threading.Lock(), threading.Barrier(3)
+    crew, lock, meeting = Crew(alone), threading.Lock(), threading.Barrier(3)
     running: list[Candidate] = []
     seen: list[list[Candidate]] = []  # what ran when a trial began
 
     def work(worker: int) -> None:
-        begin.wait(60)
-        for turn in range(12):
-            candidate = OFFLOADED if turn % 4 == worker else make_candidate(worker, 1 + turn)
+        for turn in range(13):  # in the first all three meet, however slowly they come
+            offloads = turn % 4 == worker if turn else beside and worker == 0
+            candidate = OFFLOADED if offloads else make_candidate(worker, 1 + turn)
             with crew.thinking(), crew.having(candidate), crew.measuring(candidate), crew.aside():
                 with lock:
                     running.append(candidate)
                     seen.append(list(running))
+                if not turn:
+                    meeting.wait(60)
                 time.sleep(0.005)
                 with lock:
                     running.remove(candidate)
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(work, range(3)))
-    assert len(seen) == 36
+    assert len(seen) == 39
     assert max(map(len, seen)) > 1, "others are measured beside each other"
     mixed = [group for group in seen if len(group) > 1 and OFFLOADED in group]
     assert bool(mixed) is beside
@@ -74,18 +76,23 @@ class Meeting:
     for another who is, until two have met."""
 
     def __init__(self) -> None:
-        self._here, self._met, self._changed = 0, False, threading.Condition()
+        self._here, self._met, self._seen, self._changed = 0, False, False, threading.Condition()
 
     def __enter__(self) -> None:
         with self._changed:
             self._here += 1
             self._met |= self._here > 1
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._met, 5.0)
+            self._changed.wait_for(lambda: self._met, 1.0)
 
     def __exit__(self, *_: object) -> None:
         with self._changed:
             self._here -= 1
+
+    def see(self) -> None:
+        """Waits a moment for one who is measuring, until one was seen."""
+        with self._changed:
+            self._seen |= self._changed.wait_for(lambda: self._seen or self._here > 0, 1.0)
 
 
 class Slow(ReplayExecutor):
@@ -170,8 +177,10 @@ def test_workers_repeat_nothing_and_find_what_one_finds(landscape: Landscape) ->
 class Heavy(Slow):
     """One whose opening and whose sessions' ends take the host's time; `busy` has when they did, and for what."""
 
-    def __init__(self, landscape: Landscape, busy: list[tuple[float, float, Candidate | None]]) -> None:
-        super().__init__(landscape)
+    def __init__(
+        self, landscape: Landscape, busy: list[tuple[float, float, Candidate | None]], meeting: Meeting
+    ) -> None:
+        super().__init__(landscape, meeting=meeting)
         self._busy = busy
 
     def open(self, say: Callable[[str], None]) -> None:
@@ -180,11 +189,13 @@ class Heavy(Slow):
         self._busy.append((began, time.monotonic(), None))
 
     def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
-        session, busy = super().session(candidate, name, patience), self._busy
+        session, busy, meeting = super().session(candidate, name, patience), self._busy, self._meeting
 
         def close() -> None:
             began = time.monotonic()
             time.sleep(0.01)
+            if meeting is not None and not host_bound(candidate):
+                meeting.see()
             busy.append((began, time.monotonic(), candidate))
 
         session.close = close  # type: ignore[method-assign]
@@ -193,7 +204,8 @@ class Heavy(Slow):
 
 def test_nothing_is_measured_beside_an_opening_nor_alone_beside_an_end(landscape: Landscape) -> None:
     busy: list[tuple[float, float, Candidate | None]] = []
-    executors = [Heavy(landscape, busy) for _ in range(3)]
+    meeting = Meeting()
+    executors = [Heavy(landscape, busy, meeting) for _ in range(3)]
     search(landscape, executors)  # type: ignore[arg-type]
     spans = [span for executor in executors for span in executor.measured]
     assert sum(one is None for _, _, one in busy) == 2
