@@ -44,7 +44,7 @@ def job_of(kind: str, seq_len: int = 16) -> Job:
     [
         "mamba",
         pytest.param("falcon_mamba", marks=pytest.mark.slow),
-        "jamba",
+        pytest.param("jamba", marks=pytest.mark.slow),
         pytest.param("recurrent_gemma", marks=pytest.mark.slow),
     ],
 )

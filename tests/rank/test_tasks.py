@@ -187,18 +187,18 @@ def test_adapters_of_every_kind(bench: Bench, model: str, task: str) -> None:
     [
         (QWEN, "image-text", 56),
         pytest.param(IDEFICS, "image-text", None, marks=pytest.mark.slow),
-        (PALIGEMMA, "image-text", None),
+        pytest.param(PALIGEMMA, "image-text", None, marks=pytest.mark.slow),
         pytest.param(GEMMA, "image-text", None, marks=pytest.mark.slow),
         (MODERN, "masked-lm", None),
-        (MODERN, "token-classification", None),
+        pytest.param(MODERN, "token-classification", None, marks=pytest.mark.slow),
         (DEBERTA, "question-answering", None),
-        (DEBERTA, "masked-lm", None),
+        pytest.param(DEBERTA, "masked-lm", None, marks=pytest.mark.slow),
         (BART, "seq2seq", None),
         (BART, "classification", None),
         pytest.param(
             {**BART, "encoder_layerdrop": 0.1, "decoder_layerdrop": 0.1}, "seq2seq", None, marks=pytest.mark.slow
         ),
-        ({**MODERN, "num_labels": 1}, "classification", None),
+        pytest.param({**MODERN, "num_labels": 1}, "classification", None, marks=pytest.mark.slow),
         ({**MODERN, "problem_type": "multi_label_classification"}, "classification", None),
     ],
 )
