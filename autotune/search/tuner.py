@@ -100,7 +100,7 @@ class Tuner:
         """
         self.clock.begin()
         known = [(one, one.outcome) for one in self.store.records() if one.outcome is not None]
-        mended = forgiven(self.store)
+        mended = forgiven(self.store, known)
         for left, (record, outcome) in zip(range(len(known), 0, -1), known, strict=True):
             self.proposer.expect(left)
             self.company.known.add(record.number)
@@ -390,7 +390,7 @@ class Tuner:
             if (found := self.company.found(candidate, role)) is not None:
                 return found if found.kind.says_something_of_the_candidate else None
             if self.cancelled() or self.clock.left_seconds < 1.0:
-                return Outcome(Kind.INTERRUPTED, reason="the call ended while another was at it", source=Source.STOP)
+                return Outcome(Kind.INTERRUPTED, reason="ended while another tuner was at it", source=Source.STOP)
             if not self.company.are_at(candidate, role):
                 return None
             time.sleep(_LOOK_SECONDS)

@@ -287,7 +287,6 @@ class Crowded(Slow):
     ) -> None:
         super().__init__(landscape)
         self._running, self._hungry, self._first = running, hungry, meeting
-        self._begun = 0
 
     def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
         session, executor = super().session(candidate, name, patience), self
@@ -295,8 +294,7 @@ class Crowded(Slow):
 
         def crowded(candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
             executor._running.append(candidate)
-            executor._begun += 1
-            if executor._begun == 1:
+            if not executor.measured:
                 executor._first.wait(60)
             try:
                 outcome = measure(candidate, effort, deadline_seconds)
