@@ -37,6 +37,7 @@ def largest_fitting(plan: Plan) -> int:
     return max((stage.fitting.candidate.micro_batch for stage in plan.stages if stage.fitting), default=0)
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_worse() -> None:
     small, large = plans(Request("llama-3.2-1b", 2, seq_len=1024), ["rtx3090", "a100-80gb"])
     assert largest_fitting(large) >= largest_fitting(small)

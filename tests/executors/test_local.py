@@ -86,7 +86,7 @@ def test_verification_is_a_certificate(bench: Bench) -> None:
     assert not [path for path in folder.rglob("*") if path.suffix in (".bin", ".safetensors")], "nothing is written"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_candidate_goes_on_from_a_checkpoint(bench: Bench, stage: int) -> None:
     candidate = make_candidate(stage, 2, offload_optimizer="cpu" if stage == 3 else "none")
     outcome = bench.run(candidate, effort=RESUME)

@@ -13,7 +13,7 @@ from tests.conftest import make_job
     ("model", "task"),
     [
         ("tiny-llama", "causal-lm"),
-        ("tiny-bert", "masked-lm"),
+        pytest.param("tiny-bert", "masked-lm", marks=pytest.mark.slow),
         pytest.param("tiny-bert", "classification", marks=pytest.mark.slow),
         ("tiny-t5", "seq2seq"),
         ("tiny-mixtral", "causal-lm"),

@@ -23,7 +23,7 @@ def name_of(row: dict[str, object]) -> str:
 
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, marks=() if at in (5, 29, 45) else pytest.mark.slow) for at, row in enumerate(ROWS)],
+    [pytest.param(row, marks=() if at in (5, 29) else pytest.mark.slow) for at, row in enumerate(ROWS)],
     ids=name_of,
 )
 def test_real_engines_are_met(row: dict[str, object]) -> None:

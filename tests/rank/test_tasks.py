@@ -191,9 +191,9 @@ def test_adapters_of_every_kind(bench: Bench, model: str, task: str) -> None:
         pytest.param(GEMMA, "image-text", None, marks=pytest.mark.slow),
         (MODERN, "masked-lm", None),
         pytest.param(MODERN, "token-classification", None, marks=pytest.mark.slow),
-        (DEBERTA, "question-answering", None),
+        pytest.param(DEBERTA, "question-answering", None, marks=pytest.mark.slow),
         pytest.param(DEBERTA, "masked-lm", None, marks=pytest.mark.slow),
-        (BART, "seq2seq", None),
+        pytest.param(BART, "seq2seq", None, marks=pytest.mark.slow),
         (BART, "classification", None),
         pytest.param(
             {**BART, "encoder_layerdrop": 0.1, "decoder_layerdrop": 0.1}, "seq2seq", None, marks=pytest.mark.slow

@@ -223,7 +223,7 @@ def test_an_older_checkpoint_is_not_getting_on(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("begun", [{"output": "out"}, {"output": "out", "resumed": "out/checkpoint-5", "written": 7}])
-@pytest.mark.parametrize("end", [{"error": DISK}, {"signal": "SIGABRT"}])
+@pytest.mark.parametrize("end", [{"error": DISK}, pytest.param({"signal": "SIGABRT"}, marks=pytest.mark.slow)])
 def test_the_same_end_at_the_same_step_three_times_is_given_up(launch: Launch, begun: dict, end: dict) -> None:
     """A save into a full disk; a batch at which it hangs. An attempt that does not come to train is no such end."""
     barren = {**begun, "error": READ_ONLY}
@@ -239,7 +239,7 @@ def test_the_same_end_at_the_same_step_three_times_is_given_up(launch: Launch, b
     [
         [{"steps": 100, "output": "out", "resumed": "out/last", "written": at} for at in range(5)],
         [{"steps": 100 + 10 * at, "output": "out"} for at in range(5)],
-        [{"steps": 100} for _ in range(5)],
+        pytest.param([{"steps": 100} for _ in range(5)], marks=pytest.mark.slow),
     ],
     ids=["saved anew under its name", "farther each time", "loads in its own way"],
 )
