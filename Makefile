@@ -103,11 +103,11 @@ test-frameworks: setup
 	$(BIN)/python benchmarks/framework_environments.py --environments $(ENVIRONMENTS) $(ONLY)
 	AUTOTUNE_ENVIRONMENTS=$(ENVIRONMENTS) $(BIN)/python -m pytest -n 0 -m frameworks tests/frameworks
 
-coverage: setup
+coverage: $(READY)
 	$(BIN)/python -m coverage erase
 	COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(PYTEST) --cov --cov-report=term-missing
 
-flakes: setup  # hours
+flakes: $(READY)  # hours
 	$(BIN)/python benchmarks/flakes.py --beside --json benchmarks/results/flakes.json
 
 faults: setup  # an hour and a half; goes on where it was stopped
@@ -124,7 +124,7 @@ gpu-acceptance: setup  # ONLY=overhead,ooms runs these steps; they are listed by
 	$(BIN)/python benchmarks/gpu_acceptance.py $(if $(ONLY),--only $(ONLY)) $(if $(JSON),--json $(JSON))
 
 .PHONY: benchmarks benchmarks-small
-benchmarks: setup  # writes benchmarks/results anew: hours, one command at a time
+benchmarks: setup  # writes benchmarks/results anew but for what has a target of its own (faults, flakes, mutants, gpu-acceptance): hours
 	$(BIN)/python benchmarks/run_all.py
 	$(BIN)/python benchmarks/published_error.py  # the errors that `autotune plan` shows
 
