@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 
 # Where there is no GPU, DeepSpeed's CPU ops are built with the rest: the first trial that offloads would do it in the study's
 # time, and of three workers of the tests two would wait for the third.
-READY := $(shell nvidia-smi -L >/dev/null 2>&1 && echo setup || echo $(VENV)/.ops)
+GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+READY := $(if $(GPU),setup,$(VENV)/.ops)
 
 # On GPUs a real model; without one two CPU ranks, capped so that some trials really run out of memory.
-DEMO := $(shell nvidia-smi -L >/dev/null 2>&1 && echo "--model smollm2-360m --budget $(or $(BUDGET),10m)" \
-	|| echo "--model tiny-gemma-2 --device cpu --gpus 2 --memory-cap 640MiB --exhaustive --budget $(or $(BUDGET),165s)")
+DEMO := $(if $(GPU),--model smollm2-360m --budget $(or $(BUDGET),10m),\
+	--model tiny-gemma-2 --device cpu --gpus 2 --memory-cap 640MiB --exhaustive --budget $(or $(BUDGET),165s))
 
 run: $(READY)
 	$(BIN)/autotune run $(DEMO) --study demo-$$(date +%Y%m%d-%H%M%S) --yes
