@@ -41,7 +41,7 @@ AUDITS = 2  # second opinions that have found nothing better, before a search ma
 MOST_BOLD = 2  # trials of what is predicted not to fit, before it may
 IMPLAUSIBLE = 2.0  # such a share of the device no predictor is wrong by
 DOUBTLESS_SIGMAS = 3.0  # so far below the best a level is not worth seeing
-STALE = 64  # trials in vain, half of them the sampler's, before a search without a predictor ends by itself
+STALE = 120  # trials in vain, half of them drawn: 60 miss the best twentieth once in twenty times (Bergstra and Bengio 2012)
 WORTHWHILE = 0.25  # of the tolerance: a predicted gain below it is none
 
 
