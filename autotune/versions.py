@@ -42,10 +42,11 @@ RANGES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 def installed() -> dict[str, str | None]:
     """The versions that this interpreter has of everything in RANGES. Nothing of it is imported."""
-    return {name: platform.python_version() if name == PYTHON else _version(name) for name in RANGES}
+    return {name: platform.python_version() if name == PYTHON else version_of(name) for name in RANGES}
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """What this interpreter has of a package; None: nothing."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -36,7 +36,7 @@ from published_precision import TORCH_TYPES, precision_of
 from published_rows import Row, length, memory_bytes, quantity_of, step_seconds, whole
 from published_words import LeftOut, Unreadable, cell_of, states
 
-from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, LIGER, MICRO_BATCH, Candidate
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware, gpu_table
 from autotune.problem.job import ATTENTIONS, Job, Lora
 from autotune.problem.models import ModelSpec
@@ -74,6 +74,7 @@ class Settings:
     lora: Lora | None = None
     attention: str | None = None
     loss: str = "own"  # one of `trace.LOSSES`
+    liger: bool = False
     task: str = CAUSAL
     compiled: bool = False
     rate_is: str | None = None  # total or per_gpu, where the figure's kind leaves it open
@@ -185,10 +186,10 @@ def _of_two_sides(row: Row, length: Length | None) -> Length | None:
 
 def _loss(row: Row, s: Settings, model: ModelSpec) -> None:
     """How the loss is taken from the logits."""
-    if row.says("liger", "fused linear", "no full logits"):
+    if row.says("liger"):
+        s.liger = True  # its kernels for norms, rotation and gates, and its loss
+    elif row.says("fused linear", "no full logits"):
         s.loss = "chunked"
-        if s.quantity == "step" and row.says("liger"):  # its kernels for norms, rotation and gates, too
-            s.zero[LIGER] = True
     elif row.says("chunked c", "fused cross", "chunked lm_head"):
         s.loss = "fused"
     else:
@@ -355,6 +356,7 @@ def _job(s: Settings, hardware: Hardware) -> Job:
         lora=lora,
         attention=attention,
         compiled=s.compiled,
+        liger=s.liger,
         task=s.task,
         lengths=s.lengths or _varied(s.length),
         packed=s.packed and bool(s.lengths),

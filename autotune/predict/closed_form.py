@@ -11,7 +11,8 @@ from autotune.predict.constants import UNTRACED
 from autotune.predict.flops import dense_shape, matmul_parameters
 from autotune.predict.passes import BACKWARD, FORWARD, Pass, Trace
 from autotune.problem.job import Job
-from autotune.problem.tasks import IMAGE_TEXT, SEQ2SEQ
+from autotune.problem.liger import loss_in_kernel
+from autotune.problem.tasks import CAUSAL, IMAGE_TEXT, SEQ2SEQ
 
 _KEPT_BY_CHECKPOINTS = 0.15  # of what a forward saves: inputs of layers and the head, by the shipped models' traces
 
@@ -53,23 +54,26 @@ def closed_form_trace(job: Job, why: str, sizes: Sizes | None = None) -> Trace:
     width, tokens = job.element_bytes, job.seq_len
     # a layer: two norms (input kept in 32 bits by most), q k v, attention's output, two residuals, MLP's inner values
     layer = tokens * (width * (4 * hidden + 3 * attention + 2 * key_value + 4 * inner) + 4 * 2 * hidden)
-    head = tokens * vocabulary * (width + 4 + 4)  # logits, their 32-bit copy and log-softmax
+    copies = {"own": width + 4 + 4, "fused32": width + 4, "chunked": 0.0}  # logits, their 32-bit copy and log-softmax
+    loss = loss_in_kernel(text.get("model_type")) if job.liger and job.task == CAUSAL else "own"
+    head = tokens * vocabulary * copies[loss]
     block = tokens * hidden * width  # what a checkpointed layer keeps: its input
     flops, scores = 2.0 * products * tokens, 4.0 * layers * attention * tokens * tokens
     tied = bool(text.get("tie_word_embeddings", True))
     # of adapters only the sizes tell how little is trained
     parameters, frozen = sizes or ([products // layers] * layers + ([] if tied else [hidden * vocabulary]), 0)
     gradients = float(width * sum(parameters))
+    waiting = width * hidden * vocabulary if loss == "chunked" and not job.lora else 0.0  # the head's, made in forward
 
     def one(kept: float, recompute: float, in_layer: float) -> Pass:
         moved = 3.0 * layer * layers + head
         return Pass(
             phase=[FORWARD, BACKWARD, BACKWARD],
-            fixed=[0.0, 0.0, 0.0],
+            fixed=[waiting, waiting, 0.0],
             per_sequence=[kept + head, kept + head + in_layer, in_layer],
             gradients=[0.0, 0.0, gradients],
             in_use=[hidden * vocabulary * width] * 3,
-            after_forward=(0.0, kept + head),
+            after_forward=(waiting, kept + head),
             flops=(flops, 2 * flops + recompute),
             attention=(scores, 2.5 * scores + recompute / flops * scores),
             moved=((0.0, moved), (0.0, 2 * moved)),

@@ -41,6 +41,12 @@ class Counters:
         """What building the model did is no part of a step."""
         self.operators, self.moved, self.flops = [0, 0], [0.0, 0.0], [0.0, 0.0]
 
+    def add(self, more: Any) -> None:
+        """What was done besides, of a `losses.Uncounted`."""
+        self.flops[self.phase] += more.flops
+        self.moved[self.phase] += more.moved
+        self.operators[self.phase] += more.operators
+
     def read(self, tensor: Any) -> None:
         """Hears what a frozen linear layer reads in forward."""
         storage = tensor.untyped_storage()

@@ -22,6 +22,7 @@ from autotune.predict.versions import (
 from autotune.problem.candidate import ATTENTION, COMPILED, EXPANDABLE, LIGER, LORA, PACKING, ZERO_DEFAULTS, Candidate
 from autotune.problem.job import ATTENTIONS, Job, parse_lora
 from autotune.problem.knobs import SUPER_OFFLOAD
+from autotune.problem.liger import is_known
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -76,7 +77,7 @@ class Columns:
     narrow_weights: Floats  # ZeRO++: parameters travel in 8 bits
     narrow_gradients: Floats  # and gradients in 4
     adam_beside: Floats  # DeepSpeed's CPU Adam steps sub-groups while backward goes on (SuperOffload)
-    liger: Floats  # fused kernels, and a loss without logits
+    liger: Floats  # its kernels stand in the model's place
 
     def __len__(self) -> int:
         return len(self.stage)
@@ -209,13 +210,14 @@ def _sending(raws: list[dict[str, Any]], job: Job) -> dict[str, Floats]:
     zero = "zero_optimization."
     own, default = value_at(job.base_config, zero + "allgather_bucket_size"), ZERO_DEFAULTS["allgather_bucket_size"]
     sizes = [raw.get("allgather_bucket_size", own) for raw in raws]
+    knows = is_known(job.model.config.get("model_type"))
     return {
         "allgather_bucket": np.array([float(one) if isinstance(one, int | float) else default for one in sizes]),
         "multi_rank": _flags(raws, job, zero + "use_multi_rank_bucket_allreduce", True),
         "narrow_weights": _flags(raws, job, zero + "zero_quantized_weights"),
         "narrow_gradients": _flags(raws, job, zero + "zero_quantized_gradients"),
         "adam_beside": _flags(raws, job, SUPER_OFFLOAD),
-        "liger": np.array([float(raw.get(LIGER, job.liger)) for raw in raws]),
+        "liger": np.array([float(knows and raw.get(LIGER, job.liger)) for raw in raws]),
     }
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from autotune.predict.fused_kernels import FusedLinear, LossInPlace
 from autotune.predict.stand_ins import with_values
 from autotune.problem.job import Job
 from autotune.problem.tasks import DECODED, IMAGE_TEXT
 from autotune.rank.live import LiveTensors
 from autotune.rank.synthetic import one_batch, to_device
 from autotune.rank.workload import forward
+
+IN_CHUNKS = ("chunked", "chunked-apart")
 
 
 def autocast(job: Job) -> contextlib.AbstractContextManager[Any]:
@@ -30,11 +34,13 @@ def loss_of(job: Job, model: Any, batches: Any, micro_batch: int, loss: str, liv
     if loss == "own" or job.task not in DECODED:
         return model(**batch).loss
     labels = batch.pop("labels")
-    if loss == "chunked":
-        return _chunked_loss(model, batch)
+    if loss in IN_CHUNKS:
+        return _chunked_loss(model, batch, apart=loss == "chunked-apart")
     logits = model(**batch).logits
     if loss == "fused":
         return logits.mean()
+    if loss == "fused32":
+        return LossInPlace.apply(logits.float())
     if loss in ("shifted32", "held32"):
         logits = logits.float()
     shifted = logits[..., :-1, :].contiguous()
@@ -46,48 +52,39 @@ def loss_of(job: Job, model: Any, batches: Any, micro_batch: int, loss: str, liv
     return scalar
 
 
-def _chunked_loss(model: Any, batch: dict[str, Any]) -> Any:
+def _chunked_loss(model: Any, batch: dict[str, Any], apart: bool) -> Any:
     """Of a head and loss that are one kernel (liger-kernel, ops/fused_linear_cross_entropy.py; Hsu et al. 2024): logits of as
     many tokens at a time as make them about as large as the hidden states, and the gradients of both in forward already."""
-    head = model.get_output_embeddings()
+    head, text = model.get_output_embeddings(), model.config.get_text_config()
     head.forward = lambda hidden: hidden
+    if getattr(text, "final_logit_softcapping", None):
+        text.final_logit_softcapping = None  # in the kernel, too
     hidden = model(**batch).logits
-    return _FusedLinear.apply(hidden.reshape(-1, hidden.shape[-1]), head.weight)
+    return FusedLinear.apply(hidden.reshape(-1, hidden.shape[-1]), head.weight, apart)
 
 
-class _FusedLinear(torch.autograd.Function):
-    """One chunk is enough: the others take its memory. Products count for as many times as there are chunks, all but one of
-    them without an allocation, which `depth.extrapolate` would take for layers."""
+@dataclass(frozen=True)
+class Uncounted:
+    """What a loss does that a traced run does not: in forward."""
 
-    @staticmethod
-    def forward(ctx: Any, hidden: Any, weight: Any) -> Any:
-        tokens, width = hidden.shape
-        chunks = -(-weight.shape[0] // width)
-        of_hidden = torch.zeros_like(hidden)
-        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        part = hidden[: -(-tokens // chunks)]
-        logits = part @ weight.t()
-        in_32_bits = logits.float()
-        del in_32_bits
-        of_part = logits @ weight
-        if of_weight is not None:
-            of_weight.add_(logits.t() @ part)
-        del of_part, logits
-        ctx.gradients = of_hidden, of_weight
-        return torch.zeros((), dtype=torch.float32)
+    flops: float = 0.0
+    moved: float = 0.0  # bytes
+    operators: int = 0
 
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        return ctx.gradients
-
-
-def uncounted_flops(job: Job, model: Any, micro_batch: int, loss: str) -> float:
-    """FLOPs of the chunks that `_FusedLinear` does not run: logits, and the gradients of both that they are made of."""
-    if loss != "chunked" or job.task not in DECODED:
-        return 0.0
-    weight = model.get_output_embeddings().weight
-    products, (vocabulary, width) = (3 if weight.requires_grad else 2), weight.shape
-    return float(2 * products * micro_batch * job.seq_len * width * (vocabulary - width))
+    @classmethod
+    def of(cls, job: Job, model: Any, micro_batch: int, loss: str) -> Uncounted:
+        """Of a loss that a fused kernel takes: it reads the logits twice and writes their gradient once. In chunks also the
+        logits, and the gradients of both that they are made of, of all chunks but the one that runs."""
+        if loss not in (*IN_CHUNKS, "fused32") or job.task not in DECODED:
+            return cls()
+        weight = model.get_output_embeddings().weight
+        products, (vocabulary, width) = (3 if weight.requires_grad else 2), weight.shape
+        tokens = micro_batch * job.seq_len
+        if loss == "fused32":
+            return cls(0.0, 3.0 * 4 * tokens * vocabulary, 1)
+        chunks = -(-vocabulary // width)
+        flops = 2 * products * tokens * width * max(0, vocabulary - width)
+        return cls(float(flops), 3.0 * tokens * vocabulary * weight.element_size(), (products + 1) * (chunks - 1) + 1)
 
 
 def blank_batch(job: Job, config: Any, micro_batch: int) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from autotune.predict.roofline import Spent, host_limit_bytes, spend
 from autotune.predict.trace import trace_job
 from autotune.predict.unread import unread_keys
 from autotune.predict.versions import unknown_newer
-from autotune.problem.candidate import TRACED_KNOBS, Candidate, under
+from autotune.problem.candidate import ATTENTION, LIGER, TRACED_KNOBS, Candidate, under
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Measurement, Outcome
@@ -53,7 +53,7 @@ class Predictor:
     def __init__(self, job: Job, hardware: Hardware, trace: Trace | None = None) -> None:
         self.job, self.hardware = job, hardware
         self.trace = trace if trace is not None else trace_job(job, device=hardware.device)
-        self._traces: dict[tuple[object, ...], Trace] = {(None,) * len(TRACED_KNOBS): self.trace}
+        self._traces: dict[tuple[object, ...], Trace] = {_way(job, None): self.trace}
         self._refused: dict[tuple[object, ...], str] = {}  # ways of making the model that cannot be, and why
         widen = 1.0 if self.trace.exact else UNTRACED
         self._unread = unread_keys(job.base_config)
@@ -219,7 +219,7 @@ class Predictor:
         """What of predictions does not depend on the calibration. Knobs that change the model cost a trace each."""
         ways: dict[tuple[object, ...], list[int]] = {}
         for i, candidate in enumerate(candidates):
-            ways.setdefault(_way(candidate), []).append(i)
+            ways.setdefault(_way(self.job, candidate), []).append(i)
         for way, at in ways.items():
             self._trace(way, candidates[at[0]])
         if len(ways) <= 1:
@@ -239,8 +239,8 @@ class Predictor:
             UserError: none is left.
         """
         for candidate in candidates:
-            self._trace(_way(candidate), candidate)
-        left = [candidate for candidate in candidates if _way(candidate) not in self._refused]
+            self._trace(_way(self.job, candidate), candidate)
+        left = [candidate for candidate in candidates if _way(self.job, candidate) not in self._refused]
         if candidates and not left:
             raise UserError(next(iter(self._refused.values())))
         return left, [f"{why}: left out" for why in self._refused.values()]
@@ -336,7 +336,7 @@ class Predictor:
             memory_constants=dict(zip(MEMORY_CONSTANTS, self._memory.mean, strict=True)),
             spent=spent,
             slower=table.step / spent.step,
-            exact=[self._traces[_way(candidate)].exact for candidate in candidates],
+            exact=[self._traces[_way(self.job, candidate)].exact for candidate in candidates],
         )
         return [breakdowns.of(candidate, i) for i, candidate in enumerate(candidates)]
 
@@ -354,9 +354,10 @@ class Predictor:
         return np.asarray(np.log(self._spent(p, constants).step) + constants[..., len(TIME) :] @ p.quirks.T)
 
 
-def _way(candidate: Candidate) -> tuple[object, ...]:
-    """How the candidate's model is made, as far as a trace can see it."""
-    return tuple(candidate.get(knob) for knob in TRACED_KNOBS)
+def _way(job: Job, candidate: Candidate | None) -> tuple[object, ...]:
+    """How the model of a job, or of one of its candidates, is made, as far as a trace can see it."""
+    own = {ATTENTION: job.attention, LIGER: job.liger}
+    return tuple(candidate.get(knob, own.get(knob)) if candidate else own.get(knob) for knob in TRACED_KNOBS)
 
 
 def _corrected(

@@ -158,6 +158,7 @@ def features_of(c: Columns) -> Floats:
         1.5 * (c.lora > 0),
         0.2 * np.log2(1 + c.lora),
         1.5 * c.packed,
+        1.5 * c.liger,
     ]
     rows: Floats = np.array(columns, dtype=np.float64)
     return np.asarray(rows.T)

@@ -55,9 +55,6 @@ REDUCED_SECONDS = 2.5e-5  # ZeRO-1 and 2, a gradient: the hook that puts it into
 # Of an eager model's kernels and of the bytes they move, what is left when compiled: chains of pointwise operators (norms,
 # rotation, activation and gate) become one kernel each.
 COMPILED_STARTS, COMPILED_MOVED = 0.3, 0.45
-# The same where Liger's kernels stand for norms, rotation, activation and the loss alone (Hsu et al. 2024, Liger Kernel: a fifth
-# more tokens a second in whole trainings).
-LIGER_STARTS, LIGER_MOVED = 0.8, 0.7
 # Data and the loop, by micro-batch (collating, copying, reading the loss: transformers' Trainer looks whether it is
 # finite every time) and by step (clipping, the schedule, zero_grad), and what an optimizer does a tensor in Python
 # (same measurement: plain data parallel 60 us, ZeRO's flat parts 20).
@@ -153,7 +150,8 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
         recompute_share=either(0.0, 1 - whole_pass[0] / whole_pass[1]),
         products=either(*whole_pass) * rows / rates.flops,
         tail=either(*whole_pass) / job.seq_len * job.element_bytes / 2 / rates.memory,
-        moved=moved * np.where(c.compiled > 0, COMPILED_MOVED, np.where(c.liger > 0, LIGER_MOVED, 1.0)),
+        moved=moved
+        * np.where((c.compiled > 0) & (c.liger == 0), COMPILED_MOVED, 1.0),  # those of Liger are fused already
         starts=_starts(trace, c, rates),
         loop=c.accumulation * MICRO_SECONDS
         + STEP_SECONDS
@@ -241,7 +239,7 @@ def _starts(trace: Trace, c: Columns, rates: Rates) -> Floats:
     """Seconds of the processor to start a micro-batch's kernels, ZeRO's hooks included."""
     plain, again = trace.plain.operators, trace.of(True).operators
     checkpointing = c.checkpointing > 0
-    fused = np.where(c.compiled > 0, COMPILED_STARTS, np.where(c.liger > 0, LIGER_STARTS, 1.0))
+    fused = np.where((c.compiled > 0) & (c.liger == 0), COMPILED_STARTS, 1.0)
     operators = np.where(checkpointing, sum(again), sum(plain)) * fused
     tensors = float(len(trace.parameters))
     adapters = np.where(c.lora > 0, 2 * tensors, 0.0)  # two trained tensors and four modules each

@@ -37,7 +37,7 @@ def shapes_alone(fused: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """An attribute of a module or class is `value` for as long."""
     before = vars(owner)[name]
     setattr(owner, name, value)
@@ -77,16 +77,16 @@ _WINDOWS = "get_window_index"  # a method of Qwen2.5-VL's tower before transform
 def _known_values() -> Iterator[None]:
     """Values that are known stay so in tensors of more than one element, and functions of image sizes are computed."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_replaced(fake_tensor, "CONSTANT_NUMEL_LIMIT", _MOST_KNOWN))
+        stack.enter_context(replaced(fake_tensor, "CONSTANT_NUMEL_LIMIT", _MOST_KNOWN))
         for module in [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]:
             for name, function in [(name, vars(module).get(name)) for name in _OF_GRIDS]:
                 if callable(function):
-                    stack.enter_context(_replaced(module, name, _computed(function)))
+                    stack.enter_context(replaced(module, name, _computed(function)))
             for kind in [kind for kind in vars(module).values() if isinstance(kind, type)]:
                 if _POSITIONS in vars(kind):
-                    stack.enter_context(_replaced(kind, _POSITIONS, _blank_positions))
+                    stack.enter_context(replaced(kind, _POSITIONS, _blank_positions))
                 if _WINDOWS in vars(kind):
-                    stack.enter_context(_replaced(kind, _WINDOWS, _computed_method(vars(kind)[_WINDOWS])))
+                    stack.enter_context(replaced(kind, _WINDOWS, _computed_method(vars(kind)[_WINDOWS])))
         yield
 
 
@@ -162,7 +162,7 @@ def _fused_attention() -> Iterator[None]:
         out = original(query, key, value, attn_mask.detach(), 0.0, *args, **kwargs)
         return _GradientOfBias.apply(out, attn_mask, (*query.shape[:-1], key.shape[-2]))
 
-    with _replaced(functional, "scaled_dot_product_attention", attention):
+    with replaced(functional, "scaled_dot_product_attention", attention):
         yield
 
 
@@ -194,7 +194,7 @@ def _even_experts() -> Iterator[None]:
             made.constant = original(in_turn.view(chosen.shape), num_classes)
         return made
 
-    with contextlib.nullcontext() if experts_module() else _replaced(functional, "one_hot", one_hot):
+    with contextlib.nullcontext() if experts_module() else replaced(functional, "one_hot", one_hot):
         yield
 
 
@@ -204,12 +204,12 @@ def _made_known() -> Iterator[None]:
     Older ones look into more: ones are the mask of a batch without one (weights that begin as ones have one dimension), a range
     where each token stands. And they look for padding in the batch, to warn of it."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_replaced(torch, "rand", _known(torch.rand, lambda made: made.dim() == 0, torch.ones)))
+        stack.enter_context(replaced(torch, "rand", _known(torch.rand, lambda made: made.dim() == 0, torch.ones)))
         if looks_inside():
             models = importlib.import_module("transformers.modeling_utils").PreTrainedModel
-            stack.enter_context(_replaced(models, "warn_if_padding_and_no_attention_mask", lambda *_: None))
-            stack.enter_context(_replaced(torch, "ones", _known(torch.ones, lambda made: made.dim() > 1)))
-            stack.enter_context(_replaced(torch, "arange", _known(torch.arange, lambda made: True)))
+            stack.enter_context(replaced(models, "warn_if_padding_and_no_attention_mask", lambda *_: None))
+            stack.enter_context(replaced(torch, "ones", _known(torch.ones, lambda made: made.dim() > 1)))
+            stack.enter_context(replaced(torch, "arange", _known(torch.arange, lambda made: True)))
         yield
 
 
@@ -251,7 +251,7 @@ def _in_place_of(module: Any, name: str, make: Callable[[Any], Any]) -> Iterator
     if before is None:
         yield
         return
-    with _replaced(module, name, make(before)):
+    with replaced(module, name, make(before)):
         yield
 
 
@@ -284,5 +284,5 @@ def plain_conversion() -> Iterator[None]:
                 module._buffers[name] = fn(buffer)
         return module
 
-    with _replaced(torch.nn.Module, "_apply", apply):
+    with replaced(torch.nn.Module, "_apply", apply):
         yield

@@ -30,16 +30,17 @@ from autotune.problem.tasks import CAUSAL, IMAGE_TEXT
 __all__ = ["LOSSES", "VERSION", "Trace", "cache_folder", "cache_key", "trace_job", "trace_jobs", "traceable"]
 
 # How a decoder's loss is taken: as transformers does it (32-bit logits); from the 16-bit logits in place, as fused cross-entropy
-# kernels do; chunk by chunk, as kernels do that hold the head too and never all logits; and, as the code of models did it before
-# 2025, from a shifted copy of the logits: in 32 bits, in 16, or in 16 and cast by cross entropy itself, as it does under autocast
-# (torch's list of operators that autocast to float32). `held32` is `shifted32` in a loop that holds the model's outputs until
-# backward is done, as loops written by hand do and transformers' Trainer does not.
-LOSSES = ("own", "fused", "chunked", "shifted32", "held32", "shifted16", "shifted-cast")
+# kernels do, or in place of their 32-bit copy; chunk by chunk, as kernels do that hold the head too and never all logits, each
+# chunk's part of the head's gradient added in place or made apart in 32 bits; and, as the code of models did it before 2025, from
+# a shifted copy of the logits: in 32 bits, in 16, or in 16 and cast by cross entropy itself, as it does under autocast (torch's
+# list of operators that autocast to float32). `held32` is `shifted32` in a loop that holds the model's outputs until backward is
+# done, as loops written by hand do and transformers' Trainer does not.
+LOSSES = ("own", "fused", "fused32", "chunked", "chunked-apart", "shifted32", "held32", "shifted16", "shifted-cast")
 
 _RUNS_IT = ("torch", "transformers")
 _LOOK_SECONDS = 0.5  # between looks at what the tracer says
 _OWN_SHARE = 0.5  # of a core, below which a trace that does not come tells of the machine and not of the model
-VERSION = 7  # of what the tracer finds: raise it when that changes
+VERSION = 8  # of what the tracer finds: raise it when that changes
 
 
 def cache_folder() -> Path:
@@ -63,6 +64,7 @@ def cache_key(job: Job, loss: str = "own", device: str = "cuda") -> str:
         **({"attention": job.attention} if job.attention else {}),
         **({"task": job.task} if job.task != CAUSAL else {}),
         **({"image_size": job.image_size} if job.image_size else {}),
+        **({"liger": current().version("liger_kernel")} if job.liger else {}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 

@@ -5,8 +5,8 @@ The model's forward and backward run under fake tensors: no memory is taken and 
 out shapes. Two runs, at micro-batches of two and three sequences, give every allocation as
 `fixed + per_sequence x micro_batch`. A deep model is traced at two small depths and extrapolated (`depth.py`).
 
-With its parts `losses` and `stand_ins` this is all of `predict` that imports torch and transformers. The tuner's process never
-imports it.
+With its parts (`losses`, `operators`, `stand_ins`, `fused_kernels`, `recurrences`) this is all of `predict` that imports torch
+and transformers. The tuner's process never imports it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from autotune.linux import die_with_parent
 from autotune.predict.counters import Counters, follow, follow_encoder, joined
 from autotune.predict.depth import Extrapolation, at_depth, depths_of, extrapolate, extrapolation
-from autotune.predict.losses import autocast, blank_batch, loss_of, uncounted_flops
+from autotune.predict.fused_kernels import liger_kernels
+from autotune.predict.losses import Uncounted, autocast, blank_batch, loss_of
 from autotune.predict.operators import CountedTensors
 from autotune.predict.passes import BACKWARD, IMPORTED, Pass, Trace
 from autotune.predict.recurrences import at_once
 from autotune.predict.stand_ins import plain_conversion, shapes_alone
 from autotune.problem.job import Job
+from autotune.problem.liger import loss_in_kernel
 from autotune.problem.tasks import IMAGE_TEXT, SEQ2SEQ
 from autotune.rank.building import DTYPES, adapted, keep_cache, task_model, transformers_config
 from autotune.rank.versions import no_init_weights, refusals
 from autotune.rank.workload import own_workload
+from autotune.versions import version_of
 
 MOST_SECONDS = 300  # that one of many traces may take
 
@@ -90,6 +93,8 @@ def trace_model(
     model = _built(job, config)
     parameters, frozen = _sizes_of(model)
     told((parameters, sum(frozen)))
+    if job.liger and config is not None and loss == "own":
+        loss = loss_in_kernel(model.config.model_type, version_of("liger_kernel"))
     _try_batch(job, config)
     depths = None if whole_depth or config is None else extrapolation(config, model)
     del model
@@ -245,9 +250,11 @@ def _run(
                 follow_encoder(encoder, run)
             live.watch = run.saw
             live.events = run.allocations if keep_events else None
+            if job.liger and job.workload is None:
+                looping.enter_context(liger_kernels(model))
             with autocast(job):
                 loss = loss_of(job, model, batches, micro_batch, options.loss, live)
-            run.flops[run.phase] += uncounted_flops(job, model, micro_batch, options.loss)
+            run.add(Uncounted.of(job, model, micro_batch, options.loss))
             run.after_forward = live.bytes - run.base
             run.frozen_only = 0.0 if checkpointing else run.dropped_inputs()  # checkpoints drop them in any case
             run.phase = BACKWARD

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from autotune.predict.flops import dense_shape
 from autotune.predict.gathered import gathered_bytes, persistent
 from autotune.predict.knobs import Columns, Floats
 from autotune.predict.optimizers import stepper
@@ -26,10 +25,9 @@ from autotune.problem.job import Job
 HOLES = 0.3
 # Of the activations of a model that is compiled and does not checkpoint: what pointwise operators make (the 32-bit copies of
 # norms, gates, rotations) is computed again from the operands of products (torch, _functorch/partitioners.py,
-# min_cut_rematerialization_partition). A Llama layer keeps 27 to 32 of 42 hidden sizes; its loss keeps all.
+# min_cut_rematerialization_partition). A Llama layer keeps 27 to 32 of 42 hidden sizes; its loss keeps all. Liger's kernels keep
+# no more than that in the first place.
 COMPILED_KEPT = 0.75
-# Bytes a logit beside its own: in 32 bits, and as log-softmax; Liger's loss makes none of the three.
-LOGIT_COPIES = 4 + 4
 REDUCE_ELEMENTS = 5e8  # stage 0 reduces in flat copies of at most so many elements (engine.py, allreduce_gradients)
 
 SUMS = ("parameters", "gradients", "optimizer", "host", "left", "holes")  # of a Bill: one entry a candidate
@@ -113,9 +111,6 @@ class _Terms:
         self.master = np.where(self.fsdp, 0.0, columns.master)
         self.sub_group = sub_groups(columns, self.part, self.largest, self.ranks)
         self.stays = staying(columns, self.part, self.largest, self.ranks)
-        shape = dense_shape(job.model.config)
-        vocabulary = shape[2] if shape else 0
-        self.logits = job.seq_len * vocabulary * (job.element_bytes + LOGIT_COPIES)  # bytes a sequence
         self._gradients(job)
         self._buckets()
 
@@ -205,13 +200,11 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
     gathered = np.where(t.three, gathered_bytes(t.trace, c, t.frozen_width, t.ranks), 0.0)
     for choice, run in ((0.0, t.trace.plain), (1.0, t.trace.of(True))):
         mine = c.checkpointing == choice
-        kept = np.where((c.compiled > 0) & (choice == 0), COMPILED_KEPT, 1.0)
-        without_logits = max(0.0, max(run.per_sequence) - t.logits)
+        kept = np.where((c.compiled > 0) & (c.liger == 0) & (choice == 0), COMPILED_KEPT, 1.0)
         for phase, name in ((FORWARD, "forward"), (BACKWARD, "backward")):
             for fixed, each, grads, used in _points(run, phase):
                 (held, buckets), shards = _pending(t, grads), _shards(t, grads)
                 whole = np.where(t.three, np.maximum(gathered, used), 0.0) * (t.ranks > 1)
-                held_each = np.where(c.liger > 0, min(each, without_logits), each)
                 if phase == BACKWARD:
                     buckets = np.maximum(buckets, t.early)
                 bypass = t.contiguous & t.one & ~t.bf16_optimizer
@@ -222,7 +215,7 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
                     np.maximum(t.kept_buckets, t.standing + buckets),
                     whole,
                     np.maximum(t.kept, held + shards),
-                    kept * np.maximum(0.0, fixed + held_each * c.micro_batch) + _kept_inputs(t, run, each),
+                    kept * np.maximum(0.0, fixed + each * c.micro_batch) + _kept_inputs(t, run, each),
                     shards + t.fsdp * whole,
                 )
     held, buckets = _pending(t, t.whole, done=True)
@@ -356,8 +349,8 @@ def _pending(t: _Terms, grads: float, done: bool = False) -> tuple[Floats, Float
     first = t.bucket_width * waiting
     full = (elements >= c.reduce_bucket) | done
     own = t.own * min(elements, t.part)
-    # offloaded (and then always contiguous), a gradient's norm is taken in 64 bits
-    norm = np.where(t.out, 8.0 * min(t.largest, t.part), 0.0) if t.width < 4 else nothing
+    # offloaded (and then always contiguous), a gradient's norm is taken in 64 bits when it is there
+    norm = np.where(t.out, 8.0 * min(t.largest, t.part, elements), 0.0) if t.width < 4 else nothing
     accumulated = np.where(t.accumulates & ~t.out & ~t.compact, t.width * t.part + t.across, 0.0)
     held = np.select(
         [t.zero0, t.bf16_optimizer, t.one & contiguous, t.one, (stage == 2) & contiguous, stage == 2],

@@ -10,7 +10,6 @@ from autotune.problem.candidate import (
     ACCUMULATION,
     CHECKPOINTING,
     COMPILED,
-    LIGER,
     MICRO_BATCH,
     MODEL_KNOBS,
     PACKING,
@@ -135,7 +134,7 @@ def for_job(space: SearchSpace, job: Job) -> SearchSpace:
     knobs that the job's script or workload cannot be told are left out."""
     knobs = dict(_with_base(space, job.base_config).knobs)
     if job.workload is not None:
-        for knob in (*TRACED_KNOBS, LIGER):
+        for knob in TRACED_KNOBS:
             knobs.pop(knob, None)
     if not job.lengths or job.task != CAUSAL:
         knobs.pop(PACKING, None)

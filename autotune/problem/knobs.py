@@ -26,7 +26,7 @@ PACKING = "packing"
 LIGER = "liger_kernel"
 # how the model and its batches are made; a script makes its own
 MODEL_KNOBS = (ATTENTION, COMPILED, LORA, PACKING, LIGER)
-TRACED_KNOBS = (ATTENTION, LORA)  # those that change what a forward allocates for a row
+TRACED_KNOBS = (ATTENTION, LORA, LIGER)  # those that change what a forward allocates for a row
 EXPANDABLE = "expandable_segments"
 # what decides much of memory or time whatever the others say; buckets, overlap and the like do not
 FIRST_ORDER = (
@@ -166,7 +166,7 @@ _FIRST: dict[str, Knob] = {
     COMPILED: Knob(None, bool, off=False, needs=(needs.a_compiler,)),
     LORA: Knob(None, Lora, needs=(needs.its_package,)),
     PACKING: Knob(None, bool),
-    LIGER: Knob(None, bool, off=False, needs=(needs.cuda, needs.liger_kernel)),
+    LIGER: Knob(None, bool, off=False, needs=(needs.cuda, needs.liger_model, needs.liger_kernel)),
     EXPANDABLE: Knob(None, bool, off=False, needs=(needs.cuda, needs.own_allocator), short="expandable"),
     "offload_optimizer": Knob(ZERO + "offload_optimizer.device", _DEVICES, _at(1, 2, 3), needs=_PLACE, short="opt"),
     "offload_param": Knob(ZERO + "offload_param.device", _DEVICES, _at(3), needs=_OWN, short="par"),

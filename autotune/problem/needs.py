@@ -9,7 +9,9 @@ from autotune.interpreter import current, which
 from autotune.problem.early_variables import ALLOCATOR_VARIABLES, settings_in
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
+from autotune.problem.liger import is_known
 from autotune.problem.script_text import script_text
+from autotune.problem.tasks import DECODED
 from autotune.versions import release
 
 Value = bool | int | float | str
@@ -154,6 +156,14 @@ def missing_package(choice: object) -> str | None:
 
 def liger_kernel(value: Value, c: Circumstances) -> str:
     return "" if current().has("liger_kernel") else "needs the package liger_kernel, which is not installed"
+
+
+def liger_model(value: Value, c: Circumstances) -> str:
+    """A model that Liger knows, with a head for words: it replaces the forward of every other head by that of one."""
+    kind = c.job.model.config.get("model_type")
+    if not is_known(kind):
+        return f"changes nothing in a model of type {kind}, as far as autotune knows Liger's kernels (0.8.5)"
+    return "" if c.job.task in DECODED else f"is for {' and '.join(f'--task {task}' for task in DECODED)}"
 
 
 def engine_compile(value: Value, c: Circumstances) -> str:

@@ -369,7 +369,8 @@ def test_the_loss_is_as_the_code_of_the_time_took_it() -> None:
     assert only(model="Qwen-7B", parallel="zero2", n_gpus="2").loss == "shifted16"
     assert only(model="llama-3.2-3b").loss == "own"
     assert only(model="llama-3.2-3b", notes="torch 2.5.1").loss == "shifted32"
-    assert only(model="llama-3.1-8b", notes="liger kernel").loss == "chunked"
+    assert only(model="llama-3.1-8b", notes="no full logits").loss == "chunked"
+    assert only(model="llama-3.1-8b", notes="liger kernel").loss == "own"  # which Liger's kernels then take
     assert only(model="llama-3.1-8b", notes="torchtune chunked cross entropy").loss == "fused"
 
 
@@ -567,11 +568,10 @@ def test_torchtune_s_memory_is_its_own_log_s(section: str, quantity: str) -> Non
     assert found.quantity == quantity
 
 
-def test_liger_s_other_kernels_count_for_steps() -> None:
-    step = only(figure_kind="step_s", unit="s", notes="liger kernel")
-    assert (step.candidate.get("liger_kernel"), step.loss) == (True, "chunked")
-    assert only(notes="liger kernel").candidate.get("liger_kernel") is None, "the loss says all that memory needs"
-    assert only(figure_kind="step_s", unit="s", notes="no liger").candidate.get("liger_kernel") is None
+def test_liger_s_kernels_count_for_steps_and_for_memory() -> None:
+    for figure in ({"figure_kind": "step_s", "unit": "s"}, {}):
+        assert only(notes="liger kernel", **figure).job.liger
+        assert not only(notes="no liger", **figure).job.liger
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -254,6 +254,16 @@ def test_what_comes_and_goes(knobs: dict, buckets: list[int], temporaries: list[
     assert one.temporaries[RUN, 0].tolist() == temporaries
 
 
+@pytest.mark.parametrize(("elements", "norm"), [(10, 8 * 10), (50, 8 * 50), (60, 8 * 50)])
+def test_the_norm_of_an_offloaded_gradient_comes_with_it(elements: int, norm: int) -> None:
+    """Early in backward no large gradient has been made yet."""
+    run = dataclasses.replace(
+        TRACE.plain, gradients=[2.0 * elements if made else 0.0 for made in TRACE.plain.gradients]
+    )
+    one = bill_of({"zero_stage": 2, **OUT}, trace=dataclasses.replace(TRACE, plain=run))
+    assert one.temporaries[[1, 2], 0].tolist() == [0, norm]
+
+
 @pytest.mark.parametrize(
     ("knobs", "buckets", "temporaries"),
     [

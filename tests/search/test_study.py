@@ -9,11 +9,11 @@ import pytest
 from autotune.errors import UserError
 from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import Candidate
-from autotune.problem.hardware import detect
+from autotune.problem.hardware import detect, named_hardware
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.script_job import unknown_job
-from autotune.problem.space_file import load_space
+from autotune.problem.space_file import load_space, parse_space
 from autotune.search.distributions import constraints
 from autotune.search.proposer import Proposer
 from autotune.search.records import VERIFY
@@ -50,6 +50,14 @@ def test_the_next_call_in_the_same_process_may_hold_it(tmp_path: Path) -> None:
     first.leave()
     second.lock()
     second.leave()
+
+
+def test_what_a_study_fixed_and_this_version_knows_to_be_nothing_ends_no_reader_of_it() -> None:
+    """An earlier version took Liger's kernels for any model's; of BERT's they replace nothing."""
+    text = "knobs: {zero_stage: [1, 2], train_micro_batch_size_per_gpu: [1]}\nfixed: {liger_kernel: true}"
+    job = make_job(model="tiny-bert", task="masked-lm", seq_len=64)
+    store = StudyStore.in_memory(job, named_hardware("a100-80", 2), parse_space(text))
+    assert store.searched_space().knobs.keys() == {"zero_stage", "train_micro_batch_size_per_gpu"}
 
 
 def test_nothing_finished_is_lost_and_the_trial_in_flight_is_closed(tmp_path: Path, file: str) -> None:

@@ -1,0 +1,100 @@
+"""Which parts of a model Liger's kernels replace, by its type.
+
+Source: liger-kernel 0.8.5, `transformers/monkey_patch.py`: what `_apply_liger_kernel_to_instance` does to each type of
+`MODEL_TYPE_TO_APPLY_LIGER_FN` when nothing else is asked for, as transformers' Trainer calls it. Left out are layer norms, which
+keep what torch's keep, the squared ReLU of Nemotron likewise, and the towers of models with images.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autotune.versions import release
+
+# Versions that make each chunk's part of the head's gradient in 32 bits before they add it (ops/fused_linear_cross_entropy.py)
+_APART_FROM, _APART_UNTIL = (0, 6, 2), (0, 8, 3)
+_ROTATION = ("apply_rotary_pos_emb",)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What is replaced in a decoder."""
+
+    norms: frozenset[str]  # names of RMS norms; all others stay
+    in_place: bool = True  # backward of a norm writes over the gradient that it is given
+    rotations: tuple[str, ...] = _ROTATION  # functions of the model's module
+    gates: bool = True  # of MLPs: activation and product
+    experts: bool = False  # all of a layer's at once
+    loss: str = "chunked"  # one of `trace.LOSSES`
+
+
+_LAYER = frozenset(("norm", "input_layernorm", "post_attention_layernorm"))
+_AFTER = frozenset(("norm", "post_attention_layernorm", "post_feedforward_layernorm"))
+_AROUND = _AFTER | {"input_layernorm", "pre_feedforward_layernorm"}
+_HEADS = frozenset(("q_norm", "k_norm"))
+_LOW_RANK = frozenset(("q_a_layernorm", "kv_a_layernorm"))
+_GLM = _LAYER | {"post_self_attn_layernorm", "post_mlp_layernorm"}
+
+_PLAIN = Kernels(_LAYER)
+_NEXT = Kernels(_LAYER | _HEADS, in_place=False, rotations=(), experts=True)
+_LATENT = Kernels(_LAYER | _LOW_RANK, rotations=(), experts=True)
+
+_DECODERS = {
+    **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "smollm3", "phi3", "gemma", "hunyuan_v1_dense"), _PLAIN),
+    "mllama_text_model": _PLAIN,
+    "llama4_text": Kernels(_LAYER, rotations=()),
+    "mixtral": Kernels(_LAYER, experts=True),
+    "hunyuan_v1_moe": Kernels(_LAYER, gates=False, experts=True),
+    "gpt_oss": Kernels(_LAYER, gates=False),
+    "granite": Kernels(_LAYER, loss="fused32"),  # logits are scaled first
+    "nemotron": Kernels(frozenset(), rotations=(), gates=False),
+    "qwen3": Kernels(_LAYER | _HEADS),
+    "qwen3_moe": Kernels(_LAYER | _HEADS, experts=True),
+    # what transformers 5 rotates by has another name than what Liger puts there
+    **dict.fromkeys(
+        ("qwen2_vl_text", "qwen2_5_vl_text"), Kernels(_LAYER, rotations=("apply_multimodal_rotary_pos_emb",))
+    ),
+    "qwen3_vl_text": Kernels(_LAYER | _HEADS, gates=False),
+    "qwen3_vl_moe_text": Kernels(_LAYER | _HEADS, gates=False, experts=True),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _NEXT),
+    "gemma2": Kernels(_AROUND, in_place=False),
+    "gemma3_text": Kernels(_AROUND | _HEADS, in_place=False),
+    "gemma4_text": Kernels(_AROUND | _HEADS, in_place=False, rotations=()),
+    **dict.fromkeys(("olmo2", "olmo3"), Kernels(_AFTER, in_place=False)),
+    "exaone4": Kernels(_AFTER | _HEADS, in_place=False),
+    "glm4": Kernels(_GLM, in_place=False, rotations=()),
+    "glm4v_text": Kernels(_GLM, rotations=()),
+    "glm4v_moe_text": Kernels(_LAYER, rotations=(), experts=True),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _LATENT),
+    "deepseek_v4": Kernels(_LAYER, rotations=(), gates=False),
+    "falcon_h1": Kernels(frozenset(("final_layernorm", "input_layernorm", "pre_ff_layernorm"))),
+}
+_ONLY_WITHIN = frozenset(("glm4v_text", "glm4v_moe_text"))  # a model with images
+_WITH_IMAGES = {  # how their loss is taken; within, the decoder's type says what is replaced
+    **dict.fromkeys(
+        ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "chunked"
+    ),
+    **dict.fromkeys(
+        ("gemma3", "gemma4", "paligemma", "internvl", "smolvlm", "glm4v", "glm4v_moe", "mllama"), "chunked"
+    ),
+    "llama4": "own",  # Liger has the forward of the decoder's own head alone
+}
+
+
+def kernels_of(model_type: str | None) -> Kernels | None:
+    """What is replaced in a decoder of this type; None: nothing."""
+    return _DECODERS.get(model_type or "")
+
+
+def is_known(model_type: str | None) -> bool:
+    """Whether anything is replaced in a whole model of this type."""
+    return model_type in _WITH_IMAGES or (model_type in _DECODERS and model_type not in _ONLY_WITHIN)
+
+
+def loss_in_kernel(model_type: str | None, version: str | None = None) -> str:
+    """How the loss of a whole model of this type is taken with a version of Liger's kernels, or the newest: one of
+    `trace.LOSSES`."""
+    kernels = kernels_of(model_type)
+    loss = kernels.loss if kernels else _WITH_IMAGES.get(model_type or "", "own")
+    made_apart = version is not None and _APART_FROM <= release(version) < _APART_UNTIL
+    return "chunked-apart" if loss == "chunked" and made_apart else loss
