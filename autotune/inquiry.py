@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 # The packages whose versions decide what can be done and how fast it is, where they are there.
-PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "ninja")
+PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "liger_kernel", "ninja")
 
 
 def version(package: str) -> str | None:

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from autotune.errors import UserError
+from autotune.interpreter import current
 from autotune.predict.constants import UNTRACED
 from autotune.predict.flops import dense_shape, matmul_parameters
 from autotune.predict.passes import BACKWARD, FORWARD, Pass, Trace
@@ -27,6 +28,15 @@ def untraced_note(why: str, counted: bool = False) -> str:
         f"not traced ({why}): closed form, what a dense model of these sizes keeps and computes; intervals of activations "
         f"and {times} are {UNTRACED:g} times as wide"
     )
+
+
+def _of_the_loss(job: Job, text: dict[str, Any]) -> tuple[float, bool]:
+    """(bytes kept of a logit, whether the head's gradient is made in forward and waits)."""
+    width, trains_head = job.element_bytes, not job.lora or "lm_head" in job.lora.saved
+    installed = current().version("liger_kernel")
+    loss = loss_in_kernel(text.get("model_type"), installed) if job.liger and job.task == CAUSAL else "own"
+    copies = {"own": width + 4 + 4, "fused32": width + 4}  # of the logits: in 32 bits, and as log-softmax
+    return float(copies.get(loss, 0)), trains_head and loss not in copies
 
 
 def closed_form_trace(job: Job, why: str, sizes: Sizes | None = None) -> Trace:
@@ -54,16 +64,15 @@ def closed_form_trace(job: Job, why: str, sizes: Sizes | None = None) -> Trace:
     width, tokens = job.element_bytes, job.seq_len
     # a layer: two norms (input kept in 32 bits by most), q k v, attention's output, two residuals, MLP's inner values
     layer = tokens * (width * (4 * hidden + 3 * attention + 2 * key_value + 4 * inner) + 4 * 2 * hidden)
-    copies = {"own": width + 4 + 4, "fused32": width + 4, "chunked": 0.0}  # logits, their 32-bit copy and log-softmax
-    loss = loss_in_kernel(text.get("model_type")) if job.liger and job.task == CAUSAL else "own"
-    head = tokens * vocabulary * copies[loss]
+    per_logit, waits = _of_the_loss(job, text)
+    head = tokens * vocabulary * per_logit
     block = tokens * hidden * width  # what a checkpointed layer keeps: its input
     flops, scores = 2.0 * products * tokens, 4.0 * layers * attention * tokens * tokens
     tied = bool(text.get("tie_word_embeddings", True))
     # of adapters only the sizes tell how little is trained
     parameters, frozen = sizes or ([products // layers] * layers + ([] if tied else [hidden * vocabulary]), 0)
     gradients = float(width * sum(parameters))
-    waiting = width * hidden * vocabulary if loss == "chunked" and not job.lora else 0.0  # the head's, made in forward
+    waiting = width * hidden * vocabulary * waits
 
     def one(kept: float, recompute: float, in_layer: float) -> Pass:
         moved = 3.0 * layer * layers + head

@@ -9,6 +9,7 @@ the kernel would.
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,15 +18,20 @@ import torch
 
 from autotune.predict.stand_ins import replaced
 from autotune.problem.liger import Kernels, is_known, kernels_of
+from autotune.versions import release, version_of
+
+_TRAINED_WHOLE = re.compile(r"\.(original_module|modules_to_save\.[^.]+)$")  # peft's, of a module beside adapters
+# Before, a layer's experts were modules of their own, or had other shapes, and Liger left all of them at once alone
+_AT_ONCE = release(version_of("transformers")) >= (5,)
 
 
 @contextlib.contextmanager
-def liger_kernels(model: torch.nn.Module) -> Iterator[None]:
-    """The model runs as it would with Liger's kernels; whatever they do not know runs as it is, and so does a decoder that they
-    know in a model that they do not."""
+def liger_kernels(model: torch.nn.Module, version: str | None = None) -> Iterator[None]:
+    """The model runs as it would with a version of Liger's kernels, or the newest; whatever they do not know runs as it is, and
+    so does a decoder that they know in a model that they do not."""
     with contextlib.ExitStack() as stack:
-        for part in model.modules() if is_known(_type_of(model)) else ():
-            kernels = kernels_of(_type_of(part))
+        for part in model.modules() if is_known(_type_of(model), version) else ():
+            kernels = kernels_of(_type_of(part), version)
             if kernels and hasattr(part, "layers"):
                 _replace_modules(part, kernels)
                 for owner in {sys.modules[type(module).__module__] for module in part.modules()}:
@@ -47,13 +53,14 @@ def _replace_modules(decoder: torch.nn.Module, kernels: Kernels) -> None:
     for path, module in decoder.named_modules():
         if path in beside_experts:
             continue  # Gemma 4's, as it was
-        if path.rpartition(".")[2] in kernels.norms and type(module).__name__.endswith("RMSNorm"):
+        name = _TRAINED_WHOLE.sub("", path).rpartition(".")[2]
+        if name in kernels.norms and type(module).__name__.endswith("RMSNorm"):
             if module._parameters.get("weight") is None:
                 continue  # Gemma 4's router has one that scales nothing
             module.forward = _normalised(module, kernels.in_place)  # type: ignore[method-assign]
         elif hasattr(module, "down_proj"):
             joined = getattr(module, "gate_up_proj", None)
-            if kernels.experts and isinstance(joined, torch.nn.Parameter):
+            if kernels.experts and _AT_ONCE and isinstance(joined, torch.nn.Parameter):
                 module.forward = _routed(module)  # type: ignore[method-assign]
             elif kernels.gates and isinstance(joined, torch.nn.Module):
                 module.forward = _gated_at_once(module)  # type: ignore[method-assign]
@@ -186,34 +193,37 @@ class LossInPlace(torch.autograd.Function):
 
 
 class FusedLinear(torch.autograd.Function):
-    """A head and its loss: logits of as many tokens at a time as make them about as large as the hidden states, and the gradients
-    of both in forward already. One chunk is enough: the others take its memory. What they compute and move is
-    `losses.Uncounted`: without an allocation, `depth.extrapolate` would take them for layers.
+    """A head and its loss: logits of as many tokens at a time as make them `chunk` times as large as the hidden states, and the
+    gradients of both in forward already. One chunk is enough: the others take its memory. What they compute and move is
+    `losses.Uncounted`: without an allocation, `depth.extrapolate` would take them for layers. The kernel's chunks have a power
+    of two of rows, up to twice as many: this is the mean that a trace at two micro-batches can tell.
 
-    What a chunk adds to the head's gradient is made apart in 32 bits by some versions (`apart`), of 32-bit weights by all, and on
+    What a chunk adds to the head's gradient is made apart in 32 bits by some versions (`apart`), of 32-bit logits by all, and on
     cards before Ampere, which is not counted.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Any, weight: Any, apart: bool) -> Any:
+    def forward(ctx: Any, hidden: Any, weight: Any, apart: bool, chunk: int) -> Any:
         tokens, width = hidden.shape
-        chunks = -(-weight.shape[0] // width)
+        chunks = -(-weight.shape[0] // (chunk * width))
         of_hidden = torch.zeros_like(hidden)
         of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         part = hidden[: -(-tokens // chunks)]
         logits = part @ weight.t()
         _multiply(logits, weight, of_hidden[: len(part)])
-        if of_weight is not None and (apart or not logits.dtype == weight.dtype != torch.float32):
+        if of_weight is not None and (apart or logits.dtype == torch.float32):
             of_weight.add_((logits.t() @ part).float())
         elif of_weight is not None:
-            torch.addmm(of_weight, logits.t(), part, out=of_weight)
+            # torch has no such product into 32 bits on CPUs: as much of the sum's memory as 16 bits take
+            sums = of_weight.view(logits.dtype)[:, :width]
+            torch.addmm(sums, logits.t(), part.to(logits.dtype), out=sums)
         del logits
         ctx.save_for_backward(of_hidden, of_weight)
         return torch.zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        return *ctx.saved_tensors, None
+        return *ctx.saved_tensors, None, None
 
 
 def _chosen(rows: Any, count: int) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.interpreter import current
 from autotune.predict.versions import (
     READ,
     Release,
@@ -210,7 +211,7 @@ def _sending(raws: list[dict[str, Any]], job: Job) -> dict[str, Floats]:
     zero = "zero_optimization."
     own, default = value_at(job.base_config, zero + "allgather_bucket_size"), ZERO_DEFAULTS["allgather_bucket_size"]
     sizes = [raw.get("allgather_bucket_size", own) for raw in raws]
-    knows = is_known(job.model.config.get("model_type"))
+    knows = is_known(job.model.config.get("model_type"), current().version("liger_kernel"))
     return {
         "allgather_bucket": np.array([float(one) if isinstance(one, int | float) else default for one in sizes]),
         "multi_rank": _flags(raws, job, zero + "use_multi_rank_bucket_allreduce", True),

@@ -11,6 +11,7 @@ import torch
 from autotune.predict.fused_kernels import FusedLinear, LossInPlace
 from autotune.predict.stand_ins import with_values
 from autotune.problem.job import Job
+from autotune.problem.liger import kernels_of
 from autotune.problem.tasks import DECODED, IMAGE_TEXT
 from autotune.rank.live import LiveTensors
 from autotune.rank.synthetic import one_batch, to_device
@@ -55,12 +56,21 @@ def loss_of(job: Job, model: Any, batches: Any, micro_batch: int, loss: str, liv
 def _chunked_loss(model: Any, batch: dict[str, Any], apart: bool) -> Any:
     """Of a head and loss that are one kernel (liger-kernel, ops/fused_linear_cross_entropy.py; Hsu et al. 2024): logits of as
     many tokens at a time as make them about as large as the hidden states, and the gradients of both in forward already."""
-    head, text = model.get_output_embeddings(), model.config.get_text_config()
-    head.forward = lambda hidden: hidden
-    if getattr(text, "final_logit_softcapping", None):
-        text.final_logit_softcapping = None  # in the kernel, too
-    hidden = model(**batch).logits
-    return FusedLinear.apply(hidden.reshape(-1, hidden.shape[-1]), head.weight, apart)
+    head, read = model.get_output_embeddings(), []
+
+    def forward_of_head(hidden: Any) -> Any:
+        read.append(hidden)
+        return hidden[..., :1]  # what a model does to its logits, the kernel does: here to one column alone
+
+    head.forward = forward_of_head
+    model(**batch)
+    hidden = read.pop()
+    return FusedLinear.apply(hidden.reshape(-1, hidden.shape[-1]), head.weight, apart, _chunk_of(model))
+
+
+def _chunk_of(model: Any) -> int:
+    kernels = kernels_of(model.config.model_type)
+    return kernels.chunk if kernels else 1
 
 
 @dataclass(frozen=True)
@@ -82,8 +92,9 @@ class Uncounted:
         tokens = micro_batch * job.seq_len
         if loss == "fused32":
             return cls(0.0, 3.0 * 4 * tokens * vocabulary, 1)
-        chunks = -(-vocabulary // width)
-        flops = 2 * products * tokens * width * max(0, vocabulary - width)
+        at_once = width * _chunk_of(model)
+        chunks = -(-vocabulary // at_once)
+        flops = 2 * products * tokens * width * max(0, vocabulary - at_once)
         return cls(float(flops), 3.0 * tokens * vocabulary * weight.element_size(), (products + 1) * (chunks - 1) + 1)
 
 

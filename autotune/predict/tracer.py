@@ -251,7 +251,7 @@ def _run(
             live.watch = run.saw
             live.events = run.allocations if keep_events else None
             if job.liger and job.workload is None:
-                looping.enter_context(liger_kernels(model))
+                looping.enter_context(liger_kernels(model, version_of("liger_kernel")))
             with autocast(job):
                 loss = loss_of(job, model, batches, micro_batch, options.loss, live)
             run.add(Uncounted.of(job, model, micro_batch, options.loss))

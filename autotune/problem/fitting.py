@@ -37,7 +37,8 @@ def fitted(space: SearchSpace, job: Job, hardware: Hardware, *, here: bool = Tru
     """The space for this job on this machine, and what was left out.
 
     Args:
-        here: whether ranks would run in the environment of this call; a study may be read where other packages are installed.
+        here: whether ranks would run in the environment of this call; a study may be read where other packages are installed,
+            and by a version that knows more of what a knob needs: then what was fixed by hand is left out, too.
 
     Raises:
         UserError: a knob that is fixed by hand, in the space or in the user's own config, cannot be had here; or one of a space
@@ -57,7 +58,7 @@ def fitted(space: SearchSpace, job: Job, hardware: Hardware, *, here: bool = Tru
         missing = {value: why for value in domain.values if (why := unmet(name, value, around))}
         for value, why in missing.items():
             lacking.setdefault(why, []).append(f"{name} {value}")
-        left = _left(name, domain, missing, around, space)
+        left = _left(name, domain, missing, around, space, here)
         if left is not None and (name in referred or not _nothing_but_off(name, left, around)):
             knobs[name] = left
     notes = [f"{', '.join(settings)} {why}: left out" for why, settings in lacking.items()]
@@ -66,7 +67,7 @@ def fitted(space: SearchSpace, job: Job, hardware: Hardware, *, here: bool = Tru
     for name in sorted(unread):
         why = f"{name} is read by no candidate of space {space.name}: it needs {KNOBS[name].read.where}"
         # what gains nothing without its conditions is said; buckets and offloading that a stage does not read are as usual
-        if knobs[name].fixed and KNOBS[name].needs and name not in FIRST_ORDER:
+        if here and knobs[name].fixed and KNOBS[name].needs and name not in FIRST_ORDER:
             raise UserError(f"{why}; leave it out of `fixed`, or give it what it needs")
         notes.append(f"{why}: left out")
         del knobs[name]
@@ -86,14 +87,14 @@ def _check_own(around: Circumstances) -> None:
 
 
 def _left(
-    name: str, domain: Domain, missing: dict[Value, str], around: Circumstances, space: SearchSpace
+    name: str, domain: Domain, missing: dict[Value, str], around: Circumstances, space: SearchSpace, here: bool
 ) -> Domain | None:
     """What is left of a knob without the values that lack something; None where nothing is."""
     if not missing:
         return domain
     value, why = next(iter(missing.items()))
     unknown = not space.shipped and why == _unknown(name, around.deepspeed)
-    if domain.fixed or unknown:
+    if (domain.fixed and here) or unknown:
         raise UserError(f"space {space.name}: {name} {value} {why}; leave it out")
     left = tuple(one for one in domain.values if one not in missing)
     if not left and KNOBS[name].off is None:

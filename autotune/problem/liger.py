@@ -1,16 +1,21 @@
-"""Which parts of a model Liger's kernels replace, by its type.
+"""Which parts of a model Liger's kernels replace, by its type and their version.
 
 Source: liger-kernel 0.8.5, `transformers/monkey_patch.py`: what `_apply_liger_kernel_to_instance` does to each type of
-`MODEL_TYPE_TO_APPLY_LIGER_FN` when nothing else is asked for, as transformers' Trainer calls it. Left out are layer norms, which
-keep what torch's keep, the squared ReLU of Nemotron likewise, and the towers of models with images.
+`MODEL_TYPE_TO_APPLY_LIGER_FN` when nothing else is asked for, as transformers' Trainer calls it; since when a type is among them,
+by the same file of versions 0.6.1 to 0.8.4. Left out are layer norms, which keep what torch's keep, the squared ReLU of Nemotron
+likewise, the rotation of Llama 4, and the towers of models with images.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from autotune.versions import release
 
+LIGER_READ = "0.8.5"  # the version that this table was read of
+# Since when it needs transformers as new as this: with an older one it fails when it is imported
+NEEDS_TRANSFORMERS = {(0, 7, 0): (4, 52), (0, 8, 5): (5, 0)}
 # Versions that make each chunk's part of the head's gradient in 32 bits before they add it (ops/fused_linear_cross_entropy.py)
 _APART_FROM, _APART_UNTIL = (0, 6, 2), (0, 8, 3)
 _ROTATION = ("apply_rotary_pos_emb",)
@@ -24,8 +29,9 @@ class Kernels:
     in_place: bool = True  # backward of a norm writes over the gradient that it is given
     rotations: tuple[str, ...] = _ROTATION  # functions of the model's module
     gates: bool = True  # of MLPs: activation and product
-    experts: bool = False  # all of a layer's at once
+    experts: bool = False  # all of a layer's at once, where the version can
     loss: str = "chunked"  # one of `trace.LOSSES`
+    chunk: int = 1  # times as large as hidden states are logits of one chunk
 
 
 _LAYER = frozenset(("norm", "input_layernorm", "post_attention_layernorm"))
@@ -45,7 +51,7 @@ _DECODERS = {
     "llama4_text": Kernels(_LAYER, rotations=()),
     "mixtral": Kernels(_LAYER, experts=True),
     "hunyuan_v1_moe": Kernels(_LAYER, gates=False, experts=True),
-    "gpt_oss": Kernels(_LAYER, gates=False),
+    "gpt_oss": Kernels(_LAYER, gates=False, chunk=8),  # model/gpt_oss.py, since 0.8.3
     "granite": Kernels(_LAYER, loss="fused32"),  # logits are scaled first
     "nemotron": Kernels(frozenset(), rotations=(), gates=False),
     "qwen3": Kernels(_LAYER | _HEADS),
@@ -79,22 +85,49 @@ _WITH_IMAGES = {  # how their loss is taken; within, the decoder's type says wha
     ),
     "llama4": "own",  # Liger has the forward of the decoder's own head alone
 }
+# Whose forward with images looks for what transformers' models have no more, or does not hand on what they ask for
+FAILS_WITH_IMAGES = frozenset(("paligemma", "mllama", "llama4"))
+_SINCE = {
+    "glm4v": (0, 6, 2),
+    **dict.fromkeys(("falcon_h1", "glm4v_moe", "internvl", "qwen3_next", "smolvlm"), (0, 6, 3)),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "olmo3"), (0, 6, 4)),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text"), (0, 6, 4)),
+    **dict.fromkeys(("exaone4", "gpt_oss"), (0, 6, 5)),
+    **dict.fromkeys(("gemma4_text", "ministral", "nemotron"), (0, 8, 0)),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), (0, 8, 0)),
+    **dict.fromkeys(("gemma4", "deepseek_v4"), (0, 8, 1)),
+    "deepseek_v3": (0, 8, 4),
+    "deepseek_v2": (0, 8, 5),
+}
+_EXPERTS_SINCE = (0, 8, 0)  # ops/fused_moe.py; before, a loop over experts
 
 
-def kernels_of(model_type: str | None) -> Kernels | None:
-    """What is replaced in a decoder of this type; None: nothing."""
-    return _DECODERS.get(model_type or "")
+def kernels_of(model_type: str | None, version: str | None = None) -> Kernels | None:
+    """What a version of Liger's kernels, or the newest, replaces in a decoder of this type; None: nothing."""
+    kernels = _DECODERS.get(model_type or "")
+    one_by_one = version is not None and release(version) < _EXPERTS_SINCE
+    return dataclasses.replace(kernels, experts=False) if kernels and one_by_one else kernels
 
 
-def is_known(model_type: str | None) -> bool:
-    """Whether anything is replaced in a whole model of this type."""
-    return model_type in _WITH_IMAGES or (model_type in _DECODERS and model_type not in _ONLY_WITHIN)
+def since(model_type: str | None) -> tuple[int, ...] | None:
+    """The version of Liger's kernels that was the first to replace anything in a whole model of this type, as far as any before
+    0.6.1 did not; None: none does."""
+    known = model_type in _WITH_IMAGES or (model_type in _DECODERS and model_type not in _ONLY_WITHIN)
+    return _SINCE.get(model_type or "", ()) if known else None
+
+
+def is_known(model_type: str | None, version: str | None = None) -> bool:
+    """Whether a version of Liger's kernels, or the newest, replaces anything in a whole model of this type."""
+    first = since(model_type)
+    return first is not None and (version is None or first <= release(version))
 
 
 def loss_in_kernel(model_type: str | None, version: str | None = None) -> str:
     """How the loss of a whole model of this type is taken with a version of Liger's kernels, or the newest: one of
     `trace.LOSSES`."""
+    if not is_known(model_type, version):
+        return "own"
     kernels = kernels_of(model_type)
-    loss = kernels.loss if kernels else _WITH_IMAGES.get(model_type or "", "own")
+    loss = kernels.loss if kernels else _WITH_IMAGES[str(model_type)]
     made_apart = version is not None and _APART_FROM <= release(version) < _APART_UNTIL
     return "chunked-apart" if loss == "chunked" and made_apart else loss

@@ -9,9 +9,9 @@ from autotune.interpreter import current, which
 from autotune.problem.early_variables import ALLOCATOR_VARIABLES, settings_in
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
-from autotune.problem.liger import is_known
+from autotune.problem.liger import FAILS_WITH_IMAGES, LIGER_READ, NEEDS_TRANSFORMERS, since
 from autotune.problem.script_text import script_text
-from autotune.problem.tasks import DECODED
+from autotune.problem.tasks import DECODED, IMAGE_TEXT
 from autotune.versions import release
 
 Value = bool | int | float | str
@@ -155,14 +155,31 @@ def missing_package(choice: object) -> str | None:
 
 
 def liger_kernel(value: Value, c: Circumstances) -> str:
-    return "" if current().has("liger_kernel") else "needs the package liger_kernel, which is not installed"
+    """The package, as new as the model's type asks for, beside a transformers that it can be imported with."""
+    own, theirs = (current().version(package) for package in ("liger_kernel", "transformers"))
+    if not current().has("liger_kernel"):
+        return "needs the package liger_kernel, which is not installed"
+    for newer, least in NEEDS_TRANSFORMERS.items():
+        if release(own) >= newer and release(theirs) < least:
+            return f"needs transformers {_dotted(least)} or newer beside liger_kernel {own}: {theirs} is installed"
+    kind = c.job.model.config.get("model_type")
+    first = since(kind) or ()
+    if own is not None and release(own) < first:
+        return f"needs liger_kernel {_dotted(first)} or newer in a model of type {kind}: {own} is installed"
+    return ""
+
+
+def _dotted(numbers: Release) -> str:
+    return ".".join(map(str, numbers))
 
 
 def liger_model(value: Value, c: Circumstances) -> str:
     """A model that Liger knows, with a head for words: it replaces the forward of every other head by that of one."""
     kind = c.job.model.config.get("model_type")
-    if not is_known(kind):
-        return f"changes nothing in a model of type {kind}, as far as autotune knows Liger's kernels (0.8.5)"
+    if since(kind) is None:
+        return f"changes nothing in a model of type {kind}, as far as autotune knows Liger's kernels ({LIGER_READ})"
+    if kind in FAILS_WITH_IMAGES and c.job.task == IMAGE_TEXT:
+        return f"fails in a model of type {kind} with images: Liger's forward ({LIGER_READ}) and transformers' no longer agree"
     return "" if c.job.task in DECODED else f"is for {' and '.join(f'--task {task}' for task in DECODED)}"
 
 

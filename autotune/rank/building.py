@@ -146,10 +146,11 @@ def fill_weights(model: torch.nn.Module) -> None:
 
 
 def use_liger(model: torch.nn.Module) -> None:
-    """Liger's kernels in the model's place, as Trainer's `use_liger_kernel` does."""
-    from transformers.integrations.liger import apply_liger_kernel
+    """Liger's kernels in the model's place, as Trainer's `use_liger_kernel` does; transformers has had a function of its own for
+    it only since version 5."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    apply_liger_kernel(model, None)
+    _apply_liger_kernel_to_instance(model=model.get_base_model() if hasattr(model, "get_base_model") else model)  # type: ignore[operator]
 
 
 def enable_checkpointing(model: torch.nn.Module) -> None:

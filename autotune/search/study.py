@@ -194,9 +194,8 @@ class StudyStore:
         Raises:
             UserError: this version cannot read it any more.
         """
-        space = parse_space(self.space_text)
-        left = {name: dataclasses.replace(domain, fixed=False) for name, domain in space.knobs.items()}
-        return fitted(dataclasses.replace(space, knobs=left, shipped=True), self.job, self.hardware, here=False).space
+        space = dataclasses.replace(parse_space(self.space_text), shipped=True)  # whatever DeepSpeed is here by now
+        return fitted(space, self.job, self.hardware, here=False).space
 
     def lock(self) -> None:
         """Holds the study for this process.

@@ -9,8 +9,11 @@ import types
 import pytest
 import torch
 
+from autotune.inquiry import PACKAGES
+from autotune.interpreter import Own
 from autotune.predict.closed_form import closed_form_trace
-from autotune.predict.fused_kernels import liger_kernels
+from autotune.predict.fused_kernels import FusedLinear, liger_kernels
+from autotune.predict.losses import _chunked_loss
 from autotune.predict.passes import BACKWARD, FORWARD, Trace
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import cache_key
@@ -176,6 +179,97 @@ def test_they_run_under_autocast(kind: str) -> None:
     assert job.autocast == "bfloat16"
     plain, fused = (trace_model(dataclasses.replace(job, liger=liger)).plain for liger in (False, True))
     assert fused.after_forward[1] < plain.after_forward[1]
+
+
+def test_under_autocast_the_heads_gradient_is_summed_where_it_is_but_in_some_versions() -> None:
+    """From 16-bit logits into 32 bits, with newer ones. In 32 bits alone all make it apart."""
+    mixed = dataclasses.replace(
+        job_of("llama", 1), precision="fp32", base_config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    )
+    pure = dataclasses.replace(job_of("llama", 1), precision="fp32")
+
+    def highest(job: Job, loss: str) -> float:
+        run = trace_model(job, loss=loss).plain
+        return max(fixed for fixed, phase in zip(run.fixed, run.phase, strict=True) if phase == FORWARD)
+
+    apart = highest(mixed, "chunked-apart") - highest(mixed, "chunked")
+    assert apart > 3 * WORDS * HIDDEN
+    assert highest(pure, "chunked-apart") == highest(pure, "chunked")
+
+
+def test_what_a_model_does_to_its_logits_is_nothing_that_the_kernel_reads() -> None:
+    """Mllama's decoder makes them 32 bits wide, Granite and Gemma scale and cap them."""
+
+    class Decoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = types.SimpleNamespace(model_type="mllama")
+            self.head = torch.nn.Linear(HIDDEN, WORDS, bias=False, dtype=torch.bfloat16)
+
+        def get_output_embeddings(self) -> torch.nn.Module:
+            return self.head
+
+        def forward(self, hidden: torch.Tensor) -> object:
+            return types.SimpleNamespace(logits=self.head(hidden).float())
+
+    hidden = torch.zeros(1, TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    loss = _chunked_loss(Decoder(), {"hidden": hidden}, apart=False)
+    of_hidden, of_weight = loss.grad_fn.saved_tensors
+    assert (of_hidden.shape, of_hidden.dtype) == ((TOKENS, HIDDEN), torch.bfloat16)
+    assert (of_weight.shape, of_weight.dtype) == ((WORDS, HIDDEN), torch.bfloat16)
+
+
+def test_chunks_of_gpt_oss_are_larger() -> None:
+    def peak(chunk: int) -> float:
+        hidden = torch.empty(TOKENS, HIDDEN, device="meta", requires_grad=True)
+        weight = torch.empty(8 * HIDDEN, HIDDEN, device="meta", requires_grad=True)
+        rows: list[int] = []
+
+        class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+                made = func(*args, **(kwargs or {}))
+                if isinstance(made, torch.Tensor) and made.shape[-1:] == (8 * HIDDEN,) and made.shape[0] != HIDDEN:
+                    rows.append(made.shape[0])
+                return made
+
+        with Seen():
+            FusedLinear.apply(hidden, weight, False, chunk)
+        return max(rows)
+
+    assert (peak(1), peak(8)) == (TOKENS // 8, TOKENS)
+    kernels = kernels_of("gpt_oss")
+    assert kernels is not None
+    assert kernels.chunk == 8
+
+
+def test_norms_that_are_trained_whole_beside_adapters_are_replaced_too() -> None:
+    saved = "r=4,targets=q_proj,saved=norm+input_layernorm+post_attention_layernorm"
+    alone, whole = (
+        trace_model(job_of("llama", lora=lora), whole_depth=True).plain for lora in ("r=4,targets=q_proj", saved)
+    )
+    without = trace_model(job_of("llama", liger=False, lora=saved), whole_depth=True).plain
+    first = TOKENS * (WIDTH * HIDDEN + ROW)  # whose input no adapter asks a gradient of
+    assert whole.after_forward[1] == alone.after_forward[1] + first
+    assert without.after_forward[1] > whole.after_forward[1]
+
+
+def test_an_older_version_leaves_a_newer_model_as_it_is() -> None:
+    decoder = _built(job_of("llama"), transformers_config(job_of("llama").model)).model
+    outer = torch.nn.ModuleDict({"language_model": decoder})
+    outer.config = types.SimpleNamespace(model_type="qwen3_vl")  # type: ignore[assignment]
+    for version, replaced in (("0.6.3", False), ("0.6.4", True), (None, True)):
+        with liger_kernels(outer, version):
+            assert ("forward" in vars(decoder.norm)) == replaced
+
+
+def test_a_trace_is_of_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of another Python's, which tells what is in `inquiry.PACKAGES`."""
+    assert "liger_kernel" in PACKAGES
+    keys = set()
+    for version in ("0.8.2", "0.8.3"):
+        monkeypatch.setattr(Own, "version", lambda self, name, version=version: version)
+        keys.add(cache_key(job_of("llama")))
+    assert len(keys) == 2
 
 
 def test_a_checkpoint_keeps_a_layers_input_alone() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+import types
 
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModel
 from transformers.models.mllama.modeling_mllama import MllamaTextModel
 
+from autotune.interpreter import Own
 from autotune.problem import needs
 from autotune.problem.liger import _DECODERS, _WITH_IMAGES, is_known, kernels_of, loss_in_kernel
 from autotune.problem.models import resolve_model
 from autotune.problem.needs import Circumstances
+from autotune.rank.building import use_liger
 from tests.conftest import make_job
 from tests.problem.test_needs import GPUS
 
@@ -80,6 +84,22 @@ def test_some_versions_make_the_heads_gradient_apart(version: str | None, loss: 
     assert loss_in_kernel("granite", version) == "fused32"
 
 
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [("llama", "0.6.1"), ("glm4v", "0.6.2"), ("qwen3_vl_moe", "0.6.4"), ("gemma4", "0.8.1"), ("deepseek_v2", "0.8.5")],
+)
+def test_a_version_knows_what_was_there_when_it_came(kind: str, first: str) -> None:
+    before = {"0.6.1": "", "0.6.2": "0.6.1", "0.6.4": "0.6.3", "0.8.1": "0.8.0", "0.8.5": "0.8.4"}[first]
+    assert is_known(kind, first)
+    assert loss_in_kernel(kind, first).startswith("chunked")
+    assert not before or (is_known(kind, before), loss_in_kernel(kind, before)) == (False, "own")
+
+
+def test_experts_at_once_came_later() -> None:
+    seen = [kernels_of("mixtral", version) for version in ("0.7.0", "0.8.0", None)]
+    assert [kernels is not None and kernels.experts for kernels in seen] == [False, True, True]
+
+
 def test_what_is_not_there_stays() -> None:
     for kind in ("bert", "llava_next", None, ""):
         assert (kernels_of(kind), is_known(kind), loss_in_kernel(kind)) == (None, False, "own")
@@ -101,3 +121,56 @@ def test_it_needs_a_model_that_it_knows_with_a_head_for_words(model: str, task: 
     job = make_job(model=model, task=task, seq_len=64)
     assert job.model.config == resolve_model(model).config
     assert needs.liger_model(True, Circumstances(job, GPUS)) == said
+
+
+@pytest.mark.parametrize(("task", "fails"), [("image-text", True), ("causal-lm", False)])
+def test_forwards_that_fit_transformers_no_more(task: str, fails: bool) -> None:
+    llama = make_job(model="llama-3.2-1b")
+    model = dataclasses.replace(llama.model, config={**llama.model.config, "model_type": "llama4"})
+    said = needs.liger_model(True, Circumstances(dataclasses.replace(llama, model=model, task=task), GPUS))
+    assert said.startswith("fails in a model of type llama4 with images") == fails
+    assert bool(said) == fails
+
+
+@pytest.mark.parametrize(
+    ("liger", "transformers", "kind", "said"),
+    [
+        ("0.8.5", "5.0.0", "llama", ""),
+        ("0.8.5", "4.57.6", "llama", "needs transformers 5.0 or newer beside liger_kernel 0.8.5: 4.57.6 is installed"),
+        ("0.8.4", "4.57.6", "llama", ""),
+        ("0.7.0", "4.51.3", "llama", "needs transformers 4.52 or newer beside liger_kernel 0.7.0: 4.51.3 is installed"),
+        ("0.6.1", "4.51.3", "llama", ""),
+        (
+            "0.7.0",
+            "5.0.0",
+            "ministral",
+            "needs liger_kernel 0.8.0 or newer in a model of type ministral: 0.7.0 is installed",
+        ),
+        ("0.8.0", "5.0.0", "ministral", ""),
+        (None, "5.0.0", "ministral", ""),  # from its source: no version to be told by
+    ],
+)
+def test_its_version_fits_the_model_and_transformers(
+    monkeypatch: pytest.MonkeyPatch, liger: str | None, transformers: str, kind: str, said: str
+) -> None:
+    versions = {"liger_kernel": liger, "transformers": transformers}
+    monkeypatch.setattr(Own, "has", lambda self, name: True)
+    monkeypatch.setattr(Own, "version", lambda self, name: versions.get(name))
+    llama = make_job(model="llama-3.2-1b")
+    model = dataclasses.replace(llama.model, config={**llama.model.config, "model_type": kind})
+    assert needs.liger_kernel(True, Circumstances(dataclasses.replace(llama, model=model), GPUS)) == said
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_it_is_put_into_the_model_that_adapters_are_around(monkeypatch: pytest.MonkeyPatch, adapters: bool) -> None:
+    """Through Liger's own function: transformers before 5 has none."""
+    seen: list[object] = []
+    package = types.ModuleType("liger_kernel.transformers")
+    package._apply_liger_kernel_to_instance = lambda model: seen.append(model)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", package)
+    inner = torch.nn.Linear(2, 2)
+    outer = torch.nn.Sequential(inner)
+    outer.get_base_model = lambda: inner  # type: ignore[assignment]
+    use_liger(outer if adapters else inner)
+    assert seen == [inner]

@@ -60,6 +60,15 @@ def test_what_a_study_fixed_and_this_version_knows_to_be_nothing_ends_no_reader_
     assert store.searched_space().knobs.keys() == {"zero_stage", "train_micro_batch_size_per_gpu"}
 
 
+def test_what_a_study_fixed_at_its_absence_stays_for_its_readers() -> None:
+    """Recorded candidates have it: a family without it is none of theirs, and nothing would be left for `launch` to go on with."""
+    text = "knobs: {zero_stage: [1, 2], train_micro_batch_size_per_gpu: [1]}\nfixed: {compile: false}"
+    store = StudyStore.in_memory(make_job(), named_hardware("a100-80", 2), parse_space(text))
+    read = store.searched_space()
+    assert "compile" in read.knobs
+    assert [{"zero_stage": stage, "compile": False} for stage in (1, 2)] == list(read.families())
+
+
 def test_nothing_finished_is_lost_and_the_trial_in_flight_is_closed(tmp_path: Path, file: str) -> None:
     store, resumed = make_store(tmp_path)
     assert (tmp_path / file).exists()
