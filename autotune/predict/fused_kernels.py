@@ -196,7 +196,7 @@ class FusedLinear(torch.autograd.Function):
     """A head and its loss: logits of as many tokens at a time as make them `chunk` times as large as the hidden states, and the
     gradients of both in forward already. One chunk is enough: the others take its memory. What they compute and move is
     `losses.Uncounted`: without an allocation, `depth.extrapolate` would take them for layers. The kernel's chunks have a power
-    of two of rows, up to twice as many: this is the mean that a trace at two micro-batches can tell.
+    of two of rows, up to twice as many: what grows in such steps two micro-batches cannot tell, and this is the least.
 
     What a chunk adds to the head's gradient is made apart in 32 bits by some versions (`apart`), of 32-bit logits by all, and on
     cards before Ampere, which is not counted.

@@ -16,6 +16,7 @@ from autotune.problem.tasks import DECODED, IMAGE_TEXT
 from autotune.rank.live import LiveTensors
 from autotune.rank.synthetic import one_batch, to_device
 from autotune.rank.workload import forward
+from autotune.versions import version_of
 
 IN_CHUNKS = ("chunked", "chunked-apart")
 
@@ -69,8 +70,17 @@ def _chunked_loss(model: Any, batch: dict[str, Any], apart: bool) -> Any:
 
 
 def _chunk_of(model: Any) -> int:
-    kernels = kernels_of(model.config.model_type)
+    kernels = kernels_of(model.config.model_type, version_of("liger_kernel"))
     return kernels.chunk if kernels else 1
+
+
+def bytes_of_head(job: Job, model: Any, loss: str) -> float:
+    """Of a head that the loss reads from outside its module, else none. ZeRO-3 takes it for a parameter of the whole model then
+    (`register_external_parameter`, runtime/zero/parameter_offload.py), and lets it go when that is through with a pass."""
+    if loss not in IN_CHUNKS or job.task not in DECODED:
+        return 0.0
+    weight = model.get_output_embeddings().weight
+    return float(weight.numel() * weight.element_size())
 
 
 @dataclass(frozen=True)

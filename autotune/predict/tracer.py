@@ -29,7 +29,7 @@ from autotune.linux import die_with_parent
 from autotune.predict.counters import Counters, follow, follow_encoder, joined
 from autotune.predict.depth import Extrapolation, at_depth, depths_of, extrapolate, extrapolation
 from autotune.predict.fused_kernels import liger_kernels
-from autotune.predict.losses import Uncounted, autocast, blank_batch, loss_of
+from autotune.predict.losses import Uncounted, autocast, blank_batch, bytes_of_head, loss_of
 from autotune.predict.operators import CountedTensors
 from autotune.predict.passes import BACKWARD, IMPORTED, Pass, Trace
 from autotune.predict.recurrences import at_once
@@ -94,7 +94,8 @@ def trace_model(
     parameters, frozen = _sizes_of(model)
     told((parameters, sum(frozen)))
     if job.liger and config is not None and loss == "own":
-        loss = loss_in_kernel(model.config.model_type, version_of("liger_kernel"))
+        liger, torchs, wide = version_of("liger_kernel"), version_of("torch"), job.precision == "fp32"
+        loss = loss_in_kernel(model.config.model_type, liger, wide=wide, torch=torchs)
     _try_batch(job, config)
     depths = None if whole_depth or config is None else extrapolation(config, model)
     del model
@@ -245,6 +246,7 @@ def _run(
             run.forget_operators()
             run.passed = _Passed.apply
             follow(model, run)
+            run.in_use = bytes_of_head(job, model, options.loss)
             looping.enter_context(at_once(run))
             if (encoder := _encoder(model, job.task)) is not None:
                 follow_encoder(encoder, run)

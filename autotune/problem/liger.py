@@ -16,8 +16,18 @@ from autotune.versions import release
 LIGER_READ = "0.8.5"  # the version that this table was read of
 # Since when it needs transformers as new as this: with an older one it fails when it is imported
 NEEDS_TRANSFORMERS = {(0, 7, 0): (4, 52), (0, 8, 5): (5, 0)}
-# Versions that make each chunk's part of the head's gradient in 32 bits before they add it (ops/fused_linear_cross_entropy.py)
-_APART_FROM, _APART_UNTIL = (0, 6, 2), (0, 8, 3)
+_FIVE = (5,)  # of transformers
+# The first that can be imported beside it, and the first that finds the experts of these types there
+_BESIDE_FIVE = (0, 6, 5)
+_EXPERTS_BESIDE_FIVE = {
+    **dict.fromkeys(("mixtral", "qwen3_moe", "qwen3_next", "hunyuan_v1_moe"), (0, 7, 0)),
+    "glm4v_moe": (0, 8, 0),
+}
+# Versions that make each chunk's part of the head's gradient in 32 bits before they add it (ops/fused_linear_cross_entropy.py);
+# to a sum in 32 bits the later ones do so where torch has no product of 16-bit operands into 32 bits
+_APART_FROM, _APART_UNTIL, _WIDE_UNTIL = (0, 6, 2), (0, 8, 3), (0, 8, 1)
+_TORCH_INTO_32_BITS = (2, 8)
+_CHUNKS_SINCE = (0, 8, 3)  # models may have a size of their own
 _ROTATION = ("apply_rotary_pos_emb",)
 
 
@@ -105,15 +115,24 @@ _EXPERTS_SINCE = (0, 8, 0)  # ops/fused_moe.py; before, a loop over experts
 def kernels_of(model_type: str | None, version: str | None = None) -> Kernels | None:
     """What a version of Liger's kernels, or the newest, replaces in a decoder of this type; None: nothing."""
     kernels = _DECODERS.get(model_type or "")
-    one_by_one = version is not None and release(version) < _EXPERTS_SINCE
-    return dataclasses.replace(kernels, experts=False) if kernels and one_by_one else kernels
+    if kernels is None or version is None:
+        return kernels
+    own = release(version)
+    chunk = kernels.chunk if own >= _CHUNKS_SINCE else 1
+    return dataclasses.replace(kernels, experts=kernels.experts and own >= _EXPERTS_SINCE, chunk=chunk)
 
 
-def since(model_type: str | None) -> tuple[int, ...] | None:
-    """The version of Liger's kernels that was the first to replace anything in a whole model of this type, as far as any before
-    0.6.1 did not; None: none does."""
+def since(model_type: str | None, transformers: str | None = None) -> tuple[int, ...] | None:
+    """The version of Liger's kernels that was the first to replace anything in a whole model of this type beside a version of
+    transformers, or any, as far as any before 0.6.1 did not; None: none does."""
     known = model_type in _WITH_IMAGES or (model_type in _DECODERS and model_type not in _ONLY_WITHIN)
-    return _SINCE.get(model_type or "", ()) if known else None
+    if not known:
+        return None
+    kind = str(model_type)
+    first: tuple[int, ...] = _SINCE.get(kind, ())
+    if release(transformers) >= _FIVE:
+        first = max(first, _BESIDE_FIVE, _EXPERTS_BESIDE_FIVE.get(kind, ()))
+    return first
 
 
 def is_known(model_type: str | None, version: str | None = None) -> bool:
@@ -122,12 +141,17 @@ def is_known(model_type: str | None, version: str | None = None) -> bool:
     return first is not None and (version is None or first <= release(version))
 
 
-def loss_in_kernel(model_type: str | None, version: str | None = None) -> str:
+def loss_in_kernel(
+    model_type: str | None, version: str | None = None, *, wide: bool = False, torch: str | None = None
+) -> str:
     """How the loss of a whole model of this type is taken with a version of Liger's kernels, or the newest: one of
-    `trace.LOSSES`."""
+    `trace.LOSSES`. `wide`: of weights in 32 bits, by a version of torch."""
     if not is_known(model_type, version):
         return "own"
     kernels = kernels_of(model_type)
     loss = kernels.loss if kernels else _WITH_IMAGES[str(model_type)]
-    made_apart = version is not None and _APART_FROM <= release(version) < _APART_UNTIL
+    own = release(version or LIGER_READ)
+    made_apart = _APART_FROM <= own < (_WIDE_UNTIL if wide else _APART_UNTIL)
+    if wide and torch is not None and own >= _APART_FROM:
+        made_apart = made_apart or release(torch) < _TORCH_INTO_32_BITS
     return "chunked-apart" if loss == "chunked" and made_apart else loss

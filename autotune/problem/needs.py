@@ -163,9 +163,10 @@ def liger_kernel(value: Value, c: Circumstances) -> str:
         if release(own) >= newer and release(theirs) < least:
             return f"needs transformers {_dotted(least)} or newer beside liger_kernel {own}: {theirs} is installed"
     kind = c.job.model.config.get("model_type")
-    first = since(kind) or ()
+    first = since(kind, theirs) or ()
     if own is not None and release(own) < first:
-        return f"needs liger_kernel {_dotted(first)} or newer in a model of type {kind}: {own} is installed"
+        beside = f"in a model of type {kind} beside transformers {theirs}"
+        return f"needs liger_kernel {_dotted(first)} or newer {beside}: {own} is installed"
     return ""
 
 

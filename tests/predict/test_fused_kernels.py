@@ -11,9 +11,9 @@ import torch
 
 from autotune.inquiry import PACKAGES
 from autotune.interpreter import Own
+from autotune.predict import losses
 from autotune.predict.closed_form import closed_form_trace
-from autotune.predict.fused_kernels import FusedLinear, liger_kernels
-from autotune.predict.losses import _chunked_loss
+from autotune.predict.fused_kernels import liger_kernels
 from autotune.predict.passes import BACKWARD, FORWARD, Trace
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import cache_key
@@ -197,49 +197,49 @@ def test_under_autocast_the_heads_gradient_is_summed_where_it_is_but_in_some_ver
     assert highest(pure, "chunked-apart") == highest(pure, "chunked")
 
 
+class Decoder(torch.nn.Module):
+    """Of a type, with a head; it makes its logits 32 bits wide, as Mllama's does."""
+
+    def __init__(self, kind: str, words: int = WORDS) -> None:
+        super().__init__()
+        self.config = types.SimpleNamespace(model_type=kind)
+        self.head = torch.nn.Linear(HIDDEN, words, bias=False, dtype=torch.bfloat16)
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.head
+
+    def forward(self, hidden: torch.Tensor) -> object:
+        return types.SimpleNamespace(logits=self.head(hidden).float())
+
+
 def test_what_a_model_does_to_its_logits_is_nothing_that_the_kernel_reads() -> None:
     """Mllama's decoder makes them 32 bits wide, Granite and Gemma scale and cap them."""
-
-    class Decoder(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.config = types.SimpleNamespace(model_type="mllama")
-            self.head = torch.nn.Linear(HIDDEN, WORDS, bias=False, dtype=torch.bfloat16)
-
-        def get_output_embeddings(self) -> torch.nn.Module:
-            return self.head
-
-        def forward(self, hidden: torch.Tensor) -> object:
-            return types.SimpleNamespace(logits=self.head(hidden).float())
-
     hidden = torch.zeros(1, TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
-    loss = _chunked_loss(Decoder(), {"hidden": hidden}, apart=False)
+    loss = losses._chunked_loss(Decoder("mllama"), {"hidden": hidden}, apart=False)
     of_hidden, of_weight = loss.grad_fn.saved_tensors
     assert (of_hidden.shape, of_hidden.dtype) == ((TOKENS, HIDDEN), torch.bfloat16)
     assert (of_weight.shape, of_weight.dtype) == ((WORDS, HIDDEN), torch.bfloat16)
 
 
-def test_chunks_of_gpt_oss_are_larger() -> None:
-    def peak(chunk: int) -> float:
-        hidden = torch.empty(TOKENS, HIDDEN, device="meta", requires_grad=True)
-        weight = torch.empty(8 * HIDDEN, HIDDEN, device="meta", requires_grad=True)
-        rows: list[int] = []
+@pytest.mark.parametrize(
+    ("kind", "version", "rows"),
+    [("gpt_oss", "0.8.3", TOKENS), ("gpt_oss", "0.8.2", TOKENS // 8), ("llama", "0.8.3", TOKENS // 8)],
+)
+def test_chunks_of_gpt_oss_are_larger(monkeypatch: pytest.MonkeyPatch, kind: str, version: str, rows: int) -> None:
+    monkeypatch.setattr(losses, "version_of", lambda package: version)
+    seen: list[int] = []
 
-        class Seen(torch.utils._python_dispatch.TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-                made = func(*args, **(kwargs or {}))
-                if isinstance(made, torch.Tensor) and made.shape[-1:] == (8 * HIDDEN,) and made.shape[0] != HIDDEN:
-                    rows.append(made.shape[0])
-                return made
+    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            made = func(*args, **(kwargs or {}))
+            if isinstance(made, torch.Tensor) and made.shape[1:] == (8 * HIDDEN,) and made.shape[0] != HIDDEN:
+                seen.append(made.shape[0])
+            return made
 
-        with Seen():
-            FusedLinear.apply(hidden, weight, False, chunk)
-        return max(rows)
-
-    assert (peak(1), peak(8)) == (TOKENS // 8, TOKENS)
-    kernels = kernels_of("gpt_oss")
-    assert kernels is not None
-    assert kernels.chunk == 8
+    hidden = torch.zeros(1, TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    with Seen():
+        losses._chunked_loss(Decoder(kind, 8 * HIDDEN), {"hidden": hidden}, apart=False)
+    assert max(seen) == rows
 
 
 def test_norms_that_are_trained_whole_beside_adapters_are_replaced_too() -> None:
@@ -260,16 +260,27 @@ def test_an_older_version_leaves_a_newer_model_as_it_is() -> None:
     for version, replaced in (("0.6.3", False), ("0.6.4", True), (None, True)):
         with liger_kernels(outer, version):
             assert ("forward" in vars(decoder.norm)) == replaced
+        vars(decoder.norm).pop("forward", None)
 
 
 def test_a_trace_is_of_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of another Python's, which tells what is in `inquiry.PACKAGES`."""
     assert "liger_kernel" in PACKAGES
-    keys = set()
-    for version in ("0.8.2", "0.8.3"):
-        monkeypatch.setattr(Own, "version", lambda self, name, version=version: version)
-        keys.add(cache_key(job_of("llama")))
-    assert len(keys) == 2
+    for liger, count in ((True, 2), (False, 1)):
+        keys = set()
+        for version in ("0.8.2", "0.8.3"):
+            versions = {"liger_kernel": version}
+            monkeypatch.setattr(Own, "version", lambda self, name, versions=versions: versions.get(name, "1"))
+            keys.add(cache_key(job_of("llama", liger=liger)))
+        assert len(keys) == count
+
+
+def test_the_head_is_the_whole_models_from_beginning_to_end_of_a_pass() -> None:
+    """At stage 3: no module of its own asks for it."""
+    head = WIDTH * WORDS * HIDDEN
+    run, without = traced("llama").plain, traced("llama", liger=False).plain
+    assert min(run.in_use) >= head
+    assert min(without.in_use) < head
 
 
 def test_a_checkpoint_keeps_a_layers_input_alone() -> None:

@@ -95,6 +95,21 @@ def test_a_version_knows_what_was_there_when_it_came(kind: str, first: str) -> N
     assert not before or (is_known(kind, before), loss_in_kernel(kind, before)) == (False, "own")
 
 
+@pytest.mark.parametrize(
+    ("version", "torch_version", "loss"),
+    [
+        ("0.6.1", "2.6.0", "chunked"),
+        ("0.8.0", "2.13.0", "chunked-apart"),
+        ("0.8.1", "2.8.0", "chunked"),
+        ("0.8.5", "2.7.1", "chunked-apart"),
+        (None, "2.7.1", "chunked-apart"),
+        (None, "2.13.0", "chunked"),
+    ],
+)
+def test_a_sum_in_32_bits_is_another_matter(version: str | None, torch_version: str, loss: str) -> None:
+    assert loss_in_kernel("llama", version, wide=True, torch=torch_version) == loss
+
+
 def test_experts_at_once_came_later() -> None:
     seen = [kernels_of("mixtral", version) for version in ("0.7.0", "0.8.0", None)]
     assert [kernels is not None and kernels.experts for kernels in seen] == [False, True, True]
@@ -141,10 +156,25 @@ def test_forwards_that_fit_transformers_no_more(task: str, fails: bool) -> None:
         ("0.7.0", "4.51.3", "llama", "needs transformers 4.52 or newer beside liger_kernel 0.7.0: 4.51.3 is installed"),
         ("0.6.1", "4.51.3", "llama", ""),
         (
+            "0.6.4",
+            "5.0.0",
+            "llama",
+            "needs liger_kernel 0.6.5 or newer in a model of type llama beside transformers 5.0.0: 0.6.4 is installed",
+        ),
+        ("0.6.5", "5.0.0", "llama", ""),
+        (
+            "0.6.5",
+            "5.0.0",
+            "mixtral",
+            "needs liger_kernel 0.7.0 or newer in a model of type mixtral beside transformers 5.0.0: 0.6.5 is installed",
+        ),
+        ("0.6.5", "4.57.6", "mixtral", ""),
+        ("0.7.0", "5.0.0", "mixtral", ""),
+        (
             "0.7.0",
             "5.0.0",
             "ministral",
-            "needs liger_kernel 0.8.0 or newer in a model of type ministral: 0.7.0 is installed",
+            "needs liger_kernel 0.8.0 or newer in a model of type ministral beside transformers 5.0.0: 0.7.0 is installed",
         ),
         ("0.8.0", "5.0.0", "ministral", ""),
         (None, "5.0.0", "ministral", ""),  # from its source: no version to be told by
