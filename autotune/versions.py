@@ -63,14 +63,14 @@ def release(version: str | None) -> tuple[int, ...]:
 def complaint(found: Versions) -> str:
     """One line where something is too old: which, what was found, what is accepted. Empty where nothing is."""
     old = [name for name in RANGES if _is_too_old(name, found.get(name))]
-    said = [f"{name} {found[name]} (expected {_text(RANGES[name][0])} or newer)" for name in old]
+    said = [f"{name} {found[name]} (expected {dotted(RANGES[name][0])} or newer)" for name in old]
     return f"too old: {', '.join(said)}" if said else ""
 
 
 def newer(found: Versions) -> list[str]:
     """A line for each that is newer than what this package was tried with."""
     return [
-        f"{name} {version} is newer than {_text(RANGES[name][1])}, the newest that was tried"
+        f"{name} {version} is newer than {dotted(RANGES[name][1])}, the newest that was tried"
         for name, version in found.items()
         if name in RANGES and _is_newer(name, version)
     ]
@@ -87,5 +87,6 @@ def _is_newer(name: str, version: str | None) -> bool:
     return release(version)[: len(newest)] > newest
 
 
-def _text(numbers: tuple[int, ...]) -> str:
+def dotted(numbers: tuple[int, ...]) -> str:
+    """A release as people write it: `0.18.2`."""
     return ".".join(map(str, numbers))

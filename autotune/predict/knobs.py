@@ -83,6 +83,11 @@ class Columns:
     def __len__(self) -> int:
         return len(self.stage)
 
+    @property
+    def fused_by_compiling(self) -> Flags:
+        """Whose kernels torch.compile fuses; those of Liger are fused already."""
+        return np.asarray((self.compiled > 0) & (self.liger == 0))
+
 
 _STAGE3 = (
     "stage3_prefetch_bucket_size",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class Predictor:
     def __init__(self, job: Job, hardware: Hardware, trace: Trace | None = None) -> None:
         self.job, self.hardware = job, hardware
         self.trace = trace if trace is not None else trace_job(job, device=hardware.device)
-        self._traces: dict[tuple[object, ...], Trace] = {_way(job, None): self.trace}
+        self._traces: dict[tuple[object, ...], Trace] = {_way(job, {}): self.trace}
         self._refused: dict[tuple[object, ...], str] = {}  # ways of making the model that cannot be, and why
         widen = 1.0 if self.trace.exact else UNTRACED
         self._unread = unread_keys(job.base_config)
@@ -354,10 +354,10 @@ class Predictor:
         return np.asarray(np.log(self._spent(p, constants).step) + constants[..., len(TIME) :] @ p.quirks.T)
 
 
-def _way(job: Job, candidate: Candidate | None) -> tuple[object, ...]:
-    """How the model of a job, or of one of its candidates, is made, as far as a trace can see it."""
+def _way(job: Job, knobs: Candidate | Mapping[str, object]) -> tuple[object, ...]:
+    """How a job's model is made with these knobs, as far as a trace can see it."""
     own = {ATTENTION: job.attention, LIGER: job.liger}
-    return tuple(candidate.get(knob, own.get(knob)) if candidate else own.get(knob) for knob in TRACED_KNOBS)
+    return tuple(knobs.get(knob, own.get(knob)) for knob in TRACED_KNOBS)
 
 
 def _corrected(

@@ -150,8 +150,7 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
         recompute_share=either(0.0, 1 - whole_pass[0] / whole_pass[1]),
         products=either(*whole_pass) * rows / rates.flops,
         tail=either(*whole_pass) / job.seq_len * job.element_bytes / 2 / rates.memory,
-        moved=moved
-        * np.where((c.compiled > 0) & (c.liger == 0), COMPILED_MOVED, 1.0),  # those of Liger are fused already
+        moved=moved * np.where(c.fused_by_compiling, COMPILED_MOVED, 1.0),
         starts=_starts(trace, c, rates),
         loop=c.accumulation * MICRO_SECONDS
         + STEP_SECONDS
@@ -239,7 +238,7 @@ def _starts(trace: Trace, c: Columns, rates: Rates) -> Floats:
     """Seconds of the processor to start a micro-batch's kernels, ZeRO's hooks included."""
     plain, again = trace.plain.operators, trace.of(True).operators
     checkpointing = c.checkpointing > 0
-    fused = np.where((c.compiled > 0) & (c.liger == 0), COMPILED_STARTS, 1.0)
+    fused = np.where(c.fused_by_compiling, COMPILED_STARTS, 1.0)
     operators = np.where(checkpointing, sum(again), sum(plain)) * fused
     tensors = float(len(trace.parameters))
     adapters = np.where(c.lora > 0, 2 * tensors, 0.0)  # two trained tensors and four modules each

@@ -37,7 +37,7 @@ from autotune.predict.stand_ins import plain_conversion, shapes_alone
 from autotune.problem.job import Job
 from autotune.problem.liger import loss_in_kernel
 from autotune.problem.tasks import IMAGE_TEXT, SEQ2SEQ
-from autotune.rank.building import DTYPES, adapted, keep_cache, task_model, transformers_config
+from autotune.rank.building import DTYPES, adapted, keep_cache, task_model, transformers_config, without_adapters
 from autotune.rank.versions import no_init_weights, refusals
 from autotune.rank.workload import own_workload
 from autotune.versions import version_of
@@ -284,7 +284,7 @@ def _model_to_train(job: Job, config: Any, checkpointing: bool, options: _Option
 def _encoder(model: Any, task: str) -> Any:
     """Of an encoder-decoder, or the tower of a model with images; None of others."""
     if task == SEQ2SEQ:
-        return getattr(model, "get_base_model", lambda: model)().get_encoder()
+        return without_adapters(model).get_encoder()
     if task == IMAGE_TEXT:
         names = ("visual", "vision_tower", "vision_model")
         return next((module for name, module in model.named_modules() if name.rpartition(".")[2] in names), None)

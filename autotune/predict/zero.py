@@ -200,7 +200,7 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
     gathered = np.where(t.three, gathered_bytes(t.trace, c, t.frozen_width, t.ranks), 0.0)
     for choice, run in ((0.0, t.trace.plain), (1.0, t.trace.of(True))):
         mine = c.checkpointing == choice
-        kept = np.where((c.compiled > 0) & (c.liger == 0) & (choice == 0), COMPILED_KEPT, 1.0)
+        kept = np.where(c.fused_by_compiling & (choice == 0), COMPILED_KEPT, 1.0)
         for phase, name in ((FORWARD, "forward"), (BACKWARD, "backward")):
             for fixed, each, grads, used in _points(run, phase):
                 (held, buckets), shards = _pending(t, grads), _shards(t, grads)

@@ -24,6 +24,7 @@ from autotune.problem.knobs import FIRST_ORDER, KNOBS, is_off
 from autotune.problem.needs import FATAL, OF_PACKAGES, READ, Circumstances, Release
 from autotune.problem.space import Domain, SearchSpace
 from autotune.problem.tasks import CAUSAL
+from autotune.versions import dotted
 
 
 class Fitted(NamedTuple):
@@ -58,7 +59,7 @@ def fitted(space: SearchSpace, job: Job, hardware: Hardware, *, here: bool = Tru
         missing = {value: why for value in domain.values if (why := unmet(name, value, around))}
         for value, why in missing.items():
             lacking.setdefault(why, []).append(f"{name} {value}")
-        left = _left(name, domain, missing, around, space, here)
+        left = _left(name, domain, missing, around, space)
         if left is not None and (name in referred or not _nothing_but_off(name, left, around)):
             knobs[name] = left
     notes = [f"{', '.join(settings)} {why}: left out" for why, settings in lacking.items()]
@@ -87,14 +88,14 @@ def _check_own(around: Circumstances) -> None:
 
 
 def _left(
-    name: str, domain: Domain, missing: dict[Value, str], around: Circumstances, space: SearchSpace, here: bool
+    name: str, domain: Domain, missing: dict[Value, str], around: Circumstances, space: SearchSpace
 ) -> Domain | None:
     """What is left of a knob without the values that lack something; None where nothing is."""
     if not missing:
         return domain
     value, why = next(iter(missing.items()))
     unknown = not space.shipped and why == _unknown(name, around.deepspeed)
-    if (domain.fixed and here) or unknown:
+    if around.packages and (domain.fixed or unknown):
         raise UserError(f"space {space.name}: {name} {value} {why}; leave it out")
     left = tuple(one for one in domain.values if one not in missing)
     if not left and KNOBS[name].off is None:
@@ -122,7 +123,7 @@ def unmet(name: str, value: Value, around: Circumstances) -> str:
 def _unknown(name: str, deepspeed: Release) -> str:
     """Whether a DeepSpeed knows the knob, and else which does."""
     knob = KNOBS[name]
-    own, since, until = (".".join(map(str, one)) for one in (deepspeed, knob.since, knob.until))
+    own, since, until = map(dotted, (deepspeed, knob.since, knob.until))
     if deepspeed < knob.since:
         return f"is not known to deepspeed {own}: {since} or newer knows it"
     if knob.until and deepspeed > knob.until:

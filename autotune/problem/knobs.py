@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from autotune.problem import needs
 from autotune.problem.job import ATTENTIONS, Lora
 from autotune.problem.needs import Need, Release, Value
+from autotune.versions import dotted
 
 Knobs = Mapping[str, Value]
 
@@ -387,8 +388,8 @@ def facts(knob: Knob) -> dict[str, str]:
         "read at": knob.read.where,
         "changes nothing at": "" if knob.off is None else str(knob.off).lower(),
         "needs": ", ".join(need.__name__.replace("_", " ") for need in knob.needs),
-        "since deepspeed": ".".join(map(str, knob.since)),
-        "until deepspeed": ".".join(map(str, knob.until)),
+        "since deepspeed": dotted(knob.since),
+        "until deepspeed": dotted(knob.until),
         "changes what is computed": knob.lossy,
         "in the config": knob.path or "nowhere: it is of the model or the environment",
     }

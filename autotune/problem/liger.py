@@ -86,13 +86,12 @@ _DECODERS = {
     "falcon_h1": Kernels(frozenset(("final_layernorm", "input_layernorm", "pre_ff_layernorm"))),
 }
 _ONLY_WITHIN = frozenset(("glm4v_text", "glm4v_moe_text"))  # a model with images
+_CHUNKED_WITH_IMAGES = """
+    gemma3 gemma4 glm4v glm4v_moe internvl llava mllama paligemma
+    qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm
+"""
 _WITH_IMAGES = {  # how their loss is taken; within, the decoder's type says what is replaced
-    **dict.fromkeys(
-        ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "chunked"
-    ),
-    **dict.fromkeys(
-        ("gemma3", "gemma4", "paligemma", "internvl", "smolvlm", "glm4v", "glm4v_moe", "mllama"), "chunked"
-    ),
+    **dict.fromkeys(_CHUNKED_WITH_IMAGES.split(), "chunked"),
     "llama4": "own",  # Liger has the forward of the decoder's own head alone
 }
 # Whose forward with images looks for what transformers' models have no more, or does not hand on what they ask for

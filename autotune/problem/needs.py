@@ -12,7 +12,7 @@ from autotune.problem.job import Job
 from autotune.problem.liger import FAILS_WITH_IMAGES, LIGER_READ, NEEDS_TRANSFORMERS, since
 from autotune.problem.script_text import script_text
 from autotune.problem.tasks import DECODED, IMAGE_TEXT
-from autotune.versions import release
+from autotune.versions import dotted, release
 
 Value = bool | int | float | str
 Release = tuple[int, ...]
@@ -161,17 +161,13 @@ def liger_kernel(value: Value, c: Circumstances) -> str:
         return "needs the package liger_kernel, which is not installed"
     for newer, least in NEEDS_TRANSFORMERS.items():
         if release(own) >= newer and release(theirs) < least:
-            return f"needs transformers {_dotted(least)} or newer beside liger_kernel {own}: {theirs} is installed"
+            return f"needs transformers {dotted(least)} or newer beside liger_kernel {own}: {theirs} is installed"
     kind = c.job.model.config.get("model_type")
     first = since(kind, theirs) or ()
     if own is not None and release(own) < first:
         beside = f"in a model of type {kind} beside transformers {theirs}"
-        return f"needs liger_kernel {_dotted(first)} or newer {beside}: {own} is installed"
+        return f"needs liger_kernel {dotted(first)} or newer {beside}: {own} is installed"
     return ""
-
-
-def _dotted(numbers: Release) -> str:
-    return ".".join(map(str, numbers))
 
 
 def liger_model(value: Value, c: Circumstances) -> str:

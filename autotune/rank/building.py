@@ -150,7 +150,12 @@ def use_liger(model: torch.nn.Module) -> None:
     it only since version 5."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    _apply_liger_kernel_to_instance(model=model.get_base_model() if hasattr(model, "get_base_model") else model)  # type: ignore[operator]
+    _apply_liger_kernel_to_instance(model=without_adapters(model))
+
+
+def without_adapters(model: Any) -> Any:
+    """The model that peft's adapters are around."""
+    return getattr(model, "get_base_model", lambda: model)()
 
 
 def enable_checkpointing(model: torch.nn.Module) -> None:

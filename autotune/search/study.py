@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Container
 from contextlib import suppress
@@ -194,8 +193,7 @@ class StudyStore:
         Raises:
             UserError: this version cannot read it any more.
         """
-        space = dataclasses.replace(parse_space(self.space_text), shipped=True)  # whatever DeepSpeed is here by now
-        return fitted(space, self.job, self.hardware, here=False).space
+        return fitted(parse_space(self.space_text), self.job, self.hardware, here=False).space
 
     def lock(self) -> None:
         """Holds the study for this process.
