@@ -72,6 +72,7 @@ from autotune.cli_options import (
     Tokens,
     Tolerance,
     TrustRemoteCode,
+    Unprotected,
     WinnerFile,
     Workload,
     WorstCase,
@@ -162,6 +163,7 @@ def run(
     packed: Packed = False,
     no_gallery: NoGallery = False,
     force: Force = False,
+    unprotected: Unprotected = False,
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:

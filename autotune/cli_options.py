@@ -117,6 +117,9 @@ NoGallery = Annotated[
     bool, option("Do not begin with what the gallery knows of such a job and its card.", "--no-gallery")
 ]
 Force = Annotated[bool, option("Go on with a study of another job or machine.", "--force")]
+Unprotected = Annotated[
+    bool, option("Run the script even if this machine cannot keep its writes from your files.", "--unprotected")
+]
 
 # a plan, a launch
 Gpu = Annotated[Text, option("Name like rtx3090 or a100-80gb; default: the machine's own.")]

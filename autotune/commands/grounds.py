@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from autotune.commands.setup import Setup
+from autotune.errors import UserError
 from autotune.executors.local import LocalExecutor
 from autotune.executors.replay import ReplayExecutor
+from autotune.executors.scratch import UNPROTECTED, protection_of
 from autotune.problem.hardware import Hardware
+from autotune.rank.sandbox import Protection
 from autotune.search.crew import Crew
 from autotune.search.lock import hold, hold_a_place
 
@@ -32,6 +36,25 @@ def place(setup: Setup) -> Iterator[Path]:
         held.release()
 
 
+def with_agreed_protection(setup: Setup, work: Path, confirm: Callable[[str], bool] | None) -> Setup:
+    """Return the setup of a call that may start user code here.
+
+    Raises:
+        UserError: this machine offers no protection of the user's files, and the user has not agreed to go without.
+    """
+    user_code = setup.landscape is None and (setup.job.script is not None or setup.job.workload is not None)
+    if not user_code or setup.nodes is not None:  # each node answers for itself
+        return setup
+    cwd = Path(setup.job.script.cwd) if setup.job.script is not None else Path.cwd()
+    if confirm is None or setup.unprotected:
+        protection_of(cwd, work, unprotected=setup.unprotected)
+        return setup
+    agreed = protection_of(cwd, work, unprotected=True) is not Protection.NONE or confirm(f"{UNPROTECTED}. Go on?")
+    if not agreed:
+        raise UserError("not started: this machine cannot protect your files; run it on a copy of the folder")
+    return dataclasses.replace(setup, unprotected=True)
+
+
 def first_executor(setup: Setup, work: Path, cancelled: Callable[[], bool]) -> LocalExecutor | ReplayExecutor:
     if setup.landscape is not None:
         return ReplayExecutor(setup.landscape, setup.seed, setup.hardware.headroom)
@@ -52,6 +75,7 @@ def _local(
         ground=setup.nodes,
         variables=variables,
         study=setup.folder,
+        unprotected=setup.unprotected,
     )
 
 

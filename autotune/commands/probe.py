@@ -98,9 +98,6 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
         say(late)
     if named := ", ".join(sorted(facts.get("variables", {}))):
         say(f"{script.name} sets {named} in its code: ranks have that from their start now")
-    if left := facts.get("left"):
-        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-        say(f"{script.name} writes by absolute paths, and what trials write there stays: {', '.join(left[:3])}{more}")
     facts = {**facts, "said": _all_said(script, facts)}
     own = measured is not None
     profile = _profile(facts, _batch(facts, batch_seen, own=own), own=own)

@@ -61,6 +61,7 @@ class Request:
     max_trials: int | None = None
     out: Path | None = None
     force: bool = False
+    unprotected: bool = False
     isolation: str = "fork"
     trust_remote_code: bool = False
     tolerance: str = "1%"
@@ -142,6 +143,7 @@ def run_setup(request: Request, nodes: Nodes | None = None) -> Setup:
         isolation=request.isolation,
         seed=request.seed,
         force=request.force,
+        unprotected=request.unprotected,
         gallery=not request.no_gallery and tuned.landscape is None,  # an entry may be of the very table
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from autotune.commands.gallery import begin_with_gallery, begin_with_rates
-from autotune.commands.grounds import executors_beside, first_executor, place
+from autotune.commands.grounds import executors_beside, first_executor, place, with_agreed_protection
 from autotune.commands.nodes import named_nodes
 from autotune.commands.probe import Probe, after_probe, probe, remember
 from autotune.commands.python import NAMED_MODEL, TRAINING, ranks_python
@@ -125,6 +125,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             open_storage(setup.storage)  # one that refuses does so before anything is made or started
         make_study_folder(setup.folder)
         work = kept.enter_context(place(setup))
+        setup = with_agreed_protection(setup, work, confirm)
         if setup.nodes is not None:
             write_atomically(hostfile_of(setup.folder), hostfile_text(setup.nodes.hosts))
             setup.nodes.who, setup.nodes.say, setup.nodes.cancelled = who, observer.say, stopped.is_set

@@ -59,6 +59,7 @@ class Setup:
     isolation: str
     seed: int
     force: bool
+    unprotected: bool = False  # user code runs without a sandbox on machines that offer none
     gallery: bool = True  # whether the search may begin with what others found
     command: str = ""  # as typed, for whoever does it again; empty where nothing was typed
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from autotune.executors.measurement import (
     unusable,
 )
 from autotune.executors.ops import Ops
-from autotune.executors.scratch import clear, scratch_folder
+from autotune.executors.scratch import clear, trial_sandbox
 from autotune.executors.selftest import check_group
 from autotune.executors.station import Needs, Station
 from autotune.group.gauge import Meter
@@ -41,7 +42,6 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Outcome, Phase, Source
 from autotune.problem.script import heavy_imports
 from autotune.rank.config import all_ops, trial_config
-from autotune.rank.made import Made, trial_of_mine
 
 MODEL_RANK, SCRIPT_RANK = "autotune.rank.model", "autotune.rank.script"
 CHECKPOINT = "checkpoint"  # a trial's folder for it
@@ -54,6 +54,7 @@ class LocalExecutor:
     Args:
         folder: in the study's, or that itself; each trial's logs go to a folder in it.
         study: the study's own folder, where that is another.
+        unprotected: run user code without a sandbox on machines that offer none.
         candidates: those that are tried first: they decide which of DeepSpeed's ops `open` builds.
         isolation: `fork` (from a server that has imported everything) or `spawn` (cold starts).
         cancelled: asked several times a second; a trial that runs then ends as interrupted.
@@ -80,12 +81,14 @@ class LocalExecutor:
         ground: Ground | None = None,
         variables: Mapping[str, str] | None = None,
         study: Path | None = None,
+        unprotected: bool = False,
     ) -> None:
         self.job, self.hardware, self.folder, self.seed = job, hardware, folder, seed
         self.deadlines = deadlines or (SCRIPT_DEADLINES if job.script else Deadlines())
         self.cancelled, self.on_phase, self.fault = cancelled, on_phase, fault
         self.count_live_tensors = count_live_tensors
-        self.isolation, self._variables, self.study = isolation, variables or {}, study
+        self.isolation, self._variables = isolation, variables or {}
+        self.study, self.unprotected = study or folder, unprotected
         self._first, self.tried_ops = list(candidates), dict[str, None]()  # builders, in order
         self.say: Callable[[str], None] = lambda text: None
         self.show: Callable[[str], None] = lambda text: None  # what takes long, while it does
@@ -189,7 +192,6 @@ class LocalSession:
     def __init__(self, executor: LocalExecutor, candidate: Candidate, name: str, patience: float = 1.0) -> None:
         self._executor, self._candidate, self._patience = executor, candidate, patience
         self._folder = executor.folder / "trials" / name
-        self._made = Made((executor.study or executor.folder).resolve(), trial_of_mine(self._folder))
         self._group: Group | None = None
         self._ended = False
         self._ready, self._answers = set[int](), dict[int, Message]()
@@ -331,9 +333,13 @@ class LocalSession:
         job = executor.job
         what: dict[str, Any] = {"config": trial_config(candidate, job), "checkpointing": candidate.checkpointing}
         if job.script:
-            # a node makes its own
-            scratch = str(scratch_folder(executor.folder, job, candidate, self._made.folder)) if executor.here else None
-            what = {"candidate": candidate.as_dict, "scratch": scratch, **self._made.told}
+            what = {"candidate": candidate.as_dict}
+        if job.script or job.workload:
+            kept = [str((self._folder / CHECKPOINT).resolve())] if executor.resumes else []
+            how: dict[str, Any] = {"unprotected": executor.unprotected, "kept": kept}
+            what |= {**how, "sandbox": None}  # a node makes its own
+            if executor.here:
+                what["sandbox"] = trial_sandbox(executor.folder, job, candidate, executor.study, **how).to_json()
         return {
             **what,
             "job": under(job, candidate).to_json(),
@@ -396,5 +402,6 @@ class LocalSession:
         ended, self._ended = self._ended, True
         if not ended and self._group is not None:
             self._group.end()
-            self._made.settle()
             clear(self._executor.folder)
+            with suppress(OSError):  # it holds something while a verification goes on
+                (self._folder / CHECKPOINT).rmdir()

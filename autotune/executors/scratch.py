@@ -1,101 +1,88 @@
-"""Where a script that is measured may write."""
+"""Sandboxes of trials: which protection this machine offers, and the files that a script finds in its sandbox."""
 
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import islice
 from pathlib import Path
-from uuid import uuid4
 
+from autotune.errors import UserError
+from autotune.interpreter import bound_command, current
 from autotune.problem.argument_files import OUTPUT_FOLDER
 from autotune.problem.argument_texts import output_folders, write_trial_files
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job
-from autotune.rank.links import MAKING, link_entries, show
+from autotune.rank.sandbox import Protection, Sandbox, available_protection, remove
 
 _SCRATCH = "scratch"
-_MOST_PARENTS = 4  # of the current folder, that are shown
-_MOST_BESIDE = 1000  # entries of a parent: each is a link to be made and removed in every trial
+_MOST_LINKS = 1000  # into an output folder
+UNPROTECTED = (
+    "this machine cannot keep a script's writes from your files (neither overlayfs nor Landlock): a trial may overwrite or "
+    "delete what your script overwrites or deletes"
+)
 
 
-def scratch_folder(folder: Path, job: Job, candidate: Candidate, study: Path) -> Path:
-    """A folder that shows a script what its own does, and takes what it writes there: links to every entry but the study.
-    Its argument files have the candidate in them. It lies in folders that show its parents, so `..` is what it is to the user.
-
-    Its path is the same for every trial of an executor, which has one at a time: what libraries cache by the paths of files
-    (`datasets` does) is found by the next trial.
+def protection_of(cwd: Path, folder: Path, *, unprotected: bool) -> Protection:
+    """Return the protection of trials whose script runs in `cwd` and whose folders lie in `folder`.
 
     Args:
-        folder: the executor's, in the study's or that itself.
-        study: the study's own, which no script sees; what lies beside it (`runs/` may hold checkpoints too) every script does.
+        unprotected: run without any if this machine has none.
+
+    Raises:
+        UserError: it has none, and `unprotected` is false.
     """
-    assert job.script is not None
-    clear(folder)
-    study, cwd = study.resolve(), Path(job.script.cwd)
-    root = scratch = folder.resolve() / _SCRATCH
-    (root / MAKING).mkdir(parents=True)
-    here = cwd.resolve()
-    around = {here, *here.parents}
-    hidden = root if study in around else study  # called from inside the study
-    for parent, name in _parents(here):
-        if _is_small(parent):
-            with suppress(OSError):  # what can be read is shown
-                _show(scratch, parent, hidden, set(around))
-        scratch /= name
-        scratch.mkdir()
-    _show(scratch, cwd, hidden, around)
-    write_trial_files(job, candidate, scratch, quiet=True)
-    for theirs in output_folders(job.script):
-        if theirs.is_dir():
-            show(str(scratch / OUTPUT_FOLDER), str(theirs))
-    return scratch
+    folder.mkdir(parents=True, exist_ok=True)
+    found = _available(cwd, folder.resolve(), current().path)
+    if found is Protection.NONE and not unprotected:
+        raise UserError(
+            f"{UNPROTECTED}. Copy the folder and pass --unprotected, or use a machine whose kernel has one of them"
+        )
+    return found
+
+
+@cache
+def _available(cwd: Path, folder: Path, python: str) -> Protection:
+    return available_protection(cwd, folder, lambda module, *words: bound_command(python, module, *words))
+
+
+def trial_sandbox(
+    folder: Path, job: Job, candidate: Candidate, study: Path, *, unprotected: bool, kept: Sequence[str] = ()
+) -> Sandbox:
+    """Create the sandbox of a trial, with the copies of argument files that carry the candidate.
+
+    The folder is the same for every trial of an executor, which has one at a time: libraries that cache by the paths of files
+    (`datasets` does) find in the next trial what they cached in this one.
+
+    Args:
+        folder: the executor's.
+        study: the study's own, which a view of the user's folder leaves out.
+        kept: folders whose content outlives the trial, made if they are missing.
+
+    Raises:
+        UserError: this machine offers no protection, and `unprotected` is false.
+        OSError: the disk is full, or the folder cannot be written.
+    """
+    cwd = Path(job.script.cwd if job.script else os.getcwd())
+    protection = protection_of(cwd, folder, unprotected=unprotected)
+    for one in kept:
+        os.makedirs(one, exist_ok=True)
+    sandbox = Sandbox(folder.resolve() / _SCRATCH, cwd, protection, tuple(kept))
+    sandbox.create(study)
+    if job.script is not None:
+        overlaid = protection is Protection.OVERLAY  # an output folder shows what the user's has
+        write_trial_files(job, candidate, sandbox.files, quiet=not overlaid)
+        for theirs in () if overlaid else output_folders(job.script):
+            if theirs.is_dir() and not (sandbox.files / OUTPUT_FOLDER).exists():
+                (sandbox.files / OUTPUT_FOLDER).mkdir()
+                with suppress(OSError):
+                    for entry in islice(os.scandir(theirs), _MOST_LINKS):
+                        os.symlink(entry.path, sandbox.files / OUTPUT_FOLDER / entry.name)
+    return sandbox
 
 
 def clear(folder: Path) -> None:
-    """Takes away what an executor's last trial has left. What cannot be removed (a network disk keeps files that are open) is out
-    of the next one's way by then, and is tried again."""
-    with suppress(FileNotFoundError):
-        (folder / _SCRATCH).rename(folder / f"{_SCRATCH}-{uuid4().hex}")
-    for left in folder.glob(f"{_SCRATCH}-*"):
-        shutil.rmtree(left, ignore_errors=True)
-
-
-def _parents(here: Path) -> Iterator[tuple[Path, str]]:
-    """Those of a folder that are shown, the outermost first, each with its entry that leads to the folder. `/` never is."""
-    for one in reversed([here, *here.parents][:_MOST_PARENTS]):
-        if one.parent.parent != one.parent:
-            yield one.parent, one.name
-
-
-def _is_small(folder: Path) -> bool:
-    with suppress(OSError), os.scandir(folder) as entries:
-        return sum(1 for _ in islice(entries, _MOST_BESIDE + 1)) <= _MOST_BESIDE
-    return False
-
-
-def _show(scratch: Path, source: Path, hidden: Path, seen: set[Path]) -> None:
-    """Links, and a real folder in the place of one that holds what is hidden, at any depth.
-
-    Args:
-        seen: folders that are shown already, or have a place of their own: links may lead around in circles.
-    """
-    holding: list[tuple[bool, str, Path]] = []
-    resolved = source.resolve()
-
-    def apart(entry: os.DirEntry[str]) -> bool:
-        is_link = entry.is_symlink()
-        real = Path(entry.path).resolve() if is_link else resolved / entry.name
-        if real in hidden.parents:
-            holding.append((is_link, entry.name, real))
-            return True
-        return real == hidden or hidden in real.parents or (real in seen and not is_link)
-
-    link_entries(str(scratch), str(source), apart)
-    for _, name, real in sorted(holding):  # what is no link comes first
-        if real not in seen:
-            seen.add(real)
-            (scratch / name).mkdir()
-            _show(scratch / name, source / name, hidden, seen)
+    """Remove what an executor's last trial has left."""
+    remove(folder.resolve() / _SCRATCH)

@@ -12,10 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from autotune.group.extensions import use_own_folder
 from autotune.group.protocol import Message
 from autotune.problem.checkpoint import checkpoint_bytes
 from autotune.problem.outcome import Phase
 from autotune.rank.base import EXIT_REPORTED, BaseRank, greet, leave
+from autotune.rank.sandbox import Sandbox
 
 
 def run_as(kind: type[BaseRank]) -> NoReturn:
@@ -35,6 +37,10 @@ def measure_as(kind: type[BaseRank], address: str, number: int) -> NoReturn:
     _offer_to_the_kernel()
     rank = kind(channel, spec)
     try:
+        if confined := spec.get("sandbox"):
+            use_own_folder()  # a cache that outlives the trial
+            environment = {**os.environ, **spec.get("env", {})}
+            Sandbox.from_json(confined).enter(os.path.dirname(address), environment)
         rank.run()
     except BaseException as error:
         rank.report(error)

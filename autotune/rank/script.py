@@ -9,7 +9,6 @@ import os
 import statistics
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune.errors import Cause, Unusable
@@ -25,10 +24,9 @@ from autotune.rank.execution import run_script
 from autotune.rank.hooks import Hooks
 from autotune.rank.hooks.batches import Sizes
 from autotune.rank.hooks.context import Context
-from autotune.rank.links import Links
-from autotune.rank.made import Made
 from autotune.rank.measuring import certify_save, checkpoint, load, measure_as, run_as, say_goodbye
 from autotune.rank.overflow import Overflows
+from autotune.rank.sandbox import Sandbox
 from autotune.rank.saved_tensors import SavedTensors
 from autotune.rank.timing import Request
 from autotune.rank.trained import (
@@ -42,7 +40,6 @@ from autotune.rank.trained import (
     usual,
     usual_step,
 )
-from autotune.rank.writes import Writes
 
 WARMUP_STEPS = 2  # batches of a script differ in length: its step times never settle as synthetic ones do
 MOST_AT_ONCE = 4  # measured steps until the ranks compare their clocks for the first time
@@ -89,21 +86,19 @@ class ScriptRank(BaseRank):
         self._steps_left = 0  # until the ranks compare their clocks
         self._step_began = self._measuring_began = 0.0
         self._pid = os.getpid()
-        self.writes: Writes | None = None
 
     def run(self) -> None:
         os.environ.update(_QUIET_ENVIRONMENT)
         self.begin()
         assert self.job.script is not None
         self.script = self.job.script
-        scratch = Path(self.spec["scratch"])
-        os.chdir(scratch)
-        self.hooks = Hooks(Context(self.job, self.candidate, self, self.spec["device"], scratch, quiet=True))
+        sandbox = Sandbox.from_json(self.spec["sandbox"])
+        context = Context(
+            self.job, self.candidate, self, self.spec["device"], sandbox.files, quiet=True, sandbox=sandbox
+        )
+        self.hooks = Hooks(context)
         self.hooks.install()
         self._variables = dict(os.environ)
-        made = Made(Path(self.spec["study"]), self.spec["by"])
-        self.writes = Writes(Links(scratch), Path(self.script.cwd), self.script.path, made, self._would_lose)
-        self.writes.install(self.hooks.context.patches)
         try:
             run_script(self.script, self.hooks.arguments())
         except SystemExit as error:
@@ -127,8 +122,8 @@ class ScriptRank(BaseRank):
             leave(EXIT_REPORTED)
 
     def send_error(self, described: Message) -> None:
-        """With what may be why: a variable that came too late, a database that could only be read."""
-        if why := (self.writes and self.writes.why(described["text"])) or too_late(self._late()):
+        """With what may be why: a variable that came too late."""
+        if why := too_late(self._late()):
             first, newline, rest = described["text"].partition("\n")
             described = {**described, "text": f"{first[:160]} ({why}){newline}{rest}"}
         super().send_error(described)
@@ -275,22 +270,6 @@ class ScriptRank(BaseRank):
         self.report(Unusable(f"{self.script.target} trains without {_MISSING_DEEPSPEED}"))
         leave(EXIT_REPORTED)
 
-    def _would_lose(self, path: str) -> None:
-        """A file of the user's, upon what the script is about to do.
-
-        Raises:
-            Unusable: in a child of the rank's, whose parent hears of it.
-        """
-        error = Unusable(
-            f"{self.script.target} would overwrite or remove {path}, which is yours, by an absolute path: a trial keeps to its "
-            "own folder only what is written by relative paths. Write to a path relative to the folder in which you call "
-            f"autotune, or move {Path(path).name} away for as long as you tune"
-        )
-        if os.getpid() != self._pid:
-            raise error
-        self.report(error)
-        leave(EXIT_REPORTED)
-
     # -- the measurement ---------------------------------------------------------------------------------------------
 
     def _await_request(self) -> None:
@@ -347,8 +326,6 @@ class ScriptRank(BaseRank):
         if late := self._late():
             facts["variables"] = {name: os.environ[name] for name in of_the_device(late) if name in os.environ}
             facts["late"] = too_late([name for name in late if name not in facts["variables"]])
-        if self.writes is not None and (left := self.writes.left()):
-            facts["left"] = left
         if self.rows_beside:
             facts["beside"] = {number: usual(rows) for number, rows in self.rows_beside.items()}
         self.channel.send(

@@ -1,11 +1,9 @@
 """A rank that measures a user's script, heard as its parent hears it."""
 
 import json
-import os
-import sqlite3
 import textwrap
 from collections import Counter
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +17,8 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job, Script
 from autotune.problem.outcome import Phase
 from autotune.rank.base import EXIT_REPORTED
-from autotune.rank.made import trial_of_mine
 from autotune.rank.recurring import pace_of
+from autotune.rank.sandbox import Protection, Sandbox
 from autotune.rank.saved_tensors import SavedTensors
 from autotune.rank.script import WARMUP_STEPS, ScriptRank
 from autotune.rank.timing import LONGER, Request
@@ -34,7 +32,6 @@ from autotune.rank.trained import (
     usual,
     usual_step,
 )
-from autotune.units import GIB
 from tests.conftest import make_candidate, make_job
 from tests.rank.conftest import Parent, Rank, make_spec
 
@@ -56,11 +53,12 @@ LOOP = """
     """
 
 
-def spec_of(folder: Path, job: Job, scratch: Path, **more: Any) -> dict[str, Any]:
+def spec_of(folder: Path, job: Job, **more: Any) -> dict[str, Any]:
     """With a study in the folder."""
-    study = folder / "runs"
-    study.mkdir()
-    return make_spec(folder, job, scratch=str(scratch), study=str(study), by=trial_of_mine(study), **more)
+    (folder / "runs").mkdir()
+    sandbox = Sandbox(folder / "runs" / "scratch", folder, Protection.OVERLAY)
+    sandbox.create(folder / "runs")
+    return make_spec(folder, job, sandbox=sandbox.to_json(), **more)
 
 
 def start(parent: Parent, folder: Path, text: str, candidate: Candidate | None = None, **profile: Any) -> Rank:
@@ -68,7 +66,7 @@ def start(parent: Parent, folder: Path, text: str, candidate: Candidate | None =
     (folder / "ds.json").write_text(json.dumps(CONFIG))
     job = replace(make_job(1), script=Script(("train.py", "ds.json"), str(folder), profile=profile))
     knobs = candidate.as_dict if candidate else {}
-    (rank,) = parent.start("autotune.rank.script", spec_of(folder, job, folder, candidate=knobs))
+    (rank,) = parent.start("autotune.rank.script", spec_of(folder, job, candidate=knobs))
     return rank
 
 
@@ -79,7 +77,7 @@ def test_a_script_finds_its_groups_port_and_the_kernel_takes_it_before_the_tuner
     (tmp_path / "train.py").write_text(asked + textwrap.dedent(LOOP.format(steps=100)))
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     job = replace(make_job(1), script=Script(("train.py", "ds.json"), str(tmp_path)))
-    (rank,) = parent.start("autotune.rank.script", spec_of(tmp_path, job, tmp_path, candidate={}, port=28765))
+    (rank,) = parent.start("autotune.rank.script", spec_of(tmp_path, job, candidate={}, port=28765))
     rank.wait_for("phase", phase="ready")
     assert "seen 28765 1000" in (tmp_path / "rank.log").read_text().splitlines()
 
@@ -140,7 +138,7 @@ def test_a_first_run_has_built_what_it_is_about_to_build(
     folder = tmp_path / "ops"
     job = replace(make_job(2), script=Script(("train.py", str(folder)), str(tmp_path)))
     more = {"candidate": candidate, "ops": tried}
-    ranks = parent.start("autotune.rank.script", spec_of(tmp_path, job, tmp_path, **more), world=2)
+    ranks = parent.start("autotune.rank.script", spec_of(tmp_path, job, **more), world=2)
     assert [rank.exit_status() for rank in ranks] == [EXIT_REPORTED, EXIT_REPORTED]
     for rank in ranks:  # each: one may have a folder of its own, or be the only one that needs it
         assert [message["op"] for message in rank.heard if message["type"] == "unbuilt"] == ["TinyBuilder"] * leaves
@@ -181,51 +179,21 @@ def test_micro_batches_are_told_apart_by_what_comes_between_their_backwards(call
     assert looked == calls.count("B") * [Phase.BACKWARD], "where most is alive"
 
 
-def test_a_file_of_the_users_is_neither_written_through_a_link_nor_overwritten(parent: Parent, tmp_path: Path) -> None:
+def test_a_script_writes_into_layers_of_its_trial(parent: Parent, tmp_path: Path) -> None:
     text = """
         import os
-        open("log.txt", "w").close()
-        open(os.path.abspath(__file__ + "/../log.txt"), "w")
+        open("log.txt", "w").write("new")
+        open(os.path.abspath(__file__ + "/../log.txt"), "a").write("er")
+        assert open("log.txt").read() == "newer"
         """
     (tmp_path / "train.py").write_text(textwrap.dedent(text))
     (tmp_path / "log.txt").write_text("old")
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    (scratch / "log.txt").symlink_to(tmp_path / "log.txt")
     job = replace(make_job(1), script=Script(("train.py",), str(tmp_path)))
-    (rank,) = parent.start("autotune.rank.script", spec_of(tmp_path, job, scratch, candidate={}))
+    (rank,) = parent.start("autotune.rank.script", spec_of(tmp_path, job, candidate={}))
     with pytest.raises(AssertionError):
         rank.wait_for("bye")
-    error = rank.heard[-1]
-    assert error["cause"] == Cause.SCRIPT
-    assert f"train.py would overwrite or remove {tmp_path / 'log.txt'}, which is yours" in error["text"]
+    assert rank.heard[-1]["text"].startswith("train.py ended without calling deepspeed.initialize")
     assert (tmp_path / "log.txt").read_text() == "old"
-    assert (scratch / "log.txt").read_text() == ""
-
-
-def test_a_database_that_is_too_large_to_be_copied_is_only_read(parent: Parent, tmp_path: Path) -> None:
-    text = """
-        import sqlite3
-        connection = sqlite3.connect("big.db")
-        assert connection.execute("select x from t").fetchall() == [(1,)]
-        connection.execute("insert into t values (2)")
-        """
-    (tmp_path / "train.py").write_text(textwrap.dedent(text))
-    with closing(sqlite3.connect(tmp_path / "big.db")) as connection:
-        connection.executescript("create table t (x); insert into t values (1)")
-    os.truncate(tmp_path / "big.db", 5 * GIB)  # which takes no room
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    (scratch / "big.db").symlink_to(tmp_path / "big.db")
-    job = replace(make_job(1), script=Script(("train.py",), str(tmp_path)))
-    (rank,) = parent.start("autotune.rank.script", spec_of(tmp_path, job, scratch, candidate={}))
-    with pytest.raises(AssertionError):
-        rank.wait_for("bye")
-    assert rank.heard[-1]["text"].partition("\n")[0] == (
-        "attempt to write a readonly database (big.db: too large to be copied for a trial, which can only read it; write to a "
-        "database of its own)"
-    )
-    assert (scratch / "big.db").is_symlink()
 
 
 OWN_OPTIMIZER = """

@@ -34,7 +34,7 @@ from autotune.executors.nodes.parcel import is_there
 from autotune.executors.nodes.survey import survey
 from autotune.executors.nodes.talk import BEAT_SECONDS, GREETING, PROTOCOL, SILENT_SECONDS, own_stream
 from autotune.executors.ops import Ops
-from autotune.executors.scratch import scratch_folder
+from autotune.executors.scratch import clear, trial_sandbox
 from autotune.executors.station import Needs, Station
 from autotune.files import SocketFolder, cache_root
 from autotune.group.gpu_meter import make_meter
@@ -48,7 +48,6 @@ from autotune.problem.argument_texts import write_trial_files
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
-from autotune.rank.made import Made, trial_of_mine
 from autotune.version import __version__
 
 _LOOK_SECONDS = 0.1
@@ -248,14 +247,14 @@ class Agent:
         folder = self.folder / "logs"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        if "candidate" in spec:
-            job, candidate = Job.from_json(spec["job"]), Candidate.of(spec["candidate"])
-            if "scratch" in spec:
-                spec["scratch"] = str(scratch_folder(self.folder, job, candidate, self.folder))
-                spec.update(self._made().told)
-            else:
-                write_trial_files(job, candidate, squad.home, quiet=False)
-                spec["folder"] = str(squad.home)
+        job, candidate = Job.from_json(spec["job"]), Candidate.of(spec.get("candidate") or {})
+        if "sandbox" in spec:
+            how = {"unprotected": spec["unprotected"], "kept": spec["kept"]}
+            sandbox = trial_sandbox(self.folder, job, candidate, self.folder, **how)
+            spec["sandbox"] = sandbox.to_json()
+        elif "candidate" in spec:
+            write_trial_files(job, candidate, squad.home, quiet=False)
+            spec["folder"] = str(squad.home)
         squad.brief(spec, folder if logs else None)
         squad.begin(workers)
 
@@ -317,11 +316,7 @@ class Agent:
             self._pass_on_heard(squad)
             squad.tell("stop")
             squad.end(done=done)
-            self._made().settle()
-
-    def _made(self) -> Made:
-        """The record of this node's ranks; it goes with the agent."""
-        return Made(self.folder.resolve(), trial_of_mine(self.folder / "logs"))
+            clear(self.folder)
 
     def _pass_on_heard(self, squad: LocalSquad) -> None:
         back = self._moved.back

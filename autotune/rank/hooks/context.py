@@ -14,6 +14,7 @@ from autotune.problem.outcome import Phase
 from autotune.rank.hooks.batches import Sizes
 from autotune.rank.hooks.patches import Patches
 from autotune.rank.hooks.watcher import Watcher
+from autotune.rank.sandbox import Sandbox
 
 
 @dataclass
@@ -24,9 +25,10 @@ class Context:
     candidate: Candidate | None  # what is tried; None leaves the script's own settings
     watcher: Watcher
     device: str  # `cpu` or `cuda`
-    folder: Path  # for merged configs, and with `quiet` for all that the script writes on its own account
+    folder: Path  # for merged configs and copies of argument files
     quiet: bool  # a measurement, not a training: no checkpoints, evaluations, trackers and uploads
     patches: Patches = field(default_factory=Patches)
+    sandbox: Sandbox | None = None  # of a trial; a training has none
 
     collective_timeout: datetime.timedelta = datetime.timedelta()  # of the process group
     engine: Any = None  # the DeepSpeed engine that trains, once it is built

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from autotune.rank.hooks.context import Context
-from autotune.rank.links import Links
 from autotune.rank.versions import imported
 
 
@@ -66,5 +65,6 @@ def keep_trainer_from_it(context: Context) -> None:
 def make_folder(context: Context, folder: Any, *, anywhere: bool = False) -> None:
     """Makes the folder that a script would find after a save, which may write into it: where it is the trial's. Among the user's
     files an empty checkpoint would be taken for one; with `anywhere` it is none, and is made there too."""
-    if folder and (anywhere or Links(context.folder).holds(os.path.abspath(os.fsdecode(folder)))):
+    kept = bool(folder) and context.sandbox is not None and context.sandbox.keeps(os.path.abspath(os.fsdecode(folder)))
+    if folder and (anywhere or kept):
         os.makedirs(folder, exist_ok=True)

@@ -14,7 +14,6 @@ from typing import Any
 
 from autotune.problem.sources import CONFIGS, MOST_BYTES
 from autotune.rank.hooks.context import Context
-from autotune.rank.links import Links
 
 _INSTALLED = ("site-packages", "dist-packages")
 _PACKAGE = str(Path(__file__).resolve().parents[2])
@@ -41,19 +40,19 @@ def found(context: Context) -> list[str]:
     """Paths of the modules that were imported from the user's own folders, and of the configs that were read there, or below
     what the command names; relative ones to the folder of the call, which on other machines may lie elsewhere. What the
     script has written itself is none of them."""
-    script, links = context.script, Links(context.folder)
+    script = context.script
     own = [script.cwd, str(Path(script.cwd, script.path or ".").parent)]
     words = [word.partition("=")[2] or word for word in script.arguments]
     paths = [os.path.normpath(os.path.join(script.cwd, word)) for word in words]
     named = [path for path in paths if os.path.exists(path)]
-    code = [*own, *(_outside(path, links, script.cwd) for path in sys.path if path and not _installed(path))]
+    code = [*own, *(_outside(context, path) for path in sys.path if path and not _installed(path))]
     files = {
         path
         for module in list(sys.modules.values())
         if (path := getattr(module, "__file__", None)) and isinstance(path, str) and path.endswith(".py")
     }
-    modules = {_outside(path, links, script.cwd) for path in files}
-    configs = {_outside(path, links, script.cwd) for path in context.read - context.written}
+    modules = {_outside(context, path) for path in files}
+    configs = {_outside(context, path) for path in context.read - context.written}
     kept = {path for path in modules if _below(path, code)}
     kept |= {path for path in configs if _below(path, [*own, *named]) and _is_small(path)}
     if script.path is not None:
@@ -62,13 +61,9 @@ def found(context: Context) -> list[str]:
     return sorted(os.path.relpath(path, script.cwd) if _below(path, [script.cwd]) else path for path in there)
 
 
-def _outside(path: str, links: Links, cwd: str) -> str:
-    """The path in the folder of the call, or beside it, of which a trial sees links."""
-    path = os.path.abspath(path)
-    if not links.holds(path):
-        return path
-    below = os.path.relpath(path, links.folder)
-    return os.path.normpath(os.path.join(os.path.realpath(cwd) if below.startswith("..") else cwd, below))
+def _outside(context: Context, path: str) -> str:
+    """Return the user's own path of a file in a trial's view."""
+    return context.sandbox.users_path(path) if context.sandbox is not None else os.path.abspath(path)
 
 
 def _below(path: str, roots: list[str]) -> bool:

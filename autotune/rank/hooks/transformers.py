@@ -10,7 +10,6 @@ from autotune.problem.argument_files import OUTPUT_FOLDER
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH
 from autotune.rank.hooks import resuming, saving
 from autotune.rank.hooks.context import Context
-from autotune.rank.links import Links, Want, show
 from autotune.rank.versions import imported
 
 _DEFAULT_OUTPUT = "trainer_output"  # since transformers 5
@@ -76,16 +75,7 @@ def _silence(context: Context, arguments: Any) -> None:
 
 
 def _output(context: Context, given: Any) -> str:
-    """Where in the context's folder the script finds what its output folder holds, and writes to. What lies below the current
-    folder has its place there; anything else is shown by a folder of links."""
-    links = Links(context.folder)
+    """Return the output folder of a trial: the script's own if the sandbox keeps what is written there, else one in its files."""
     path = os.path.expanduser(os.fsdecode(given))
-    here = os.path.abspath(path)
-    if links.holds(here):
-        links.own(here, Want.FOLDER)
-        return here
-    ours = os.path.join(context.folder, OUTPUT_FOLDER)
-    theirs = os.path.join(context.script.cwd, path)  # `../out` means what it does in the user's folder
-    if os.path.isdir(theirs):
-        show(ours, theirs)
-    return ours
+    kept = context.sandbox is not None and context.sandbox.keeps(os.path.abspath(path))
+    return path if kept else os.path.join(context.folder, OUTPUT_FOLDER)
