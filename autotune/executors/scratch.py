@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
-from itertools import islice
 from pathlib import Path
 
 from autotune.errors import UserError
 from autotune.interpreter import bound_command, current
-from autotune.problem.argument_files import OUTPUT_FOLDER
+from autotune.problem.argument_files import output_folder
 from autotune.problem.argument_texts import output_folders, write_trial_files
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job
 from autotune.rank.sandbox import Protection, Sandbox, available_protection, remove
 
 _SCRATCH = "scratch"
-_MOST_LINKS = 1000  # into an output folder
 UNPROTECTED = (
     "this machine cannot keep a script's writes from your files (neither overlayfs nor Landlock): a trial may overwrite or "
     "delete what your script overwrites or deletes"
@@ -72,14 +69,11 @@ def trial_sandbox(
     sandbox = Sandbox(folder.resolve() / _SCRATCH, cwd, protection, tuple(kept))
     sandbox.create(study)
     if job.script is not None:
-        overlaid = protection is Protection.OVERLAY  # an output folder shows what the user's has
+        overlaid = protection is Protection.OVERLAY  # then output folders are the script's own
         write_trial_files(job, candidate, sandbox.files, quiet=not overlaid)
         for theirs in () if overlaid else output_folders(job.script):
-            if theirs.is_dir() and not (sandbox.files / OUTPUT_FOLDER).exists():
-                (sandbox.files / OUTPUT_FOLDER).mkdir()
-                with suppress(OSError):
-                    for entry in islice(os.scandir(theirs), _MOST_LINKS):
-                        os.symlink(entry.path, sandbox.files / OUTPUT_FOLDER / entry.name)
+            if theirs.is_dir():
+                output_folder(sandbox.files, theirs)
     return sandbox
 
 
