@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -64,6 +64,7 @@ def trial_sandbox(
     """
     cwd = Path(job.script.cwd if job.script else os.getcwd())
     protection = protection_of(cwd, folder, unprotected=unprotected)
+    kept = [*kept, *_swap_folders(job, candidate)]
     for one in kept:
         os.makedirs(one, exist_ok=True)
     sandbox = Sandbox(folder.resolve() / _SCRATCH, cwd, protection, tuple(kept))
@@ -75,6 +76,17 @@ def trial_sandbox(
             if theirs.is_dir():
                 output_folder(sandbox.files, theirs)
     return sandbox
+
+
+def _swap_folders(job: Job, candidate: Candidate) -> Iterator[str]:
+    """Yield where DeepSpeed swaps to NVMe: a layer would lie on another drive."""
+    own = job.script.profile.get("config", {}) if job.script else {}
+    for config in (own, candidate.ds_config(job)):
+        zero = config.get("zero_optimization")
+        for name in ("offload_optimizer", "offload_param"):
+            part = zero.get(name) if isinstance(zero, dict) else None
+            if isinstance(part, dict) and os.path.isdir(path := str(part.get("nvme_path", ""))):
+                yield os.path.join(os.path.abspath(path), "zero_stage_3")
 
 
 def clear(folder: Path) -> None:

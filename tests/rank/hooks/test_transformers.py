@@ -140,11 +140,7 @@ def write_there(folder: str, output: str, below: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("output", "below", "at"),
-    [
-        ("out", "", "out"),
-        ("../out", "sub", "out"),
-        ("/elsewhere", "", "../../../../../files/.autotune-output"),
-    ],
+    [("out", "", "out"), ("../out", "sub", "out"), ("/elsewhere", "", "../../../../../files/.autotune-output")],
 )
 def test_the_output_folder_shows_what_it_holds(
     in_rank: Callable[..., Any], tmp_path: Path, output: str, below: str, at: str
