@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from autotune.errors import Unusable
 from autotune.group.extensions import use_own_folder
 from autotune.group.protocol import Message
 from autotune.problem.checkpoint import checkpoint_bytes
@@ -40,7 +41,10 @@ def measure_as(kind: type[BaseRank], address: str, number: int) -> NoReturn:
         if confined := spec.get("sandbox"):
             use_own_folder()  # a cache that outlives the trial
             environment = {**os.environ, **spec.get("env", {})}
-            Sandbox.from_json(confined).enter(os.path.dirname(address), environment)
+            try:
+                Sandbox.from_json(confined).enter(os.path.dirname(address), environment)
+            except OSError as error:
+                raise Unusable(f"the sandbox of a trial cannot be entered ({error}): `autotune doctor` says why") from error
         rank.run()
     except BaseException as error:
         rank.report(error)
