@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from autotune.entry_points import MODEL_RANK, SCRIPT_RANK
 from autotune.errors import MachineTrouble, Stopped
 from autotune.executors.base import Effort, Ground
 from autotune.executors.deadlines import SCRIPT_DEADLINES, Deadlines
@@ -43,7 +44,6 @@ from autotune.problem.script import heavy_imports
 from autotune.rank.config import all_ops, trial_config
 from autotune.rank.made import Made, trial_of_mine
 
-MODEL_RANK, SCRIPT_RANK = "autotune.rank.model", "autotune.rank.script"
 CHECKPOINT = "checkpoint"  # a trial's folder for it
 WOKEN = "CUDA was woken before the fork"  # as a forked rank says it
 
