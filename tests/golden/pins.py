@@ -55,6 +55,7 @@ def call(*words: str, columns: int = 80) -> str:
     with (
         mock.patch.dict(os.environ, env),
         mock.patch.object(sys, "argv", ["autotune", *words]),
+        mock.patch.object(sys.modules["__main__"], "__package__", None, create=True),  # click shows how it was started
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(io.StringIO()),
     ):
