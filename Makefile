@@ -39,14 +39,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # Without a compiler what offloads fails and says so; all else runs.
 LOAD_OPS := from autotune.group.ops import load_ops; failed = load_ops(['ShareMemCommBuilder', 'CPUAdamBuilder']); assert not failed, failed
 $(VENV)/.ops: $(VENV)/.installed
-	DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -c "$(LOAD_OPS)" \
+	DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -c "$(LOAD_OPS)" \
 		&& touch $@ || echo "DeepSpeed's CPU ops were not built" >&2
 
 # The oldest supported versions, in an environment of their own: ranks, exports, versions. DeepSpeed's ops are built first, since
 # two workers that wait for compilers run into their tests' limits. The seed is left alone: DeepSpeed 0.16 has a hook of
 # pytest-randomly's that refuses a seed of more than 32 bits.
 OLD := .venv-oldest
-IN_OLD := TORCH_EXTENSIONS_DIR=$(CURDIR)/$(OLD)/extensions PATH=$(CURDIR)/$(OLD)/bin:$$PATH $(OLD)/bin/python
+IN_OLD := TORCH_EXTENSIONS_DIR="$(CURDIR)/$(OLD)/extensions" PATH="$(CURDIR)/$(OLD)/bin:$$PATH" $(OLD)/bin/python
 OLD_TESTS := tests/test_versions.py tests/predict/test_versions.py tests/predict/test_unread.py \
 	tests/rank tests/results/test_exports_load.py tests/test_scripts.py
 test-oldest: $(OLD)/.ops
@@ -101,12 +101,12 @@ picture: setup  # the README's, of a new run: three minutes
 # In environments with the frameworks that people fine-tune with, made from environments/*.txt: ENVIRONMENTS, gigabytes.
 ENVIRONMENTS ?= $(CURDIR)/.venvs
 test-frameworks: setup
-	$(BIN)/python benchmarks/framework_environments.py --environments $(ENVIRONMENTS) $(ONLY)
-	AUTOTUNE_ENVIRONMENTS=$(ENVIRONMENTS) $(BIN)/python -m pytest -n 0 -m frameworks tests/frameworks
+	$(BIN)/python benchmarks/framework_environments.py --environments "$(ENVIRONMENTS)" $(ONLY)
+	AUTOTUNE_ENVIRONMENTS="$(ENVIRONMENTS)" $(BIN)/python -m pytest -n 0 -m frameworks tests/frameworks
 
 coverage: $(READY)
 	$(BIN)/python -m coverage erase
-	COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(PYTEST) --cov --cov-report=term-missing
+	COVERAGE_PROCESS_START="$(CURDIR)/pyproject.toml" $(PYTEST) --cov --cov-report=term-missing
 
 flakes: $(READY)  # hours
 	$(BIN)/python benchmarks/flakes.py --beside --json benchmarks/results/flakes.json

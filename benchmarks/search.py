@@ -1,5 +1,8 @@
 """How soon a search finds the best: `python benchmarks/search.py [--landscapes DIR…] [--seeds 20] [--json FILE]`.
 
+`--trials FILE` also writes each trial of each run. Tests compare these sequences byte for byte (tests/golden), so they read
+the models' traces with `--traces FILE`: what another torch traces does not change them.
+
 Every strategy is replayed against tables of candidates under one set of rules, on a simulated clock: a process costs its
 start, a rung its steps, an out-of-memory two seconds and its process. `autotune` is the real proposer and tuner with the
 replay executor; `tpe` is Optuna's TPE with memory as a constraint, `random` draws without repetition, `deepspeed`
@@ -8,6 +11,8 @@ follows deepspeed/autotuning: stage by stage, micro-batch first, then a grid, fi
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import multiprocessing
 import random
@@ -73,7 +78,13 @@ def autotune(
         "ended": result.ended,
         "used": result.used_seconds,
         "taken": taken,
+        "sequence": sequence(executor),
     }
+
+
+def sequence(executor: ReplayExecutor) -> list[tuple[float, str, str]]:
+    """(simulated seconds at its end, candidate, outcome) of each trial. The clock's last bits depend on the machine's libm."""
+    return [(round(seconds, 6), str(candidate), kind.value) for seconds, candidate, kind in executor.ledger.trials]
 
 
 def baseline(landscape: Landscape, seed: int, budget: float, strategy: Strategy) -> dict[str, Any]:
@@ -89,7 +100,7 @@ def baseline(landscape: Landscape, seed: int, budget: float, strategy: Strategy)
     for _ in strategy(landscape, seed, run):
         if executor.now() >= budget:
             break
-    return judge(landscape, executor, budget)
+    return {**judge(landscape, executor, budget), "sequence": sequence(executor)}
 
 
 def judge(landscape: Landscape, executor: ReplayExecutor, budget: float) -> dict[str, Any]:
@@ -114,14 +125,18 @@ def judge(landscape: Landscape, executor: ReplayExecutor, budget: float) -> dict
     return found
 
 
-def one(task: tuple[Path, str, int, float, bool]) -> dict[str, Any]:
+def one(task: tuple[Path, str, int, float, bool], traces: Path | None = None) -> dict[str, Any]:
     path, strategy, seed, budget, until_found = task
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore")
     landscape = load_landscape(path)
     if strategy in ABLATIONS:
-        return autotune(landscape, traced(landscape), seed, budget, strategy, until_found)
+        return autotune(landscape, traced(landscape, traces), seed, budget, strategy, until_found)
     return baseline(landscape, seed, budget, BASELINES[strategy])
+
+
+def table_name(path: Path) -> str:
+    return path.name.split(".csv")[0]
 
 
 def of_table(path: Path) -> dict[str, Any]:
@@ -143,7 +158,10 @@ def least_minutes(landscape: Landscape) -> float:
     return min(minutes)
 
 
-def traced(landscape: Landscape) -> Trace:
+def traced(landscape: Landscape, traces: Path | None = None) -> Trace:
+    """The trace of the table's job: from a file that has one by each table's name, else made here."""
+    if traces is not None:
+        return Trace.from_json(json.loads(traces.read_text())[landscape.name])
     return trace_job(landscape.job(), device=landscape.hardware().device)
 
 
@@ -200,6 +218,10 @@ def main() -> None:
     parser.add_argument("--budget", default="30m")
     parser.add_argument("--until-found", action="store_true", help="end a study of ours once 98 %% was measured")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--trials", type=Path, metavar="FILE", help="where every trial of every run is written")
+    parser.add_argument(
+        "--traces", type=Path, metavar="FILE", help="JSON with the trace of each table's job, by its name"
+    )
     arguments = parse(parser, landscapes=[DATA / "landscapes_own"], seeds=1, budget="5m", jobs=1)
     strategies = arguments.strategies.split(",")
     if unknown := set(strategies) - set(STRATEGIES):
@@ -210,7 +232,7 @@ def main() -> None:
         parser.error(f"no tables (*.csv.gz) in {' '.join(map(str, arguments.landscapes))}")
     budget = parse_duration(arguments.budget)
     for path in tables:
-        traced(load_landscape(path))  # once, before the processes share the cache
+        traced(load_landscape(path), arguments.traces)  # once, before the processes share the cache
     tasks = [
         (path, s, seed, budget, arguments.until_found)
         for path in tables
@@ -218,16 +240,21 @@ def main() -> None:
         for seed in range(arguments.seeds)
     ]
     with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
-        runs = pool.map(one, tasks, chunksize=1)
+        runs = pool.map(functools.partial(one, traces=arguments.traces), tasks, chunksize=1)
     rows = []
     for path in tables:
         for strategy in strategies:
             mine = [run for task, run in zip(tasks, runs, strict=True) if task[:2] == (path, strategy)]
-            rows.append({**summarise(path.name.split(".csv")[0], strategy, mine), **of_table(path)})
+            rows.append({**summarise(table_name(path), strategy, mine), **of_table(path)})
     print_table(f"simulated, {arguments.seeds} seeds, {arguments.budget} each", rows, keys=2)
     if times := times_fewer(rows):
         print(f"minutes to 95 %, best other strategy / autotune, geometric mean: {times:.2f}")
     write_json(arguments.json, rows)
+    trials = [
+        {"table": table_name(path), "strategy": strategy, "seed": seed, "trials": run["sequence"]}
+        for (path, strategy, seed, *_), run in zip(tasks, runs, strict=True)
+    ]
+    write_json(arguments.trials, trials)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from autotune.entry_points import MODEL_RANK, SCRIPT_RANK
 from autotune.errors import MachineTrouble, Stopped
 from autotune.executors.base import Effort, Ground
 from autotune.executors.deadlines import SCRIPT_DEADLINES, Deadlines
@@ -43,7 +44,6 @@ from autotune.problem.outcome import Kind, Outcome, Phase, Source
 from autotune.problem.script import heavy_imports
 from autotune.rank.config import all_ops, trial_config
 
-MODEL_RANK, SCRIPT_RANK = "autotune.rank.model", "autotune.rank.script"
 CHECKPOINT = "checkpoint"  # a trial's folder for it
 WOKEN = "CUDA was woken before the fork"  # as a forked rank says it
 

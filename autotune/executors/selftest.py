@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from autotune.entry_points import SELFTEST_RANK
 from autotune.errors import MachineTrouble
 from autotune.group.group import Group
 from autotune.group.launchers import IMPORT_SECONDS, Launcher
@@ -17,7 +18,6 @@ from autotune.group.squad import Spread
 from autotune.group.verdict import judge
 from autotune.problem.hardware import Hardware
 
-ENTRY = "autotune.rank.check"
 _POLICY = Policy(90.0, lambda phase: 90.0, settle_seconds=1.0, may_leave=False)
 _DEADLINE_SECONDS = 240.0  # once all is imported; ranks that wait for each other on GPUs spin, and look alive
 _NCCL_SAID = re.compile(r"NCCL WARN\s+(.*)")
@@ -70,7 +70,7 @@ def check_group(
     group = Group(launcher, hardware, None, _POLICY, cancelled=cancelled, on_message=take)
     deadline = time.monotonic() + IMPORT_SECONDS
     try:
-        stop = group.start(ENTRY, ranks, spec, deadline=deadline, logs=folder)
+        stop = group.start(SELFTEST_RANK, ranks, spec, deadline=deadline, logs=folder)
         if stop is Stop.ARRIVED:
             stop = group.watch(lambda: len(imported) == ranks, deadline)
         if stop is Stop.ARRIVED:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import psutil
 
+from autotune.entry_points import FORK_SERVER
 from autotune.errors import Stopped, UserError
 from autotune.group.ending import REAP_SECONDS, below, end_marked, marked
 from autotune.group.protocol import Channel, Message
@@ -128,7 +129,7 @@ class ForkLauncher:
         self._channel, theirs = Channel.pair()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                bound_command(current().path, "autotune.group.fork_server", str(theirs.fileno())),
+                bound_command(current().path, FORK_SERVER, str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 env={**self._env, MARK: self._mark},
                 stdin=subprocess.DEVNULL,

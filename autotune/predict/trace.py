@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from autotune.entry_points import TRACER
 from autotune.errors import UserError
 from autotune.files import cache_root, write_atomically
 from autotune.group.launchers import IMPORT_SECONDS
@@ -175,7 +176,7 @@ def trace_jobs(jobs: Sequence[tuple[Job, str]], told: Callable[[int, int], None]
         return
     paths = list(missing)
     with subprocess.Popen(
-        module_command(current().path, "autotune.predict.tracer", "--many"),
+        module_command(current().path, TRACER, "--many"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -242,7 +243,7 @@ def _run_tracer(options: list[str], asked: str, timeout_seconds: float) -> tuple
         TimeoutError: it does not end; in one line.
     """
     with subprocess.Popen(
-        module_command(current().path, "autotune.predict.tracer", *options),
+        module_command(current().path, TRACER, *options),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

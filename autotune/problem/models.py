@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from autotune.entry_points import HUB_READER
 from autotune.errors import UserError, near
 from autotune.interpreter import current, module_command
 
@@ -86,7 +87,7 @@ def _from_path(path: Path, trust_remote_code: bool) -> ModelSpec:
 def _from_hub(name: str, trust_remote_code: bool) -> ModelSpec:
     """Reads the configuration in a process of its own: this one never imports transformers."""
     flags = ["--trust-remote-code"] if trust_remote_code else []
-    command = module_command(current().path, "autotune.rank.hub", *flags, name)
+    command = module_command(current().path, HUB_READER, *flags, name)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=current().environment())
     try:
         answer = json.loads(done.stdout.splitlines()[-1])

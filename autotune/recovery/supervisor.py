@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autotune.entry_points import TRAIN_RANK
 from autotune.errors import MachineTrouble, Stopped, UserError, one_line
 from autotune.executors.base import Ground
 from autotune.executors.ops import Ops, op_name
@@ -40,7 +41,6 @@ from autotune.recovery.ends import End, Heard, end_of
 from autotune.recovery.ladder import Rung
 from autotune.units import format_bytes, format_duration
 
-TRAIN_RANK = "autotune.rank.train"
 HELLO_SECONDS = 60.0  # for a rank's interpreter to come up
 LEAVE_SECONDS = 30.0  # for ranks that show no life to end, after a signal was passed on
 SETTLE_SECONDS = 0.5  # after the first failure: the other ranks' reports

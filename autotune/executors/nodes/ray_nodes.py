@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autotune.entry_points import RAY_DRIVER
 from autotune.errors import UserError
 from autotune.executors.nodes.hostfile import Host
 from autotune.executors.nodes.talk import SILENT_SECONDS
@@ -105,7 +106,7 @@ class RayNodes:
         log = self.folder / "ray.log"
         with log.open("ab") as errors:
             self._driver = subprocess.Popen(
-                module_command(self.python, "autotune.executors.nodes.ray_driver"),
+                module_command(self.python, RAY_DRIVER),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
