@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autotune.errors import MachineTrouble, UserError
+from autotune.masking import masked_data, masked_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,14 +37,12 @@ def console(stderr: bool = False) -> Console:
 
 
 def emit(data: Any) -> None:
-    print(json.dumps(data, indent=2, default=str))
+    print(json.dumps(masked_data(json.loads(json.dumps(data, default=str))), indent=2))
 
 
 def typed_command() -> str:
-    """The command line as a shell would take it again, without the password of a database."""
-    from autotune.search.servers import hide_password
-
-    return shlex.join(["autotune", *(hide_password(word) for word in sys.argv[1:])])
+    """Return the command line as a shell would take it again, without secrets."""
+    return shlex.join(["autotune", *masked_words(sys.argv[1:])])
 
 
 def say(text: str) -> None:

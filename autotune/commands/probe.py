@@ -79,7 +79,7 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
     memory = folder / MEMORY
     key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.memory_cap_bytes}"
     if memory.exists():
-        known = json.loads(memory.read_text())
+        known = json.loads(memory.read_text(encoding="utf-8"))
         profile = known["profile"]
         changed = edited_since(profile.get(SOURCES, {}), script.cwd)
         if known["key"] == key and not changed and not _counted_otherwise(profile):

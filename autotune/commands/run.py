@@ -31,6 +31,7 @@ from autotune.executors.nodes.hostfile import hostfile_of, hostfile_text
 from autotune.executors.slice import Rest
 from autotune.files import write_atomically
 from autotune.group.locks import held_gpus
+from autotune.masking import hide_password
 from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind
@@ -39,13 +40,14 @@ from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
 from autotune.results.console import PlainObserver, make_observer, record_json
 from autotune.results.export import environment_of, export_record
 from autotune.results.report.gather import Searched
+from autotune.results.targets import secrets_note
 from autotune.results.winner import closest_lines, train_with, winner_lines
 from autotune.search.alike import agree_on_memory
 from autotune.search.crew import Crew, host_bound
 from autotune.search.proposer import Proposer
 from autotune.search.records import AS_IS, SEARCH, Record
 from autotune.search.rivals import rivals
-from autotune.search.servers import hide_password, is_server
+from autotune.search.servers import is_server
 from autotune.search.storage import default_storage, failures_in_one_line, make_study_folder, open_storage
 from autotune.search.study import StudyStore
 from autotune.search.tuner import SearchSummary, Tuner
@@ -339,6 +341,7 @@ def _summary(
         if setup.storage is not None:
             told = hide_password(setup.storage)
             lines.append(f"  the study is in {told}: launch, report and export need AUTOTUNE_STORAGE or --storage, too")
+        lines += [f"  {line}" for line in secrets_note(files)]
         counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())
         trials, used = sum(found.by_kind.values()), format_duration(found.used_seconds)
         lines.append(f"  {trials} trials ({counts}) in {used}; {found.ended}")

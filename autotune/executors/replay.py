@@ -143,7 +143,7 @@ def load_landscape(path: Path) -> Landscape:
         there = [p.name.split(".csv")[0] for p in path.parent.glob("*.csv*")] if path.parent.is_dir() else []
         raise UserError(f"no table {path}{near(stem, there)}: expected {stem}.csv.gz with {stem}.json beside it")
     try:
-        facts = json.loads(about.read_text())
+        facts = json.loads(about.read_text(encoding="utf-8"))
         text = (gzip.decompress(table.read_bytes()) if table.suffix == ".gz" else table.read_bytes()).decode()
         missing = [
             key for key in ("model", "seq_len", "gpu", "gpu_memory_gib", "n_gpus", "precision") if key not in facts
@@ -215,7 +215,7 @@ def write_landscape(path: Path, facts: dict[str, Any], rows: dict[Candidate, Row
 def _facts_in(about: Path) -> dict[str, Any] | None:
     """What a JSON file says of a table; None where it is not there, or says nothing of one."""
     try:
-        facts = json.loads(about.read_text())
+        facts = json.loads(about.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return facts if isinstance(facts, dict) and {"model", "gpu", "n_gpus"} <= facts.keys() else None

@@ -184,7 +184,7 @@ def _alike(known: dict[str, Any], config: dict[str, Any]) -> bool:
 @cache
 def public_architectures() -> frozenset[str]:
     """transformers' own names of architectures."""
-    tasks = json.loads((resources.files("autotune") / "data" / "tasks.json").read_text())
+    tasks = json.loads((resources.files("autotune") / "data" / "tasks.json").read_text(encoding="utf-8"))
     names = {spec.config.get("model_type") for spec in shipped_models().values()}
     for listed in tasks.values():
         if isinstance(listed, list):

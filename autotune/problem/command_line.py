@@ -251,7 +251,9 @@ def _one_machine(kind: str, launcher: str, options: Mapping[str, str]) -> None:
     hostfile = Path(options.get("hostfile") or "/dev/null")
     if kind == DEEPSPEED and os.path.isfile(hostfile):
         lines = [
-            line for line in hostfile.read_text().splitlines() if line.strip() and not line.lstrip().startswith("#")
+            line
+            for line in hostfile.read_text(encoding="utf-8").splitlines()
+            if line.strip() and not line.lstrip().startswith("#")
         ]
         if len(lines) > 1:
             raise UserError(several_nodes(f"{launcher} --hostfile {hostfile} ({len(lines)} hosts)"))

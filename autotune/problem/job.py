@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
+from autotune.masking import learn_data, learn_words
 from autotune.problem.models import ModelSpec
 from autotune.problem.tasks import CAUSAL, SEQ2SEQ, TASKS
 
@@ -115,6 +116,13 @@ class Script:
     environment: tuple[tuple[str, str], ...] = ()  # (name, value) typed before that
     program: str | None = None  # the file of an installed command
     files: tuple[ArgumentFile, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Learn the secrets of the command, so that no text of this process shows them."""
+        learn_words([*self.launcher, *self.argv])
+        learn_data(dict(self.environment))
+        for one in self.files:
+            learn_data(one.data)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Script:
@@ -338,7 +346,7 @@ def load_lengths(path: Path) -> tuple[tuple[int, int], ...]:
     """
     expected = 'expected {"512": 1000, …}, lines of `512,1000`, or one length a line'
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         if text.lstrip().startswith("{"):
             pairs = [(int(tokens), int(count)) for tokens, count in json.loads(text).items()]
         else:

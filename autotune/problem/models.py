@@ -33,7 +33,7 @@ def shipped_models() -> dict[str, ModelSpec]:
     found = {}
     for entry in (resources.files("autotune") / "data" / "models").iterdir():
         if entry.name.endswith(".json"):
-            data = json.loads(entry.read_text())
+            data = json.loads(entry.read_text(encoding="utf-8"))
             name = entry.name.removesuffix(".json")
             found[name] = ModelSpec(name, data["config"], data["source"], data["parameters"])
     return dict(sorted(found.items()))
@@ -67,7 +67,7 @@ def _from_path(path: Path, trust_remote_code: bool) -> ModelSpec:
     file = path / "config.json" if path.is_dir() else path
     name = (path if path.is_dir() else path.parent).resolve().name or "model"  # of `.` and `..`, too
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"no config.json in {path}: expected the folder of a transformers model") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -87,7 +87,7 @@ def _from_hub(name: str, trust_remote_code: bool) -> ModelSpec:
     """Reads the configuration in a process of its own: this one never imports transformers."""
     flags = ["--trust-remote-code"] if trust_remote_code else []
     command = module_command(current().path, "autotune.rank.hub", *flags, name)
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=current().environment())
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=current().environment(), encoding="utf-8")
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):

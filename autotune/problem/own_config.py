@@ -48,7 +48,7 @@ def load_ds_config(path: Path) -> dict[str, Any]:
             message names file and key.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         data = parsed_config(text, _once)
     except FileNotFoundError:
         raise UserError(f"--ds-config {path}: no such file; expected a DeepSpeed config JSON") from None

@@ -17,7 +17,7 @@ from autotune.problem.knob_values import knob_value
 from autotune.problem.knobs import ZERO
 from autotune.problem.space import Domain, SearchSpace
 
-_DS_KEYS = json.loads((resources.files("autotune") / "data" / "deepspeed_keys.json").read_text())
+_DS_KEYS = json.loads((resources.files("autotune") / "data" / "deepspeed_keys.json").read_text(encoding="utf-8"))
 DS_ZERO_KEYS = frozenset(_DS_KEYS["zero_optimization"])
 DS_TOP_LEVEL = frozenset(_DS_KEYS["top_level"])
 DS_SECTIONS = {section: frozenset(keys) for section, keys in _DS_KEYS["sections"].items()}
@@ -48,7 +48,7 @@ def load_space(reference: str) -> SearchSpace:
             f"no search space {reference!r}{near(reference, shipped)}: give a file, or {', '.join(shipped)}"
         )
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"search space {path} cannot be read: {error}") from None
     return dataclasses.replace(parse_space(text, str(path)), shipped=reference in shipped)

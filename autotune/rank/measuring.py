@@ -59,7 +59,7 @@ def _redirect_output(log: str) -> None:
 def _offer_to_the_kernel() -> None:
     """Where main memory runs out the kernel kills a trial's ranks first: the tuner lives on, and knows why."""
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
 
 
 def certify_save(rank: BaseRank, save: Callable[[str, str], Any]) -> None:

@@ -22,8 +22,9 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, Program
 
 from autotune.errors import UserError
 from autotune.file_systems import file_system_of
+from autotune.masking import hide_password, without_secrets
 from autotune.search.journal import JournalFile
-from autotune.search.servers import ServerStorage, away, hide_password, is_server, what_it_says, without_secrets
+from autotune.search.servers import ServerStorage, away, is_server, what_it_says
 
 _SQLITE, _JOURNAL = "sqlite:///", "journal:"  # beginnings of a URL
 DATABASES = ("study.db", "study.journal")  # files in a study's folder; the first that is there counts

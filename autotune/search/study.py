@@ -13,6 +13,7 @@ from optuna.trial import TrialState
 
 from autotune.errors import UserError, near
 from autotune.interpreter import other_python
+from autotune.masking import hide_password
 from autotune.problem.candidate import Candidate
 from autotune.problem.cpus import threads_of_0_1
 from autotune.problem.fitting import fitted
@@ -38,7 +39,7 @@ from autotune.search.records import (
     record_of,
     uncollected,
 )
-from autotune.search.servers import ServerStorage, hide_password
+from autotune.search.servers import ServerStorage
 from autotune.search.storage import DATABASES, open_storage, stored_in
 from autotune.search.trials import begin, came_first, close, confirm, end, now, withdraw
 from autotune.search.tuners import Tuners

@@ -41,7 +41,7 @@ def what_was_kept(folder: Path | None, study: optuna.Study) -> Iterator[tuple[op
     """
     for path in sorted(folder.glob(_NAME)) if folder is not None else []:
         try:
-            file = path.open("r+")  # NFS locks for one alone only what may be written
+            file = path.open("r+", encoding="utf-8")  # NFS locks for one alone only what may be written
         except OSError:  # another call was faster, or it is somebody else's
             continue
         with file:

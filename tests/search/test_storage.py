@@ -10,9 +10,9 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from autotune.errors import UserError
+from autotune.masking import hide_password
 from autotune.problem.hardware import detect
 from autotune.problem.space_file import load_space
-from autotune.search.servers import hide_password
 from autotune.search.storage import default_storage, failures_in_one_line, make_study_folder, open_storage
 from autotune.search.study import StudyStore
 from tests.cli_call import call

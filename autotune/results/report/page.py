@@ -80,7 +80,7 @@ def _environment() -> jinja2.Environment:
 @cache
 def _part(name: str) -> str:
     """A style or script that goes into the page as it is."""
-    return (resources.files("autotune.results.report") / "templates" / name).read_text().strip()
+    return (resources.files("autotune.results.report") / "templates" / name).read_text(encoding="utf-8").strip()
 
 
 def _allowed(script: str) -> str:
