@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from contextlib import suppress
@@ -51,7 +52,7 @@ def say(text: str) -> None:
 
 
 def fail(text: str, code: int) -> None:
-    say(text)
+    say(re.sub(r"\s*[\r\n]+\s*", " ", text.strip()) if code == 2 else text)  # bad input is told in one line
     sys.exit(code)
 
 

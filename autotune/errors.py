@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 from autotune.masking import masked
 from autotune.versions import StrEnum
+
+_ENDLESS = re.compile(r"\S{500,}")  # no path, flag or number that a person has typed
 
 
 class Told(Exception):
     """An error whose text people read. The text holds no secrets, whoever catches it."""
 
     def __init__(self, text: str = "") -> None:
-        super().__init__(masked(text))
+        super().__init__(_ENDLESS.sub(lambda word: f"{word[0][:100]}…", masked(text)))
 
 
 class UserError(Told):

@@ -24,15 +24,19 @@ def cache_root() -> Path:
     return Path(root).expanduser() / "autotune"
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes, *, private: bool = False) -> None:
     """Write a file of which a reader never sees half, after a power cut neither. A link goes on pointing to its file; a pipe,
     a terminal or a device is written to as it is. The umask decides who may read a new file; one that is replaced keeps its
     mode. Text is UTF-8, and known secrets in it are masked.
 
+    Args:
+        private: secrets are kept, since a later call starts the same command with them; nobody but the user may read the file.
+
     Raises:
         OSError: it cannot be written; what was there before is still there.
     """
-    data = content if isinstance(content, bytes) else masked_values(content).encode("utf-8", "surrogateescape")
+    text = content if private or isinstance(content, bytes) else masked_values(content)
+    data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
     if path.exists() and not path.is_file():
         with path.open("wb") as file:
             file.write(data)
@@ -45,7 +49,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())  # else the new name may reach the disk before the content does
-        os.chmod(name, _mode(path))
+        os.chmod(name, 0o600 if private else _mode(path))
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

@@ -128,7 +128,7 @@ def _telling(value: str) -> bool:
     """Return whether a value is so special that it means the same wherever it stands: `step` and `2048` do not."""
     if value.isalpha() and value.isascii():
         return len(value) >= 8
-    return len(value) >= (6 if re.fullmatch(r"[-+.\d]+", value) else 4) and not os.path.exists(value)
+    return len(value) >= (10 if re.fullmatch(r"[-+.\d]+", value) else 4) and not os.path.exists(value)
 
 
 def learn(value: str) -> None:

@@ -131,7 +131,7 @@ def remember(probed: Probe, folder: Path) -> None:
     """Has the folder of a study remember what a script showed: once the study has taken it, so that one that is refused
     changes nothing."""
     if probed.kept:
-        write_atomically(folder / MEMORY, probed.kept)
+        write_atomically(folder / MEMORY, probed.kept, private=True)
 
 
 def _at_its_thriftiest(executor: LocalExecutor, script: Script, optimizer: str, seconds: float) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autotune.bounds import parse_json, read_text
 from autotune.errors import UserError, near
 from autotune.executors.base import Effort
 from autotune.files import remove_file, write_atomically
@@ -34,6 +35,9 @@ from autotune.units import GIB
 RESULTS = ("peak_gib", "step_seconds", "startup_seconds", "outcome")
 OOM_SECONDS = 2.0
 NOISE = 0.02  # of one measured step time, log-normal
+
+
+_FACTS = "expected the job and machine of a table, as `autotune record` writes them"
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,9 @@ def load_landscape(path: Path) -> Landscape:
         there = [p.name.split(".csv")[0] for p in path.parent.glob("*.csv*")] if path.parent.is_dir() else []
         raise UserError(f"no table {path}{near(stem, there)}: expected {stem}.csv.gz with {stem}.json beside it")
     try:
-        facts = json.loads(about.read_text(encoding="utf-8"))
+        facts = parse_json(read_text(about, str(about), _FACTS), str(about), _FACTS)
+        if not isinstance(facts, dict):
+            raise UserError(f"{about}: {_FACTS}")
         text = (gzip.decompress(table.read_bytes()) if table.suffix == ".gz" else table.read_bytes()).decode()
         missing = [
             key for key in ("model", "seq_len", "gpu", "gpu_memory_gib", "n_gpus", "precision") if key not in facts

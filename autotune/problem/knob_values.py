@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
+from autotune.bounds import MOST, shown, trouble
 from autotune.errors import UserError, near
 from autotune.problem.job import Lora, parse_lora
 from autotune.problem.knobs import Knob
@@ -17,13 +18,15 @@ def knob_value(knob: Knob, value: Any) -> Value:
     Raises:
         ValueError: it is none of the knob's; the message says what was expected and found.
     """
+    if why := trouble(value):
+        raise ValueError(why)
     if knob.kind is Lora:
         return _lora(value)
     if isinstance(knob.kind, tuple):
         word = "none" if value is None else value
         if not isinstance(word, str) or word not in knob.kind:
             hint = difflib.get_close_matches(str(word), knob.kind, 1)
-            raise ValueError(f"expected one of {', '.join(knob.kind)}, found {value!r}{near(str(word), hint)}")
+            raise ValueError(f"expected one of {', '.join(knob.kind)}, found {shown(value)}{near(str(word), hint)}")
         return word
     if knob.kind is bool:
         if not isinstance(value, bool):
@@ -46,10 +49,11 @@ def _whole(knob: Knob, value: Any) -> int:
         except (ValueError, OverflowError):
             raise ValueError(f"expected a whole number, found {value!r}") from None
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"expected a whole number, found {value!r}")
-    if not knob.low <= value <= knob.high:
-        expected = f"at least {knob.low}" if knob.high == float("inf") else f"{knob.low} to {knob.high}"
-        raise ValueError(f"{value} is out of range: expected {expected}")
+        raise ValueError(f"expected a whole number, found {shown(value)}")
+    high = min(knob.high, MOST)
+    if not knob.low <= value <= high:
+        expected = f"at least {knob.low}" if knob.high > MOST and value < knob.low else f"{knob.low} to {high}"
+        raise ValueError(f"{shown(value)} is out of range: expected {expected}")
     return value
 
 

@@ -51,7 +51,6 @@ def beside(out: Path, style: str, what: str) -> Path:
 
 def secrets_note(files: list[Path]) -> list[str]:
     """Return a line that names the files in which a secret is masked; nothing where there is none."""
-    hidden = [
-        str(path) for path in files if path.is_file() and MASK in path.read_text(encoding="utf-8", errors="replace")
-    ]
+    configs = [path for path in files if path.is_file() and not path.name.endswith((".meta.json", ".html"))]
+    hidden = [str(path) for path in configs if MASK in path.read_text(encoding="utf-8", errors="replace")]
     return [f"put your own values in place of {MASK} in {', '.join(hidden)}: secrets are not written"] if hidden else []
