@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.errors import MachineTrouble, UserError
+from autotune.errors import MachineTrouble, UserError, one_line
 from autotune.masking import masked_data, masked_words
 
 if TYPE_CHECKING:
@@ -69,5 +69,5 @@ def of_a_database(error: Exception) -> tuple[str, int]:
         return str(told), 2 if isinstance(told, UserError) else 4
     except OSError as of_a_file:
         if of_a_file.filename is None:
-            raise
+            return f"the machine refuses: {one_line(of_a_file)}", 4
         return f"{of_a_file.filename}: {of_a_file.strerror}", 2

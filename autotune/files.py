@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -10,11 +11,14 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from autotune.errors import MachineTrouble, UserError
 from autotune.masking import masked_values
 
 # A Unix socket's path has 108 bytes, the last of them zero (`man 7 unix`); of these a folder of `SocketFolder` and a
 # socket's name in it take at most 40.
 _LONGEST_BASE_BYTES = 107 - 40
+# Errors of a disk or a file system that fails, whatever is written: never those of a name or a right.
+_FAILS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
 _HELD = "held"  # the file that is locked in a folder of sockets
 
 
@@ -66,6 +70,19 @@ def _mode(path: Path) -> int:
             if line.startswith("Umask:"):
                 return 0o666 & ~int(line.split()[1], 8)
     return 0o600
+
+
+def disk_fails(error: OSError) -> bool:
+    """Return whether the disk refuses, full or broken, as opposed to a file that cannot be had."""
+    return error.errno in _FAILS
+
+
+def cannot_write(path: Path, error: OSError, remedy: str) -> UserError | MachineTrouble:
+    """Return the error of a file that was not written: the machine's where the disk refuses, else the user's."""
+    why = error.strerror or errno.errorcode.get(error.errno or 0, "unknown")
+    if disk_fails(error):
+        return MachineTrouble(f"{path} cannot be written ({why}): make room, or {remedy}")
+    return UserError(f"{path} cannot be written ({why}): {remedy}")
 
 
 def remove_file(path: Path) -> None:

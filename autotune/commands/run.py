@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
     all_gpus = tuple(uuid for slot in setup.slots for uuid in slot.hardware.gpus) or setup.hardware.gpus
     ours = dataclasses.replace(setup.hardware, gpus=all_gpus)
     gpus = held_gpus(ours, who, observer.say) if setup.nodes is None else nullcontext()  # their agents hold theirs
-    with failures_in_one_line(), gpus, stop_on_signals() as stopped, ExitStack() as kept:
+    with failures_in_one_line() as failing, gpus, stop_on_signals() as stopped, ExitStack() as kept:
         if setup.storage is not None and is_server(setup.storage):
             open_storage(setup.storage)  # one that refuses does so before anything is made or started
         make_study_folder(setup.folder)
@@ -148,6 +149,8 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
                     baseline = local.completed(own_candidate(probed.script), probed.baseline)
                     probed = dataclasses.replace(probed, baseline=baseline)
             store = _open_study(setup, probed, observer)
+            storage = setup.storage or default_storage(setup.folder)
+            failing.ask(partial(store.measured_here.what_is_left, store.name, storage))
             kept.callback(store.leave)
             if probed is not None:
                 remember(probed, work)

@@ -21,7 +21,7 @@ from typing import Any
 from autotune.bounds import parse_json, read_text
 from autotune.errors import UserError, near
 from autotune.executors.base import Effort
-from autotune.files import remove_file, write_atomically
+from autotune.files import cannot_write, remove_file, write_atomically
 from autotune.problem.candidate import KNOBS, Candidate, Value, samples
 from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_gpu
 from autotune.problem.job import Job, Lora
@@ -214,7 +214,7 @@ def write_landscape(path: Path, facts: dict[str, Any], rows: dict[Candidate, Row
         write_atomically(table, gzip.compress(out.getvalue().encode(), mtime=0))
         write_atomically(about, json.dumps(facts, indent=1) + "\n")
     except OSError as error:
-        raise UserError(f"{table} cannot be written ({error.strerror}): name another file") from None
+        raise cannot_write(table, error, "name another file") from None
     return table, about
 
 

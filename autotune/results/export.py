@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from autotune.errors import UserError
-from autotune.files import remove_file, write_atomically
+from autotune.files import cannot_write, remove_file, write_atomically
 from autotune.group.environment import assignments, variables_of
 from autotune.group.extensions import FOLDER
 from autotune.masking import masked, masked_data
@@ -392,6 +392,4 @@ def export_record(store: StudyStore, record: Record, out: Path, style: str, veri
     try:
         return write_export(record.candidate, store.job, out, data, style=style, device=device, nodes=nodes)
     except OSError as error:
-        raise UserError(
-            f"{out} cannot be written ({error.strerror}); the study keeps the winner: `autotune export`"
-        ) from None
+        raise cannot_write(out, error, "name another file: the study keeps the winner (`autotune export`)") from None

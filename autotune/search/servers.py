@@ -17,7 +17,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, PendingRollbackError
 
-from autotune.errors import MachineTrouble, UserError
+from autotune.errors import UserError
 from autotune.masking import hide_password, password_in, without_secrets
 
 AWAY_SECONDS = 60.0  # that a server which was there before may be away
@@ -191,11 +191,3 @@ def _installed(module: str) -> bool:
 
 def _refuse(url: str, why: str) -> NoReturn:
     raise UserError(f"--storage {hide_password(url)}: {why}")
-
-
-def away(error: BaseException) -> MachineTrouble:
-    """What a call ends with when a server has not come back, or refuses."""
-    return MachineTrouble(
-        f"the study's database fails ({hide_password(what_it_says(error))}): what was measured is kept; the same command goes on "
-        "once it is back"
-    )
