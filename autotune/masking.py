@@ -154,8 +154,8 @@ def forget() -> None:
 
 def learn_words(words: Sequence[str]) -> None:
     """Learn the secrets of a command's words."""
-    for _, _, value in secret_parts(words):
-        if value is not None:
+    for _, name, value in secret_parts(words):
+        if value is not None and name:
             learn(value)
     for word in words:
         for value in _in_urls(word):
@@ -350,13 +350,16 @@ def shell_text(words: Iterable[str], variables: dict[str, tuple[str, str]], pref
         prefix: begins the variables' names.
     """
     text, words = [], list(words)
-    for word, (kept, name, value) in zip(words, secret_parts(words), strict=True):
+    for before, word, (kept, name, value) in zip(["", *words], words, secret_parts(words), strict=False):
         if value is None:
             text.append(shlex.quote(word))
             continue
         variable = prefix + re.sub(r"\W", "_", name or f"SECRET_{len(variables)}").upper().strip("_")
         while variable in variables and variables[variable][1] != value:
             variable += "_"
-        variables[variable] = (kept.rstrip("=") or name or masked(word), value)
+        variables[variable] = (
+            kept.rstrip("=") or (before if before.startswith("-") else "a word of the command"),
+            value,
+        )
         text.append(f'{shlex.quote(kept) if kept else ""}"${{{variable}}}"')
     return " ".join(text)

@@ -76,7 +76,7 @@ def parse_lora(text: str) -> Lora:
             raise UserError(f"LoRA {text}: expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32")
         values[key] = value
     rank = whole_number(values.get("r", "16"), f"LoRA {shown(text)}: r", 1, 4096)
-    alpha = whole_number(values["alpha"], f"LoRA {shown(text)}: alpha", 1, 2**31) if "alpha" in values else None
+    alpha = whole_number(values["alpha"], f"LoRA {shown(text)}: alpha", 0, 2**31) if "alpha" in values else None
     try:
         dropout = float(values.get("dropout", "0"))
     except ValueError:
@@ -357,7 +357,10 @@ def load_lengths(path: Path) -> tuple[tuple[int, int], ...]:
         if len(row) > 2:
             raise UserError(f"{what}: {shown(' '.join(map(str, row)))}: more than two numbers in a line; {expected}")
         tokens, count = row[0], row[1] if len(row) > 1 else 1
-        pairs.append((whole_number(tokens, what, 1, MOST_TOKENS), whole_number(count, what)))
+        try:
+            pairs.append((whole_number(tokens, what, 1, MOST_TOKENS), whole_number(count, what)))
+        except UserError as error:
+            raise UserError(f"{error}; {expected}") from None
     counts: Counter[int] = Counter()
     for tokens, count in pairs:
         counts[tokens] += count

@@ -2,6 +2,7 @@
 
 import resource
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -35,11 +36,14 @@ def overwrite(folder: Path) -> None:
     (folder / "study.db").write_bytes(b"no database" * 1000)
 
 
-@pytest.fixture(autouse=True)
-def limits() -> Iterator[None]:
+@contextmanager
+def limits_restored() -> Iterator[None]:
+    """Lift the limit before pytest writes its report."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("fault", [limit_files, remove, make_folder, overwrite])
@@ -59,11 +63,11 @@ def test_a_run_whose_storage_fails_ends_with_4(
 
     monkeypatch.setattr(StudyStore, "finish", failing)
     words = ("run", "--executor", f"replay:{TABLE}", "--study", "s", "--budget", "1h", "--yes")
-    code, out, err = call(monkeypatch, capsys, *words)
+    with limits_restored():
+        code, out, err = call(monkeypatch, capsys, *words)
     assert code == 4, out + err
     assert "Traceback" not in out + err
     last = err.strip().splitlines()[-1]
-    limit_files_to(resource.RLIM_INFINITY)
     kept = 0
     try:
         kept = sum(1 for one in StudyStore.load("s").records() if one.outcome and one.outcome.ok)
@@ -81,8 +85,9 @@ def test_a_full_disk_is_the_machines_trouble_for_every_file(
     monkeypatch.chdir(tmp_path)
     study_of_every_kind(tmp_path / "runs")
     monkeypatch.setattr("autotune.commands.report._predictor", lambda store, trace_of: (None, ""))
-    limit_files_to(10)
-    code, out, err = call(monkeypatch, capsys, *words, "s")
+    with limits_restored():
+        limit_files_to(10)
+        code, out, err = call(monkeypatch, capsys, *words, "s")
     assert "Traceback" not in out + err
     assert code == 4, err
     assert len(err.strip().splitlines()) == 1
