@@ -57,12 +57,12 @@ def _hosts(path: Path) -> list[Host]:
             continue
         match = _LINE.fullmatch(text)
         if match is None:
-            raise UserError(f"{path}:{number}: {shown(text)} does not parse: expected a line like `worker-1 slots=8`")
+            raise UserError(f"{path}:{number}: {shown(text)!r} does not parse: expected a line like `worker-1 slots=8`")
         name = match["host"]
         slots = whole_number(match["slots"], f"{path}:{number}: slots", 0, MOST_SLOTS)
         if not _NAME.fullmatch(name):  # ssh would take what begins with `-` for an option
             raise UserError(
-                f"{path}:{number}: {shown(name)} is no host's name: expected a line like `worker-1 slots=8`"
+                f"{path}:{number}: {shown(name)!r} is no host's name: expected a line like `worker-1 slots=8`"
             )
         if _bare(name) in map(_bare, found):
             raise UserError(f"{path}:{number}: {name} a second time: give each host one line, with all its slots")
