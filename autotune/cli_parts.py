@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import sys
 from contextlib import suppress
@@ -52,7 +51,7 @@ def say(text: str) -> None:
 
 
 def fail(text: str, code: int) -> None:
-    say(re.sub(r"\s*[\r\n]+\s*", " ", text.strip()) if code == 2 else text)  # bad input is told in one line
+    say(" ".join(map(str.strip, text.splitlines())) if code == 2 else text)  # bad input is told in one line
     sys.exit(code)
 
 

@@ -234,5 +234,5 @@ def read_or_refused(read: Any) -> None:
     try:
         read()
     except UserError as error:
-        assert len(str(error).splitlines()) == 1
+        assert "\n" not in str(error)
         assert len(str(error)) < 1200

@@ -26,7 +26,7 @@ def knob_value(knob: Knob, value: Any) -> Value:
         word = "none" if value is None else value
         if not isinstance(word, str) or word not in knob.kind:
             hint = difflib.get_close_matches(str(word), knob.kind, 1)
-            raise ValueError(f"expected one of {', '.join(knob.kind)}, found {shown(value)}{near(str(word), hint)}")
+            raise ValueError(f"expected one of {', '.join(knob.kind)}, found {value!r}{near(str(word), hint)}")
         return word
     if knob.kind is bool:
         if not isinstance(value, bool):

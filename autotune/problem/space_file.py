@@ -86,7 +86,8 @@ class _Parser:
                 raise UserError(f"{self.file}:1: the file is empty; expected `knobs:` and their values")
             self._collect(node, ())
             data = yaml.safe_load(self.text)
-            check_data(data, self.file)
+            if isinstance(data, dict):
+                check_data(data, self.file)
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             where = f"{self.file}:{mark.line + 1}" if mark else self.file
