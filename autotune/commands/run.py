@@ -49,7 +49,7 @@ from autotune.search.proposer import Proposer
 from autotune.search.records import AS_IS, SEARCH, Record
 from autotune.search.rivals import rivals
 from autotune.search.servers import is_server
-from autotune.search.storage import default_storage, failures_in_one_line, make_study_folder, open_storage
+from autotune.search.storage import Failing, default_storage, failures_in_one_line, make_study_folder, open_storage
 from autotune.search.study import StudyStore
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.search.tuners import host_of
@@ -148,9 +148,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
                 if probed is not None and probed.baseline is not None:
                     baseline = local.completed(own_candidate(probed.script), probed.baseline)
                     probed = dataclasses.replace(probed, baseline=baseline)
-            store = _open_study(setup, probed, observer)
-            storage = setup.storage or default_storage(setup.folder)
-            failing.ask(partial(store.measured_here.what_is_left, store.name, storage))
+            store = _open_study(setup, probed, observer, failing)
             kept.callback(store.leave)
             if probed is not None:
                 remember(probed, work)
@@ -216,11 +214,12 @@ def _with_ops(
     return left
 
 
-def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver) -> StudyStore:
+def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, failing: Failing) -> StudyStore:
     """The study, said; a script's own config is a trial of it where it was measured."""
     storage = setup.storage or default_storage(setup.folder)
     of, shared = (setup.name, storage, setup.folder, setup.job, setup.hardware, setup.space), setup.storage is not None
     store, resumed = StudyStore.create_or_resume(*of, force=setup.force, shared=shared)
+    failing.ask(partial(store.measured_here.what_is_left, store.name, storage))
     if shared:
         store.share(observer.say)
         agree_on_memory(store, setup.hardware, force=setup.force)
