@@ -82,6 +82,7 @@ from autotune.cli_parts import STORAGE_VARIABLE, Json, console, emit, fail, of_a
 from autotune.cli_spaces import spaces_app
 from autotune.cli_study import export, record, report, show
 from autotune.errors import MachineTrouble, NothingFits, Stopped, UserError
+from autotune.masking import learn_environment
 from autotune.streams import is_watched, lasting_streams
 from autotune.version import __version__
 
@@ -316,6 +317,7 @@ def top(version: Annotated[bool, option("Print the version.", "--version")] = Fa
 
 def main() -> None:
     """Exit codes: 0 done, 2 bad input, 3 nothing feasible, 4 the machine fails, 130 interrupted."""
+    learn_environment()
     with lasting_streams():
         _call()
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.errors import MachineTrouble, UserError
+from autotune.errors import MachineTrouble, UserError, one_line
+from autotune.masking import masked_data, masked_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,14 +37,12 @@ def console(stderr: bool = False) -> Console:
 
 
 def emit(data: Any) -> None:
-    print(json.dumps(data, indent=2, default=str))
+    print(json.dumps(masked_data(json.loads(json.dumps(data, default=str))), indent=2))
 
 
 def typed_command() -> str:
-    """The command line as a shell would take it again, without the password of a database."""
-    from autotune.search.servers import hide_password
-
-    return shlex.join(["autotune", *(hide_password(word) for word in sys.argv[1:])])
+    """Return the command line as a shell would take it again, without secrets."""
+    return shlex.join(["autotune", *masked_words(sys.argv[1:])])
 
 
 def say(text: str) -> None:
@@ -52,7 +51,7 @@ def say(text: str) -> None:
 
 
 def fail(text: str, code: int) -> None:
-    say(text)
+    say(" ".join(map(str.strip, text.splitlines())) if code == 2 else text)  # bad input is told in one line
     sys.exit(code)
 
 
@@ -69,5 +68,5 @@ def of_a_database(error: Exception) -> tuple[str, int]:
         return str(told), 2 if isinstance(told, UserError) else 4
     except OSError as of_a_file:
         if of_a_file.filename is None:
-            raise
+            return f"the machine refuses: {one_line(of_a_file)}", 4
         return f"{of_a_file.filename}: {of_a_file.strerror}", 2

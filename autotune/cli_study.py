@@ -52,13 +52,13 @@ def export(
 ) -> None:
     """Write the winner as a DeepSpeed config, an accelerate config, TrainingArguments or a batch script for Slurm."""
     from autotune.results.export import export_study
+    from autotune.results.targets import secrets_note
 
     files = export_study(study, storage, style, out, trial)
     if as_json:
         emit({"files": [str(path) for path in files]})
     else:
-        for path in files:
-            print(f"wrote {path}")
+        print(*(f"wrote {path}" for path in files), *secrets_note(files), sep="\n")
 
 
 def record(

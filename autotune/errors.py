@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
+from autotune.masking import masked
 from autotune.versions import StrEnum
 
+_ENDLESS = re.compile(r"\S{500,}")  # no path, flag or number that a person has typed
 
-class UserError(Exception):
+
+class Told(Exception):
+    """An error whose text people read. The text holds no secrets, whoever catches it."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(_ENDLESS.sub(lambda word: f"{word[0][:100]}…", masked(text)))
+
+
+class UserError(Told):
     """Bad input: the message says what was wrong, what was expected and what to do next. The CLI exits with 2."""
 
 
@@ -33,15 +44,15 @@ class Unusable(UserError):
         self.cause = cause
 
 
-class NothingFits(Exception):
+class NothingFits(Told):
     """The search ended without a feasible candidate. The CLI exits with 3."""
 
 
-class MachineTrouble(Exception):
+class MachineTrouble(Told):
     """The machine fails, whatever the candidate: a driver, a network interface, shared memory. The CLI exits with 4."""
 
 
-class Stopped(Exception):
+class Stopped(Told):
     """A person stopped it before it came to anything. The CLI exits with 130."""
 
 
@@ -53,4 +64,4 @@ def near(word: str, known: Iterable[str]) -> str:
 
 def one_line(error: BaseException) -> str:
     """What an error says, whoever raised it, short and without line breaks; its type where it says nothing."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    return " ".join(masked(str(error)).split())[:200] or type(error).__name__

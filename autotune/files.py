@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -10,9 +11,14 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from autotune.errors import MachineTrouble, UserError
+from autotune.masking import masked_values
+
 # A Unix socket's path has 108 bytes, the last of them zero (`man 7 unix`); of these a folder of `SocketFolder` and a
 # socket's name in it take at most 40.
 _LONGEST_BASE_BYTES = 107 - 40
+# Errors of a disk or a file system that fails, whatever is written: never those of a name or a right.
+_FAILS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
 _HELD = "held"  # the file that is locked in a folder of sockets
 
 
@@ -22,32 +28,61 @@ def cache_root() -> Path:
     return Path(root).expanduser() / "autotune"
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes a file of which a reader never sees half, after a power cut neither. A link goes on pointing to its file; a pipe,
-    a terminal or a device is written to as it is.
+def write_atomically(path: Path, content: str | bytes, *, private: bool = False) -> None:
+    """Write a file of which a reader never sees half, after a power cut neither. A link goes on pointing to its file; a pipe,
+    a terminal or a device is written to as it is. The umask decides who may read a new file; one that is replaced keeps its
+    mode. Text is UTF-8, and known secrets in it are masked.
+
+    Args:
+        private: secrets are kept, since a later call starts the same command with them; nobody but the user may read the file.
 
     Raises:
         OSError: it cannot be written; what was there before is still there.
     """
-    mode = "wb" if isinstance(content, bytes) else "w"
+    text = content if private or isinstance(content, bytes) else masked_values(content)
+    data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
     if path.exists() and not path.is_file():
-        with path.open(mode) as file:
-            file.write(content)
+        with path.open("wb") as file:
+            file.write(data)
         return
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(descriptor, mode) as file:
-            file.write(content)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())  # else the new name may reach the disk before the content does
-        os.chmod(name, 0o644)
+        os.chmod(name, 0o600 if private else _mode(path))
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+def _mode(path: Path) -> int:
+    """Return the mode of a file that is replaced, or the one that the umask gives a new file."""
+    with suppress(OSError):
+        return path.stat().st_mode & 0o777
+    with suppress(OSError):  # os.umask() sets it for all threads in order to read it
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("Umask:"):
+                return 0o666 & ~int(line.split()[1], 8)
+    return 0o600
+
+
+def disk_fails(error: OSError) -> bool:
+    """Return whether the disk refuses, full or broken, as opposed to a file that cannot be had."""
+    return error.errno in _FAILS
+
+
+def cannot_write(path: Path, error: OSError, remedy: str) -> UserError | MachineTrouble:
+    """Return the error of a file that was not written: the machine's where the disk refuses, else the user's."""
+    why = error.strerror or errno.errorcode.get(error.errno or 0, "unknown")
+    if disk_fails(error):
+        return MachineTrouble(f"{path} cannot be written ({why}): make room, or {remedy}")
+    return UserError(f"{path} cannot be written ({why}): {remedy}")
 
 
 def remove_file(path: Path) -> None:

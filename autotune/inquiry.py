@@ -71,7 +71,7 @@ def _in_torchs_text(name: str) -> str | None:
     if spec is None or spec.origin is None:
         return None
     try:
-        text = (Path(spec.origin).parent / "version.py").read_text()
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
     except OSError:
         return None
     said = re.search(rf"^{name}\b.*=\s*['\"](.+)['\"]", text, re.MULTILINE)

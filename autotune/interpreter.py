@@ -282,6 +282,7 @@ def _asked(executable: str, *question: str) -> tuple[str, Any]:
             text=True,
             errors="replace",
             start_new_session=True,
+            encoding="utf-8",
         )
     except OSError as error:
         raise _NoAnswer(f"it cannot be run ({error.strerror})") from None

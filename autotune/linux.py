@@ -33,7 +33,7 @@ def main_memory() -> MainMemory:
     Raises:
         OSError: it cannot be read.
     """
-    sizes = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
+    sizes = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
     return MainMemory(int(sizes["MemTotal:"]) * 1024, int(sizes["MemAvailable:"]) * 1024)
 
 
@@ -121,7 +121,7 @@ def working_in(folder: Path) -> list[int]:
 
 def _text(file: str) -> str:
     """A name of 15 bytes may end in the middle of a character."""
-    return Path(file).read_text(errors="replace")
+    return Path(file).read_text(errors="replace", encoding="utf-8")
 
 
 def _pids() -> list[int]:

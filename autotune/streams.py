@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
+from autotune.masking import masked
+
 _GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)  # a pipe without reader, a terminal that hung up
 
 
 class Lasting:
-    """A text stream of which a reader that has gone is no error: from then on it writes to nowhere."""
+    """A text stream that holds no secrets, and of which a reader that has gone is no error: from then on it writes to nowhere."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -23,6 +25,7 @@ class Lasting:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
+        text = masked(text)
         with self._outlasting():
             try:
                 self._stream.write(text)

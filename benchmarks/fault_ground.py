@@ -156,7 +156,10 @@ def used_by_others(name: str, token: str) -> bool:
         return True
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            lines = [line.split(maxsplit=5) for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+            lines = [
+                line.split(maxsplit=5)
+                for line in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8").splitlines()
+            ]
             maps = any(words[4] == inode and words[5:] and words[5].startswith("/dev/shm/") for words in lines)
             if maps and process.environ().get(TOKEN) != token:
                 return True

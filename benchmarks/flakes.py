@@ -66,7 +66,7 @@ def run_once(command: list[str], seed: int, log: Path) -> dict[str, Any]:
     """One run's seconds, load average, counts, seed and names of failures."""
     report = log.with_suffix(".xml")
     began, averages = time.monotonic(), []
-    with log.open("w") as output:
+    with log.open("w", encoding="utf-8") as output:
         words = [*command, f"--randomly-seed={seed}", f"--junitxml={report}"]
         tests = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         while (code := tests.poll()) is None and time.monotonic() - began < RUN_SECONDS:

@@ -65,7 +65,7 @@ def make_model(folder: Path) -> None:
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def make_data(folder: Path) -> None:

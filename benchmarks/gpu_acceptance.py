@@ -174,7 +174,7 @@ def opened_results(path: Path, hardware: dict[str, Any], rehearse: bool) -> Resu
     if not path.exists():
         return {"rehearsal": rehearse, "hardware": hardware, "steps": {}}
     try:
-        earlier: Results = json.loads(path.read_text())
+        earlier: Results = json.loads(path.read_text(encoding="utf-8"))
         of, kind = earlier["hardware"]["name"], earlier["rehearsal"]
         earlier["steps"].keys()
     except (ValueError, KeyError, TypeError, AttributeError):

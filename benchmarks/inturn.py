@@ -150,7 +150,7 @@ def logged(job: Job, log: Path) -> Job:
 
 def step_ends(log: Path) -> list[float]:
     """Clock at the end of every step that is logged so far."""
-    lines = log.read_text().splitlines() if log.exists() else []
+    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
     return [json.loads(line)["end"] for line in lines if line.endswith("}")]
 
 
@@ -242,7 +242,7 @@ def samples_per_second(side: Side) -> float:
 
 def main() -> None:
     kind, spec = sys.argv[1], Path(sys.argv[2])
-    data = json.loads(spec.read_text())
+    data = json.loads(spec.read_text(encoding="utf-8"))
     job, candidate = Job.from_json(data["job"]), Candidate.of(data["candidate"])
     assert isinstance(job.script, Script)
     hardware, folder = detect("cpu", job.ranks), spec.with_suffix("")

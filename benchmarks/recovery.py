@@ -214,7 +214,7 @@ def peak_of_ranks(work: Callable[[], LaunchSummary]) -> tuple[LaunchSummary, int
         while not done.wait(0.05):
             for process in psutil.Process().children():
                 try:
-                    pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[5])
+                    pages = int(Path(f"/proc/{process.pid}/statm").read_text(encoding="utf-8").split()[5])
                 except (OSError, IndexError):
                     continue
                 peak = max(peak, pages * 4096)

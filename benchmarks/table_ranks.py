@@ -75,7 +75,7 @@ class Watch:
 
 def data_bytes() -> int:
     """The most private memory that this process had: what was touched of it, and what is mapped and untouched now."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if "kB" in rest}
     touched = kib["VmHWM"] - kib["RssFile"] - kib["RssShmem"]
     return 1024 * (touched + max(0, kib["VmData"] - kib["RssAnon"]))

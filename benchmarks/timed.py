@@ -29,7 +29,7 @@ def timed_step(engine: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     if torch.distributed.get_rank() == 0:
-        with log.open("a") as file:
+        with log.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"end": time.perf_counter(), "samples": engine.train_batch_size()}) + "\n")
     return result
 

@@ -34,8 +34,8 @@ parser.add_argument("--task", choices=HEADS, default="causal-lm")
 parser.add_argument("--lora", type=int, help="rank of the adapters on every linear layer")
 arguments = parser.parse_args()
 
-config = json.loads(Path(arguments.config).read_text())
-described = json.loads(Path(arguments.model_config).read_text())
+config = json.loads(Path(arguments.config).read_text(encoding="utf-8"))
+described = json.loads(Path(arguments.model_config).read_text(encoding="utf-8"))
 dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[arguments.precision]
 made = transformers.AutoConfig.for_model(described.pop("model_type"), **described)
 model = HEADS[arguments.task].from_config(made, dtype=dtype)

@@ -113,7 +113,7 @@ def said(words: list[str], **how: Any) -> subprocess.CompletedProcess[bytes]:
 def test_a_disk_that_is_full_is_one_line(words: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = said(words, stdout=full)
-    assert done.returncode == 2
+    assert done.returncode == 4
     assert done.stderr.startswith(b"autotune: the disk refuses to be written (No space left on device)")
     assert done.stderr.count(b"\n") == 1
 

@@ -279,6 +279,7 @@ def _libraries() -> Iterator[Finding]:
             capture_output=True,
             text=True,
             timeout=_BUILD_SECONDS,
+            encoding="utf-8",
         )
     except subprocess.TimeoutExpired:
         yield Finding(

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
+from autotune.bounds import MOST, trouble, whole_number
 from autotune.errors import UserError
 from autotune.results.targets import check_out
 
 _SEEDS = 2**32  # numpy's generators, and so Optuna's samplers, take those below
+
+
+_MOST_OF = {"gpus": 4096, "nodes": 4096, "parallel": 4096, "image_size": 65_536}  # of options that count things
+
+
+def check_bounds(typed: Mapping[str, object]) -> None:
+    """Check every number and text of a request, wherever it comes from.
+
+    Args:
+        typed: values by the names of options, with underscores.
+
+    Raises:
+        UserError: one is out of bounds.
+    """
+    for name, value in typed.items():
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, int) and not isinstance(value, bool):
+            whole_number(value, option, -MOST, _MOST_OF.get(name, MOST))
+        for one in value if isinstance(value, list) else [str(value) if isinstance(value, Path) else value]:
+            if (why := trouble(one)) and name != "command":
+                raise UserError(f"{option}: {why}")
 
 
 def check_early(seed: int, out: Path | None, max_trials: int | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from autotune.commands.setup import Setup
 from autotune.errors import UserError
-from autotune.files import write_atomically
+from autotune.files import cannot_write, write_atomically
 from autotune.gallery.entry import Entry
 from autotune.gallery.folder import checked, shipped_entries
 from autotune.gallery.nearest import start_from
@@ -82,7 +82,7 @@ def share_study(study: str, storage: str | None, out: Path | None) -> Shared:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, entry.text())
     except OSError as error:
-        raise UserError(f"--out {out} cannot be written ({error.strerror}): choose another file") from None
+        raise cannot_write(out, error, "choose another --out") from None
     return Shared(out, entry, len({one for one in tried if one.knobs}) - len(entry.candidates))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from autotune.bounds import MOST, shown, whole_number
 from autotune.errors import UserError
 from autotune.problem.job import Job
 from autotune.problem.own_config import global_batch_of
@@ -21,9 +22,9 @@ def parse_global_batch(asked: int | str | None) -> int | None:
     if asked is None or asked == FREE:
         return None
     try:
-        return int(asked)
-    except ValueError:
-        raise UserError(f"--global-batch-size {asked}: expected a number of sequences, or {FREE}") from None
+        return whole_number(asked, "--global-batch-size", -MOST, MOST)  # a Job knows how many there may be
+    except UserError:
+        raise UserError(f"--global-batch-size {shown(asked)}: expected a number of sequences, or {FREE}") from None
 
 
 def kept_batch(asked: int | str | None, config: dict[str, Any], ranks: int, file: Path | None) -> int | None:

@@ -198,7 +198,7 @@ def ladder_of(store: StudyStore, top: Candidate, convert: bool) -> list[Rung]:
     """The recovery ladder of a study's winner: as `run` wrote it, or made anew where it wrote none for this winner."""
     path = ladder_path(store.folder, store.name) if store.folder else None
     if not convert and path is not None and path.exists():
-        known = [Rung.from_json(one) for one in json.loads(path.read_text())]
+        known = [Rung.from_json(one) for one in json.loads(path.read_text(encoding="utf-8"))]
         if known and known[0].candidate == top:
             return known
     ladder = make_ladder(store, top, convert)

@@ -79,7 +79,7 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
     memory = folder / MEMORY
     key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.memory_cap_bytes}"
     if memory.exists():
-        known = json.loads(memory.read_text())
+        known = json.loads(memory.read_text(encoding="utf-8"))
         profile = known["profile"]
         changed = edited_since(profile.get(SOURCES, {}), script.cwd)
         if known["key"] == key and not changed and not _counted_otherwise(profile):
@@ -128,7 +128,7 @@ def remember(probed: Probe, folder: Path) -> None:
     """Has the folder of a study remember what a script showed: once the study has taken it, so that one that is refused
     changes nothing."""
     if probed.kept:
-        write_atomically(folder / MEMORY, probed.kept)
+        write_atomically(folder / MEMORY, probed.kept, private=True)
 
 
 def _at_its_thriftiest(executor: LocalExecutor, script: Script, optimizer: str, seconds: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from autotune.commands.early import check_early
+from autotune.commands.early import check_bounds, check_early
 from autotune.commands.global_batch import FREE, batch_note, kept_batch, parse_global_batch
 from autotune.commands.nodes import SCHEDULERS, Nodes
 from autotune.commands.plan_hardware import planned_hardware, roomy, slice_of
@@ -97,6 +97,9 @@ class Request:
     runs: Path = Path("runs")
     command: str = ""  # all of it, as typed
 
+    def __post_init__(self) -> None:
+        check_bounds(vars(self))
+
 
 def run_setup(request: Request, nodes: Nodes | None = None) -> Setup:
     """The Setup of `autotune run`, on this machine or on `nodes`, which are reached for it.
@@ -154,7 +157,7 @@ def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]
     Raises:
         UserError: bad input.
     """
-    gpus_per_node = 1 if request.gpus is None else request.gpus
+    per_node = (1 if request.gpus is None else request.gpus, 1 if request.nodes is None else request.nodes)
     headroom = parse_share(request.headroom or DEFAULT_HEADROOM)
     host = parse_memory(request.host_memory, "--host-memory") if request.host_memory else None
     cap = _cap(request)
@@ -165,9 +168,7 @@ def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]
         raise UserError("--price is of one card: leave it out with --compare")
     setups = []
     for name in gpus:
-        hardware = planned_hardware(
-            name, gpus_per_node, 1 if request.nodes is None else request.nodes, headroom, host, cap
-        )
+        hardware = planned_hardware(name, *per_node, headroom, host, cap)
         job = _named_job(request, hardware)
         space = fitted(load_space(request.space or "default"), job, hardware).space
         known = price_table().get(hardware.facts or "")
@@ -186,8 +187,7 @@ def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]
 
 
 def launch_setup(request: Request, nodes: Nodes | None = None) -> LaunchSetup:
-    """The setup of `autotune launch`: from `request.study`, or without one from a plan for `request.model` (on `nodes`, which are
-    reached for it).
+    """The setup of `autotune launch`: from `request.study`, or from a plan for `request.model` on `nodes`, reached for it.
 
     Raises:
         UserError: bad input.

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from autotune.executors.nodes.hostfile import hostfile_of, hostfile_text
 from autotune.executors.slice import Rest
 from autotune.files import write_atomically
 from autotune.group.locks import held_gpus
+from autotune.masking import hide_password
 from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind
@@ -39,14 +41,15 @@ from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
 from autotune.results.console import PlainObserver, make_observer, record_json
 from autotune.results.export import environment_of, export_record
 from autotune.results.report.gather import Searched
+from autotune.results.targets import secrets_note
 from autotune.results.winner import closest_lines, train_with, winner_lines
 from autotune.search.alike import agree_on_memory
 from autotune.search.crew import Crew, host_bound
 from autotune.search.proposer import Proposer
 from autotune.search.records import AS_IS, SEARCH, Record
 from autotune.search.rivals import rivals
-from autotune.search.servers import hide_password, is_server
-from autotune.search.storage import default_storage, failures_in_one_line, make_study_folder, open_storage
+from autotune.search.servers import is_server
+from autotune.search.storage import Failing, default_storage, failures_in_one_line, make_study_folder, open_storage
 from autotune.search.study import StudyStore
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.search.tuners import host_of
@@ -120,7 +123,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
     all_gpus = tuple(uuid for slot in setup.slots for uuid in slot.hardware.gpus) or setup.hardware.gpus
     ours = dataclasses.replace(setup.hardware, gpus=all_gpus)
     gpus = held_gpus(ours, who, observer.say) if setup.nodes is None else nullcontext()  # their agents hold theirs
-    with failures_in_one_line(), gpus, stop_on_signals() as stopped, ExitStack() as kept:
+    with failures_in_one_line() as failing, gpus, stop_on_signals() as stopped, ExitStack() as kept:
         if setup.storage is not None and is_server(setup.storage):
             open_storage(setup.storage)  # one that refuses does so before anything is made or started
         make_study_folder(setup.folder)
@@ -146,7 +149,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
                 if probed is not None and probed.baseline is not None:
                     baseline = local.completed(own_candidate(probed.script), probed.baseline)
                     probed = dataclasses.replace(probed, baseline=baseline)
-            store = _open_study(setup, probed, observer)
+            store = _open_study(setup, probed, observer, failing)
             kept.callback(store.leave)
             if probed is not None:
                 remember(probed, work)
@@ -212,11 +215,12 @@ def _with_ops(
     return left
 
 
-def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver) -> StudyStore:
+def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, failing: Failing) -> StudyStore:
     """The study, said; a script's own config is a trial of it where it was measured."""
     storage = setup.storage or default_storage(setup.folder)
     of, shared = (setup.name, storage, setup.folder, setup.job, setup.hardware, setup.space), setup.storage is not None
     store, resumed = StudyStore.create_or_resume(*of, force=setup.force, shared=shared)
+    failing.ask(partial(store.measured_here.what_is_left, store.name, storage))
     if shared:
         store.share(observer.say)
         agree_on_memory(store, setup.hardware, force=setup.force)
@@ -340,6 +344,7 @@ def _summary(
         if setup.storage is not None:
             told = hide_password(setup.storage)
             lines.append(f"  the study is in {told}: launch, report and export need AUTOTUNE_STORAGE or --storage, too")
+        lines += [f"  {line}" for line in secrets_note(files)]
         counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())
         trials, used = sum(found.by_kind.values()), format_duration(found.used_seconds)
         lines.append(f"  {trials} trials ({counts}) in {used}; {found.ended}")

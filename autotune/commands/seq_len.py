@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autotune.bounds import MOST, shown, whole_number
 from autotune.errors import UserError
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import longest_sequence
@@ -40,6 +41,6 @@ def _typed_seq_len(asked: int | str | None, longest: int | None, model: str) -> 
             raise UserError(f"--seq-len max: the configuration of {model} names no longest sequence; give a number")
         return longest
     try:
-        return int(asked)
-    except ValueError:
-        raise UserError(f"--seq-len {asked}: expected a number of tokens, or max") from None
+        return whole_number(asked, "--seq-len", -MOST, MOST)
+    except UserError:
+        raise UserError(f"--seq-len {shown(asked)}: expected a number of tokens, or max") from None

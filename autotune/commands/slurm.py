@@ -21,7 +21,7 @@ from autotune.errors import UserError
 from autotune.executors.nodes.slurm import asked, in_allocation
 from autotune.executors.nodes.transports import PACKAGE
 from autotune.files import write_atomically
-from autotune.search.servers import hide_password
+from autotune.masking import hide_password, shell_text
 
 _LEAST_SECONDS = (
     180  # of a time limit: the warning may come a minute early (sbatch(1), --signal), and there is nothing before it
@@ -29,6 +29,7 @@ _LEAST_SECONDS = (
 _ENDED = 128 + signal.SIGTERM  # a shell's status of a command that SIGTERM has ended, since it could not yet take it
 GRACE_SECONDS = 90  # between Slurm's warning and the end: a trial is ended and recorded within a few
 _LOOK_SECONDS = 1.0
+_PREFIX = "AUTOTUNE_"  # of variables that carry the secrets of a command
 _ASK_SECONDS = 5.0  # between questions to the controller
 # Reasons for which a job waits that no waiting mends: squeue(1), job reason codes.
 _NEVER = re.compile(
@@ -134,6 +135,11 @@ def submit(
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     script, output, code = (stem.with_suffix(end) for end in (".sbatch", ".log", ".code"))
+    secrets: dict[str, tuple[str, str]] = {}
+    shell_text(words, secrets, _PREFIX)
+    os.environ.update(
+        {name: value for name, (_, value) in secrets.items()}
+    )  # sbatch hands them on; the script lies in a file
     write_atomically(script, batch_script(words, code, needs))
     job = asked("sbatch", "--parsable", f"--output={output}", "--job-name=autotune", *options, str(script)).strip()
     job = job.partition(";")[0]
@@ -143,8 +149,10 @@ def submit(
 
 
 def batch_script(words: Sequence[str], code: Path, needs: Sequence[str] = ()) -> str:
-    """What Slurm runs on the first node; see `submit`."""
-    command = shlex.join([sys.executable, str(PACKAGE), *words])
+    """Return what Slurm runs on the first node, see `submit`: secrets are variables there, since the script lies in a file."""
+    secrets: dict[str, tuple[str, str]] = {}
+    command = f"{shlex.join([sys.executable, str(PACKAGE)])} {shell_text(words, secrets, _PREFIX)}"
+    needs = [*needs, *secrets]
     keep = f"echo $code > {shlex.quote(f'{code}.new')} && mv {shlex.quote(f'{code}.new')} {shlex.quote(str(code))}"
     checks = "".join(
         f"""if [ -z "${{{name}:-}}" ]; then
@@ -199,7 +207,7 @@ def _follow(job: str, output: Path, code: Path, say: Callable[[str], None]) -> i
         shown = _show(output, shown, sys.stdout)
         if code.exists():
             _show(output, shown, sys.stdout)
-            status = int(code.read_text().strip() or 1)
+            status = int(code.read_text(encoding="utf-8").strip() or 1)
             if status == _ENDED:
                 raise UserError(f"job {job} was told to end before it had begun: give it a longer --time, or try again")
             return status

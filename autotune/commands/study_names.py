@@ -40,7 +40,7 @@ def name_since_edits(name: str, runs: Path, job: Job) -> tuple[str, list[str]]:
     first, changed = name, list[str]()
     while job.script is not None:
         memory = runs / name / MEMORY
-        known = json.loads(memory.read_text())["profile"].get(SOURCES, {}) if memory.is_file() else {}
+        known = json.loads(memory.read_text(encoding="utf-8"))["profile"].get(SOURCES, {}) if memory.is_file() else {}
         if not (found := edited_since(known, job.script.cwd)):
             break
         texts = json.dumps([name, digests(known, job.script.cwd)], sort_keys=True)

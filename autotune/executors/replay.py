@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autotune.bounds import parse_json, read_text
 from autotune.errors import UserError, near
 from autotune.executors.base import Effort
-from autotune.files import remove_file, write_atomically
+from autotune.files import cannot_write, remove_file, write_atomically
 from autotune.problem.candidate import KNOBS, Candidate, Value, samples
 from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_gpu
 from autotune.problem.job import Job, Lora
@@ -34,6 +35,9 @@ from autotune.units import GIB
 RESULTS = ("peak_gib", "step_seconds", "startup_seconds", "outcome")
 OOM_SECONDS = 2.0
 NOISE = 0.02  # of one measured step time, log-normal
+
+
+_FACTS = "expected the job and machine of a table, as `autotune record` writes them"
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,9 @@ def load_landscape(path: Path) -> Landscape:
         there = [p.name.split(".csv")[0] for p in path.parent.glob("*.csv*")] if path.parent.is_dir() else []
         raise UserError(f"no table {path}{near(stem, there)}: expected {stem}.csv.gz with {stem}.json beside it")
     try:
-        facts = json.loads(about.read_text())
+        facts = parse_json(read_text(about, str(about), _FACTS), str(about), _FACTS)
+        if not isinstance(facts, dict):
+            raise UserError(f"{about}: {_FACTS}")
         text = (gzip.decompress(table.read_bytes()) if table.suffix == ".gz" else table.read_bytes()).decode()
         missing = [
             key for key in ("model", "seq_len", "gpu", "gpu_memory_gib", "n_gpus", "precision") if key not in facts
@@ -208,14 +214,14 @@ def write_landscape(path: Path, facts: dict[str, Any], rows: dict[Candidate, Row
         write_atomically(table, gzip.compress(out.getvalue().encode(), mtime=0))
         write_atomically(about, json.dumps(facts, indent=1) + "\n")
     except OSError as error:
-        raise UserError(f"{table} cannot be written ({error.strerror}): name another file") from None
+        raise cannot_write(table, error, "name another file") from None
     return table, about
 
 
 def _facts_in(about: Path) -> dict[str, Any] | None:
     """What a JSON file says of a table; None where it is not there, or says nothing of one."""
     try:
-        facts = json.loads(about.read_text())
+        facts = json.loads(about.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return facts if isinstance(facts, dict) and {"model", "gpu", "n_gpus"} <= facts.keys() else None

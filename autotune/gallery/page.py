@@ -75,7 +75,7 @@ def page(before: str) -> str:
 
 
 def main() -> None:
-    write_atomically(ROOT / PAGE, page((ROOT / PAGE).read_text()))
+    write_atomically(ROOT / PAGE, page((ROOT / PAGE).read_text(encoding="utf-8")))
     write_atomically(ROOT / SCHEMA, schema())
 
 

@@ -54,7 +54,7 @@ def rates_for(entries: Mapping[str, Entry], job: Job, hardware: Hardware) -> Rat
 def shipped_rates() -> dict[str, Evidence]:
     """By the name of the entry; none where they are of another predictor's constants, or cannot be read."""
     try:
-        data = json.loads(resources.files("autotune.data").joinpath(FILE).read_text())
+        data = json.loads(resources.files("autotune.data").joinpath(FILE).read_text(encoding="utf-8"))
         learnt = {name: Evidence(**one) for name, one in data["entries"].items()}
         return learnt if data["constants"] == constants() else {}
     except Exception:  # none of them is needed, and nobody's run ends by what lies there

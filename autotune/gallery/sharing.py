@@ -13,10 +13,11 @@ from pydantic import ValidationError
 
 from autotune.errors import UserError
 from autotune.gallery.entry import NAME, VERSION, Entry, Machine, Origin, Trained, Tried, Versions
-from autotune.gallery.values import PUBLIC_TARGETS, SHAPE_KEYS, knob_trouble, size_trouble
+from autotune.gallery.values import PUBLIC_TARGETS, knob_trouble
 from autotune.problem.candidate import LORA, Candidate, Value, is_read
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, parse_lora
+from autotune.problem.model_sizes import SHAPE_KEYS, size_trouble
 from autotune.problem.models import shipped_models
 from autotune.problem.outcome import Outcome
 from autotune.search.records import RESUME, VERIFY, Record
@@ -184,7 +185,7 @@ def _alike(known: dict[str, Any], config: dict[str, Any]) -> bool:
 @cache
 def public_architectures() -> frozenset[str]:
     """transformers' own names of architectures."""
-    tasks = json.loads((resources.files("autotune") / "data" / "tasks.json").read_text())
+    tasks = json.loads((resources.files("autotune") / "data" / "tasks.json").read_text(encoding="utf-8"))
     names = {spec.config.get("model_type") for spec in shipped_models().values()}
     for listed in tasks.values():
         if isinstance(listed, list):

@@ -10,6 +10,7 @@ from autotune.errors import UserError
 from autotune.problem.candidate import KNOBS, LORA, Value
 from autotune.problem.job import parse_lora
 from autotune.problem.knobs import Knob
+from autotune.problem.model_sizes import SHAPE_KEYS, size_trouble
 from autotune.problem.space_file import DS_TOP_LEVEL, DS_ZERO_KEYS
 
 # Names of layers in public architectures; a LoRA on others is told as one on all of them.
@@ -31,48 +32,7 @@ PUBLIC_TARGETS = frozenset(
         *("query", "key", "value", "q", "k", "v", "o", "wi", "wo", "wi_0", "wi_1", "out_proj", "all-linear", "score"),
     )
 )
-# What a configuration says of a model's size; numbers, but for a few switches.
-SHAPE_KEYS = frozenset(
-    (
-        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-        *("head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "sliding_window"),
-        *("n_embd", "n_layer", "n_head", "n_inner", "n_positions", "n_layers", "n_heads", "n_ctx"),
-        *("d_model", "d_ff", "d_kv", "dim", "hidden_dim", "num_layers", "num_heads", "num_decoder_layers"),
-        *("encoder_layers", "decoder_layers", "encoder_ffn_dim", "decoder_ffn_dim", "encoder_attention_heads"),
-        *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
-        *("shared_expert_intermediate_size", "n_shared_experts", "decoder_sparse_step", "first_k_dense_replace"),
-        *("depth", "embed_dim", "patch_size", "image_size", "type_vocab_size"),
-    )
-)
-SWITCHES = frozenset(("tie_word_embeddings",))
-# Of these a model may have none.
-_OR_NONE = frozenset(
-    (
-        *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
-        *("shared_expert_intermediate_size", "n_shared_experts", "first_k_dense_replace", "type_vocab_size"),
-    )
-)
-# These count layers, one by one.
-_LAYERS = frozenset(
-    (
-        *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"),
-        *("encoder_layers", "decoder_layers", "depth", "first_k_dense_replace"),
-    )
-)
-MOST_LAYERS, MOST_SIZE = 10_000, 10**9
 MOST_NUMBER = 2**63  # DeepSpeed's "no limit" is one less
-
-
-def size_trouble(key: str, value: object) -> str | None:
-    """Why a size of a model has no place in an entry, or None."""
-    if key not in SHAPE_KEYS:
-        return "is no size of a model; expected hidden_size, num_hidden_layers, …"
-    if key in SWITCHES:
-        return None if isinstance(value, bool) else f"expected true or false, found {value!r}"
-    low, high = int(key not in _OR_NONE), MOST_LAYERS if key in _LAYERS else MOST_SIZE
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        return f"expected a whole number from {low} to {high}, found {value!r}"
-    return None
 
 
 def knob_trouble(name: str, value: Value) -> str | None:

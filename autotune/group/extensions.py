@@ -118,14 +118,14 @@ def note_built(builder: str, op: str, seconds: float | None, folder: Path) -> No
     if record == _record(path):
         return
     descriptor, name = tempfile.mkstemp(dir=folder, prefix=f".{path.name}.")
-    with os.fdopen(descriptor, "w") as file:
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump(record, file)
     os.replace(name, path)
 
 
 def _record(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(found, dict):
             return found
     return {}
@@ -157,7 +157,7 @@ def _made_with() -> list[str]:
     cuda = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or shutil.which("nvcc") or ""
     said = ""
     with suppress(OSError):
-        said = (torch / "version.py").read_text() if torch else ""
+        said = (torch / "version.py").read_text(encoding="utf-8") if torch else ""
     with suppress(OSError):
         cuda = os.path.realpath(cuda) if cuda else ""
     compilers = [os.path.realpath(shutil.which(name) or name) for name in (_cxx(), os.environ.get("CC", "cc"))]
@@ -180,12 +180,12 @@ def _chips() -> list[str]:
     """The instructions of this machine's processors, and the models of its GPUs."""
     found = [platform.machine()]
     with suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         found += sorted(set(re.findall(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)))[:1]
     models = set()
     for path in _GPUS.glob("*/information"):
         with suppress(OSError):
-            models |= set(re.findall(r"^Model:\s*(.*)$", path.read_text(), re.MULTILINE))
+            models |= set(re.findall(r"^Model:\s*(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE))
     return [*found, *sorted(models)]
 
 
@@ -212,7 +212,7 @@ def _adopt_all(folder: Path) -> None:
 
 def _adopt(source: Path, ours: Path, torch: Path) -> None:
     before = _state(source)
-    if before is None or f"-isystem {torch}/include " not in (source / "build.ninja").read_text():
+    if before is None or f"-isystem {torch}/include " not in (source / "build.ninja").read_text(encoding="utf-8"):
         return
     # ninja goes by times and paths: a package replaced in place by files with older times would not be noticed
     installed = max(_installed_ns(package) for package in ("torch", "deepspeed"))

@@ -109,7 +109,7 @@ def held(folder: Path, op: str, wait: Callable[[], None] = lambda: None) -> Iter
         extensions.drop_torn(place, 0.0 if ours else LIVELY_SECONDS)
         if ours:
             with suppress(OSError):
-                building.write_text(boot)
+                building.write_text(boot, encoding="utf-8")
         yield going_on
     finally:
         if ours:
@@ -122,7 +122,7 @@ def held(folder: Path, op: str, wait: Callable[[], None] = lambda: None) -> Iter
 def _mark(path: Path) -> str | None:
     """Which boot of which machine builds, or has; empty: of a version that did not say; None: none does."""
     with suppress(OSError):
-        return path.read_text(errors="replace")
+        return path.read_text(errors="replace", encoding="utf-8")
     return None
 
 

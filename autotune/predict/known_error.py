@@ -83,7 +83,7 @@ def known_errors(job: Job, candidate: Candidate, hardware: Hardware) -> KnownErr
 @cache
 def _table() -> dict[tuple[JobKind | None, str], KnownError]:
     """By kind (None: all together) and figure."""
-    data = json.loads((resources.files("autotune") / "data" / "predictor_error.json").read_text())
+    data = json.loads((resources.files("autotune") / "data" / "predictor_error.json").read_text(encoding="utf-8"))
     return {
         (JobKind(**row["kind"]) if row["kind"] else None, row["figure"]): KnownError(
             row["rows"], row["sources"], row["median"], row["inside"]

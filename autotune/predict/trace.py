@@ -114,7 +114,7 @@ def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seco
     job, replaced = _runnable(job)
     path = _cache_path(job, loss, device)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return Trace.from_json(json.loads(path.read_text()))
+        return Trace.from_json(json.loads(path.read_text(encoding="utf-8")))
     options = _loss_options(loss) + ["--cpu"] * (device == "cpu")
     if job.task == IMAGE_TEXT:
         timeout_seconds *= 3  # windows of an image are looked at one by one
@@ -141,7 +141,7 @@ def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seco
 def _known_late(path: Path, timeout_seconds: float) -> dict[str, Any] | None:
     """The answer of an earlier call whose trace did not come within as many seconds."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        known: dict[str, Any] = json.loads(path.read_text())
+        known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return known if known["late_seconds"] >= timeout_seconds else None
     return None
 
@@ -182,6 +182,7 @@ def trace_jobs(jobs: Sequence[tuple[Job, str]], told: Callable[[int, int], None]
         stderr=subprocess.DEVNULL,
         env=_tracer_environment(),
         text=True,
+        encoding="utf-8",
     ) as tracing:
         assert tracing.stdin
         assert tracing.stdout
@@ -249,6 +250,7 @@ def _run_tracer(options: list[str], asked: str, timeout_seconds: float) -> tuple
         stderr=subprocess.PIPE,
         env=_tracer_environment(sees_gpus="--sizes" in options),
         text=True,
+        encoding="utf-8",
     ) as tracing:
         try:
             return _outputs(tracing, asked, timeout_seconds)

@@ -64,7 +64,7 @@ def read_file(path: Path, index: int, *, strict: bool, launcher: bool = False) -
         UserError: it is.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         if strict and not isinstance(error, UnicodeDecodeError):
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
@@ -112,7 +112,7 @@ def write_trial_files(job: Job, candidate: Candidate | None, folder: Path, *, qu
             )
         if quiet and (place := find(file.data, (OUTPUT,))) is not None:
             changes[place] = str(folder / OUTPUT_FOLDER)
-        (below / path.name).write_text(edited(file.text, changes, is_json=path.suffix == ".json"))
+        (below / path.name).write_text(edited(file.text, changes, is_json=path.suffix == ".json"), encoding="utf-8")
 
 
 def output_folders(script: Script) -> list[Path]:
@@ -128,7 +128,7 @@ def _merged_config(job: Job, candidate: Candidate, path: Path) -> str | None:
     if own is None:
         return None
     known = own if isinstance(own, dict) else read_config(own)
-    path.write_text(json.dumps(candidate.ds_config(over_present(job, known))))
+    path.write_text(json.dumps(candidate.ds_config(over_present(job, known))), encoding="utf-8")
     return str(path)
 
 

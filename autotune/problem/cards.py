@@ -33,7 +33,7 @@ class GpuFacts:
 
 @cache
 def gpu_table() -> dict[str, GpuFacts]:
-    text = (resources.files("autotune") / "data" / "gpus.json").read_text()
+    text = (resources.files("autotune") / "data" / "gpus.json").read_text(encoding="utf-8")
     return {row["name"]: GpuFacts(**row) for row in json.loads(text)["gpus"]}
 
 

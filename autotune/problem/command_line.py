@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from autotune.bounds import MOST, MOST_RANKS, whole_number
 from autotune.errors import UserError
 
 TORCHRUN, DEEPSPEED, ACCELERATE = "torchrun", "deepspeed", "accelerate"
@@ -239,7 +240,7 @@ def _one_machine(kind: str, launcher: str, options: Mapping[str, str]) -> None:
     """Raises UserError where the ranks are spread over machines."""
     nodes = {TORCHRUN: "nnodes", DEEPSPEED: "num_nodes", ACCELERATE: "num_machines"}[kind]
     most = options.get(nodes, "1").rpartition(":")[2]
-    if most.lstrip("-").isdigit() and int(most) > 1:
+    if most.lstrip("-").isdecimal() and whole_number(most, f"{launcher} --{nodes}", -MOST) > 1:
         raise UserError(several_nodes(f"{launcher} --{nodes} {options[nodes]}"))
     hosts = options.get("include", "").split("@")
     if kind == DEEPSPEED and (len(hosts) > 1 or hosts[0].partition(":")[0] not in ("", "localhost", "127.0.0.1")):
@@ -251,7 +252,9 @@ def _one_machine(kind: str, launcher: str, options: Mapping[str, str]) -> None:
     hostfile = Path(options.get("hostfile") or "/dev/null")
     if kind == DEEPSPEED and os.path.isfile(hostfile):
         lines = [
-            line for line in hostfile.read_text().splitlines() if line.strip() and not line.lstrip().startswith("#")
+            line
+            for line in hostfile.read_text(encoding="utf-8").splitlines()
+            if line.strip() and not line.lstrip().startswith("#")
         ]
         if len(lines) > 1:
             raise UserError(several_nodes(f"{launcher} --hostfile {hostfile} ({len(lines)} hosts)"))
@@ -262,6 +265,4 @@ def several_nodes(what: str) -> str:
 
 
 def _number(text: str, what: str, least: int) -> int:
-    if not text.isdigit() or int(text) < least:
-        raise UserError(f"{what} {text}: expected a whole number of at least {least}")
-    return int(text)
+    return whole_number(text, what, least, MOST_RANKS)

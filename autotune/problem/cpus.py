@@ -40,7 +40,7 @@ def _folders() -> Iterator[Path]:
     outside, which is not there: what is mounted is then the container's own."""
     lines = []
     with suppress(OSError):
-        lines = OWN_CGROUPS.read_text().splitlines()
+        lines = OWN_CGROUPS.read_text(encoding="utf-8").splitlines()
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
@@ -57,9 +57,11 @@ def _share(folder: Path) -> float | None:
     scheduler/sched-bwc.rst: `cpu.cfs_quota_us`, -1 for none.)"""
     with suppress(OSError, ValueError):
         if (file := folder / "cpu.max").is_file():
-            quota, period = file.read_text().split()
+            quota, period = file.read_text(encoding="utf-8").split()
         else:
-            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+            quota, period = (
+                (folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8").strip() for name in ("quota", "period")
+            )
         if quota not in ("max", "-1"):
             return int(quota) / int(period)
     return None

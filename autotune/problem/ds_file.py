@@ -50,7 +50,7 @@ def read_config(path: Path) -> Any:
         OSError, UnicodeDecodeError: it cannot be read.
         json.JSONDecodeError: it does not parse.
     """
-    return parsed_config(path.read_text())
+    return parsed_config(path.read_text(encoding="utf-8"))
 
 
 def in_new_names(config: dict[str, Any]) -> dict[str, Any]:

@@ -266,7 +266,7 @@ def _detect_cpu(gpus: int | None) -> Hardware:
     host = host_available_bytes()
     name = platform.processor() or platform.machine()
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 name = line.split(":", 1)[1].strip()
                 break

@@ -128,5 +128,5 @@ def _number(text: str) -> float:
 
 def _lines(file: Path) -> list[str]:
     with suppress(OSError):
-        return file.read_text().splitlines()
+        return file.read_text(encoding="utf-8").splitlines()
     return []

@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autotune.bounds import parse_json, read_text, shown, whole_number
 from autotune.errors import UserError
+from autotune.masking import learn_data, learn_words
 from autotune.problem.models import ModelSpec
 from autotune.problem.tasks import CAUSAL, SEQ2SEQ, TASKS
 
+MOST_BATCH = 2**31  # sequences an optimizer step
 PRECISIONS = ("bf16", "fp16", "fp32")
 # `adamw` is torch's, fused: what Hugging Face's Trainer uses by default; offloaded, DeepSpeed replaces it by its own.
 OPTIMIZERS = ("adamw", "adam", "fused_adam", "lion", "sgd", "adagrad")
@@ -72,12 +75,8 @@ def parse_lora(text: str) -> Lora:
         if not equals or key not in ("r", "targets", "alpha", "saved", "dropout", "dtype") or not value:
             raise UserError(f"LoRA {text}: expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32")
         values[key] = value
-    try:
-        rank, alpha = int(values.get("r", "16")), int(values["alpha"]) if "alpha" in values else None
-    except ValueError:
-        raise UserError(f"LoRA {text}: r and alpha are whole numbers") from None
-    if not 1 <= rank <= 4096:
-        raise UserError(f"LoRA {text}: r is between 1 and 4096")
+    rank = whole_number(values.get("r", "16"), f"LoRA {shown(text)}: r", 1, 4096)
+    alpha = whole_number(values["alpha"], f"LoRA {shown(text)}: alpha", 0, 2**31) if "alpha" in values else None
     try:
         dropout = float(values.get("dropout", "0"))
     except ValueError:
@@ -115,6 +114,13 @@ class Script:
     environment: tuple[tuple[str, str], ...] = ()  # (name, value) typed before that
     program: str | None = None  # the file of an installed command
     files: tuple[ArgumentFile, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Learn the secrets of the command, so that no text of this process shows them."""
+        learn_words([*self.launcher, *self.argv])
+        learn_data(dict(self.environment))
+        for one in self.files:
+            learn_data(one.data)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Script:
@@ -194,10 +200,11 @@ class Job:
     torch_alone: bool = False  # no DeepSpeed: stage 0 is DistributedDataParallel, stage 3 FullyShardedDataParallel
 
     def __post_init__(self) -> None:
+        learn_data(self.base_config)
         if self.ranks < 1:
             raise UserError(f"--gpus {self.ranks}: expected at least 1")
-        if not 1 <= self.seq_len <= 10_000_000:
-            raise UserError(f"--seq-len {self.seq_len}: expected between 1 and 10000000 tokens")
+        if not 1 <= self.seq_len <= MOST_TOKENS:
+            raise UserError(f"--seq-len {shown(self.seq_len)}: expected between 1 and {MOST_TOKENS} tokens")
         if self.precision not in PRECISIONS:
             raise UserError(f"--precision {self.precision}: expected one of {', '.join(PRECISIONS)}")
         if self.optimizer not in OPTIMIZERS:
@@ -211,8 +218,7 @@ class Job:
         if self.packed and not self.lengths:
             raise UserError("--packing needs to know how long sequences are: give --lengths FILE")
         if self.global_batch_size is not None:
-            if self.global_batch_size < 1:
-                raise UserError(f"--global-batch-size {self.global_batch_size}: expected at least 1")
+            whole_number(self.global_batch_size, "--global-batch-size", 1, MOST_BATCH)
             if self.global_batch_size % self.ranks:
                 low = self.global_batch_size // self.ranks * self.ranks
                 near = " or ".join(str(size) for size in (low, low + self.ranks) if size)
@@ -325,6 +331,7 @@ class Job:
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]
 
 
+MOST_TOKENS = 10_000_000  # of a sequence
 MOST_LENGTHS = 256  # different ones that are kept of a data set
 
 
@@ -337,21 +344,25 @@ def load_lengths(path: Path) -> tuple[tuple[int, int], ...]:
         UserError: the file is none of these.
     """
     expected = 'expected {"512": 1000, …}, lines of `512,1000`, or one length a line'
-    try:
-        text = path.read_text()
-        if text.lstrip().startswith("{"):
-            pairs = [(int(tokens), int(count)) for tokens, count in json.loads(text).items()]
-        else:
-            rows = [line.replace(",", " ").split() for line in text.splitlines() if line.strip()]
-            pairs = [(int(row[0]), int(row[1]) if len(row) > 1 else 1) for row in rows]
-    except FileNotFoundError:
-        raise UserError(f"--lengths {path}: no such file; {expected}") from None
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"--lengths {path}: {error}; {expected}") from None
+    what = f"--lengths {path}"
+    text = read_text(path, what, expected)
+    rows: list[list[object]]
+    if text.lstrip().startswith("{"):
+        data = parse_json(text, what, expected)
+        rows = [[tokens, count] for tokens, count in data.items()]
+    else:
+        rows = [[*line.replace(",", " ").split()] for line in text.splitlines() if line.strip()]
+    pairs = []
+    for row in rows:
+        if len(row) > 2:
+            raise UserError(f"{what}: {shown(' '.join(map(str, row)))}: more than two numbers in a line; {expected}")
+        tokens, count = row[0], row[1] if len(row) > 1 else 1
+        try:
+            pairs.append((whole_number(tokens, what, 1, MOST_TOKENS), whole_number(count, what)))
+        except UserError as error:
+            raise UserError(f"{error}; {expected}") from None
     counts: Counter[int] = Counter()
     for tokens, count in pairs:
-        if tokens < 1 or count < 0:
-            raise UserError(f"--lengths {path}: {tokens} tokens, {count} times; {expected}")
         counts[tokens] += count
     if not +counts:
         raise UserError(f"--lengths {path} is empty; {expected}")

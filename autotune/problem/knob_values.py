@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
+from autotune.bounds import MOST, shown, trouble
 from autotune.errors import UserError, near
 from autotune.problem.job import Lora, parse_lora
 from autotune.problem.knobs import Knob
@@ -17,6 +18,8 @@ def knob_value(knob: Knob, value: Any) -> Value:
     Raises:
         ValueError: it is none of the knob's; the message says what was expected and found.
     """
+    if why := trouble(value):
+        raise ValueError(why)
     if knob.kind is Lora:
         return _lora(value)
     if isinstance(knob.kind, tuple):
@@ -46,10 +49,11 @@ def _whole(knob: Knob, value: Any) -> int:
         except (ValueError, OverflowError):
             raise ValueError(f"expected a whole number, found {value!r}") from None
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"expected a whole number, found {value!r}")
-    if not knob.low <= value <= knob.high:
-        expected = f"at least {knob.low}" if knob.high == float("inf") else f"{knob.low} to {knob.high}"
-        raise ValueError(f"{value} is out of range: expected {expected}")
+        raise ValueError(f"expected a whole number, found {shown(value)}")
+    high = min(knob.high, MOST)
+    if not knob.low <= value <= high:
+        expected = f"at least {knob.low}" if knob.high > MOST and value < knob.low else f"{knob.low} to {high}"
+        raise ValueError(f"{shown(value)} is out of range: expected {expected}")
     return value
 
 

@@ -12,9 +12,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from autotune.bounds import parse_json, read_text
 from autotune.entry_points import HUB_READER
 from autotune.errors import UserError, near
 from autotune.interpreter import current, module_command
+from autotune.problem.model_sizes import config_trouble
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ def shipped_models() -> dict[str, ModelSpec]:
     found = {}
     for entry in (resources.files("autotune") / "data" / "models").iterdir():
         if entry.name.endswith(".json"):
-            data = json.loads(entry.read_text())
+            data = json.loads(entry.read_text(encoding="utf-8"))
             name = entry.name.removesuffix(".json")
             found[name] = ModelSpec(name, data["config"], data["source"], data["parameters"])
     return dict(sorted(found.items()))
@@ -67,16 +69,14 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelSpec:
 def _from_path(path: Path, trust_remote_code: bool) -> ModelSpec:
     file = path / "config.json" if path.is_dir() else path
     name = (path if path.is_dir() else path.parent).resolve().name or "model"  # of `.` and `..`, too
-    try:
-        config = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise UserError(f"no config.json in {path}: expected the folder of a transformers model") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {file}: {error}") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file}:{error.lineno}: not JSON ({error.msg}); expected a transformers config.json") from None
+    if not file.exists():
+        raise UserError(f"no config.json in {path}: expected the folder of a transformers model")
+    expected = "expected a transformers config.json"
+    config = parse_json(read_text(file, str(file), expected), str(file), expected)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise UserError(f'{file}: no "model_type"; expected a transformers config.json like the Hub\'s')
+    if why := config_trouble(config):
+        raise UserError(f"{file}: {why}")
     if "auto_map" in config and not trust_remote_code:
         raise UserError(f"{file} runs code of its own (auto_map): add --trust-remote-code if you trust it")
     if "auto_map" in config:
@@ -88,7 +88,7 @@ def _from_hub(name: str, trust_remote_code: bool) -> ModelSpec:
     """Reads the configuration in a process of its own: this one never imports transformers."""
     flags = ["--trust-remote-code"] if trust_remote_code else []
     command = module_command(current().path, HUB_READER, *flags, name)
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=current().environment())
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=current().environment(), encoding="utf-8")
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
@@ -96,6 +96,8 @@ def _from_hub(name: str, trust_remote_code: bool) -> ModelSpec:
     if "error" in answer:
         hint = near(name.split("/")[-1], shipped_models()) or "; a folder with its config.json works offline"
         raise UserError(f"model {name!r} could not be read from the Hub: {answer['error'][:200]}{hint}")
+    if why := config_trouble(answer["config"]):
+        raise UserError(f"model {name!r}: its configuration on the Hub: {why}")
     return ModelSpec(name.split("/")[-1], answer["config"], name, None, trust_remote_code)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from autotune.masking import masked_data
 from autotune.versions import StrEnum
 
 
@@ -159,8 +160,9 @@ class Outcome:
         return self.capacity_bytes if self.kind is Kind.OOM_DEVICE else None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the fields that are set; what ranks wrote is without secrets."""
         return {
-            key: value
+            key: masked_data(value)
             for key, value in dataclasses.asdict(self).items()
             if value not in (None, "", ()) and value is not False
         }

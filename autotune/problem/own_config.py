@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from autotune.bounds import check_data, read_text
 from autotune.errors import UserError
 from autotune.problem.ds_file import in_new_names, parsed_config
 from autotune.problem.knob_values import knob_value
@@ -47,15 +48,12 @@ def load_ds_config(path: Path) -> dict[str, Any]:
         UserError: the file cannot be read, is no JSON object, or has a section or a value that DeepSpeed could not take; the
             message names file and key.
     """
+    text = read_text(path, f"--ds-config {path}", "expected a DeepSpeed config JSON")
     try:
-        text = path.read_text()
         data = parsed_config(text, _once)
-    except FileNotFoundError:
-        raise UserError(f"--ds-config {path}: no such file; expected a DeepSpeed config JSON") from None
+        check_data(data, str(path))
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not JSON ({error.msg}); expected a DeepSpeed config") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--ds-config {path} cannot be read: {error}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({str(error)[:100]})") from None
     if not isinstance(data, dict):

@@ -25,5 +25,5 @@ class Price:
 @cache
 def price_table() -> dict[str, Price]:
     """Prices by the names of `data/gpus.json`; a card that nobody lists is missing."""
-    rows = json.loads((resources.files("autotune") / "data" / "prices.json").read_text())["prices"]
+    rows = json.loads((resources.files("autotune") / "data" / "prices.json").read_text(encoding="utf-8"))["prices"]
     return {row["gpu"]: Price(**{key: value for key, value in row.items() if key != "gpu"}) for row in rows}

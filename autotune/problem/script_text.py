@@ -13,7 +13,7 @@ def script_text(script: Script) -> str | None:
     """The script itself; None where it cannot be read."""
     if script.path is None or not script.path.is_file():
         return None
-    return script.path.read_text(errors="replace")
+    return script.path.read_text(errors="replace", encoding="utf-8")
 
 
 def under_lightning(script: Script) -> bool:

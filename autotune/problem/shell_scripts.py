@@ -57,7 +57,7 @@ def training_line(path: Path) -> str:
     framework's comes before one of Python alone. Of several alike that which is given a DeepSpeed config is taken; else the first
     of a launcher's, which others evaluate, and the last of Python's, for which others prepare data."""
     try:
-        text = path.read_text(errors="replace") if path.stat().st_size <= _MOST_BYTES else ""
+        text = path.read_text(errors="replace", encoding="utf-8") if path.stat().st_size <= _MOST_BYTES else ""
     except OSError:
         return ""
     lines = [_QUOTED.sub(r"&& \2", line) for line in re.sub(r"\\\r?\n", " ", text).splitlines()]

@@ -11,13 +11,14 @@ from typing import Any
 
 import yaml
 
+from autotune.bounds import check_data, read_text
 from autotune.errors import UserError, near
 from autotune.problem.candidate import KNOBS, Value, short_name
 from autotune.problem.knob_values import knob_value
 from autotune.problem.knobs import ZERO
 from autotune.problem.space import Domain, SearchSpace
 
-_DS_KEYS = json.loads((resources.files("autotune") / "data" / "deepspeed_keys.json").read_text())
+_DS_KEYS = json.loads((resources.files("autotune") / "data" / "deepspeed_keys.json").read_text(encoding="utf-8"))
 DS_ZERO_KEYS = frozenset(_DS_KEYS["zero_optimization"])
 DS_TOP_LEVEL = frozenset(_DS_KEYS["top_level"])
 DS_SECTIONS = {section: frozenset(keys) for section, keys in _DS_KEYS["sections"].items()}
@@ -47,10 +48,7 @@ def load_space(reference: str) -> SearchSpace:
         raise UserError(
             f"no search space {reference!r}{near(reference, shipped)}: give a file, or {', '.join(shipped)}"
         )
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"search space {path} cannot be read: {error}") from None
+    text = read_text(path, f"search space {path}", "expected YAML with `knobs:` and their values")
     return dataclasses.replace(parse_space(text, str(path)), shipped=reference in shipped)
 
 
@@ -88,6 +86,8 @@ class _Parser:
                 raise UserError(f"{self.file}:1: the file is empty; expected `knobs:` and their values")
             self._collect(node, ())
             data = yaml.safe_load(self.text)
+            if isinstance(data, dict):
+                check_data(data, self.file)
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             where = f"{self.file}:{mark.line + 1}" if mark else self.file

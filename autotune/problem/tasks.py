@@ -40,7 +40,7 @@ _ANY_SIZE = ("pixtral",)
 @cache
 def _model_types() -> dict[str, frozenset[str]]:
     """The `model_type`s of each task."""
-    data = json.loads((resources.files("autotune") / "data" / "tasks.json").read_text())
+    data = json.loads((resources.files("autotune") / "data" / "tasks.json").read_text(encoding="utf-8"))
     return {task: frozenset(data[task]) for task in TASKS}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from autotune.bounds import MOST_RANKS, whole_number
 from autotune.errors import UserError, near
 from autotune.problem.argument_files import is_ds_config
 from autotune.problem.argument_texts import argument_files, read_file
@@ -205,14 +206,14 @@ def _ranks(line: CommandLine, script: Script) -> tuple[int | None, str]:
         return None, ""
     known = {**os.environ, **dict(line.environment)}
     nodes = known.get(_NODES_VARIABLE, "")
-    if framework.variables and nodes.isdigit() and int(nodes) > 1:
+    if framework.variables and nodes.isdecimal() and whole_number(nodes, _NODES_VARIABLE) > 1:
         raise UserError(several_nodes(f"{_NODES_VARIABLE}={nodes}"))
     for name in _RANKS_VARIABLES if framework.variables else ():
-        if known.get(name, "").isdigit():
-            return int(known[name]), f"{name}={known[name]}"
+        if known.get(name, "").isdecimal():
+            return whole_number(known[name], name, 0, MOST_RANKS), f"{name}={known[name]}"
     for at, word in enumerate(script.argv):
         name, equals, value = word.partition("=")
         value = value if equals else "".join(script.argv[at + 1 : at + 2])
-        if name in _SPELT and value.isdigit():
-            return int(value), f"{name} {value}"
+        if name in _SPELT and value.isdecimal():
+            return whole_number(value, name, 0, MOST_RANKS), f"{name} {value}"
     return None, ""

@@ -73,6 +73,6 @@ def _torch_is_for_rocm() -> bool:
 
 def _says(file: Path) -> str:
     try:
-        return file.read_text().strip()
+        return file.read_text(encoding="utf-8").strip()
     except OSError:
         return ""

@@ -101,7 +101,6 @@ class BaseRank(ABC):
         self.job = Job.from_json(self.spec["job"])
         self._set_environment()
         import torch
-        import torch.distributed
 
         from autotune.rank.devices import make_device
 

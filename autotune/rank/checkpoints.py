@@ -119,7 +119,7 @@ def load_any(
 def _to_convert(engine: Any, load_dir: str, tag: str | None) -> tuple[Path, int] | None:
     """(folder, ZeRO stage) of the checkpoint that would be loaded; None unless it needs conversion and can be converted."""
     latest = Path(load_dir) / "latest"
-    name = tag if tag is not None else latest.read_text().strip() if latest.exists() else None
+    name = tag if tag is not None else latest.read_text(encoding="utf-8").strip() if latest.exists() else None
     folder = Path(load_dir) / str(name)
     before = written_under(folder) if name is not None else None
     if before is None or layout(before) == layout(engine.config):
@@ -232,7 +232,9 @@ def convert(folder: Path, universal: Path, ranks: int) -> None:
     flat = (folder / _MODEL_STATES).exists()
     if flat:  # the converter expects what Megatron-DeepSpeed adds to its checkpoints
         command.append("--inject_missing_state")
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, encoding="utf-8"
+    )
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise RuntimeError(f"checkpoint {folder} cannot be converted: {why}")

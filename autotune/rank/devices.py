@@ -199,12 +199,12 @@ def used_bytes() -> int:
 
 def data_bytes(pid: int | str) -> int:
     """What RLIMIT_DATA counts of a process, from /proc/PID/statm."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[5]) * _PAGE
+    return int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[5]) * _PAGE
 
 
 def _status() -> dict[str, int]:
     values = {}
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         key, _, rest = line.partition(":")
         if key.startswith(("Vm", "Rss")):
             values[key] = int(rest.split()[0]) * 1024
@@ -213,4 +213,4 @@ def _status() -> dict[str, int]:
 
 def _reset_high_water() -> None:
     with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")

@@ -44,7 +44,9 @@ def measure_as(kind: type[BaseRank], address: str, number: int) -> NoReturn:
             try:
                 Sandbox.from_json(confined).enter(os.path.dirname(address), environment)
             except OSError as error:
-                raise Unusable(f"the sandbox of a trial cannot be entered ({error}): `autotune doctor` says why") from error
+                raise Unusable(
+                    f"the sandbox of a trial cannot be entered ({error}): `autotune doctor` says why"
+                ) from error
         rank.run()
     except BaseException as error:
         rank.report(error)
@@ -69,7 +71,7 @@ def _redirect_output(log: str) -> None:
 def _offer_to_the_kernel() -> None:
     """Where main memory runs out the kernel kills a trial's ranks first: the tuner lives on, and knows why."""
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
 
 
 def certify_save(rank: BaseRank, save: Callable[[str, str], Any]) -> None:

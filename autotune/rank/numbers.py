@@ -85,7 +85,7 @@ def of_cuda(torch: Any, index: int, numbers: Numbers) -> None:
 
 def _of_cpu(cap_bytes: int | None) -> Numbers:
     """What RLIMIT_DATA counts of this process, and the cap."""
-    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    used = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[5]) * resource.getpagesize()
     return {"reserved_bytes": used} | ({"allowed_bytes": cap_bytes} if cap_bytes is not None else {})
 
 

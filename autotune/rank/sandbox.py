@@ -226,7 +226,7 @@ class _Tree:
 
     def __init__(self, base: Path, cwd: str) -> None:
         self._base, self._root, self._number = base, str(base / "root"), 0
-        self._ordinary = Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]
+        self._ordinary = Path("/proc/self/uid_map").read_text(encoding="utf-8").split() != ["0", "0", str(2**32 - 1)]
         self._options = "volatile,userxattr" if self._ordinary else "volatile,redirect_dir=on"
         self._mounts = _mount_points()
         known = [cwd, os.path.expanduser("~"), tempfile.gettempdir()]
@@ -386,7 +386,7 @@ def _make_namespaces() -> None:
     except PermissionError:
         _call("unshare", _NEW_MOUNTS | _NEW_USER)
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-            Path("/proc/self", name).write_text(text)
+            Path("/proc/self", name).write_text(text, encoding="utf-8")
     _mount(None, "/", _RECURSIVE | _PRIVATE)
 
 

@@ -57,7 +57,7 @@ def is_cut_off(file: Path) -> bool:
 def tag_of(folder: Path) -> str | None:
     """The name of the folder that DeepSpeed would load from this one; None where it would load none."""
     try:
-        return (folder / "latest").read_text().strip() or None
+        return (folder / "latest").read_text(encoding="utf-8").strip() or None
     except (OSError, ValueError):
         return None
 

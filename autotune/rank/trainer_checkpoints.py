@@ -70,7 +70,7 @@ class Ledger:
         readable, whole, failed, by = set(), set(), set(), {}
         for path, (_, call) in self.found.items():
             try:
-                step = int(json.loads(Path(path).read_text())["global_step"])
+                step = int(json.loads(Path(path).read_text(encoding="utf-8"))["global_step"])
             except (OSError, ValueError, KeyError, TypeError):
                 continue
             checkpoint = Path(path).parent

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.files import write_atomically
+from autotune.masking import masked_data
 from autotune.predict.predictor import Predictor
 from autotune.predict.versions import installed_deepspeed
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, EXPANDABLE, MICRO_BATCH, Candidate, Value
@@ -53,7 +54,7 @@ class Rung:
             "measured": self.measured,
             "peak_bytes": round(self.peak_bytes),
             "samples_per_second": round(self.samples_per_second, 4),
-            "config": self.candidate.ds_config(job),
+            "config": masked_data(self.candidate.ds_config(job)),
         }
 
     @classmethod

@@ -28,6 +28,7 @@ from autotune.group.policy import Policy, Stop
 from autotune.group.protocol import Message
 from autotune.interpreter import current
 from autotune.linux import NOTICES
+from autotune.masking import masked, masked_data
 from autotune.problem.argument_texts import write_trial_files
 from autotune.problem.candidate import trial_environment
 from autotune.problem.cpus import threads_per_rank
@@ -152,7 +153,7 @@ class Supervisor:
             for number, old in before.items():
                 signal.signal(number, old)
         try:
-            write_atomically(self.folder / "launch.json", json.dumps(summary.to_json(), indent=2) + "\n")
+            write_atomically(self.folder / "launch.json", json.dumps(masked_data(summary.to_json()), indent=2) + "\n")
         except OSError as error:  # a full disk does not change how the training ended
             self.say(f"{self.folder / 'launch.json'} was not written: {one_line(error)}")
         return summary
@@ -164,8 +165,8 @@ class Supervisor:
 
     def say(self, text: str) -> None:
         self._say(text)
-        with suppress(OSError), (self.folder / "launch.log").open("a") as file:
-            file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n")
+        with suppress(OSError), (self.folder / "launch.log").open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {masked(text)}\n")
 
     def _run(self) -> LaunchSummary:
         way = Descent()

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
+from autotune.masking import masked
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Kind, Outcome
@@ -44,7 +45,7 @@ def outcome_line(outcome: Outcome) -> str:
     missing = f", short of {format_bytes(outcome.missing_bytes)}" if outcome.missing_bytes else ""
     why = outcome.evidence if outcome.kind.is_oom else outcome.reason
     who = f" on rank {outcome.rank}" if outcome.rank is not None else ""
-    return f"{outcome.kind.value} in {outcome.phase.value}{who}{missing}: {why[:110]}"
+    return f"{outcome.kind.value} in {outcome.phase.value}{who}{missing}: {masked(why)[:110]}"
 
 
 class PlainObserver:

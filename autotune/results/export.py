@@ -12,9 +12,10 @@ from typing import Any
 import yaml
 
 from autotune.errors import UserError
-from autotune.files import remove_file, write_atomically
+from autotune.files import cannot_write, remove_file, write_atomically
 from autotune.group.environment import assignments, variables_of
 from autotune.group.extensions import FOLDER
+from autotune.masking import masked, masked_data
 from autotune.problem.argument_texts import winners_files
 from autotune.problem.candidate import CHECKPOINTING, Candidate, under
 from autotune.problem.job import Job
@@ -27,7 +28,7 @@ from autotune.rank.config import all_ops
 from autotune.results.lossy import lossy_settings
 from autotune.results.over_nodes import sbatch_script
 from autotune.results.sliced import slice_line
-from autotune.results.targets import beside, check_out
+from autotune.results.targets import beside, check_out, secrets_note
 from autotune.search.fingerprint import measured_under
 from autotune.search.records import VERIFY, Record, resumed_peak_bytes
 from autotune.search.storage import output_folder
@@ -276,25 +277,27 @@ def write_export(
         written += [config, *_write_config(candidate, job, config)]
         write_atomically(out, _batch_script(candidate, job, config, meta_data, device, nodes))
     elif style == "hf":
-        write_atomically(out, _json(training_arguments(candidate, job, device)))
+        write_atomically(out, _config_json(training_arguments(candidate, job, device)))
     else:
         config = beside(out, style, "deepspeed.json")
         # a loop of accelerate's own has its batch sizes from the config, Trainer from its arguments
         made = hf_deepspeed_config if job.script and job.script.profile.get("through_arguments") else deepspeed_config
-        write_atomically(config, _json(made(candidate, job)))
+        write_atomically(config, _config_json(made(candidate, job)))
         launched = yaml.safe_dump(accelerate_config(candidate, job, str(config), device, nodes), sort_keys=False)
         write_atomically(out, _WHERE_FROM + launched)
         written.append(config)
-    write_atomically(meta_path, _json(meta_data))
+    if hidden := secrets_note(written):
+        meta_data = {**meta_data, "your_training_must": [*meta_data["your_training_must"], *hidden]}
+    write_atomically(meta_path, _json(masked_data(meta_data)))
     return [*written, meta_path]
 
 
 def _write_config(candidate: Candidate, job: Job, out: Path) -> list[Path]:
     """Writes the DeepSpeed config, and copies of the script's argument files with the winner in them; returns their paths."""
-    write_atomically(out, _json(deepspeed_config(candidate, job)))
+    write_atomically(out, _config_json(deepspeed_config(candidate, job)))
     copies = winners_files(job.script, candidate, out) if job.script else {}
     for path, text in copies.items():
-        write_atomically(path, text)
+        write_atomically(path, masked(text))
     return list(copies)
 
 
@@ -316,6 +319,11 @@ _WHERE_FROM = "# deepspeed_config_file is looked for from the folder in which `a
 
 def _json(data: dict[str, Any]) -> str:
     return json.dumps(data, indent=2) + "\n"
+
+
+def _config_json(data: dict[str, Any]) -> str:
+    """Return a config for a file, without the secrets that a user's own config or files may hold."""
+    return _json(masked_data(data))
 
 
 # -- of a study ----------------------------------------------------------------------------------------------------------
@@ -384,6 +392,4 @@ def export_record(store: StudyStore, record: Record, out: Path, style: str, veri
     try:
         return write_export(record.candidate, store.job, out, data, style=style, device=device, nodes=nodes)
     except OSError as error:
-        raise UserError(
-            f"{out} cannot be written ({error.strerror}); the study keeps the winner: `autotune export`"
-        ) from None
+        raise cannot_write(out, error, "name another file: the study keeps the winner (`autotune export`)") from None

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from autotune.group.environment import assignments
+from autotune.masking import names_secret, shell_text
 from autotune.problem.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, options_without, started, take_apart
 
 PORT = 29500  # torchrun's own default (torch/distributed/run.py)
@@ -15,7 +16,7 @@ PORT = 29500  # torchrun's own default (torch/distributed/run.py)
 def first_host(hostfile: Path | None) -> str:
     """Where the ranks meet: the first host of the file that `run` wrote beside its study, without the user as whom ssh logs in
     there."""
-    lines = hostfile.read_text().split() if hostfile is not None and hostfile.is_file() else []
+    lines = hostfile.read_text(encoding="utf-8").split() if hostfile is not None and hostfile.is_file() else []
     return lines[0].rpartition("@")[2] if lines else "FIRST_NODE"
 
 
@@ -57,7 +58,14 @@ def sbatch_script(
         variables: set for all of them.
     """
     gpus = f"#SBATCH --gpus-per-node={per_node}\n" if device == "cuda" else ""
-    exports = f"export {assignments(variables)}\n" if variables else ""
+    asked: dict[str, tuple[str, str]] = {}
+    trained = shell_text(words, asked)
+    public = {name: value for name, value in variables.items() if not names_secret(name)}
+    exports = f"export {assignments(public)}\n" if public else ""
+    asked |= {name: (name, value) for name, value in variables.items() if name not in public}
+    if asked:  # sbatch hands on the environment in which it is called
+        exports += "# secrets are not written here: export these variables before you call sbatch\n"
+        exports += "".join(f': "${{{name}:?export it with the value of {of}}}"\n' for name, (of, _) in asked.items())
     # below 32768, from where on Linux gives ports to whoever connects
     meet = f"""first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d \\
@@ -71,5 +79,5 @@ srun torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-id "$SLURM_JOB
 {gpus}# add what your cluster asks for: --partition, --account, --time, --cpus-per-task
 set -euo pipefail
 cd {shlex.quote(cwd)}
-{exports}{start} {shlex.join(words)}
+{exports}{start} {trained}
 """

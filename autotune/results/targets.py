@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from autotune.errors import UserError
+from autotune.masking import MASK
 
 # of files that are named; whatever else follows a dot belongs to the name
 _SUFFIXES = (".json", ".yaml", ".yml", ".sbatch", ".sh")
@@ -46,3 +47,10 @@ def beside(out: Path, style: str, what: str) -> Path:
     if style in ("accelerate", "sbatch") and not name.endswith(f".{style}"):
         name = f"{name}.{style}"
     return out.with_name(f"{name}.{what}")
+
+
+def secrets_note(files: list[Path]) -> list[str]:
+    """Return a line that names the files in which a secret is masked; nothing where there is none."""
+    configs = [path for path in files if path.is_file() and not path.name.endswith((".meta.json", ".html"))]
+    hidden = [str(path) for path in configs if MASK in path.read_text(encoding="utf-8", errors="replace")]
+    return [f"put your own values in place of {MASK} in {', '.join(hidden)}: secrets are not written"] if hidden else []

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from autotune.group.environment import assignments, variables_of
 from autotune.interpreter import launched
+from autotune.masking import MASK, NOTE, masked_data, masked_words
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
 from autotune.problem.frameworks import framework_of
 from autotune.problem.hardware import Hardware
@@ -153,10 +154,10 @@ def train_with(
         words, each = over_nodes(words, nodes, per_node, hostfile)
     words = launched(words)
     variables = {**variables_of(winner, threads, environment), **variables_for(job.script, per_node)}
-    plain = f"{assignments(variables)} {shlex.join(words)}"
+    plain = f"{assignments(masked_data(variables))} {shlex.join(masked_words(words))}"
     where = f" --hostfile {shlex.quote(str(hostfile or 'HOSTFILE'))}" if nodes > 1 else ""
-    watched = f"autotune launch {shlex.quote(study)}{where} -- {shlex.join(typed(job.script))}"
-    instead, hints = "", []
+    watched = f"autotune launch {shlex.quote(study)}{where} -- {shlex.join(masked_words(typed(job.script)))}"
+    instead, hints = "", [NOTE] if MASK in plain + watched else []
     if carried(job.script):
         commands = [("train with, on every node" if each else "train with", plain), ("or watched", watched)]
     else:

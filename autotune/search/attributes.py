@@ -12,12 +12,18 @@ from typing import Any
 
 import optuna
 
+from autotune.masking import masked_data
+
 MOST_BYTES = 60_000  # in one attribute; MySQL's TEXT holds 65,535 (Optuna's tables have no larger type)
 _PIECE_CHARACTERS = MOST_BYTES // 2 - 1  # a piece is JSON again: a backslash before each quote doubles it at worst
+_AS_THEY_ARE = ("fingerprint", "space")  # a study starts again with these: its command has to run
 _PIECES = "autotune pieces"  # the only key of a value that stands for pieces
 
 
 def set_attribute(study: optuna.Study, key: str, value: Any) -> None:
+    """Store an attribute, without secrets unless a study needs them to go on."""
+    if key not in _AS_THEY_ARE:
+        value = masked_data(value)
     text = json.dumps(value)
     if len(text) <= MOST_BYTES:
         study.set_user_attr(key, value)

@@ -62,7 +62,7 @@ def _condemned(marker: Path, nobodys: tuple[int, int]) -> bool:
     """Whether the empty marker is still the same: of a process that was killed before it had said who it is, or whose words a
     power cut took. filelock waits for an empty one for ever, and takes one over that says nonsense; what is written through an
     open file can reach no other that has its name by now."""
-    with suppress(OSError), marker.open("r+") as file:
+    with suppress(OSError), marker.open("r+", encoding="utf-8") as file:
         if _empty(os.fstat(file.fileno())) == nobodys:
             file.write("nobody\n")
             return True

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import re
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
-from urllib.parse import unquote
 
 import optuna
 from sqlalchemy import event
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, PendingRollbackError
 
-from autotune.errors import MachineTrouble, UserError
+from autotune.errors import UserError
+from autotune.masking import hide_password, password_in, without_secrets
 
 AWAY_SECONDS = 60.0  # that a server which was there before may be away
 _TRIES = 4  # of what was cut off in the middle
@@ -50,33 +49,6 @@ _CONNECTING: dict[str, dict[str, Any]] = {
     "mysqlconnector": {"connection_timeout": _CONNECT_SECONDS},
 }
 INSTALL = {"postgresql": "pip install 'psycopg[binary]'", "mysql": "pip install pymysql"}
-
-_SECRETS = (
-    # a word that is such a URL: the password ends at its last @, whatever is in it
-    re.compile(
-        r"^((?:--storage=)?(?:postgres|mysql|mariadb)\w*(?:\+\w+)?://[^:/@\s]*:)(.*)(?=@)", re.IGNORECASE | re.DOTALL
-    ),
-    re.compile(r"(//[^:/@\s]*:)(\S*)(?=@)"),  # a password with an @ of its own is hidden up to the last
-    re.compile(r"([?&](?:\w*(?:pass|pwd|secret|token)\w*)=)([^&\s]*)", re.IGNORECASE),
-    # `//joe:secret/db`: a host was forgotten
-    re.compile(r"(\b(?:postgres|mysql|mariadb)\w*(?:\+\w+)?://[^:/@\s]+:)((?!\d+(?:[/?\s]|$))[^@/?\s]+)(?=[/?\s]|$)"),
-)
-
-
-def hide_password(text: str) -> str:
-    """A URL, or a text with one, without its password."""
-    for secret in _SECRETS:
-        text = secret.sub(r"\1***", text)
-    return text
-
-
-def without_secrets(text: str, url: str) -> str:
-    """What somebody says of a URL, without its passwords, however they are written there."""
-    for secret in _SECRETS:
-        for found in secret.finditer(url):
-            for word in {found[2], unquote(found[2])} - {"", "***"}:
-                text = text.replace(word, "***")
-    return hide_password(text)
 
 
 def is_server(url: str) -> bool:
@@ -190,7 +162,7 @@ def _with_driver(url: str) -> tuple[str, str]:
     Raises:
         UserError: it cannot be read, or no driver is installed.
     """
-    if (found := _SECRETS[0].search(url.partition("?")[0])) and "@" in found[2]:
+    if "@" in password_in(url):
         raise UserError(f"--storage {hide_password(url)}: write the @ in the password as %40")
     scheme, _, rest = url.partition("://")
     name, _, driver = scheme.lower().partition("+")
@@ -219,11 +191,3 @@ def _installed(module: str) -> bool:
 
 def _refuse(url: str, why: str) -> NoReturn:
     raise UserError(f"--storage {hide_password(url)}: {why}")
-
-
-def away(error: BaseException) -> MachineTrouble:
-    """What a call ends with when a server has not come back, or refuses."""
-    return MachineTrouble(
-        f"the study's database fails ({hide_password(what_it_says(error))}): what was measured is kept; the same command goes on "
-        "once it is back"
-    )

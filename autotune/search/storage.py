@@ -12,7 +12,7 @@ import re
 import sqlite3
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -20,14 +20,17 @@ import optuna
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, ProgrammingError
 
-from autotune.errors import UserError
+from autotune.errors import MachineTrouble, UserError
 from autotune.file_systems import file_system_of
+from autotune.files import cannot_write, disk_fails
+from autotune.masking import hide_password, without_secrets
 from autotune.search.journal import JournalFile
-from autotune.search.servers import ServerStorage, away, hide_password, is_server, what_it_says, without_secrets
+from autotune.search.servers import ServerStorage, is_server, what_it_says
 
 _SQLITE, _JOURNAL = "sqlite:///", "journal:"  # beginnings of a URL
 DATABASES = ("study.db", "study.journal")  # files in a study's folder; the first that is there counts
 BUSY_SECONDS = 60.0  # that SQLite waits for another process's write; then the call ends
+_DISK_FAILS = re.compile("disk I/O error|is full")  # SQLite's words
 _FOUNDERS = 4  # that may make the tables of a new database at once
 
 
@@ -61,9 +64,7 @@ def make_study_folder(folder: Path) -> None:
             written.write(b"x" * 4096)
             written.flush()
     except OSError as error:
-        raise UserError(
-            f"{folder} cannot be written ({error.strerror}): free or unlock it, or change directory"
-        ) from None
+        raise cannot_write(folder, error, "free or unlock it, or change directory") from None
 
 
 def output_folder(folder: Path | None) -> Path:
@@ -86,9 +87,13 @@ def open_storage(url: str, *, reading: bool = False) -> optuna.storages.BaseStor
         if url.startswith(_SQLITE):
             _check_sqlite(Path(make_url(url).database or ""), reading)
         return _database(url)
-    except UserError:
+    except (UserError, MachineTrouble):
         raise
     except Exception as error:  # whatever SQLAlchemy or a driver raises
+        if (isinstance(error, OSError) and disk_fails(error)) or _DISK_FAILS.search(str(error)):
+            raise MachineTrouble(
+                f"the study cannot be stored ({what_it_says(error)}): make room and run again"
+            ) from None
         raise UserError(
             f"--storage {hide_password(url)} cannot be opened: {without_secrets(what_it_says(error), url)}; expected "
             "something like sqlite:///runs/NAME/study.db, journal:runs/NAME/study.journal or "
@@ -152,7 +157,11 @@ def _check_sqlite(path: Path, reading: bool) -> None:
             with closing(sqlite3.connect(address, uri=True, timeout=BUSY_SECONDS)) as connection:
                 connection.execute("select count(*) from sqlite_master").fetchone()
         except sqlite3.DatabaseError as error:
-            if not re.search("locked|readonly|disk I/O|is full|unable to open", str(error)):
+            if _DISK_FAILS.search(str(error)):
+                raise MachineTrouble(
+                    f"{path} cannot be read ({error}): make room or repair the disk, and run again"
+                ) from None
+            if not re.search("locked|readonly|unable to open", str(error)):
                 raise _unreadable(path, "SQLite database", error) from None
             raise UserError(
                 f"{path} cannot be read now ({error}): another process holds it, or one was killed while it wrote; "
@@ -160,23 +169,35 @@ def _check_sqlite(path: Path, reading: bool) -> None:
             ) from None
 
 
+class Failing:
+    """A call that stores what it measures, and what is left of that when the storage fails."""
+
+    def __init__(self) -> None:
+        self._left: Callable[[], str] = lambda: ""
+
+    def ask(self, left: Callable[[], str]) -> None:
+        """Have `left` say what a later call will find of what was measured."""
+        self._left = left
+
+    def line(self, what: str, remedy: str) -> str:
+        """Return one line: what fails, what to do, and what is left."""
+        return f"{what}: {remedy}{f'; {left}' if (left := self._left()) else ''}"
+
+
 @contextmanager
-def failures_in_one_line() -> Iterator[None]:
-    """Turns a full disk, or a database that fails under a running study, into a UserError, and a server that is away or refuses
-    into MachineTrouble: what is stored stays stored."""
+def failures_in_one_line() -> Iterator[Failing]:
+    """Turn a disk or a database that fails under a running study into MachineTrouble, which says what is left after a look."""
+    failing = Failing()
     try:
-        yield
+        yield failing
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE):
+        if not disk_fails(error) and error.errno != errno.EROFS:
             raise
-        raise UserError(
-            f"the disk refuses to be written ({os.strerror(error.errno)}): make room and run again; "
-            "what was measured is kept"
-        ) from None
+        said = f"the disk refuses to be written ({os.strerror(error.errno or 0)})"
+        raise MachineTrouble(failing.line(said, "make room and run again")) from None
     except (DBAPIError, optuna.exceptions.StorageInternalError) as error:
         cause = error.__cause__ if isinstance(error, optuna.exceptions.StorageInternalError) else error
-        if isinstance(cause, DBAPIError) and not isinstance(cause.orig, sqlite3.Error):
-            raise away(cause) from None
-        raise UserError(
-            f"the study's database fails ({what_it_says(error)}): make room or repair it and run again; what was measured is kept"
-        ) from None
+        said = f"the study's database fails ({hide_password(what_it_says(error))})"
+        on_server = isinstance(cause, DBAPIError) and not isinstance(cause.orig, sqlite3.Error)
+        remedy = "the same command goes on once it is back" if on_server else "make room or repair it and run again"
+        raise MachineTrouble(failing.line(said, remedy)) from None

@@ -13,6 +13,7 @@ from optuna.trial import TrialState
 
 from autotune.errors import UserError, near
 from autotune.interpreter import other_python
+from autotune.masking import hide_password
 from autotune.problem.candidate import Candidate
 from autotune.problem.cpus import threads_of_0_1
 from autotune.problem.fitting import fitted
@@ -38,11 +39,11 @@ from autotune.search.records import (
     record_of,
     uncollected,
 )
-from autotune.search.servers import ServerStorage, hide_password
+from autotune.search.servers import ServerStorage
 from autotune.search.storage import DATABASES, open_storage, stored_in
 from autotune.search.trials import begin, came_first, close, confirm, end, now, withdraw
 from autotune.search.tuners import Tuners
-from autotune.search.unsaved import kept_if_it_fails, what_was_kept
+from autotune.search.unsaved import MeasuredHere, kept_if_it_fails, what_was_kept
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 warnings.filterwarnings("ignore", module=r"optuna\.|autotune\.search", category=optuna.exceptions.ExperimentalWarning)
@@ -55,6 +56,7 @@ class StudyStore:
         self.study, self.folder = study, folder
         self._lock: Any = None
         self._open, self.tuners = dict[int, optuna.Trial](), Tuners(study)
+        self.measured_here = MeasuredHere()
         self._call: tuple[str, dict[str, Any]] | None = None  # this process's: its attribute and what is in it
 
     @classmethod
@@ -281,7 +283,7 @@ class StudyStore:
     def finish(self, number: int, outcome: Outcome) -> None:
         """Stores how it ended. Memory is a graded constraint, never Optuna's FAIL, which samplers ignore and repeat."""
         trial = self._open.pop(number)
-        with kept_if_it_fails(self.folder, trial, outcome):
+        with kept_if_it_fails(self.folder, trial, outcome, self.measured_here):
             self._end(number, trial, outcome)
 
     def finish_late(self) -> int:

@@ -26,7 +26,7 @@ def tuned(ground: Ground, model: str, study: str, budget: str, *more: str) -> tu
     began = time.monotonic()
     words: tuple[str, ...] = ("--model", model, *_REAL)
     if ground.rehearse:
-        Path("small.yaml").write_text(_SPACE)
+        Path("small.yaml").write_text(_SPACE, encoding="utf-8")
         words, more = _REHEARSED, ()
     done = autotune_run(*words, "--budget", budget, "--study", study, *more)
     row: Row = {"what": f"autotune run --budget {budget}", "study": study, "exit": done.code}

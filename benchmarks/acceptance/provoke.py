@@ -77,7 +77,7 @@ class Room:
 
     def limit_addresses(self, more_bytes: int) -> None:
         """As `ulimit -v`: what is mapped now, and so much more."""
-        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        mapped = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
         allow(resource.RLIMIT_AS, mapped + more_bytes)
 
 
@@ -156,7 +156,7 @@ def child(arguments: dict[str, Any]) -> dict[str, Any] | None:
     """The error that a rank would send, and its innermost frames; None where nothing failed."""
     import torch
 
-    Path("/proc/self/oom_score_adj").write_text("1000")  # if the kernel has to end something, this
+    Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")  # if the kernel has to end something, this
 
     try:
         room = Room(torch, arguments["device"])

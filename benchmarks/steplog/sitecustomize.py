@@ -7,7 +7,6 @@ is seen in the forwards, not read from a config. Nothing is logged, and nothing 
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import json
 import os
 import sys
@@ -60,7 +59,7 @@ def _watch(engine_class: Any) -> None:
             line = {"end": time.perf_counter(), "samples": seen["rows"] * ranks, "tokens": seen["tokens"] * ranks}
             seen.update(rows=0, tokens=0)
             if torch.distributed.get_rank() == 0:
-                with open(os.environ["STEP_LOG"], "a") as file:
+                with open(os.environ["STEP_LOG"], "a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
         return result
 

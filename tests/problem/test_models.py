@@ -96,7 +96,7 @@ def test_an_empty_folder_and_a_file_that_is_no_text(tmp_path: Path) -> None:
         resolve_model(str(tmp_path))
     assert str(caught.value) == f"no config.json in {tmp_path}: expected the folder of a transformers model"
     (tmp_path / "config.json").write_bytes(b"\xff")
-    with pytest.raises(UserError, match=rf"cannot read {tmp_path}/config\.json: 'utf-8'"):
+    with pytest.raises(UserError, match=rf"{tmp_path}/config\.json cannot be read \(it is no UTF-8 text\)"):
         resolve_model(str(tmp_path))
 
 
@@ -111,7 +111,7 @@ class FakeHub:
         self.command: list[str] = []
 
     def __call__(
-        self, command: list[str], *, stdout: int, text: bool, env: dict[str, str]
+        self, command: list[str], *, stdout: int, text: bool, encoding: str, env: dict[str, str]
     ) -> subprocess.CompletedProcess[str]:
         assert stdout == subprocess.PIPE
         assert text

@@ -10,11 +10,12 @@ import pytest
 from sqlalchemy.exc import PendingRollbackError
 
 from autotune.errors import MachineTrouble, UserError
+from autotune.masking import hide_password, without_secrets
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.problem.space_file import load_space
 from autotune.search import servers
-from autotune.search.servers import hide_password, is_server, without_secrets
+from autotune.search.servers import is_server
 from autotune.search.storage import failures_in_one_line, open_storage
 from autotune.search.study import StudyStore
 from autotune.units import MIB

@@ -33,7 +33,7 @@ from autotune.search.records import LET_GO, SEARCH, VERIFY
 from autotune.search.study import StudyStore
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.search.tuners import Tuners, host_of, lives_here, name_of_this
-from autotune.search.unsaved import kept_if_it_fails, what_was_kept
+from autotune.search.unsaved import MeasuredHere, kept_if_it_fails, what_was_kept
 from autotune.units import GIB, MIB
 from tests.conftest import make_candidate, make_job, wait_until
 
@@ -293,7 +293,7 @@ def test_what_was_kept_goes_when_it_is_stored_and_not_before(shared_url: str, tm
     try:
         number = store.start(make_candidate(0), SPACE)
         trial = store._open[number]
-        with pytest.raises(KeyboardInterrupt), kept_if_it_fails(tmp_path, trial, OK):
+        with pytest.raises(KeyboardInterrupt), kept_if_it_fails(tmp_path, trial, OK, MeasuredHere()):
             raise KeyboardInterrupt
         (kept,) = tmp_path.glob("unsaved-*.json")
         waiting = what_was_kept(tmp_path, store.study)
@@ -314,7 +314,7 @@ def test_without_locks_what_was_kept_is_given_to_one_call(tmp_path: Path, monkey
 
     store = opened(f"journal:{tmp_path / 'study.journal'}", tmp_path)
     trial = store._open[store.start(make_candidate(0), SPACE)]
-    with pytest.raises(OSError, match="away"), kept_if_it_fails(tmp_path, trial, OK):
+    with pytest.raises(OSError, match="away"), kept_if_it_fails(tmp_path, trial, OK, MeasuredHere()):
         raise OSError("away")
     monkeypatch.setattr(fcntl, "flock", refuse)
     one, other = (what_was_kept(tmp_path, store.study) for _ in range(2))

@@ -35,7 +35,7 @@ class Deposit:
         self._record = place.with_name(f"{place.name}.json")
         self._sent: dict[str, list[str]] = {}  # what each may be that was sent, by its name
         with suppress(OSError, ValueError):
-            self._sent = json.loads(self._record.read_text())
+            self._sent = json.loads(self._record.read_text(encoding="utf-8"))
 
     def unpack(self, data: bytes, manifest: Mapping[str, Any]) -> list[str]:
         """Puts what was sent there; the names of what is kept instead, since a training has written it.

@@ -7,9 +7,12 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from autotune.bounds import read_text, shown, whole_number
 from autotune.errors import UserError, near
 
 _LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)")
+_NAME = re.compile(r"[\w.\[:][\w.:@%\[\]+-]{0,255}")  # with the user as whom ssh logs in; an IPv6 address in brackets
+MOST_SLOTS = 4096
 _FILTER = "expected HOST@HOST, or HOST:SLOT,SLOT@HOST as DeepSpeed's launcher takes it"
 
 
@@ -46,11 +49,7 @@ def read_hostfile(path: Path, include: str | None = None, exclude: str | None = 
 
 
 def _hosts(path: Path) -> list[Host]:
-    try:
-        lines = path.read_text("utf-8-sig").splitlines()  # some editors begin a file with a mark
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UserError(f"--hostfile {path} cannot be read ({why}): expected lines like `worker-1 slots=8`") from None
+    lines = read_text(path, f"--hostfile {path}", "expected lines like `worker-1 slots=8`").splitlines()
     found: dict[str, Host] = {}
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
@@ -58,10 +57,13 @@ def _hosts(path: Path) -> list[Host]:
             continue
         match = _LINE.fullmatch(text)
         if match is None:
-            raise UserError(f"{path}:{number}: {text!r} does not parse: expected a line like `worker-1 slots=8`")
-        name, slots = match["host"], int(match["slots"])
-        if name.startswith("-"):  # ssh would take it for an option
-            raise UserError(f"{path}:{number}: {name!r} is no host's name: expected a line like `worker-1 slots=8`")
+            raise UserError(f"{path}:{number}: {shown(text)!r} does not parse: expected a line like `worker-1 slots=8`")
+        name = match["host"]
+        slots = whole_number(match["slots"], f"{path}:{number}: slots", 0, MOST_SLOTS)
+        if not _NAME.fullmatch(name):  # ssh would take what begins with `-` for an option
+            raise UserError(
+                f"{path}:{number}: {shown(name)!r} is no host's name: expected a line like `worker-1 slots=8`"
+            )
         if _bare(name) in map(_bare, found):
             raise UserError(f"{path}:{number}: {name} a second time: give each host one line, with all its slots")
         if not slots:
@@ -86,7 +88,7 @@ def _filter(option: str, text: str, hosts: list[Host], path: Path) -> dict[str, 
         if colon:
             if not re.fullmatch(r"\d+(,\d+)*", numbers):
                 raise UserError(f"{option} {text}: {part!r} does not parse: {_FILTER}")
-            slots = tuple(sorted({int(one) for one in numbers.split(",")}))
+            slots = tuple(sorted({whole_number(one, option, 0, MOST_SLOTS) for one in numbers.split(",")}))
             if missing := set(slots) - set(known[name].slots):
                 raise UserError(
                     f"{option} {text}: {name} has no slot {min(missing)}, its {len(known[name].slots)} count from 0"

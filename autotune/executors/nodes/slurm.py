@@ -100,7 +100,9 @@ def asked(*words: str) -> str:
     if shutil.which(words[0]) is None:
         raise UserError(f"--executor slurm: no {words[0]} on this machine; call autotune where Slurm's commands are")
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_ANSWER_SECONDS, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=_ANSWER_SECONDS, stdin=subprocess.DEVNULL, encoding="utf-8"
+        )
     except subprocess.TimeoutExpired:
         raise UserError(f"--executor slurm: {words[0]} does not answer within {_ANSWER_SECONDS:.0f} s") from None
     if done.returncode:

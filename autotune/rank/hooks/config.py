@@ -88,7 +88,7 @@ def merged_arguments(context: Context) -> list[str]:
 
     def merged_file(path: Path, at: int) -> str:
         copied = context.folder / f"{path.stem}.{at}.rank{os.environ['RANK']}.json"
-        copied.write_text(json.dumps(merged(context, read_config(path))))
+        copied.write_text(json.dumps(merged(context, read_config(path))), encoding="utf-8")
         return str(copied)
 
     return with_configs(argv, Path(), merged_file, script.profile.get("config"))

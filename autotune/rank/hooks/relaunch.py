@@ -138,7 +138,9 @@ class _Takeover:
         """Whether an installed command starts a file or a module of its own package."""
         if self._context.script.program is None:
             return False
-        names = set(re.findall(r"\w+", Path(self._context.script.program).read_text(errors="replace")))
+        names = set(
+            re.findall(r"\w+", Path(self._context.script.program).read_text(errors="replace", encoding="utf-8"))
+        )
         if target[0] == "-m":
             return len(target) > 1 and target[1].partition(".")[0] in names
         file = Path(target[0]).resolve()

@@ -68,7 +68,7 @@ def _found(engine: Any, folder: Path, tag: Any) -> tuple[str, dict[str, Any]] | 
     which DeepSpeed says itself."""
     if tag is None:
         latest = folder / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
-        tag = latest.read_text().strip() if latest.is_file() else None
+        tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
     states = model_states(folder / str(tag)) if tag is not None else {}
     own = {key: value for key, value in states.items() if key not in _DEEPSPEEDS}
     return (str(folder / str(tag)), own) if states else None

@@ -10,10 +10,11 @@ import socket
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import resources
-from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
+from autotune import masking
+from autotune.masking import masked_data
 from autotune.problem.candidate import KNOBS, Candidate
 from autotune.problem.job import Job
 from autotune.problem.sources import SOURCES
@@ -72,7 +73,7 @@ def _any_of(words: Iterable[str]) -> re.Pattern[str]:
 @cache
 def _vocabulary() -> frozenset[str]:
     """The words of knobs and of DeepSpeed's keys."""
-    keys = (resources.files("autotune") / "data" / "deepspeed_keys.json").read_text()
+    keys = (resources.files("autotune") / "data" / "deepspeed_keys.json").read_text(encoding="utf-8")
     return frozenset(re.findall(r"[a-z]{4,}", f"{keys} {' '.join(KNOBS)}".lower()))
 
 
@@ -151,33 +152,14 @@ def _masked(data: Any, mask: Callable[[str], str]) -> Any:
     return data
 
 
-_SECRET_NAME = r"[\w.-]*(?:token|secret|password|passwd|api[-_]?key|credentials?)"
-_SECRET_FLAG = rf"--?{_SECRET_NAME}"
-_SECRET = re.compile(
-    rf"((?<![\w-]){_SECRET_FLAG}[= ]+|(?<![\w-])\+?{_SECRET_NAME}=)\S+"
-    r"|(//[^:/@\s]*:)[^@/\s]+(?=@)|\b(?:hf|ghp|sk)[-_][A-Za-z0-9_-]{16,}",
-    re.IGNORECASE,
-)
-
-
 def without_secrets(report: StudyReport) -> StudyReport:
-    """The page without what a command line may hold and nobody means to send around: tokens and passwords."""
+    """Return the page without tokens and passwords that a command line, a config or a rank's text holds."""
     job = report.fingerprint.get("job", {})
     if job.get("script"):
-        words = [str(word) for word in job["script"]["argv"]]
-        kept = [
-            "***" if re.fullmatch(_SECRET_FLAG, flag, re.IGNORECASE) else word for flag, word in pairwise(["", *words])
-        ]
         # an argument file's text and data may hold anything
         script = {name: value for name, value in job["script"].items() if name != "files"}
-        variables = [
-            [name, "***" if re.fullmatch(_SECRET_NAME, name, re.IGNORECASE) else value]
-            for name, value in script.get("environment", ())
-        ]
-        script |= {"argv": kept, "environment": variables}
-        fingerprint = {**report.fingerprint, "job": {**job, "script": script}}
-        report = dataclasses.replace(report, fingerprint=fingerprint)
-    return masked(report, lambda text: _SECRET.sub(lambda found: f"{found[1] or found[2] or ''}***", text))
+        report = dataclasses.replace(report, fingerprint={**report.fingerprint, "job": {**job, "script": script}})
+    return masked(dataclasses.replace(report, fingerprint=masked_data(report.fingerprint)), masking.masked)
 
 
 def confidential(report: StudyReport, job: Job, folder: Path | None) -> StudyReport:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from autotune.executors.nodes.hostfile import hostfile_of
 from autotune.group.environment import variables_of
+from autotune.masking import MASK, masked_data
 from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import Candidate, Value
 from autotune.problem.hardware import Hardware
@@ -206,7 +207,7 @@ def _verdict(
     trial = next(trial for trial in trials if trial.number == winner.number)
     verified = winner.role == VERIFY
     config = (store.folder or Path()) / f"{store.name}.json"
-    exported = Code("DeepSpeed config", json.dumps(deepspeed_config(winner.candidate, job), indent=2))
+    exported = Code("DeepSpeed config", json.dumps(masked_data(deepspeed_config(winner.candidate, job)), indent=2))
     if job.script is not None:
         given = (store.threads, environment_of(store, winner.candidate))
         nodes = store.hardware.nodes
@@ -238,7 +239,7 @@ def _verdict(
 
 
 def _no_winner(store: StudyStore, records: list[Record], candidates: Sequence[Candidate]) -> Verdict:
-    again = tuple(Code("go on", command) for command in store.commands[-1:] if "***" not in command)  # of a password
+    again = tuple(Code("go on", command) for command in store.commands[-1:] if MASK not in command)  # it would not run
     if not any(record.outcome for record in records):
         return Verdict(None, "Nothing was tried yet.", lines=("This study has no finished trial.",), run_now=again)
     tried = {record.candidate for record in records}

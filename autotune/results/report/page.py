@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import errno
 import hashlib
 import json
 import math
@@ -16,8 +15,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from autotune.errors import UserError
-from autotune.files import write_atomically
+from autotune.files import cannot_write, write_atomically
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH
 from autotune.results.report import pictures
 from autotune.results.report.data import Cell, Forecast, StudyReport, Trial
@@ -80,7 +78,7 @@ def _environment() -> jinja2.Environment:
 @cache
 def _part(name: str) -> str:
     """A style or script that goes into the page as it is."""
-    return (resources.files("autotune.results.report") / "templates" / name).read_text().strip()
+    return (resources.files("autotune.results.report") / "templates" / name).read_text(encoding="utf-8").strip()
 
 
 def _allowed(script: str) -> str:
@@ -212,5 +210,4 @@ def write_page(html: str, out: Path) -> None:
     try:
         write_atomically(out, html.encode(errors="replace").decode())  # a name may hold bytes that are no text
     except OSError as error:
-        why = error.strerror or errno.errorcode.get(error.errno or 0, "unknown")
-        raise UserError(f"{out} cannot be written ({why}): name another file") from None
+        raise cannot_write(out, error, "name another file") from None

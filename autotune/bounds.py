@@ -1,0 +1,126 @@
+"""Bounds of what enters from outside: whole numbers, numbers, texts and nested data, from options, files and calls.
+
+Every reader of outside data (options, spaces, DeepSpeed configs, model configurations, hostfiles, lengths, tables) checks it here
+before anything computes with it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import UserError
+
+MOST = 2**63 - 1  # DeepSpeed's and torch's largest; "no limit" in a config
+MOST_RANKS = 65_536  # of a training
+MOST_TEXT = 65_536  # characters of one text
+MOST_BYTES = 64 * 2**20  # of a file of texts
+_MOST_DEPTH = 200
+_SHOWN = 60  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """Return a value for a message: on one line, and short."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > MOST:
+        return f"a number of {int(abs(value).bit_length() * math.log10(2)) + 1} digits"
+    text = value if isinstance(value, str) and value.isprintable() else repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text)} characters)"
+
+
+def whole_number(value: object, what: str, low: int = 0, high: int = MOST) -> int:
+    """Return a whole number, given as one or as text.
+
+    Args:
+        what: names the value in the message, as `--gpus` or `FILE:3: slots`.
+
+    Raises:
+        UserError: the value is no whole number between `low` and `high`.
+    """
+    try:
+        number = int(value) if isinstance(value, str) else value
+    except ValueError:  # also more digits than Python converts
+        number = None
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
+    if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= high:
+        raise UserError(f"{what}: expected a whole number from {low} to {high}, found {shown(value)}")
+    return number
+
+
+def trouble(value: object) -> str | None:
+    """Return why no value may be like this, or None: a number beyond 63 bits, a text with NUL, or one without end."""
+    if isinstance(value, int) and abs(value) > MOST:
+        return f"expected a number of at most 63 bits, found {shown(value)}"
+    if isinstance(value, str) and "\0" in value:
+        return "holds a NUL character"
+    if isinstance(value, str) and len(value) > MOST_TEXT:
+        return f"expected at most {MOST_TEXT} characters, found {len(value)}"
+    return None
+
+
+def check_data(data: Any, where: str) -> None:
+    """Check every key, number and text in nested data.
+
+    Raises:
+        UserError: one is out of bounds; the message has its dotted key.
+    """
+    for path, value in _leaves(data, ()):
+        if why := trouble(value):
+            raise UserError(f"{where}: {shown('.'.join(path)) + ': ' if path else ''}{why}")
+
+
+def _leaves(data: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if len(path) > _MOST_DEPTH:
+        raise RecursionError("nested too deeply")
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            yield path, key
+            yield from _leaves(value, (*path, str(key)))
+    elif isinstance(data, list | tuple):
+        for at, value in enumerate(data):
+            yield from _leaves(value, (*path, str(at)))
+    else:
+        yield path, data
+
+
+def read_text(path: Path, what: str, expected: str) -> str:
+    """Return a file's text, which is UTF-8 with or without a mark at its beginning.
+
+    Args:
+        what: names the file in the message, as `--lengths FILE`.
+        expected: ends the message.
+
+    Raises:
+        UserError: the file cannot be read, is no text, or is too large.
+    """
+    try:
+        if path.is_file() and path.stat().st_size > MOST_BYTES:
+            raise UserError(f"{what} has more than {MOST_BYTES} bytes: {expected}")
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"{what}: no such file; {expected}") from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise UserError(f"{what} cannot be read ({why}): {expected}") from None
+    if "\0" in text:
+        raise UserError(f"{what} cannot be read (it holds NUL characters): {expected}")
+    return text
+
+
+def parse_json(text: str, where: str, expected: str) -> Any:
+    """Return what a JSON text says, within bounds.
+
+    Raises:
+        UserError: the text is no JSON, or holds what is out of bounds.
+    """
+    try:
+        data = json.loads(text)
+        check_data(data, where)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}:{error.lineno}: not JSON ({error.msg}); {expected}") from None
+    except (ValueError, RecursionError) as error:  # a number of more digits than Python converts
+        raise UserError(f"{where} cannot be read ({shown(str(error))}); {expected}") from None
+    return data

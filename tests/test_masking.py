@@ -1,0 +1,245 @@
+"""Secrets are in no byte that leaves the tuner: by their names, wherever they stand."""
+
+import dataclasses
+import json
+import os
+import shlex
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from autotune.errors import UserError
+from autotune.files import write_atomically
+from autotune.masking import (
+    MASK,
+    forget,
+    learn,
+    masked,
+    masked_data,
+    masked_values,
+    masked_words,
+    names_secret,
+    shell_text,
+)
+from autotune.problem.candidate import KNOBS
+from autotune.problem.job import ArgumentFile, Script
+from autotune.problem.outcome import Kind
+from autotune.problem.space_file import DS_SECTIONS, DS_TOP_LEVEL, DS_ZERO_KEYS
+from tests.cli_call import call
+from tests.conftest import make_job
+from tests.studies import study_of_every_kind
+
+QUIET = settings(
+    max_examples=8,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_learnt() -> Iterator[None]:
+    forget()
+    yield
+    forget()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("--wandb_key", "--aws_secret_access_key", "--auth", "--api-key", "apiKey", "HF_TOKEN", "hub_token", "token"),
+        *("secret", "passwd", "db.password", "--sshkey", "x_credential", "MYSQL_PWD", "oauth", "authToken", "api_keys"),
+        *("private_key_pem", "key", "passWord", "client_secret", "Authorization", "credentials", "WANDB_API_KEY"),
+    ],
+)
+def test_names_of_secrets(name: str) -> None:
+    assert names_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("--tokenizer", "--max_tokens", "--num_key_value_heads", "--keys", "key_value_heads", "--author", "authors"),
+        *("pad_token", "eos_token_id", "tokens_per_second", "KEYBOARD", "monkey", "PWD", "OLDPWD", "XAUTHORITY"),
+        *("key_padding_mask", "prompt_key", "input_key", "tokenizer_name", "turkey", "keyword", "token_type_ids"),
+        *KNOBS,
+        *DS_ZERO_KEYS,
+        *DS_TOP_LEVEL,
+    ],
+)
+def test_other_names(name: str) -> None:
+    assert not names_secret(name)
+
+
+def test_of_deepspeeds_keys_only_those_of_services_name_secrets() -> None:
+    assert {key for keys in DS_SECTIONS.values() for key in keys if names_secret(key)} <= {"api_key"}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("run --wandb_key=abc --x 1", "run --wandb_key=*** --x 1"),
+        ("--token abc --max_tokens 5", "--token *** --max_tokens 5"),
+        ("WANDB_KEY='a b' python t.py", "WANDB_KEY=*** python t.py"),
+        ("https://u:pw@h/x", "https://u:***@h/x"),
+        ('{"api_key": "a\\"b", "n": 1}', '{"api_key": "***", "n": 1}'),
+        ("a: 1\n  hub_token: abc", 'a: 1\n  hub_token: "***"'),
+        ("error: argument --token: expected one", "error: argument --token: expected one"),
+        ("+trainer.wandb.api_key=xyz", "+trainer.wandb.api_key=***"),
+        ("KEY=VALUE: an option", "KEY=VALUE: an option"),
+        ("--use_auth_token true --bf16", "--use_auth_token true --bf16"),
+        ("postgresql://USER:PASSWORD@HOST/DB", "postgresql://USER:PASSWORD@HOST/DB"),
+        ("Bearer abcdefghijk", "Bearer ***"),
+        ("unknown key: foo", "unknown key: foo"),
+    ],
+)
+def test_texts(text: str, shown: str) -> None:
+    assert masked(text) == shown
+    assert masked(shown) == shown
+
+
+def test_words_follow_their_flags() -> None:
+    words = ["train.py", "--key", "abc", "--lr", "1", "db_password=x", "--auth=y", "--flag_token", "--bf16"]
+    assert masked_words(words) == ["train.py", "--key", MASK, "--lr", "1", "db_password=***", "--auth=***", *words[-2:]]
+
+
+def test_data_keep_their_shape() -> None:
+    data = {
+        "key": "abc",
+        "n": {"token": 5, "xs": ["--auth", "q"]},
+        "environment": [["A_KEY", "v"]],
+        "password": 12345678,
+    }
+    shown = {"key": MASK, "n": {"token": 5, "xs": ["--auth", MASK]}, "environment": [["A_KEY", MASK]], "password": MASK}
+    assert masked_data(data) == shown
+
+
+def test_a_known_value_is_masked_wherever_it_stands() -> None:
+    learn('s3cr<t"v&')
+    assert masked_values(f'x s3cr<t"v& y {json.dumps("s3cr<t" + chr(34) + "v&")}') == f'x {MASK} y "{MASK}"'
+    assert "s3cr" not in masked("<p>s3cr&lt;t&quot;v&amp;</p>")
+    learn("training")
+    assert masked("training, your_training_must") == f"{MASK}, your_{MASK}_must" or "your_training_must" in masked(
+        "your_training_must"
+    )
+
+
+def test_errors_hold_no_secrets() -> None:
+    learn("pa55-phrase")
+    assert "pa55" not in str(UserError("cannot log in with pa55-phrase"))
+    assert "zzz" not in str(UserError("bad --api_key=zzz"))
+
+
+def test_a_batch_script_asks_for_variables() -> None:
+    asked: dict[str, tuple[str, str]] = {}
+    text = shell_text(["train.py", "--key", "abc", "--auth=y z", "--db", "pg://u:p@h"], asked)
+    assert text == 'train.py --key "${KEY}" --auth="${AUTH}" --db "${SECRET_2}"'
+    assert [secret for _, secret in asked.values()] == ["abc", "y z", "pg://u:p@h"]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
+def test_files_respect_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_atomically(tmp_path / "new", "x")
+        write_atomically(tmp_path / "state", "x", private=True)
+        (tmp_path / "old").touch(0o640)
+        (tmp_path / "old").chmod(0o604)
+        write_atomically(tmp_path / "old", "x")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == mode
+    assert (tmp_path / "state").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "old").stat().st_mode & 0o777 == 0o604
+
+
+# -- a whole study -----------------------------------------------------------------------------------------------------------
+
+SECRET = st.text("abcdefghijklmnopqrstuvwxyzABCDEFGHIJ0123456789-_./+=!@#%&<>\"'$ ", min_size=9, max_size=24).filter(
+    lambda text: text.strip() == text and text[0].isalnum() and any(sign.isdigit() for sign in text)
+)
+PROFILE = {
+    "config": {},
+    "precision": "fp32",
+    "causal": True,
+    "model": "LlamaForCausalLM",
+    "checkpointing": True,
+    "checkpointed": False,
+    "through_arguments": True,
+    "loader_prepared": False,
+    "relaunched": 0,
+    "micro_batch": 2,
+    "client_optimizer": True,
+    "untested_optimizer": False,
+    "accumulation": 1,
+    "seq_len": 32,
+    "batch_note": "",
+}
+
+
+@QUIET
+@given(secrets=st.lists(SECRET, min_size=7, max_size=7, unique=True))
+def test_no_file_and_no_line_of_a_study_holds_a_secret(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    secrets: list[str],
+) -> None:
+    forget()
+    folder = tmp_path_factory.mktemp("secrets")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("autotune.commands.report._predictor", lambda store, trace_of: (None, ""))
+    first, second, third, fourth, fifth, sixth, seventh = (f"Q{text}7" for text in secrets)
+    data = {"hub_token": fourth, "run": [{"service": {"api_key": fifth}}]}
+    script = Script(
+        (
+            "train.py",
+            f"--wandb_key={first}",
+            "--auth",
+            second,
+            "args.json",
+            f"--db=pg://joe:{'pw' + str(abs(hash(sixth)))}@h/x",
+        ),
+        str(folder),
+        environment=(("WANDB_API_KEY", third),),
+        files=(ArgumentFile(4, str(folder / "args.json"), json.dumps(data), data),),
+        profile=PROFILE,
+    )
+    job = make_job(script=script, base_config={"comet": {"enabled": True, "api_key": seventh}})
+    monkeypatch.setattr("tests.studies.make_job", lambda: job)
+    store = study_of_every_kind(folder / "runs", (Kind.OK, Kind.CRASH, Kind.OOM_DEVICE))
+    monkeypatch.setattr("sys.argv", ["autotune", "run", "--", "WANDB_API_KEY=" + third, *script.argv])
+    from autotune.cli_parts import typed_command
+
+    store.note_command(typed_command())
+    said = ""
+    for words in (
+        ("show", "s"),
+        ("show", "s", "--json"),
+        ("report", "s"),
+        ("record", "s"),
+        ("share", "s"),
+        *(("export", "s", "--format", style) for style in ("deepspeed", "accelerate", "hf", "sbatch")),
+    ):
+        code, out, err = call(monkeypatch, capsys, *words)
+        assert code in (0, 2), err
+        said += out + err
+        if "--json" in words:
+            json.loads(out)
+    for secret in (first, second, third, fourth, fifth, f"pw{abs(hash(sixth))}", seventh):
+        forms = {secret, json.dumps(secret)[1:-1], shlex.quote(secret)}
+        assert not any(form in said for form in forms), secret
+        for path in (folder / "runs").rglob("*"):
+            if path.is_file() and path.name != "study.db":
+                text = path.read_bytes().decode(errors="replace")
+                assert not any(form in text for form in forms), (secret, path.name)
+    with closing(sqlite3.connect(folder / "runs" / "s" / "study.db")) as database:
+        rows = database.execute("select key, value_json from study_user_attributes").fetchall()
+    told = " ".join(value for key, value in rows if not key.startswith("fingerprint"))
+    assert not any(json.dumps(secret)[1:-1] in told for secret in (first, second, third))
+    kept = dataclasses.asdict(store.job)["script"]
+    assert kept["argv"] == script.argv, "a study goes on with the command as it was typed"
