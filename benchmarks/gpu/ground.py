@@ -53,8 +53,8 @@ class Child:
 
 
 def start_child(module: str, arguments: dict[str, Any], env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """`acceptance.MODULE.child(arguments)` in a process of its own: an error of CUDA's ruins whoever meets it."""
-    command = [sys.executable, str(HERE / "acceptance" / "child.py"), module, json.dumps(arguments)]
+    """`gpu.MODULE.child(arguments)` in a process of its own: an error of CUDA's ruins whoever meets it."""
+    command = [sys.executable, str(HERE / "gpu" / "child.py"), module, json.dumps(arguments)]
     environment = {**os.environ, **(env or {})}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 

@@ -16,12 +16,12 @@ from ranks import launch
 from recovery import BATCH, SCRIPT, seen_samples
 from scripts import AUTO
 
-from acceptance.ground import EXPECTED, Ground, Row
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec
 from autotune.recovery.ladder import Rung
 from autotune.units import GIB
+from gpu.ground import EXPECTED, Ground, Row
 
 CAP_BYTES = 2 * GIB
 STEPS, LONG_STEPS, TOKENS = 30, "7,19", 4096
