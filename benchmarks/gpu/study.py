@@ -13,5 +13,5 @@ MODEL, STUDY, BUDGET = "smollm2-360m", "first", "150s"
 
 def run(ground: Ground) -> Iterator[Row]:
     os.chdir(ground.folder)  # the study's runs/
-    row, done = tuned(ground, MODEL, STUDY, ground.choose(BUDGET, "60s"), uncapped=True)
+    row, done = tuned(ground, MODEL, STUDY, ground.choose(BUDGET, "180s"), uncapped=True)
     yield {**row, "stderr": [done.stderr[-6000:]], EXPECTED: done.code == 0 and bool(done.report.get("verified"))}
