@@ -68,6 +68,7 @@ FULL: dict[str, list[str]] = {
     "report": ["report.py"],
     "storage": ["storage.py"],
     "trials-cpu": ["trials.py"],
+    "preload-cpu": ["preload.py"],
     "fidelity-cpu": ["fidelity.py"],
     "scripts-cpu": ["scripts.py"],
     "frameworks-cpu": ["frameworks.py"],
