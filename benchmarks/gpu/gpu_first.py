@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).parents[1])  # the benchmarks import each other by their bare names
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # the benchmarks import each other by their bare names
 
 from autotune.errors import UserError  # noqa: E402
 from autotune.group.environment import trial_environment  # noqa: E402

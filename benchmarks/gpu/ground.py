@@ -27,6 +27,7 @@ class Ground:
     folder: Path  # the step's own, gone when it has ended
     beside: Path  # the results' path without its suffix: a step may keep a file beside them
     rehearse: bool = False
+    seconds: float = float("inf")  # until the step is ended
 
     @property
     def device(self) -> str:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Rehearse gpu_first.sh as a GPU machine has it: a Python that has torch and transformers, and neither autotune nor the packages that
-# such images lack; these come as wheels. The checkout is a copy of the files that git knows, in a folder with a space.
+# such images lack; these come as wheels. The checkout is a copy of the files that git does not ignore, in a
+# folder with a space.
 # Usage, in the repository's root: bash benchmarks/gpu/rehearse.sh [PYTHON [STEP,STEP... [SECONDS]]]
 set -euo pipefail
 python=$(realpath --no-symlinks "${1:-.venv/bin/python}") steps=${2:-facts,trials,study,fidelity} seconds=${3:-600}
@@ -8,7 +9,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 copy="$folder/a checkout"
 mkdir "$copy"
-git ls-files -z | tar --create --null --files-from=- | tar --extract --directory="$copy"
+git ls-files -z --cached --others --exclude-standard | tar --create --null --files-from=- | tar --extract --directory="$copy"
 cd "$copy"
 bash benchmarks/gpu/make_wheels.sh "$python" "$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')" >/dev/null
 "$python" -m venv --without-pip "$folder/image"

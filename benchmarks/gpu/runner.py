@@ -103,7 +103,7 @@ def gather(step: Step, call: Call, keep: Callable[[Row], None]) -> Row:
     path.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     beside = call.path.with_suffix("").resolve()
-    spec = {"step": step.name, "path": str(path), "folder": str(folder), "beside": str(beside)}
+    spec = {"step": step.name, "path": str(path), "folder": str(folder), "beside": str(beside), "seconds": limit}
     words = [str(HERE / "gpu" / "step.py"), json.dumps({**spec, "rehearse": call.rehearse})]
     process = subprocess.Popen([sys.executable, *words])
     try:
@@ -131,7 +131,7 @@ def run_step(spec: dict[str, Any]) -> int:
     folder.mkdir(parents=True)
     try:
         for row in importlib.import_module(f"gpu.{spec['step']}").run(
-            Ground(folder, Path(spec["beside"]), spec["rehearse"])
+            Ground(folder, Path(spec["beside"]), spec["rehearse"], spec["seconds"])
         ):
             rows.append(row)
             write_atomically(path, json.dumps({"rows": rows}, default=str))
