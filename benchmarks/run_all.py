@@ -114,6 +114,7 @@ EXEMPT = {
     "published_sources.py": "imported by published.py: what each source says beyond the columns",
     "timed.py": "started by inturn.py around a training script",
     "train_plain.py": "started by ranks.py under torchrun",
+    "deepspeed_train.py": "started by DeepSpeed's autotuner in gpu/deepspeed.py",
     "caching_allocator.py": "imported by allocator.py",
     "run_all.py": "this file",
     "published_error.py": "writes autotune/data/predictor_error.json from published.json; measures nothing",

@@ -5,6 +5,7 @@ It cleans up through pdsh, which a machine without a network lacks: a stand-in i
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -25,13 +26,17 @@ _OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True, "fused
 
 
 def run(ground: Ground) -> Iterator[Row]:
+    if importlib.util.find_spec("tabulate") is None:
+        why = "not measured: tabulate is not installed (pip install deepspeed[autotuning])"
+        yield {"what": "DeepSpeed's autotuner", "why": why}
+        return
     os.chdir(ground.folder)
     Path("model.json").write_text(json.dumps(resolve_model(ground.choose(MODEL, "tiny-llama")).config))
     Path("ds.json").write_text(json.dumps(config(ground)))
     Path("bin").mkdir()
     Path("bin/pdsh").write_text("#!/bin/sh\nexit 0\n")
     Path("bin/pdsh").chmod(0o755)
-    words = ["deepspeed", "--autotuning", "tune", "--num_gpus", "1", str(HERE / "gpu" / "deepspeed_train.py")]
+    words = ["deepspeed", "--autotuning", "tune", "--num_gpus", "1", str(HERE / "deepspeed_train.py")]
     words += ["--model", str(ground.folder / "model.json"), "--tokens", ground.choose("1024", "32")]
     words += ["--deepspeed", "--deepspeed_config", "ds.json"]
     began = time.monotonic()
@@ -44,8 +49,9 @@ def run(ground: Ground) -> Iterator[Row]:
     optimal = results / "ds_config_optimal.json"
     best = json.loads(optimal.read_text()) if optimal.exists() else None
     tried = [[path.parent.name, path.read_text()[:300]] for path in sorted(results.glob("*/metrics.json"))]
+    ended = {path.parent.name: path.read_text(errors="replace")[-800:] for path in results.glob("*/stderr.log")}
     row: Row = {"what": "DeepSpeed's autotuner", "s": time.monotonic() - began, "experiments": len(tried)}
-    yield {**row, "best": best, "tried": tried, "said": [said], EXPECTED: best is not None}
+    yield {**row, "best": best, "tried": tried, "said": [said], "stderr": ended, EXPECTED: best is not None}
 
 
 def config(ground: Ground) -> dict[str, Any]:
@@ -66,5 +72,7 @@ def environment(ground: Ground) -> dict[str, str]:
     """Return the launcher's environment: `deepspeed` lies beside Python, or in the `bin` of a `pip install --target`."""
     packages = [Path(one) / "bin" for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
     places = [ground.folder / "bin", *packages, Path(sys.executable).parent, os.environ.get("PATH", os.defpath)]
-    env = {**plain_environment(ground.device, 1), "DS_ACCELERATOR": ground.device}
+    # an experiment whose standard error has the word "error" counts as failed: many warnings have it
+    quiet = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
+    env = {**plain_environment(ground.device, 1), "DS_ACCELERATOR": ground.device, **quiet}
     return {**env, "PATH": os.pathsep.join(map(str, places))}

@@ -13,7 +13,7 @@ rm -rf "$wheels" && mkdir -p "$wheels"
 # PYTHONPATH.
 names=(optuna alembic Mako colorlog SQLAlchemy hjson pydantic pydantic_core annotated-types typing-inspection
        typing_extensions filelock nvidia-ml-py py-cpuinfo)
-pins=()
+pins=(tabulate==0.9.0) # DeepSpeed's autotuner alone needs it
 for name in "${names[@]}"; do pins+=("$(grep -i "^$name==" constraints.txt)"); done
 platforms=()
 for n in 39 38 36 35 34 31 28 27 26 24 17 12; do platforms+=(--platform "manylinux_2_${n}_x86_64"); done
@@ -24,4 +24,4 @@ DS_BUILD_OPS=0 "$python" -m pip wheel -q --no-deps --no-build-isolation -w "$whe
 ls -l "$wheels"
 # one version of each: two stop the whole installation
 test -z "$(cd "$wheels" && printf '%s\n' *.whl | sed 's/-.*//' | tr '[:upper:]' '[:lower:]' | sort | uniq -d)"
-test "$(find "$wheels" -type f -name '*.whl' | wc -l)" = $((${#names[@]} + 1))
+test "$(find "$wheels" -type f -name '*.whl' | wc -l)" = $((${#pins[@]} + 1))

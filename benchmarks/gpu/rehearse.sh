@@ -4,7 +4,7 @@
 # folder with a space.
 # Usage, in the repository's root: bash benchmarks/gpu/rehearse.sh [PYTHON [STEP,STEP... [SECONDS]]]
 set -euo pipefail
-python=$(realpath --no-symlinks "${1:-.venv/bin/python}") steps=${2:-facts,trials,study,fidelity} seconds=${3:-600}
+python=$(realpath --no-symlinks "${1:-.venv/bin/python}") steps=${2:-} seconds=${3:-900}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 copy="$folder/a checkout"
@@ -24,5 +24,5 @@ echo "wheels and image made in $SECONDS s"
 unset PYTHONPATH
 export AUTOTUNE_CACHE="$folder/cache" TORCH_EXTENSIONS_DIR="$folder/extensions"
 OUT="$folder/out" SITE="$folder/site" WORK="$folder/work" REHEARSE=1 PATH="$folder/image/bin:$PATH" \
-  bash benchmarks/gpu/gpu_first.sh "$seconds" "$steps"
+  bash benchmarks/gpu/gpu_first.sh "$seconds" ${steps:+"$steps"}
 test -s "$folder/out/first.json"
