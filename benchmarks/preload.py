@@ -27,7 +27,7 @@ from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
 
 LATE = "deepspeed.runtime.zero.muon.muon_optimizer"
-STAGES = (0, 1, 2, 3)
+STAGES = (0, 2, 3)
 _SERVER = "from autotune.group import fork_server; fork_server.PRELOADED = {}; fork_server.main()"
 
 
