@@ -121,7 +121,7 @@ gallery: setup  # docs/gallery.md, gallery/schema.json and what predictions begi
 mutants: setup
 	$(BIN)/python benchmarks/mutants.py --json benchmarks/results/mutants.json
 
-gpu-acceptance: setup  # ONLY=overhead,ooms runs these steps; they are listed by `gpu_acceptance.py --list`
+gpu-acceptance: setup  # ONLY=overhead,ooms runs these steps; they are listed by `gpu_acceptance.py --list`; on a lent machine: benchmarks/gpu
 	$(BIN)/python benchmarks/gpu_acceptance.py $(if $(ONLY),--only $(ONLY)) $(if $(JSON),--json $(JSON))
 
 .PHONY: benchmarks benchmarks-small

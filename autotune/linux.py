@@ -7,6 +7,7 @@ which need not have psutil: they ask here.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 from contextlib import suppress
@@ -17,6 +18,9 @@ NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # say something, and end whatever do
 _SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36  # prctl(2)
 _POPULATE_WRITE = 23  # madvise(2), since Linux 5.14
 _DEAD = ("Z", "X")  # states of a process that has ended: proc_pid_stat(5)
+_MEMORY_BLOCKS = Path("/sys/devices/system/memory")
+_PAGE_TABLE_SHARE = 1 / 64  # of all memory: the kernel describes a page of 4096 bytes by 64
+_LEAST_GROWTH = 0.1  # share of the plugged memory; less is what the kernel and the firmware keep
 _LONGEST_NAME = 15  # bytes of a name that the kernel keeps
 
 
@@ -28,13 +32,38 @@ class MainMemory(NamedTuple):
 
 
 def main_memory() -> MainMemory:
-    """As /proc/meminfo says.
+    """Return what /proc/meminfo shows, and what the kernel has not yet put to use of the memory that is plugged in.
+
+    MemTotal of some virtual machines starts small and grows: their kernel initialises pages when they are needed, or a
+    balloon gives them back. Memory blocks in sysfs show all of it from the start. Nothing is cached: a later call sees
+    memory that was plugged in meanwhile.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: /proc/meminfo cannot be read.
     """
     sizes = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
-    return MainMemory(int(sizes["MemTotal:"]) * 1024, int(sizes["MemAvailable:"]) * 1024)
+    total, available = int(sizes["MemTotal:"]) * 1024, int(sizes["MemAvailable:"]) * 1024
+    growth = _growth_bytes(total)
+    return MainMemory(total + growth, available + growth)
+
+
+def _growth_bytes(total_bytes: int) -> int:
+    """Return by how much MemTotal can grow without new hardware; 0 if sysfs does not show more, or if /proc/meminfo is a
+    container's own file (lxcfs)."""
+    plugged = 0
+    with suppress(OSError, ValueError):
+        if os.stat("/proc/meminfo").st_dev == os.stat("/proc").st_dev:
+            # the number of links of the folder changes with its blocks
+            plugged = _plugged_bytes(_MEMORY_BLOCKS, os.stat(_MEMORY_BLOCKS).st_nlink)
+    growth = int(plugged * (1 - _PAGE_TABLE_SHARE)) - total_bytes
+    return growth if growth > _LEAST_GROWTH * plugged else 0
+
+
+@functools.lru_cache(maxsize=4)
+def _plugged_bytes(folder: Path, links: int) -> int:
+    """Return the size of all memory blocks that are online (Linux, Documentation/ABI/testing/sysfs-devices-memory)."""
+    block_bytes = int((folder / "block_size_bytes").read_text(), 16)
+    return block_bytes * sum(state.read_text().strip() == "online" for state in folder.glob("memory*/state"))
 
 
 def boot_id() -> str:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from autotune.recovery.supervisor import LaunchSummary, Supervisor
 __all__ = ["Deadlines", "LaunchSummary", "LocalExecutor", "median_spread"]
 
 HERE = Path(__file__).parent
+TRAINING_SECONDS = 1800.0  # of a training by torchrun, at most
 TRAINING_RANK = "autotune.rank.train"  # in the command line of a rank of `autotune launch`
 
 
@@ -80,6 +81,41 @@ class Tuned:
     stderr: str
 
 
+def end_tree(process: subprocess.Popen[Any]) -> None:
+    """Kill a process and all its descendants, ranks in sessions of their own included."""
+    try:
+        tree = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    except psutil.NoSuchProcess:
+        return
+    for one in tree:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
+
+
+def run_limited(
+    command: Sequence[str], seconds: float, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, or end it with all its descendants after so many seconds.
+
+    Raises:
+        RuntimeError: it took longer; with the end of its standard error.
+    """
+    with subprocess.Popen(
+        command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            end_tree(process)
+            _, err = process.communicate()
+            raise RuntimeError(f"{' '.join(command)[:300]}: not done in {seconds:.0f} s\n{err[-3000:]}") from None
+        except BaseException:
+            end_tree(process)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
 def autotune_run(*options: str, script: Sequence[str] = (), cwd: Path | None = None) -> Tuned:
     """`autotune run OPTIONS --yes --json [-- SCRIPT]` in a process of its own."""
     command = [sys.executable, "-m", "autotune.cli", "run", *options, "--yes", "--json"]
@@ -110,21 +146,23 @@ def train_plainly(
     steps: int,
     device: str,
     variables: Mapping[str, str] | None = None,
+    seconds: float = TRAINING_SECONDS,
 ) -> dict[str, Any]:
     """Trains with `config` under torchrun, in this process's own environment and with what autotune prints before the
     command.
 
     Args:
         variables: what is printed; None: the CPU threads alone.
+        seconds: after which the training is ended.
 
     Raises:
-        RuntimeError: the training failed; with the end of its standard error.
+        RuntimeError: the training failed, or was ended; with the end of its standard error.
     """
     with tempfile.TemporaryDirectory() as folder:
         words = plain_words(job, config, steps, Path(folder))
         command = [*torchrun_words(job.ranks), *words, *(["--checkpointing"] if checkpointing else [])]
         env = {**plain_environment(device, job.ranks), **(variables or {})}
-        done = subprocess.run(command, capture_output=True, text=True, env=env)
+        done = run_limited(command, seconds, env=env)
     line = next((line for line in done.stdout.splitlines() if line.startswith("TRAINED ")), None)
     if line is None:
         raise RuntimeError(done.stderr[-3000:])
@@ -132,4 +170,7 @@ def train_plainly(
 
 
 def torchrun_words(ranks: int) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    """Return torchrun's words up to the script. Its ranks meet at the loopback address: by default torchrun gives them the host's
+    name, and retries for minutes if nothing resolves that."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    return [*words, "--nproc-per-node", str(ranks)]

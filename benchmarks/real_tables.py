@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 from common import HERE, command_line, parse, print_table, write_json
-from ranks import opened, plain_environment, plain_words, torchrun_words
+from ranks import TRAINING_SECONDS, opened, plain_environment, plain_words, run_limited, torchrun_words
 
 from autotune.commands.probe import probe
 from autotune.executors.replay import Row, load_landscape, write_landscape
@@ -242,7 +242,7 @@ def by_torchrun(recipe: Recipe, job: Job, candidate: Candidate, folder: Path, st
     log = folder / "steps.log"
     argv = [str(HERE / "timed.py"), str(log), *words(recipe, job, candidate, folder, steps)]
     env = {**plain_environment("cpu", recipe.ranks), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([*torchrun_words(recipe.ranks), *argv], env=env, capture_output=True, text=True)
+    done = run_limited([*torchrun_words(recipe.ranks), *argv], TRAINING_SECONDS, env=env)
     if not log.exists():
         raise RuntimeError(done.stderr[-2000:])
     ends: list[float] = [json.loads(line)["end"] for line in log.read_text().splitlines()]

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from autotune import linux
 from autotune.linux import descendants, is_open, main_memory, name_of, own_memory, runs
 from autotune.units import GIB, MIB
 from tests.conftest import wait_until
@@ -27,6 +28,39 @@ def test_main_memory_is_as_psutil_has_it() -> None:
     ours, theirs = main_memory(), psutil.virtual_memory()
     assert ours.total == theirs.total
     assert abs(ours.available - theirs.available) < 2 * GIB, "others take and give some between the two"
+
+
+def memory_blocks(folder: Path, online: int, offline: int = 0) -> None:
+    """Blocks of 128 MiB, as sysfs shows them."""
+    folder.mkdir(exist_ok=True)
+    (folder / "block_size_bytes").write_text("8000000\n")
+    for number in range(online + offline):
+        (folder / f"memory{number}").mkdir(exist_ok=True)
+        (folder / f"memory{number}" / "state").write_text("online\n" if number < online else "offline\n")
+
+
+def test_main_memory_that_starts_small_counts_with_what_is_plugged_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linux, "_MEMORY_BLOCKS", tmp_path)
+    total = psutil.virtual_memory().total
+    blocks = 2 * total // (128 * MIB)
+    memory_blocks(tmp_path, blocks, offline=blocks)
+    usable = int(blocks * 128 * MIB * 63 / 64)
+    found = main_memory()
+    assert found.total == usable
+    assert abs(found.available - psutil.virtual_memory().available - (usable - total)) < 2 * GIB
+    memory_blocks(tmp_path, 3 * blocks)  # plugged in while the process runs
+    assert main_memory().total == int(3 * blocks * 128 * MIB * 63 / 64)
+
+
+def test_what_the_kernel_keeps_for_itself_is_no_main_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linux, "_MEMORY_BLOCKS", tmp_path)
+    total = psutil.virtual_memory().total
+    memory_blocks(tmp_path, int(1.05 * total) // (128 * MIB))
+    assert main_memory().total == total
+    monkeypatch.setattr(linux, "_MEMORY_BLOCKS", tmp_path / "of an older kernel")
+    assert main_memory().total == total
 
 
 def test_a_process_that_runs_has_a_name_and_one_that_has_ended_does_not_run() -> None:

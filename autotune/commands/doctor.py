@@ -29,7 +29,7 @@ from autotune.problem.gpus import (
     all_cards,
     driver_trouble,
     holders_text,
-    nvml,
+    open_nvml,
     order_to_set,
     telling,
     visible_gpus,
@@ -63,17 +63,17 @@ def examine(nvme_path: Path | None = None) -> list[Finding]:
 
 
 def _gpus() -> Iterator[Finding]:
-    with nvml() as lib:
-        if lib is None:
-            yield _no_driver()
-            return
-        try:
-            with telling("NVIDIA's driver"):
-                version, cuda = lib.nvmlSystemGetDriverVersion(), lib.nvmlSystemGetCudaDriverVersion()
-            cards, visible = all_cards(), visible_gpus()
-        except GpuError as error:
-            yield Finding("bad", "driver", str(error), "no GPU can be tuned", "reboot, or reload its kernel module")
-            return
+    lib = open_nvml()
+    if lib is None:
+        yield _no_driver()
+        return
+    try:
+        with telling("NVIDIA's driver"):
+            version, cuda = lib.nvmlSystemGetDriverVersion(), lib.nvmlSystemGetCudaDriverVersion()
+        cards, visible = all_cards(), visible_gpus()
+    except GpuError as error:
+        yield Finding("bad", "driver", str(error), "no GPU can be tuned", "reboot, or reload its kernel module")
+        return
     yield Finding("good", "driver", f"{version}, CUDA up to {cuda // 1000}.{cuda % 1000 // 10}")
     yield from map(_gpu, visible)
     if not visible:
@@ -222,6 +222,14 @@ def torch_facts():
     return {"version": torch.__version__, "cuda": torch.version.cuda, "available": cuda.available(),
             "nccl": list(cuda.nccl_version()) if torch.version.cuda else None}
 attempt("torch", torch_facts)
+def cuda_home():
+    from torch.utils.cpp_extension import CUDA_HOME
+    return CUDA_HOME
+attempt("cuda_home", cuda_home)
+def packaged():
+    import glob, nvidia
+    return [folder for one in nvidia.__path__ for folder in sorted(glob.glob(one + "/*/include"))]
+attempt("packaged", packaged)
 def versions():
     import deepspeed
     return {"deepspeed": deepspeed.__version__}
@@ -245,6 +253,9 @@ for name in sys.argv[1:]:
     attempt(name, lambda: op(name))
 print("FACTS" + json.dumps(out))
 """
+# DeepSpeed's CUDA ops include torch's ATen/cuda/CUDAContext.h, which includes the first three.
+_HEADERS = ("cusparse.h", "cusolverDn.h", "cublas_v2.h", "cuda_runtime_api.h")
+_HEADER_PATHS = ("CPATH", "CPLUS_INCLUDE_PATH")  # where gcc looks, too
 _OPS = {  # what is lost without it
     "CPUAdamBuilder": "optimizer offload to the CPU cannot be tried",
     "AsyncIOBuilder": "nvme offload cannot be tried",
@@ -315,6 +326,34 @@ def judge_versions(found: Versions, said: str) -> Finding:
     return Finding("good", "libraries", said)
 
 
+def judge_toolkit(facts: dict[str, Any]) -> Finding:
+    """Return which CUDA_HOME torch takes for builds, and what is missing in it.
+
+    Args:
+        facts: `cuda_home` as torch finds it (None: nowhere), and `packaged`, the folders of headers in NVIDIA's Python packages.
+    """
+    what, cost = "CUDA toolkit", "ops for GPUs cannot be built: no --optimizer fused_adam"
+    if not (home := facts.get("cuda_home")):
+        fix = "install CUDA's toolkit, or set CUDA_HOME to the folder whose bin/ has nvcc"
+        return Finding("warn", what, "torch finds no CUDA_HOME, nvcc or /usr/local/cuda", cost, fix)
+    set_by = next((name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), "")
+    if not set_by and (nvcc := shutil.which("nvcc")) and Path(nvcc).parents[1] == Path(home):
+        set_by = nvcc
+    found = f"torch takes CUDA_HOME={home}" + (f" from {set_by}" if set_by else "")
+    paths = [f"{home}/include", *(one for name in _HEADER_PATHS for one in os.environ.get(name, "").split(":") if one)]
+    missing = [] if Path(home, "bin/nvcc").exists() else ["bin/nvcc"]
+    missing += [f"include/{one}" for one in _HEADERS if not any(Path(folder, one).exists() for folder in paths)]
+    if not missing:
+        return Finding("good", what, found)
+    found += f", which lacks {', '.join(missing)}"
+    wanted = [Path(one).name for one in missing if one.startswith("include/")]
+    packaged = [one for one in facts.get("packaged", ()) if all(Path(one, name).exists() for name in wanted)]
+    if wanted == [Path(one).name for one in missing] and packaged:
+        return Finding("warn", what, found, cost, f"export CPATH={packaged[0]}")
+    fix = "set CUDA_HOME to a complete toolkit (`ls -d /usr/local/cuda*`), or install its missing packages"
+    return Finding("warn", what, found, cost, fix)
+
+
 def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
     """Findings from what the examination reported."""
     errors = facts["errors"]
@@ -339,6 +378,11 @@ def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
             yield Finding("good", "NCCL", ".".join(map(str, nccl)))
         else:
             yield Finding("bad", "NCCL", "missing", "no training on GPUs", "install torch's CUDA build")
+        toolkit = judge_toolkit(facts)
+        yield toolkit
+        cuda_is_complete = toolkit.level == "good"
+    else:
+        cuda_is_complete = True
     if "versions" in facts:
         versions = facts["versions"]
         yield judge_versions(
@@ -354,9 +398,10 @@ def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
         if op in facts:
             yield Finding("good", name, "built")
         else:
-            fix = (
-                "apt install libaio-dev"
-                if op == "AsyncIOBuilder"
-                else "pip install ninja, a C++ compiler and CUDA's nvcc"
-            )
+            if op == "AsyncIOBuilder":
+                fix = "apt install libaio-dev"
+            elif op == "FusedAdamBuilder" and not cuda_is_complete:
+                fix = "see CUDA toolkit above"
+            else:
+                fix = "pip install ninja, and install a C++ compiler"
             yield Finding("warn", name, f"cannot be built: {errors.get(op, 'unknown')}", cost, f"{fix}; then again")

@@ -27,9 +27,9 @@ from autotune.group.ops import load_ops
 from autotune.group.protocol import Channel, Message
 from autotune.linux import adopt_orphans, die_with_parent
 
-# ZeRO imports it to know its optimizers, and it torch's compiler: a second and a half of each rank at stages 1 to 3. Whether
-# that lets CUDA sleep has not been seen yet, so ranks of GPUs import it themselves.
-_OF_CPU_RANKS = ("deepspeed.runtime.zero.muon.muon_optimizer",)
+# ZeRO imports the second at stages 1 to 3, and that imports torch's compiler: 1.5 to 3 seconds of each rank. Neither import
+# calls cuInit or starts a thread (tests/group/test_cuda_sleeps.py), so ranks of GPUs are forked after it, too.
+PRELOADED = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
 _FORK_TEST_SECONDS = 120  # without persistence mode each of eight GPUs takes seconds to wake
 _PROCESSOR_SECONDS = 60.0  # beyond that DeepSpeed asks itself
 _CUDA_ERROR_NOT_INITIALIZED = 3  # CUresult: what a fork of a process that has used CUDA is told
@@ -50,8 +50,7 @@ def preload(model_type: str | None, modules: list[str]) -> dict[str, Any]:
             from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
             MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
-    on_cpus = os.environ.get("DS_ACCELERATOR") == "cpu"
-    for name in ("torch._dynamo", *(_OF_CPU_RANKS if on_cpus else ()), *modules):
+    for name in (*PRELOADED, *modules):
         with suppress(Exception):
             importlib.import_module(name)
     processor.join(_PROCESSOR_SECONDS)

@@ -116,14 +116,13 @@ class Gauge:
         self._thread.start()
 
     def _run(self) -> None:
-        short_bytes = _SHORT * host_total_bytes()
         while not self._stopped.is_set():
             self._begun += 1
             peaks = self._peaks
             with suppress(Exception):  # a GPU may answer late while a process dies
                 self._meter.sample(self._pids, peaks)
             self._done = self._begun
-            self._watch_host(peaks, short_bytes)
+            self._watch_host(peaks, _SHORT * host_total_bytes())  # of a machine whose memory may grow
             self._wake.clear()
 
     def _watch_host(self, peaks: Peaks, short_bytes: float) -> None:

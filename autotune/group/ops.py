@@ -54,9 +54,7 @@ def _wanted(name: str, builder: Any) -> bool:
 
 def _load(name: str, builder: Any, folder: Path, tell: Tell) -> bool:
     """Loads an op; returns whether it, or another process meanwhile, has built it."""
-    from deepspeed.git_version_info import installed_ops
-
-    if installed_ops.get(builder.name):  # compiled when DeepSpeed was installed
+    if _is_prebuilt(builder.name):
         builder.load(verbose=False)
         return False
     library = folder / builder.name / f"{builder.name}.so"
@@ -73,6 +71,16 @@ def _load(name: str, builder: Any, folder: Path, tell: Tell) -> bool:
             # a build that was gone on with says nothing of how long a whole one takes
             extensions.note_built(name, builder.name, None if going_on and seconds else took, folder)
     return _written_ns(library) != before
+
+
+def _is_prebuilt(op: str) -> bool:
+    """Return whether DeepSpeed loads the library that was compiled at its installation, by the condition of `OpBuilder.load`
+    (deepspeed/ops/op_builder/builder.py). Ops that were compiled for another accelerator are built again."""
+    from deepspeed import git_version_info
+    from deepspeed.accelerator import get_accelerator
+
+    compiled_for = getattr(git_version_info, "accelerator_name", "")
+    return bool(git_version_info.installed_ops.get(op)) and compiled_for == get_accelerator()._name
 
 
 def _written_ns(path: Path) -> int:

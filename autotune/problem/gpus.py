@@ -71,19 +71,16 @@ class Gpu:
 # -- NVML ----------------------------------------------------------------------------------------------------------------
 
 
-def open_nvml() -> Any:
-    """NVML's bindings, initialised for as long as this process lives, or None where there is no driver that answers:
-    `driver_trouble` says why.
+_opened_by: int | None = None  # pid of the process that has initialised NVML; a forked child initialises it again
 
-    For an object that keeps handles. It must not shut NVML down when it is collected: the collector may run inside the
-    bindings, which then wait for their own lock for ever.
+
+def open_nvml() -> Any:
+    """Return NVML's bindings, or None if no driver answers; `driver_trouble` gives the reason.
+
+    NVML is initialised once per process and never shut down: without persistence mode each new opening may wake every card
+    for seconds, and a shutdown by the garbage collector may wait for the bindings' own lock for ever.
     """
-    try:
-        lib = _bindings()
-        lib.nvmlInit()
-    except Exception:
-        return None
-    return lib
+    return None if driver_error() is not None else _bindings()
 
 
 def _bindings() -> Any:
@@ -105,26 +102,15 @@ def _bindings() -> Any:
     return found
 
 
-@contextmanager
-def nvml() -> Iterator[Any]:
-    """The same for the length of a `with`."""
-    lib = open_nvml()
-    try:
-        yield lib
-    finally:
-        if lib is not None:
-            with suppress(lib.NVMLError):
-                lib.nvmlShutdown()
-
-
 def driver_error() -> Exception | None:
-    """What NVML's bindings raise when they are opened; None where the driver answers."""
-    try:
-        lib = _bindings()
-        lib.nvmlInit()
-    except Exception as error:
-        return error
-    lib.nvmlShutdown()
+    """Initialise NVML if this process has not yet; return the error of its bindings, None if the driver answers."""
+    global _opened_by
+    if _opened_by != os.getpid():
+        try:
+            _bindings().nvmlInit()
+        except Exception as error:
+            return error
+        _opened_by = os.getpid()
     return None
 
 
@@ -170,21 +156,21 @@ def holders_text(by_pid: dict[int, int]) -> str:
 
 def free_by_uuid() -> dict[str, int]:
     """Free bytes of every whole card and slice that this process may use; nothing where there is no driver."""
-    with nvml() as lib:
-        if lib is None:
-            return {}
-        cards = _cards(lib, with_holders=False)
-        devices = [one for handle, card in cards for one in (card, *_slices(lib, handle, card))]
+    lib = open_nvml()
+    if lib is None:
+        return {}
+    cards = _cards(lib, with_holders=False)
+    devices = [one for handle, card in cards for one in (card, *_slices(lib, handle, card))]
     return {one.uuid: one.free_bytes for one in devices if not one.trouble and not one.in_slices}
 
 
 def bytes_of(pid: int, uuid: str) -> int | None:
     """What a process holds of a device; None where NVML does not show it, as in most containers."""
-    with nvml() as lib:
-        if lib is None:
-            return None
-        with suppress(lib.NVMLError):
-            return holders(lib, lib.nvmlDeviceGetHandleByUUID(uuid)).get(pid) or None
+    lib = open_nvml()
+    if lib is None:
+        return None
+    with suppress(lib.NVMLError):
+        return holders(lib, lib.nvmlDeviceGetHandleByUUID(uuid)).get(pid) or None
     return None
 
 
@@ -193,8 +179,8 @@ def bytes_of(pid: int, uuid: str) -> int | None:
 
 def all_cards() -> list[Gpu]:
     """The cards that this process may use, in the order of their PCI buses; nothing where there is no driver."""
-    with nvml() as lib:
-        return [gpu for _, gpu in _cards(lib)] if lib is not None else []
+    lib = open_nvml()
+    return [gpu for _, gpu in _cards(lib)] if lib is not None else []
 
 
 def visible_gpus() -> list[Gpu]:
@@ -206,11 +192,11 @@ def visible_gpus() -> list[Gpu]:
     Raises:
         GpuError: the driver does not answer.
     """
-    with nvml() as lib:
-        if lib is None:
-            return []
-        cards = _cards(lib)
-        slices = [_slices(lib, handle, card) for handle, card in cards]
+    lib = open_nvml()
+    if lib is None:
+        return []
+    cards = _cards(lib)
+    slices = [_slices(lib, handle, card) for handle, card in cards]
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is not None and wanted.startswith("MIG-"):
         known = [one for of_card in slices for one in of_card]
@@ -313,13 +299,13 @@ def compute_capabilities() -> list[str]:
     """`["8.0", "9.0"]` of the GPUs that CUDA shows, lowest first; empty where no driver answers."""
     found: set[tuple[int, int]] = set()
     visible = visible_gpus()
-    with nvml() as lib:
-        for gpu in visible if lib is not None else []:
-            with suppress(lib.NVMLError):
-                handle = lib.nvmlDeviceGetHandleByUUID(gpu.uuid)
-                with suppress(lib.NVMLError):  # a slice's card knows it
-                    handle = lib.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-                found.add(tuple(lib.nvmlDeviceGetCudaComputeCapability(handle)))
+    lib = open_nvml()
+    for gpu in visible if lib is not None else []:
+        with suppress(lib.NVMLError):
+            handle = lib.nvmlDeviceGetHandleByUUID(gpu.uuid)
+            with suppress(lib.NVMLError):  # a slice's card knows it
+                handle = lib.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+            found.add(tuple(lib.nvmlDeviceGetCudaComputeCapability(handle)))
     return [f"{major}.{minor}" for major, minor in sorted(found)]
 
 

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 from autotune.problem.cards import GpuFacts, facts_for, gpu_table
-from autotune.problem.gpus import nvml
+from autotune.problem.gpus import open_nvml
 from autotune.units import GIB
 
 # Standard deviations of a rate's logarithm. A slice has its share of multiprocessors and memory, but also its own clocks; the
@@ -56,8 +56,8 @@ class Told:
 
 def told_by_driver(uuid: str) -> Told | None:
     """What the driver says of a whole card; None where it does not answer. Starts nothing on the card."""
-    with suppress(Exception), nvml() as lib:  # an estimate is no reason for an error
-        if lib is not None:
+    with suppress(Exception):  # an estimate is no reason for an error
+        if (lib := open_nvml()) is not None:
             return _told(lib, lib.nvmlDeviceGetHandleByUUID(uuid))
     return None
 

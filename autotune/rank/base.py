@@ -158,6 +158,10 @@ class BaseRank(ABC):
         assert self.device is not None
         return self.device
 
+    def engine_built(self) -> None:
+        """Set overhead and cap of the device again, now that DeepSpeed's own communicators have their buffers."""
+        self.own_device.engine_built()
+
     # -- what it tells -----------------------------------------------------------------------------------------------
 
     def enter(self, phase: Phase) -> None:

@@ -34,6 +34,10 @@ class Device(Protocol):
         """The process group is up, and its first collective done: from here on the cap holds. Tells which device it is, by
         `uuid`, and in bytes this process's `overhead` and all that lies `outside` its allocator, whoever holds it."""
 
+    def engine_built(self) -> None:
+        """Sets overhead and cap again. DeepSpeed has made process groups of its own, whose communicators have their buffers
+        only now."""
+
     def torch_device(self) -> torch.device: ...
     def synchronize(self) -> None:
         """Waits until all that was asked of the device is done."""
@@ -71,13 +75,24 @@ class CudaDevice:
         self._retries = cuda.retries()
 
     def joined(self) -> dict[str, Any]:
-        shown = self._shown_overhead()
-        self._overhead = self._grown_overhead() if shown is None else shown
+        self._overhead = self._current_overhead()
         free, total = cuda.free_and_total()
-        if self._cap is not None:
-            cuda.limit(min(1.0, max(1, self._cap - self._overhead) / total))
+        self._limit_allocator(total)
         outside = total - free - cuda.reserved()
         return {"uuid": self.uuid, "overhead_bytes": self._overhead, "outside_bytes": outside}
+
+    def engine_built(self) -> None:
+        self._overhead = max(self._overhead, self._current_overhead())
+        self._limit_allocator(cuda.free_and_total()[1])
+
+    def _limit_allocator(self, total_bytes: int) -> None:
+        """Leave the allocator what the cap leaves beside the overhead."""
+        if self._cap is not None:
+            cuda.limit(min(1.0, max(1, self._cap - self._overhead) / total_bytes))
+
+    def _current_overhead(self) -> int:
+        shown = self._shown_overhead()
+        return self._grown_overhead() if shown is None else shown
 
     def _shown_overhead(self) -> int | None:
         """This process's bytes outside the allocator; None where NVML does not show the process."""
@@ -141,6 +156,9 @@ class CpuDevice:
 
     def joined(self) -> dict[str, Any]:
         return {}
+
+    def engine_built(self) -> None:
+        pass
 
     def torch_device(self) -> torch.device:
         return torch.device("cpu")

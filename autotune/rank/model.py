@@ -64,6 +64,7 @@ class ModelRank(BaseRank):
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
         if self.job.compiled:
             self.engine.compile()
+        self.engine_built()
         self.overflows = Overflows(self.engine)
         self.own_device.note()
 

@@ -16,7 +16,7 @@ from autotune.interpreter import current
 from autotune.problem.argument_files import value_at
 from autotune.problem.candidate import ALLOCATOR_VARIABLES
 from autotune.problem.cpus import threads_per_rank
-from autotune.problem.gpus import nvml
+from autotune.problem.gpus import open_nvml
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.script_job import OPS
@@ -82,8 +82,8 @@ def package_versions() -> dict[str, str]:
 def driver_versions() -> dict[str, str]:
     """Versions of the driver, of the CUDA that torch was built for and of its NCCL; what is not known is left out."""
     found: dict[str, str | None] = {}
-    with suppress(Exception), nvml() as lib:  # a driver that does not answer is another's to complain of
-        if lib is not None:
+    with suppress(Exception):  # a driver that does not answer is another's to complain of
+        if (lib := open_nvml()) is not None:
             driver = lib.nvmlSystemGetDriverVersion()
             found["driver"] = driver.decode() if isinstance(driver, bytes) else str(driver)
     if current().cuda is not None:

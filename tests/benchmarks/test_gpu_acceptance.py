@@ -18,33 +18,28 @@ import gpu_acceptance
 import psutil
 import pytest
 import yaml
-from acceptance import ground, machine, ooms, overhead, overhead_rank, provoke, trials, variants
-from acceptance.costs import Switched
 from common import HERE, RESULTS, WIDTH
+from gpu import ground, machine, ooms, overhead, overhead_rank, provoke, rows, runner, variants
+from gpu import trials as trials_step
+from gpu.costs import Switched
+from gpu.steps import BY_NAME, FIRST, STEPS, Step, chosen
 
 from autotune.errors import UserError
 from autotune.group.gauge import Meter, Peaks
+from autotune.predict.predictor import Predictor
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.problem.hardware import named_hardware
+from autotune.problem.job import Job
+from autotune.problem.models import resolve_model
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
 from autotune.units import GIB, MIB
 from tests.conftest import has_cuda
-from tests.fake_driver import Card, Driver
+from tests.fake_driver import CUDA_LOG, Card, Driver, build, cuda_calls
 from tests.group import failures
 
 Results = dict[str, Any]
-# whole calls of `autotune run`, many groups of ranks, and an op that only `doctor` builds
-DEAR = (
-    "product",
-    "gain",
-    "costs",
-    "launch",
-    "resume",
-    "variants",
-    "doctor",
-    "ooms",
-    "predictions",
-    "overhead",
-    "tests",
-)
+# steps that take seconds; the others are whole calls of `autotune run`, groups of ranks, or build ops
+CHEAP = ("facts",)
 GPU = {"name": "NVIDIA H200", "device": "cuda"}
 
 
@@ -68,8 +63,8 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
 
 
 def steps() -> Iterator[Any]:
-    for step in gpu_acceptance.BY_NAME:
-        yield pytest.param(step, marks=[pytest.mark.slow] if step in DEAR else [])
+    for step in BY_NAME:
+        yield pytest.param(step, marks=[] if step in CHEAP else [pytest.mark.slow])
 
 
 @pytest.mark.parametrize("step", steps())
@@ -84,11 +79,20 @@ def test_every_step_is_rehearsed_to_its_end(rehearsed: Callable[[str], tuple[Pat
     assert out.startswith(f"{step}: ") or f"\n{step}: " in out
 
 
-def test_every_step_has_a_module_and_every_module_is_a_step_or_serves_one() -> None:
-    modules = {path.stem for path in (HERE / "acceptance").glob("*.py")}
-    serving = {"__init__", "child", "ground", "kernel", "machine", "overhead_rank", "provoke", "trials"}
-    assert modules - serving == set(gpu_acceptance.BY_NAME)
-    assert all(step.minutes * 60 <= gpu_acceptance.LIMIT_SECONDS for step in gpu_acceptance.STEPS)
+def test_every_step_has_a_module_and_fits_a_lent_machine() -> None:
+    modules = {path.stem for path in (HERE / "gpu").glob("*.py") if "\ndef run(ground: Ground)" in path.read_text()}
+    assert modules == set(BY_NAME)
+    for step in STEPS:
+        assert 0 < step.least_seconds <= step.limit_seconds <= 600 - 60
+        assert 0 < step.expected_seconds <= step.limit_seconds
+        assert not step.needs or list(BY_NAME).index(step.needs) < list(BY_NAME).index(step.name)
+    assert list(BY_NAME)[: len(FIRST)] == list(FIRST), "what is worth most comes first"
+
+
+def test_a_needed_step_is_added_unless_its_folder_is_there(tmp_path: Path) -> None:
+    assert [step.name for step in chosen(["fidelity", "facts"], "--only")] == ["facts", "study", "fidelity"]
+    (tmp_path / "study").mkdir()
+    assert [step.name for step in chosen(["fidelity"], "--steps", tmp_path)] == ["fidelity"]
 
 
 # -- the command -----------------------------------------------------------------------------------------------------------
@@ -97,13 +101,13 @@ def test_every_step_has_a_module_and_every_module_is_a_step_or_serves_one() -> N
 def test_the_list_names_every_step_and_runs_none() -> None:
     done = call("--list")
     assert done.returncode == 0
-    assert all(step in done.stdout for step in gpu_acceptance.BY_NAME)
+    assert all(step in done.stdout for step in BY_NAME)
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--rehearse", "--only", "overhed", "--json", "x.json"), "no step overhed; expected some of tests,"),
+        (("--rehearse", "--only", "overhed", "--json", "x.json"), "no step overhed; expected some of facts,"),
         (("--rehearse",), "--rehearse measures nothing: give --json FILE"),
         (("--rehearse", "--json", str(RESULTS / "gpu-none.json")), "--rehearse measures nothing"),
     ],
@@ -144,8 +148,8 @@ def test_a_later_call_adds_its_steps_and_a_step_out_of_time_keeps_its_rows(
 @pytest.mark.parametrize(
     ("earlier", "said"),
     [
-        ("no json", "holds no result of gpu_acceptance.py"),
-        ('[{"a": 1}]', "holds no result of gpu_acceptance.py"),
+        ("no json", "holds no results of these steps"),
+        ('[{"a": 1}]', "holds no results of these steps"),
         (json.dumps({"rehearsal": False, "hardware": {"name": "NVIDIA A100"}, "steps": {}}), "this is NVIDIA H200"),
         (json.dumps({"rehearsal": True, "hardware": {"name": "NVIDIA H200"}, "steps": {}}), "a rehearsal on"),
     ],
@@ -154,7 +158,7 @@ def test_results_of_two_machines_are_never_mixed(tmp_path: Path, earlier: str, s
     path = tmp_path / "gpu.json"
     path.write_text(earlier)
     with pytest.raises(UserError, match="name another file") as caught:
-        gpu_acceptance.opened_results(path, GPU, rehearse=False)
+        runner.opened_results(path, GPU, rehearse=False)
     assert said in str(caught.value)
     assert path.read_text() == earlier
 
@@ -165,21 +169,71 @@ def test_results_are_called_by_the_gpu() -> None:
     )
 
 
+def spec(tmp_path: Path, step: str) -> dict[str, Any]:
+    folder, beside = str(tmp_path / "folder"), str(tmp_path / "gpu")
+    path = str(tmp_path / "step.json")
+    return {"step": step, "path": path, "folder": folder, "beside": beside, "rehearse": True, "seconds": 60.0}
+
+
 def test_a_step_that_raises_leaves_its_rows_and_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(ground: ground.Ground) -> Iterator[dict[str, Any]]:
         yield {"what": 1}
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(variants, "run", run)
-    monkeypatch.setattr(gpu_acceptance, "die_with_parent", lambda parent: None)
-    path = tmp_path / "step.json"
-    code = gpu_acceptance.run_step(gpu_acceptance.BY_NAME["variants"], path, tmp_path / "gpu", True)
-    found = json.loads(path.read_text())
+    monkeypatch.setattr(runner, "die_with_parent", lambda parent: None)
+    code = runner.run_step(spec(tmp_path, "variants"))
+    found = json.loads((tmp_path / "step.json").read_text())
     assert code == 1
     assert found["rows"] == [{"what": 1}]
     assert found["error"].strip().endswith("RuntimeError: CUDA error: an illegal memory access was encountered")
-    assert gpu_acceptance.failed(found)
-    assert gpu_acceptance.verdict(found).startswith("1 rows; RuntimeError")
+    assert runner.failed(found)
+    assert runner.verdict(found).startswith("1 rows; RuntimeError")
+
+
+_SLOW_STEP = """
+import time
+def run(ground):
+    yield {"what": "measured"}
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def slow_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Step:
+    """A step that measures one row and hangs, in a copy of the package."""
+    shutil.copytree(HERE / "gpu", tmp_path / "copy" / "gpu")
+    for name in ("common.py", "ranks.py"):
+        shutil.copy(HERE / name, tmp_path / "copy" / name)
+    (tmp_path / "copy" / "gpu" / "slow.py").write_text(_SLOW_STEP)
+    monkeypatch.setattr(runner, "HERE", tmp_path / "copy")
+    monkeypatch.setenv("PYTHONPATH", str(HERE.parent))
+    return Step("slow", 300, 30, 60, "hangs")
+
+
+def test_a_row_is_in_the_file_while_its_step_still_runs_and_the_call_ends_in_time(
+    tmp_path: Path, slow_step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lent machine may be taken back at any moment."""
+    monkeypatch.setattr(runner, "BY_NAME", {"slow": slow_step, "facts": BY_NAME["facts"]})
+    path, seen = tmp_path / "first.json", []
+    own_write = runner.write_atomically
+
+    def write(target: Path, content: str) -> None:
+        own_write(target, content)
+        seen.append(json.loads(path.read_text())["steps"]["slow"])
+
+    monkeypatch.setattr(runner, "write_atomically", write)
+    call = runner.Call(path, tmp_path / "work", seconds=32.0, step_seconds=15.0, rehearse=True)
+    results = runner.run_steps([slow_step, BY_NAME["facts"]], call, lambda step, found: None)
+    assert [row["what"] for row in seen[0]["rows"]] == ["measured"]
+    assert seen[0]["error"] == runner.UNFINISHED
+    assert results["steps"]["slow"]["error"].startswith("ended after 15 s")
+    assert results["steps"]["slow"]["rows"] == [{"what": "measured"}]
+    late = runner.Call(path, tmp_path / "work", seconds=5.0, rehearse=True)
+    results = runner.run_steps([BY_NAME["facts"]], late, lambda step, found: None)
+    assert results["steps"]["facts"]["error"].startswith("not begun: 5 s of the call are left, it needs 20 s")
+    assert results["steps"]["slow"]["rows"], "an earlier call's rows stay"
 
 
 # -- what a CPU cannot show ------------------------------------------------------------------------------------------------
@@ -312,11 +366,47 @@ def test_the_meter_can_be_switched_to_100_hz() -> None:
     assert (counting.samples, counting.closely) == (2, 1)
 
 
+def test_the_machine_is_described_without_torch_or_cuda(driver: Driver, tmp_path: Path) -> None:
+    """Every call names its card; waking CUDA for that would cost seconds of a lent machine."""
+    build(tmp_path, "libcuda.so.1")
+    driver.cards = [Card("NVIDIA H200", 141, capability=(9, 0))]
+    driver.write()
+    code = "import json, sys, gpu.runner; from gpu.machine import describe; found = describe('cuda');"
+    code += "assert 'torch' not in sys.modules; print(json.dumps(found))"
+    libraries = os.pathsep.join([str(tmp_path), driver.environment["LD_LIBRARY_PATH"]])
+    env = {**os.environ, **driver.environment, "LD_LIBRARY_PATH": libraries, CUDA_LOG: str(tmp_path / "log")}
+    env["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent)])
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["name"], found["compute_capability"], found["driver"]) == ("NVIDIA H200", "9.0", driver.version)
+    assert found["torch"]
+    assert cuda_calls(tmp_path / "log") == []
+
+
+@pytest.mark.parametrize(("card", "heavy"), [("h100-80gb", "qwen2.5-7b"), ("h200", "qwen2.5-14b"), ("rtx3090", None)])
+def test_a_heavy_model_s_gradients_fit_where_its_optimizer_states_do_not(card: str, heavy: str | None) -> None:
+    hardware = named_hardware(card, 1)
+    assert trials_step.heavy_model(hardware) == heavy
+    if heavy:
+        parameters = trials_step.HEAVY[heavy]
+        assert 8 * parameters < hardware.capacity_bytes < 16 * parameters
+
+
+def test_the_size_that_runs_out_in_the_backward_is_a_little_above_the_capacity() -> None:
+    job = Job(resolve_model("tiny-llama"), 1, 2048, "bf16")
+    predictor = Predictor(job, named_hardware("h200", 1))
+    size = trials_step.backward_size(predictor)
+    batch = {MICRO_BATCH: size, ACCUMULATION: 1}
+    peak = predictor.predict(Candidate.of({"zero_stage": 2, **batch, **trials_step.CHECKPOINTED})).peak_bytes
+    assert 1.0 < peak / predictor.hardware.capacity_bytes < 1.19
+
+
 def test_a_trial_that_failed_is_a_row_with_its_reason() -> None:
     outcome = Outcome(Kind.OOM_DEVICE, Phase.BACKWARD, reason="short of 2 GiB", evidence="exception", seconds=4.0)
-    row = trials.as_row(outcome)
+    row = rows.as_row(outcome)
     assert (row["outcome"], row["why"]) == ("oom_device", "short of 2 GiB")
     assert row["whole"] == outcome.to_json()
     measured = Measurement(0.5, 0.1, 3, 8.0, 256.0, 3 * GIB, torch_reserved_bytes=2 * GIB, overhead_bytes=GIB)
-    row = trials.as_row(Outcome(Kind.OK, Phase.STEP, measured))
+    row = rows.as_row(Outcome(Kind.OK, Phase.STEP, measured))
     assert (row["peak GiB"], row["reserved GiB"], row["overhead GiB"]) == (3.0, 2.0, 1.0)

@@ -6,6 +6,8 @@
 
 The library reads the file again at every call: a test that changes `driver.cards` and writes them again has changed the
 machine under whatever looks at it.
+
+`cuda.c` stands in for `libcuda.so.1`: it logs each cuInit with its stack, and fails in a fork of a process that has called it.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ import ctypes
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).with_name("nvml.c")
+from autotune.problem import gpus
+
+SOURCES = {"libnvidia-ml.so.1": "nvml.c", "libcuda.so.1": "cuda.c"}
+CUDA_LOG = "FAKE_CUDA_LOG"
 # Codes of NVML, as the bindings name them.
 NOT_SUPPORTED, NO_PERMISSION, DRIVER_NOT_LOADED, FUNCTION_NOT_FOUND, GPU_IS_LOST, LIB_RM_VERSION_MISMATCH = (
     3,
@@ -119,14 +124,36 @@ class Driver:
         return {"LD_LIBRARY_PATH": str(self.library.parent), "FAKE_NVML": str(self.path)}
 
 
-def build(folder: Path) -> Path:
+@dataclass(frozen=True)
+class CudaCall:
+    """A call of cuInit, as `cuda.c` has logged it."""
+
+    pid: int
+    result: int  # CUresult
+    stack: str  # C frames, then Python's, innermost first
+
+
+def cuda_calls(log: Path) -> list[CudaCall]:
+    """Return the calls of cuInit so far, in order."""
+    found: list[CudaCall] = []
+    for line in log.read_text().splitlines() if log.exists() else []:
+        if line.startswith("cuInit "):
+            _, pid, result = line.split()
+            found.append(CudaCall(int(pid), int(result), ""))
+        else:
+            found[-1] = replace(found[-1], stack=f"{found[-1].stack}{line.strip()}\n")
+    return found
+
+
+def build(folder: Path, name: str = "libnvidia-ml.so.1") -> Path:
     """The library, compiled into the folder; the test is skipped where there is no C compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("the fake driver needs a C compiler: no cc here")
-    library = folder / "libnvidia-ml.so.1"
+    library = folder / name
     # Without a soname: a process that has loaded it by its path can still load a real driver's by its name.
-    command = [compiler, "-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", str(SOURCE)]
+    command = [compiler, "-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    command.append(str(Path(__file__).with_name(SOURCES[name])))
     subprocess.run([*command, "-o", str(library)], check=True)
     return library
 
@@ -135,6 +162,7 @@ def install(driver: Driver, patch: pytest.MonkeyPatch) -> None:
     """The bindings of this process call the fake driver until `patch` is undone."""
     import pynvml
 
+    patch.setattr(gpus, "_opened_by", None)  # NVML was opened of another library, or of none
     patch.setenv("FAKE_NVML", str(driver.path))
     patch.setattr(pynvml, "nvmlLib", ctypes.CDLL(str(driver.library)))
     patch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})

@@ -6,6 +6,7 @@ import struct
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -153,3 +154,24 @@ def test_a_child_that_is_forked_meanwhile_holds_nothing(tmp_path: Path) -> None:
     finally:
         os.kill(forked, signal.SIGKILL)
         os.waitpid(forked, 0)
+
+
+@pytest.mark.parametrize(
+    ("compiled_for", "prebuilt"), [("cpu", True), ("cuda", False), ("", False)], ids=["here", "elsewhere", "unknown"]
+)
+def test_ops_prebuilt_for_another_accelerator_are_built_under_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled_for: str, prebuilt: bool
+) -> None:
+    """As DeepSpeed's OpBuilder.load does: it would build them silently."""
+    from deepspeed import git_version_info
+
+    monkeypatch.setattr(git_version_info, "installed_ops", {"adam": True})
+    monkeypatch.setattr(git_version_info, "accelerator_name", compiled_for, raising=False)
+    states: list[str] = []
+    held_while_loading: list[bool] = []
+    builder = SimpleNamespace(
+        name="adam", load=lambda verbose: held_while_loading.append((tmp_path / ".adam.building").exists())
+    )
+    ops._load("AdamBuilder", builder, tmp_path, lambda **said: states.append(said["state"]))
+    assert held_while_loading == [not prebuilt]
+    assert states == ([] if prebuilt else ["building"])

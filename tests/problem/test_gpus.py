@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autotune.group.gpu_meter import make_meter
 from autotune.interpreter import NVML_FILE
 from autotune.problem import gpus
 from autotune.problem.gpus import (
@@ -22,6 +23,8 @@ from autotune.problem.gpus import (
     settled_gpus,
     visible_gpus,
 )
+from autotune.problem.hardware import detect
+from autotune.search.fingerprint import driver_versions
 from autotune.units import GIB, MIB
 from tests.fake_driver import DRIVER_NOT_LOADED, FUNCTION_NOT_FOUND, NO_PERMISSION, Card, Driver, Slice
 
@@ -264,3 +267,23 @@ def test_what_cards_can_compute_is_of_those_that_cuda_shows(driver: Driver, monk
     assert compute_capabilities() == ["8.0"], "of the slice's card"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert compute_capabilities() == []
+
+
+def test_nvml_is_opened_once_per_process(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without persistence mode each opening may wake every card for seconds."""
+    import pynvml
+
+    cards(driver, Card("A", 24))
+    calls: list[str] = []
+    for name in ("nvmlInit", "nvmlShutdown"):
+        own = getattr(pynvml, name)
+        monkeypatch.setattr(pynvml, name, lambda own=own, name=name: [calls.append(name), own()])
+    hardware = detect("cuda", 1)
+    make_meter(hardware).crowd()
+    assert driver_versions()["driver"] == driver.version
+    assert compute_capabilities() == ["8.6"]
+    assert free_by_uuid().keys() == {driver.cards[0].uuid}
+    assert calls == ["nvmlInit"]
+    monkeypatch.setattr(os, "getpid", lambda: 2)  # a forked child
+    assert all_cards()
+    assert calls == ["nvmlInit", "nvmlInit"]

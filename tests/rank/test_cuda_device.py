@@ -115,6 +115,16 @@ def test_the_peak_is_reserved_and_overhead(torchs: StandIn) -> None:
     assert peaks["retries"] == 0, "those of before are not this candidate's"
 
 
+def test_the_cap_holds_for_communicators_that_come_with_the_engine(torchs: StandIn) -> None:
+    device, _ = joined(torchs, CAP)
+    torchs.hold(reserved_mib=2000, outside_mib=CONTEXT + NCCL + LATE)
+    _, total = torchs.free_and_total()
+    assert torchs.share * total == pytest.approx(CAP - (CONTEXT + NCCL) * MIB)
+    device.engine_built()
+    assert torchs.share * total == pytest.approx(CAP - (CONTEXT + NCCL + LATE) * MIB)
+    assert device.peaks()["overhead_bytes"] == (CONTEXT + NCCL + LATE) * MIB
+
+
 def test_a_neighbour_does_not_grow_the_peak(torchs: StandIn) -> None:
     device, _ = joined(torchs)
     torchs.hold(reserved_mib=7000)

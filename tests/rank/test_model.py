@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from autotune.rank import workload
 from autotune.rank.config import trial_config
 from autotune.rank.model import ModelRank, lowest
 from autotune.rank.overflow import MOST_SKIPPED, Overflows
@@ -161,6 +162,25 @@ def test_a_bucket_that_a_thread_kept_for_a_moment_is_no_part_of_a_steps_memory()
     steps = [{"backward": 9, "step": 13, "rest": 4}, {"backward": 10, "step": 8, "rest": 5}]
     assert lowest(steps) == {"backward": 9, "step": 8, "rest": 4}
     assert lowest([]) == {}
+
+
+def test_the_device_is_measured_again_once_the_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's communicator takes its buffers while the engine is made, after the group's first collective."""
+    done: list[str] = []
+    rank = ModelRank.__new__(ModelRank)
+    rank.spec, rank.job = {"config": {}, "checkpointing": False}, SimpleNamespace(liger=False, compiled=False)  # type: ignore[assignment]
+    rank.device = SimpleNamespace(  # type: ignore[assignment]
+        torch_device=lambda: "cpu", engine_built=lambda: done.append("device"), note=lambda: None
+    )
+    monkeypatch.setattr(workload, "build", lambda job, place, config: (SimpleNamespace(parameters=list), None))
+
+    def initialize(**given: Any) -> tuple[Any, ...]:
+        done.append("engine")
+        return SimpleNamespace(skipped_steps=0), None
+
+    monkeypatch.setattr("deepspeed.initialize", initialize)
+    rank._build()
+    assert done == ["engine", "device"]
 
 
 def rank_that_skips(steps: int) -> ModelRank:

@@ -1,7 +1,6 @@
 import dataclasses
 import hashlib
 import json
-from contextlib import contextmanager
 from importlib import metadata, util
 from pathlib import Path
 from types import SimpleNamespace
@@ -186,11 +185,8 @@ def test_the_driver_and_what_torch_is_built_for(
     monkeypatch.setattr(util, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
     monkeypatch.setattr(inquiry, "version", lambda package: f"of {package.rpartition('-')[2]}")
 
-    @contextmanager
-    def nvml():  # type: ignore[no-untyped-def]
-        yield SimpleNamespace(nvmlSystemGetDriverVersion=lambda: b"550.54.15")
-
-    monkeypatch.setattr(module, "nvml", nvml)
+    lib = SimpleNamespace(nvmlSystemGetDriverVersion=lambda: b"550.54.15")
+    monkeypatch.setattr(module, "open_nvml", lambda: lib)
     assert module.driver_versions() == {"driver": "550.54.15", **found}
     mark = fingerprint(make_job(), named_hardware("a100-80gb", 2))
     assert mark["versions"].items() >= {"driver": "550.54.15", **found}.items()

@@ -19,7 +19,7 @@ from autotune.group.locks import holder_of
 from autotune.inquiry import PACKAGES
 from autotune.interpreter import current
 from autotune.problem.cpus import threads_per_rank
-from autotune.problem.gpus import nvml
+from autotune.problem.gpus import open_nvml
 from autotune.problem.hardware import detect
 
 LEAST_FREE_BYTES = 64 * 2**20  # of a disk that takes logs
@@ -95,8 +95,8 @@ def _reached_at() -> list[str]:
 
 
 def _driver() -> str | None:
-    with suppress(Exception), nvml() as lib:  # whoever detects GPUs complains of a driver that does not answer
-        if lib is not None:
+    with suppress(Exception):  # whoever detects GPUs complains of a driver that does not answer
+        if (lib := open_nvml()) is not None:
             found = lib.nvmlSystemGetDriverVersion()
             return found.decode() if isinstance(found, bytes) else str(found)
     return None

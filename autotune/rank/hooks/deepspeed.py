@@ -70,16 +70,16 @@ def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, *
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     config, through_args = _config_of(given)
     if not _trains(context, given, config):
-        return original(*args, **kwargs)
+        return _build(context, original, *args, **kwargs)
     if election.is_early(context):
-        made = original(*args, **kwargs)
+        made = _build(context, original, *args, **kwargs)
         context.earlier.append(made[0])
         return made
     if context.engine is not None:
         changed = beside.with_batch(context, config)
         if changed is not config:
             _give_config(given, changed, through_args)
-        made = original(**given)
+        made = _build(context, original, **given)
         beside.watch(
             context,
             made[0],
@@ -93,6 +93,13 @@ def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, *
     except BaseException as error:
         context.watcher.failed(error)
         raise
+
+
+def _build(context: Context, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call DeepSpeed's `initialize`, and say that an engine was built."""
+    made = original(*args, **kwargs)
+    context.watcher.engine_built()
+    return made
 
 
 def _made(
@@ -119,7 +126,7 @@ def _made(
     if plan := batch_of(given["config"], context.job.ranks):
         context.watcher.planned(*plan, optimizers.kind_of(context, optimizer))
     checkpointing.apply(context, given["model"])
-    made = original(**given)
+    made = _build(context, original, **given)
     _check_data_parallel(context, made[0])
     context.engine = made[0]
     watch_module(context, context.engine.module)

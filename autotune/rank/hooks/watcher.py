@@ -19,6 +19,9 @@ class Watcher(Protocol):
         """The batch that the script asks for, in sequences and micro-batches, and the optimizer that it has made itself (see
         `optimizers.kind_of`): known before memory can run out."""
 
+    def engine_built(self) -> None:
+        """An engine was built, whether it is the one that trains or not: its memory is taken."""
+
     def built(self, engine: Any, facts: dict[str, Any]) -> None:
         """The engine that trains exists; for its facts see `deepspeed.engine_facts`. Told again where another turns out to be the
         one (`hooks.election`): all that was seen before is of no account."""

@@ -23,6 +23,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.seen: list[list[Any]] = []
+        self.engines = 0  # that were built
 
     def names(self) -> list[str]:
         return [name for name, *_ in self.seen]
@@ -35,6 +36,9 @@ class Recorder:
 
     def planned(self, micro_batch: int, accumulation: int, optimizer: str = "") -> None:
         self.seen.append(["planned", micro_batch, accumulation])
+
+    def engine_built(self) -> None:
+        self.engines += 1
 
     def built(self, engine: Any, facts: dict[str, Any]) -> None:
         self.seen.append(["built", facts])

@@ -144,6 +144,7 @@ def reference(folder: str) -> list[Any]:
         [engine.zero_optimization_stage() for engine in (frozen, trained, second)],
         watcher.names().count("built"),
         watcher.names().count("forward"),
+        watcher.engines,
     ]
 
 
@@ -192,7 +193,7 @@ def deepspeed_initialize(**given: Any) -> Any:
 
 
 def test_only_the_engine_that_trains_is_changed_and_watched(in_rank: Callable[..., Any], tmp_path: Path) -> None:
-    assert in_rank(reference, str(tmp_path)) == [[], True, [0, 2, 0], 1, 0]
+    assert in_rank(reference, str(tmp_path)) == [[], True, [0, 2, 0], 1, 0, 3]
 
 
 def fail(folder: str) -> list[Any]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from ranks import opened
 
-from acceptance.ground import EXPECTED, Ground, Row
-from acceptance.trials import as_row, beside, candidate, effort, trial
 from autotune.predict.predictor import Predictor
+from gpu.ground import EXPECTED, Ground, Row
+from gpu.rows import as_row, beside, candidate, effort, trial
 
 MODEL, SEQ_LEN = "smollm2-360m", 2048
 ATTENTIONS = {"sdpa": None, "eager": None, "flash_attention_2": "flash_attn"}  # and the package that has it

@@ -8,9 +8,9 @@ from typing import Any
 
 from ranks import opened
 
-from acceptance.ground import EXPECTED, Ground, Row
-from acceptance.trials import as_row, candidate, effort, trial
 from autotune.executors.base import RESUME
+from gpu.ground import EXPECTED, Ground, Row
+from gpu.rows import as_row, candidate, effort, trial
 
 
 def run(ground: Ground) -> Iterator[Row]:

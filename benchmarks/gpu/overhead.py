@@ -10,8 +10,8 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 
-from acceptance.ground import EXPECTED, Ground, Row, end_child, start_child
 from autotune.units import GIB, MIB
+from gpu.ground import EXPECTED, Ground, Row, end_child, start_child
 
 
 def run(ground: Ground) -> Iterator[Row]:

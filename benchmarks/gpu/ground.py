@@ -27,6 +27,7 @@ class Ground:
     folder: Path  # the step's own, gone when it has ended
     beside: Path  # the results' path without its suffix: a step may keep a file beside them
     rehearse: bool = False
+    seconds: float = float("inf")  # until the step is ended
 
     @property
     def device(self) -> str:
@@ -53,8 +54,8 @@ class Child:
 
 
 def start_child(module: str, arguments: dict[str, Any], env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """`acceptance.MODULE.child(arguments)` in a process of its own: an error of CUDA's ruins whoever meets it."""
-    command = [sys.executable, str(HERE / "acceptance" / "child.py"), module, json.dumps(arguments)]
+    """`gpu.MODULE.child(arguments)` in a process of its own: an error of CUDA's ruins whoever meets it."""
+    command = [sys.executable, str(HERE / "gpu" / "child.py"), module, json.dumps(arguments)]
     environment = {**os.environ, **(env or {})}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 

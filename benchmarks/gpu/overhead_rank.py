@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from autotune.problem.gpus import bytes_of, free_by_uuid, nvml
+from autotune.problem.gpus import bytes_of, free_by_uuid, open_nvml
 
 Moment = dict[str, Any]  # bytes by who says so
 
@@ -56,17 +56,17 @@ def inside(torch: Any) -> Moment:
 
 def by_nvml(uuid: str, before: dict[str, int]) -> Moment:
     """Both versions of the memory call side by side, and this process's bytes."""
-    with nvml() as lib:
-        if lib is None or not uuid:
-            return {}
-        handle = lib.nvmlDeviceGetHandleByUUID(uuid)
-        one = lib.nvmlDeviceGetMemoryInfo(handle)
-        found = {"v1 total": int(one.total), "v1 used": int(one.used), "v1 free": int(one.free)}
-        try:
-            two = lib.nvmlDeviceGetMemoryInfo(handle, lib.nvmlMemory_v2)
-            found |= {"v2 total": int(two.total), "v2 reserved": int(two.reserved), "v2 used": int(two.used)}
-            found["v2 free"] = int(two.free)
-        except lib.NVMLError:  # before R510
-            pass
-        found["device less free by"] = before.get(uuid, 0) - found["v1 free"]
-        return found | {"process": bytes_of(os.getpid(), uuid)}
+    lib = open_nvml()
+    if lib is None or not uuid:
+        return {}
+    handle = lib.nvmlDeviceGetHandleByUUID(uuid)
+    one = lib.nvmlDeviceGetMemoryInfo(handle)
+    found = {"v1 total": int(one.total), "v1 used": int(one.used), "v1 free": int(one.free)}
+    try:
+        two = lib.nvmlDeviceGetMemoryInfo(handle, lib.nvmlMemory_v2)
+        found |= {"v2 total": int(two.total), "v2 reserved": int(two.reserved), "v2 used": int(two.used)}
+        found["v2 free"] = int(two.free)
+    except lib.NVMLError:  # before R510
+        pass
+    found["device less free by"] = before.get(uuid, 0) - found["v1 free"]
+    return found | {"process": bytes_of(os.getpid(), uuid)}

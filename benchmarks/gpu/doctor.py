@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from acceptance.ground import EXPECTED, Ground, Row
+from gpu.ground import EXPECTED, Ground, Row
 
 
 def run(ground: Ground) -> Iterator[Row]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from common import HERE
 
-from acceptance.ground import EXPECTED, Ground, Row
+from gpu.ground import EXPECTED, Ground, Row
 
 _LINE = re.compile(r"(\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b")
 _TEXT = 12_000  # characters of pytest's last words

@@ -11,20 +11,21 @@ from pathlib import Path
 from common import HERE
 from ranks import Tuned, autotune_run
 
-from acceptance.ground import EXPECTED, Ground, Row
 from autotune.search.study import StudyStore
+from gpu.ground import EXPECTED, Ground, Row
 
 MODEL, BUDGET = "qwen2.5-0.5b", "200s"  # one that DeepSpeed's defaults fit, too
 DEFAULTS = ("--space", str(HERE / "deepspeed_defaults.yaml"))
-_REAL = ("--gpus", "1", "--memory-cap", "24GiB", "--seq-len", "768")
+_CAPPED = ("--gpus", "1", "--memory-cap", "24GiB", "--seq-len", "768")
+_UNCAPPED = ("--gpus", "1", "--seq-len", "1024")
 _REHEARSED = ("--model", "tiny-llama", "--device", "cpu", "--gpus", "1", "--seq-len", "32", "--space", "small.yaml")
 _SPACE = "knobs: {zero_stage: [0], train_micro_batch_size_per_gpu: [1], gradient_accumulation_steps: [1]}\n"
 
 
-def tuned(ground: Ground, model: str, study: str, budget: str, *more: str) -> tuple[Row, Tuned]:
-    """A call of `autotune run` in the present folder, and its row."""
+def tuned(ground: Ground, model: str, study: str, budget: str, *more: str, uncapped: bool = False) -> tuple[Row, Tuned]:
+    """Call `autotune run` in the present folder; return its row and its result."""
     began = time.monotonic()
-    words: tuple[str, ...] = ("--model", model, *_REAL)
+    words: tuple[str, ...] = ("--model", model, *(_UNCAPPED if uncapped else _CAPPED))
     if ground.rehearse:
         Path("small.yaml").write_text(_SPACE, encoding="utf-8")
         words, more = _REHEARSED, ()

@@ -15,11 +15,11 @@ from typing import Any
 
 from ranks import opened
 
-from acceptance.ground import EXPECTED, Ground, Row
-from acceptance.trials import DEADLINE_SECONDS, as_row, beside, candidate, effort, trial
 from autotune.group.gauge import Meter, Peaks
 from autotune.predict.predictor import Predictor
 from autotune.problem.candidate import Candidate
+from gpu.ground import EXPECTED, Ground, Row
+from gpu.rows import DEADLINE_SECONDS, as_row, beside, candidate, effort, trial
 
 MODEL, SEQ_LEN = "smollm2-360m", 1024
 FUSED_BYTES = 24  # a parameter, of FP16_Optimizer's step: docs/predictor.md

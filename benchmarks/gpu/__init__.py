@@ -1,4 +1,4 @@
-"""The steps of `gpu_acceptance.py`, one module each: `run(ground)` yields rows as they are measured."""
+"""Steps on a GPU: `steps.py` lists them, `runner.py` runs them, and each is a module whose `run(ground)` yields rows."""
 
 import sys
 from pathlib import Path

@@ -8,12 +8,12 @@ from typing import Any
 
 from ranks import LocalExecutor
 
-from acceptance.ground import Ground, Row
 from autotune.executors.base import Effort
 from autotune.predict.prediction import Prediction
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.outcome import Outcome
 from autotune.units import GIB
+from gpu.ground import Ground, Row
 
 DEADLINE_SECONDS = 150.0
 _CALM = Effort(min_steps=5, max_steps=40, min_seconds=3.0, max_seconds=15.0)

@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
-from acceptance.ground import EXPECTED, Child, Ground, Row, run_child
 from autotune.group.gauge import Peaks
 from autotune.group.verdict import Evidence, judge
 from autotune.problem.host import host_available_bytes
 from autotune.units import GIB
+from gpu.ground import EXPECTED, Child, Ground, Row, run_child
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 # name of the row: the case of provoke.py, what it is, and its environment
