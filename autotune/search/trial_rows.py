@@ -86,8 +86,7 @@ def _read(session: Session, wanted: list[ColumnElement[bool]]) -> list[FrozenTri
                 user_attrs={key: json.loads(text) for key, text in user[at]},
                 system_attrs={key: json.loads(text) for key, text in system[at]},
                 intermediate_values={
-                    number: step.stored_repr_to_intermediate_value(stored, kind)
-                    for number, stored, kind in steps[at]
+                    number: step.stored_repr_to_intermediate_value(stored, kind) for number, stored, kind in steps[at]
                 },
                 trial_id=at,
             )
