@@ -96,6 +96,7 @@ EXEMPT = {
     "framework_inputs.py": "started by frameworks.py in a framework's environment: model, tokenizer, data",
     "live_error.py": "imported by predictor.py and live_tensors.py: predictions beside what was counted",
     "planting.py": "imported by faults.py: faults of a study's trials",
+    "study_calls.py": "imported by stricken.py and reliability/: calls of `autotune run`",
     "stricken.py": "imported by faults.py: calls and trainings that are killed",
     "fault_ground.py": "imported by faults.py: where faults are planted, and what is left",
     "published_decisions.py": "imported by published.py: what a source states without a number",
