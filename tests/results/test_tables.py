@@ -13,7 +13,20 @@ from rich.text import Text
 
 from autotune.results.tables import DataTable
 
-WORDS = ("z3", "mb64", "no-overlap", "rbs=5e+08", "[/src/gloo]", "a" * 50, "…", "模型模型", "two  spaces ", "\n", "", "e\u0301")
+WORDS = (
+    "z3",
+    "mb64",
+    "no-overlap",
+    "rbs=5e+08",
+    "[/src/gloo]",
+    "a" * 50,
+    "…",
+    "模型模型",
+    "two  spaces ",
+    "\n",
+    "",
+    "e\u0301",
+)
 STYLES = ("", "green", "bold red")
 
 
