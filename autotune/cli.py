@@ -78,7 +78,18 @@ from autotune.cli_options import (
     WorstCase,
     Yes,
 )
-from autotune.cli_parts import STORAGE_VARIABLE, Json, console, emit, fail, of_a_database, option, say, typed_command
+from autotune.cli_parts import (
+    STORAGE_VARIABLE,
+    Json,
+    console,
+    emit,
+    fail,
+    load_numpy,
+    of_a_database,
+    option,
+    say,
+    typed_command,
+)
 from autotune.cli_spaces import spaces_app
 from autotune.cli_study import export, record, report, show
 from autotune.errors import MachineTrouble, NothingFits, Stopped, UserError
@@ -102,6 +113,7 @@ app.add_typer(gallery_app, name="gallery")
 
 def typed(parameters: dict[str, Any]) -> Request:
     """The Request of a command's `locals()`: parameters are named as its fields; None keeps the field's own default."""
+    load_numpy()
     from autotune.commands.request import Request
 
     os.environ.pop(STORAGE_VARIABLE, None)  # it was read, and ranks need no password

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import shlex
 import sys
 from contextlib import suppress
@@ -19,6 +21,24 @@ if TYPE_CHECKING:
 
 Text = str | None
 STORAGE_VARIABLE = "AUTOTUNE_STORAGE"
+
+
+_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
+
+
+def load_numpy() -> None:
+    """Import numpy with one BLAS thread in this process, unless the user has chosen a number.
+
+    The tuner's matrices are small: more threads only wait for cores that ranks and other programs use, which made resuming a
+    large study on a busy machine four times slower. Ranks, and whatever else this process starts, do not inherit it.
+    """
+    if _BLAS_THREADS in os.environ or "numpy" in sys.modules:
+        return
+    os.environ[_BLAS_THREADS] = "1"  # OpenBLAS reads it when it is loaded
+    try:
+        importlib.import_module("numpy")
+    finally:
+        del os.environ[_BLAS_THREADS]
 
 
 def option(help: str, *names: str) -> Any:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 from autotune.cli_options import Storage, StudyArgument
-from autotune.cli_parts import Json, console, emit, option
+from autotune.cli_parts import Json, console, emit, load_numpy, option
 
 
 def show(study: StudyArgument, storage: Storage = None, as_json: Json = False) -> None:
     """A study's trials with their reasons, and its winner."""
+    load_numpy()
     from autotune.results.console import show_study, study_json
     from autotune.search.study import StudyStore
 
@@ -31,6 +32,7 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write a study as one HTML page that works offline: verdict, memory, every trial, how to reproduce it."""
+    load_numpy()
     from autotune.commands.report import open_in_browser, report_study
 
     written = report_study(study, storage, out, hide=hide)

@@ -136,7 +136,7 @@ def write_json(path: Path | None, data: Any) -> None:
         path.write_text(json.dumps(data, indent=1) + "\n")
 
 
-def kept_rows(path: Path | None, key: str, anew: Sequence[str]) -> list[dict[str, Any]]:
+def kept_rows(path: Path | None, key: str, anew: Sequence[str] | range) -> list[dict[str, Any]]:
     """Rows of an earlier result whose `key` is not measured anew this time."""
     if path is None or not path.exists():
         return []

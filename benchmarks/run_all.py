@@ -76,6 +76,10 @@ FULL: dict[str, list[str]] = {
     "vs-deepspeed-cpu": ["vs_deepspeed.py"],
     "parallel-cpu": ["parallel.py"],
     "nodes": ["nodes.py"],
+    "reliability-large": ["reliability/large.py"],
+    "reliability-growth": ["reliability/growth.py"],
+    "reliability-kills": ["reliability/kills.py"],
+    "reliability-conditions": ["reliability/conditions.py"],
 }
 # The small form of each command, by the full result that it has the shape of.
 SMALL: dict[str, list[str]] = {
@@ -97,6 +101,9 @@ EXEMPT = {
     "framework_inputs.py": "started by frameworks.py in a framework's environment: model, tokenizer, data",
     "live_error.py": "imported by predictor.py and live_tensors.py: predictions beside what was counted",
     "planting.py": "imported by faults.py: faults of a study's trials",
+    "reliability/__init__.py": "makes the folder a package",
+    "reliability/large_study.py": "imported by reliability/large.py and growth.py: a study of many trials, and its table",
+    "study_calls.py": "imported by stricken.py and reliability/: calls of `autotune run`",
     "stricken.py": "imported by faults.py: calls and trainings that are killed",
     "fault_ground.py": "imported by faults.py: where faults are planted, and what is left",
     "published_decisions.py": "imported by published.py: what a source states without a number",

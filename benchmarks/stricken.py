@@ -9,10 +9,8 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from planting import SPACE, lost
 from ranks import LocalExecutor
 from recovery import BATCH, SCRIPT, argv, rung, seen_samples, trained
 from scripts import AUTO
+from study_calls import WAIT_SECONDS, last_line, start, trial_folders, wait_for
 
 from autotune.group.launchers import ForkLauncher
 from autotune.group.squad import Spread
@@ -33,10 +32,6 @@ from autotune.search.study import StudyStore
 
 CALLS = ("tuner: SIGKILL", "tuner and its group: SIGKILL", "everything: SIGKILL", "tuner: clock jumps", "NVML: gone")
 KILLS = 3  # of one study
-COMMAND = [sys.executable, "-m", "autotune.cli"]
-RUN = ["--device", "cpu", "--gpus", "2", "--model", "tiny-llama", "--seq-len", "32", "--space", "faults.yaml"]
-RUN += ["--study", "s", "--budget", "5m", "--yes", "--exhaustive"]
-WAIT_SECONDS = 120.0  # for a process to come as far as it is struck
 STEPS = 12
 TRAININGS = (
     "training rank: SIGKILL",
@@ -55,16 +50,6 @@ RESTARTED = (
     "training: clock jumps",
 )
 SILENT_SECONDS = 20.0  # until a training that is stopped hangs
-
-
-def wait_for(true: Callable[[], Any], seconds: float = WAIT_SECONDS) -> bool:
-    """Whether it became true in time."""
-    until = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 # -- calls of `autotune run` ---------------------------------------------------------------------------------------------
@@ -110,23 +95,6 @@ def server_of(executor: LocalExecutor) -> psutil.Process:
     executor.ensure_launcher()
     assert isinstance(executor.launcher, ForkLauncher)
     return psutil.Process(executor.launcher.server)
-
-
-def last_line(folder: Path) -> str:
-    lines = (folder / "call.log").read_text(errors="replace").strip().splitlines()
-    return lines[-1][:200] if lines else ""
-
-
-def start(folder: Path, *options: str, **env: str) -> subprocess.Popen[bytes]:
-    words = [*COMMAND, "run", *RUN, *options]
-    with (folder / "call.log").open("ab") as log:
-        return subprocess.Popen(
-            words, cwd=folder, env={**os.environ, **env}, stdout=log, stderr=log, start_new_session=True
-        )
-
-
-def trial_folders(folder: Path) -> int:
-    return len(list(folder.glob("runs/s/trials/*")))
 
 
 def strike_call(ground: Ground, call: subprocess.Popen[bytes], kind: str, besides: set[int]) -> None:

@@ -175,3 +175,22 @@ def test_export(
     assert (code, "no measured trial" in err) == (2, True)
     code, out, _ = call(monkeypatch, capsys, "export", "s", "--trial", "0", "--out", "x.json", "--json")
     assert json.loads(out)["files"] == ["x.json", "x.meta.json"]
+
+
+THREADS = """
+import os, sys
+from autotune.cli_parts import load_numpy
+load_numpy()
+import numpy
+numpy.ones((600, 600)) @ numpy.ones((600, 600))
+print(len(os.listdir("/proc/self/task")), os.environ.get("OPENBLAS_NUM_THREADS"))
+"""
+
+
+@pytest.mark.parametrize("chosen", [None, "2"])
+def test_the_tuner_has_one_blas_thread_which_its_children_do_not_inherit(chosen: str | None) -> None:
+    env = {name: value for name, value in os.environ.items() if "NUM_THREADS" not in name}
+    env |= {"OPENBLAS_NUM_THREADS": chosen} if chosen else {}
+    done = subprocess.run([sys.executable, "-c", THREADS], env=env, capture_output=True, text=True, check=True)
+    threads = min(int(chosen), len(os.sched_getaffinity(0))) if chosen else 1
+    assert done.stdout.strip() == f"{threads} {chosen}"

@@ -16,10 +16,12 @@ from autotune.results.report.gather import Searched, study_report
 from autotune.results.report.page import plan_page, study_page, write_page
 from autotune.results.report.planned import plan_report
 from autotune.results.targets import check_out
+from autotune.search.records import uncollected
 from autotune.search.storage import failures_in_one_line, output_folder
 from autotune.search.study import StudyStore
 
 
+@uncollected()
 def report_study(study: str, storage: str | None, out: Path | None, *, hide: bool = False) -> Path:
     """Writes the page of a study to `out`, or as `NAME.html` into the study's folder; returns its path.
 

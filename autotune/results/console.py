@@ -17,7 +17,7 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Kind, Outcome
 from autotune.results.tables import DataTable
 from autotune.results.winner import speed, winner_lines
-from autotune.search.records import RESUME, VERIFY, Record
+from autotune.search.records import RESUME, VERIFY, Record, uncollected
 from autotune.search.rivals import rivals
 from autotune.search.study import StudyStore
 from autotune.streams import is_watched
@@ -211,6 +211,7 @@ def record_json(record: Record) -> dict[str, Any]:
     }
 
 
+@uncollected()
 def show_study(store: StudyStore, out: Console) -> None:
     """Prints a study's trials with their reasons, what was not tried and why, its calls, and its winner."""
     records, calls = store.records(), store.calls()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -97,6 +97,25 @@ def record_of(trial: optuna.trial.FrozenTrial, *, claims: bool = False) -> Recor
         trial.user_attrs.get("note", ""),
         trial.user_attrs.get(TUNER),
     )
+
+
+class Records:
+    """Records of a study's trials, each made once: a trial that has finished never changes."""
+
+    def __init__(self) -> None:
+        self._finished: dict[int, Record | None] = {}  # by number
+
+    def of(self, trials: Iterable[optuna.trial.FrozenTrial]) -> list[Record]:
+        """The Records of these trials, in their order, without those that are none of ours."""
+        return [record for trial in trials if (record := self._record(trial)) is not None]
+
+    def _record(self, trial: optuna.trial.FrozenTrial) -> Record | None:
+        if trial.number in self._finished:
+            return self._finished[trial.number]
+        record = record_of(trial)
+        if trial.state.is_finished():
+            self._finished[trial.number] = record
+        return record
 
 
 @contextmanager

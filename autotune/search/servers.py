@@ -19,6 +19,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, PendingRollbackError
 
 from autotune.errors import UserError
 from autotune.masking import hide_password, password_in, without_secrets
+from autotune.search.trial_rows import RowStorage
 
 AWAY_SECONDS = 60.0  # that a server which was there before may be away
 _TRIES = 4  # of what was cut off in the middle
@@ -93,7 +94,7 @@ def _again(method: Any) -> Any:
     return patient
 
 
-class ServerStorage(optuna.storages.RDBStorage):
+class ServerStorage(RowStorage):
     """Optuna's storage in a server that may be away for a while, once it was reached.
 
     Args:
@@ -152,7 +153,7 @@ class ServerStorage(optuna.storages.RDBStorage):
     set_trial_intermediate_value = _again(optuna.storages.RDBStorage.set_trial_intermediate_value)
     set_trial_state_values = _again(optuna.storages.RDBStorage.set_trial_state_values)
     get_trial = _again(optuna.storages.RDBStorage.get_trial)
-    _get_trials = _again(optuna.storages.RDBStorage._get_trials)
+    _get_trials = _again(RowStorage._get_trials)
     _get_best_trial_id = _again(optuna.storages.RDBStorage._get_best_trial_id)
 
 

@@ -26,6 +26,7 @@ from autotune.files import cannot_write, disk_fails
 from autotune.masking import hide_password, without_secrets
 from autotune.search.journal import JournalFile
 from autotune.search.servers import ServerStorage, is_server, what_it_says
+from autotune.search.trial_rows import RowStorage
 
 _SQLITE, _JOURNAL = "sqlite:///", "journal:"  # beginnings of a URL
 DATABASES = ("study.db", "study.journal")  # files in a study's folder; the first that is there counts
@@ -108,7 +109,7 @@ def _database(url: str) -> optuna.storages.RDBStorage:
             if is_server(url):
                 return ServerStorage(url)
             connecting = {"connect_args": {"timeout": BUSY_SECONDS}} if "sqlite" in url else None
-            return optuna.storages.RDBStorage(url, engine_kwargs=connecting)
+            return RowStorage(url, engine_kwargs=connecting)
         except (IntegrityError, ProgrammingError, OperationalError) as error:
             # tables of a new database that another makes in this moment (the first is PostgreSQL's word for it)
             if not left or not re.search("(?i)already exists|duplicate|UNIQUE constraint", str(error)):

@@ -34,6 +34,7 @@ from autotune.search.records import (
     SEARCH,
     TUNER,
     Record,
+    Records,
     found_running,
     left_outcome,
     record_of,
@@ -55,6 +56,7 @@ class StudyStore:
     def __init__(self, study: optuna.Study, folder: Path | None) -> None:
         self.study, self.folder = study, folder
         self._lock: Any = None
+        self._records = Records()
         self._open, self.tuners = dict[int, optuna.Trial](), Tuners(study)
         self.measured_here = MeasuredHere()
         self._call: tuple[str, dict[str, Any]] | None = None  # this process's: its attribute and what is in it
@@ -233,7 +235,7 @@ class StudyStore:
     def records(self) -> list[Record]:
         """Every trial, in order."""
         with uncollected():
-            return [record for trial in self.study.get_trials(deepcopy=False) if (record := record_of(trial))]
+            return self._records.of(self.study.get_trials(deepcopy=False))
 
     def measured(self) -> dict[Candidate, Measurement]:
         """The latest Measurement of every candidate that has one."""

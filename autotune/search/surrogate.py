@@ -64,19 +64,24 @@ class Surrogate:
         """The scales under which what was seen is likeliest, and what predictions need."""
         at, seen = np.array(self._at[-MOST_POINTS:]), np.array(self._seen[-MOST_POINTS:])
         mean = float(np.median(seen))
-        likeliest, found = -math.inf, None
+        likeliest, scales = -math.inf, (AMPLITUDES[0], SECOND_ORDER[0])
         for amplitude, share in itertools.product(AMPLITUDES, SECOND_ORDER):
-            kernel = self._kernel(at, at, amplitude, share) + REPEAT**2 * np.eye(len(at))
-            inverse: Floats = np.asarray(np.linalg.inv(kernel), dtype=np.float64)
-            weights = inverse @ (seen - mean)
-            likely = -0.5 * float((seen - mean) @ weights) - 0.5 * float(np.linalg.slogdet(kernel)[1])
+            # a Cholesky factor gives the likelihood in a third of the time of an inverse, which only the likeliest needs
+            factor = np.linalg.cholesky(self._covariance(at, amplitude, share))
+            likely = -0.5 * float(np.sum(np.linalg.solve(factor, seen - mean) ** 2)) - float(
+                np.log(factor.diagonal()).sum()
+            )
             # before much is seen: what training's knobs usually do
             likely -= 0.5 * math.log(amplitude / 0.4) ** 2 + 0.5 * math.log(share / 0.2) ** 2
             if likely > likeliest:
-                likeliest, found = likely, (amplitude, share, inverse, weights, mean)
-        assert found is not None
-        self._fitted = found
-        return found
+                likeliest, scales = likely, (amplitude, share)
+        inverse: Floats = np.asarray(np.linalg.inv(self._covariance(at, *scales)), dtype=np.float64)
+        self._fitted = (*scales, inverse, inverse @ (seen - mean), mean)
+        return self._fitted
+
+    def _covariance(self, at: Places, amplitude: float, share: float) -> Floats:
+        """Of what was seen at these places, with the noise of a measurement."""
+        return self._kernel(at, at, amplitude, share) + REPEAT**2 * np.eye(len(at))
 
     def _kernel(self, a: Places, b: Places, amplitude: float, share: float) -> Floats:
         """(len(a), len(b)) covariances: alike candidates differ little, and each knob has an effect of its own."""

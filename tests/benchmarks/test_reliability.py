@@ -1,0 +1,41 @@
+"""The reliability scripts: slopes, the generated study, and who is killed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from reliability.growth import slope
+from reliability.kills import RANK, SERVER, TUNER, VICTIMS
+from reliability.large_study import write_study, write_table
+
+from autotune.search.study import StudyStore
+from tests.cli_call import call
+
+
+def test_a_slope_lies_in_its_interval_and_no_growth_gives_none() -> None:
+    chosen, x = random.Random(0), [float(at) for at in range(500)]
+    growing, sure = slope(x, [2.0 * at + chosen.gauss(0, 30) for at in x])
+    assert abs(growing - 2.0) < 2 * sure < 0.2
+    flat, sure = slope(x, [7.0 + chosen.gauss(0, 30) for _ in x])
+    assert abs(flat) < 2 * sure
+
+
+def test_every_combination_of_victims_is_killed() -> None:
+    assert len(VICTIMS) == 7
+    assert {frozenset(some) for some in VICTIMS} >= {frozenset({TUNER}), frozenset({SERVER, RANK})}
+
+
+@pytest.mark.slow
+def test_the_generated_study_resumes_from_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_study(write_table(tmp_path, 40), tmp_path, 12)
+    monkeypatch.chdir(tmp_path)
+    assert len(StudyStore.load("large").records()) == 12
+    again = ["--executor", "replay:large.csv.gz", "--study", "large", "--yes", "--max-trials", "1", "--budget", "10m"]
+    code, out, err = call(monkeypatch, capsys, "run", *again)
+    assert (code, err) == (0, "")
+    assert "12 trials in" in out
+    assert len(StudyStore.load("large").records()) > 12
