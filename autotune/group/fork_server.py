@@ -27,8 +27,9 @@ from autotune.group.ops import load_ops
 from autotune.group.protocol import Channel, Message
 from autotune.linux import adopt_orphans, die_with_parent
 
-# ZeRO imports the second at stages 1 to 3, and that imports torch's compiler: 1.5 to 3 seconds of each rank. Neither import
-# calls cuInit or starts a thread (tests/group/test_cuda_sleeps.py), so ranks of GPUs are forked after it, too.
+# ZeRO imports the second at stages 1 to 3, and that imports torch's compiler: 0.6 s of each rank on CPUs
+# (benchmarks/preload.py). Neither import calls cuInit or starts a thread (tests/group/test_cuda_sleeps.py), so ranks of GPUs are
+# forked after it, too.
 PRELOADED = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
 _FORK_TEST_SECONDS = 120  # without persistence mode each of eight GPUs takes seconds to wake
 _PROCESSOR_SECONDS = 60.0  # beyond that DeepSpeed asks itself
