@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Container
 from typing import Any
@@ -83,8 +84,8 @@ def _read(session: Session, wanted: list[ColumnElement[bool]]) -> list[FrozenTri
                 datetime_complete=one.datetime_complete,
                 params={name: kinds[name].to_external_repr(stored) for name, stored, _ in params[at]},
                 distributions=kinds,
-                user_attrs={key: json.loads(text) for key, text in user[at]},
-                system_attrs={key: json.loads(text) for key, text in system[at]},
+                user_attrs={sys.intern(key): json.loads(text) for key, text in user[at]},
+                system_attrs={sys.intern(key): json.loads(text) for key, text in system[at]},
                 intermediate_values={
                     number: step.stored_repr_to_intermediate_value(stored, kind) for number, stored, kind in steps[at]
                 },

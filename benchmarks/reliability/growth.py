@@ -108,7 +108,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="growth-") as name:
         folder = Path(name)
         if arguments.replayed:
-            write_table(folder, max(arguments.replayed + 50, 200))
+            write_table(folder, max(4 * arguments.replayed, 200))  # dominance rules two of three out
             words = [
                 "--executor",
                 f"replay:{NAME}.csv.gz",
