@@ -55,7 +55,7 @@ def transformers_config(model: ModelSpec) -> Any:
 def task_model(config: Any, job: Job) -> Any:
     """Build the job's model for its task and in its precision.
 
-    The caller decides with `no_init_weights` if weights are initialized.
+    The caller decides with `no_init_weights` whether weights are initialized.
 
     Raises:
         ValueError: transformers has no head of that kind for the configuration.

@@ -1,7 +1,7 @@
-"""Heartbeat of a rank: a thread reports if the main thread makes progress.
+"""Heartbeat of a rank: a thread reports whether the main thread makes progress.
 
 Building, saving, evaluating, tokenizing and compiling send no message for minutes. Once a second the thread samples the
-main thread's stack, and sends the parent if it has changed. The stack of a rank that hangs does not change.
+main thread's stack, and reports to the parent whether it has changed. The stack of a rank that hangs does not change.
 """
 
 from __future__ import annotations
