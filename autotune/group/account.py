@@ -1,4 +1,4 @@
-"""What memory looked like when a rank failed: what an allocator's text says of it, and what the rank has counted."""
+"""Memory snapshot at a rank's failure, from the allocator's error text and the rank's own figures."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from autotune.units import GIB, KIB, MIB, format_bytes
 
-_FULL = 0.02  # of a device free: handles and communicators of libraries (tens to hundreds of MiB) may not fit any more
-_ROOMY = 0.10  # of a device free: no handle fails for want of it
+_FULL = 0.02  # share of a device free below which handles and communicators (tens to hundreds of MiB) may not fit
+_ROOMY = 0.10  # share of a device free above which no handle fails for lack of memory
 _MUCH_PINNED_BYTES = GIB  # an offloaded optimizer pins tens of GiB, a loader's batches some MiB
 
 _UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -19,9 +19,9 @@ _SIZE = r"(?<![\d.])([\d.]{1,24})\s*(bytes|[KMGT]iB|[KMG]B)"
 #   since 2.1  "Tried to allocate A. GPU 0 has a total capacity of B of which C is free. Process 7 has D memory in use.
 #              Including non-PyTorch memory, this process has E memory in use. F allowed; Of the allocated memory G is
 #              allocated by PyTorch, with H allocated in private pools, and I is reserved by PyTorch but unallocated."
-#              (2.1 writes "capacty"; F only under a cap; G has H in it; what it reserves in all is G + I)
+#              (2.1 writes "capacty"; F appears only under a cap; G includes H; the total reserved is G + I)
 #   until 2.0  "Tried to allocate A (GPU 0; B total capacity; G already allocated; C free; F allowed; R reserved in total"
-# The cudaMallocAsync backend ("CUDAMallocAsyncAllocator.cpp") and MPS have forms of their own.
+# The cudaMallocAsync backend ("CUDAMallocAsyncAllocator.cpp") and MPS have other forms.
 _ASKED = (
     re.compile(r"(?:[Tt]ried|[Tt]rying) to allocate ([\d.]+)\s*(bytes|[KMGT]iB|[KMG]B)?"),
     re.compile(r"Unable to allocate " + _SIZE),  # numpy
@@ -44,21 +44,21 @@ _RESERVED = re.compile(rf"{_SIZE} reserved in total")
 
 @dataclass(frozen=True)
 class Account:
-    """Bytes at the failure; None where nothing is known of them."""
+    """Memory figures at the failure in bytes; None if unknown."""
 
-    asked: int | None = None  # what the allocation that failed was to have
-    free: int | None = None  # of the device, for every process on it
-    total: int | None = None  # of the device
-    reserved: int | None = None  # by this process's allocator, with cached blocks; of a CPU rank what its cap counts
+    asked: int | None = None  # size of the failed allocation
+    free: int | None = None  # free on the device for all processes
+    total: int | None = None  # capacity of the device
+    reserved: int | None = None  # by this process's allocator, cache included; CPU rank: counted by its cap
     reserved_peak: int | None = None
-    own: int | None = None  # of this process, with what is outside the allocator
+    own: int | None = None  # held by this process, including memory outside the allocator
     allowed: int | None = None  # the allocator's limit under a cap
     pinned: int | None = None  # main memory that this process has page-locked through torch
     host_available: int | None = None
 
     @classmethod
     def of(cls, text: str, numbers: dict[str, Any] | None = None) -> Account:
-        """From an error's text and from what the rank has counted (`rank.numbers`); the text is nearer to the failure."""
+        """Build from an error's text and the rank's figures (`rank.numbers`). The text is closer to the failure and wins."""
         counted = {key: value for key, value in (numbers or {}).items() if isinstance(value, int) and value >= 0}
         allocated, unallocated = _find(_ALLOCATED, text), _find(_UNALLOCATED, text)
         reserved = _find(_RESERVED, text)
@@ -77,14 +77,17 @@ class Account:
 
     @property
     def under_cap(self) -> int | None:
-        """What the cap still allowed."""
+        """Bytes that the cap still allowed."""
         if self.allowed is None or self.reserved is None:
             return None
         return max(0, self.allowed - self.reserved)
 
     @property
     def missing(self) -> int | None:
-        """By how much the allocation failed; 1 where there was room in pieces too small. None: it names no size."""
+        """Bytes by which the allocation failed.
+
+        The value is 1 if enough memory was free in pieces too small, and None if the text names no size.
+        """
         if self.asked is None:
             return None
         room = [size for size in (self.free, self.under_cap) if size is not None]
@@ -92,12 +95,12 @@ class Account:
 
     @property
     def is_full(self) -> bool:
-        """Whether the device has as good as nothing left."""
+        """True if the device has almost nothing free."""
         return self.free is not None and bool(self.total) and self.free < _FULL * (self.total or 0)
 
     @property
     def is_roomy(self) -> bool:
-        """Whether the device has so much left that nothing small can have failed for want of it."""
+        """True if the device has so much free that no small allocation can have failed."""
         return self.free is not None and bool(self.total) and self.free > _ROOMY * (self.total or 0)
 
     @property
@@ -106,12 +109,12 @@ class Account:
 
     @property
     def held_by_others(self) -> int | None:
-        """Bytes of the device that other processes hold, where that is more than half of it and no cap of ours was in the
-        way. None otherwise: a desktop or a neighbour's small share is the machine's usual state.
+        """Bytes of the device that other processes hold, if more than half of it and no cap was the limit.
 
-        Whose a listed process is cannot be told: in a container this process is listed under a number that it does not
-        know. So it is what is used, less what is ours. Where torch cannot read its own it prints 0 bytes (vLLM's workers)
-        or 2^64 (WSL); the allocator's total is then the better figure.
+        The value is None otherwise, because a desktop or a small process of another user is the usual state of a
+        machine. NVML cannot name the owner of a process reliably: in a container this process has another pid. The
+        figure is therefore the used memory minus this process's own. If torch cannot read its own memory, it prints 0
+        bytes (vLLM's workers) or 2^64 (WSL). In that case the allocator's total is used.
         """
         if not self.total or self.free is None or self.reserved is None:
             return None
@@ -122,7 +125,7 @@ class Account:
         return others if others > self.total / 2 else None
 
     def __str__(self) -> str:
-        """`0.2 of 23.7 GiB of the device free, ...`; empty where nothing was counted."""
+        """Return a text like `0.2 of 23.7 GiB of the device free, ...`; empty without figures."""
         parts = []
         if self.free is not None and self.total is not None:
             parts.append(f"{format_bytes(self.free)} of the device's {format_bytes(self.total)} free")
@@ -143,6 +146,6 @@ def _find(pattern: re.Pattern[str], text: str) -> int | None:
         return None
     number, unit = [*(group for group in match.groups() if group), "bytes"][:2]
     try:
-        return int(float(number.rstrip(".")) * _UNITS[unit])  # a sentence may end at the number
-    except (ValueError, OverflowError):  # "1.2.3"
+        return int(float(number.rstrip(".")) * _UNITS[unit])  # the number may end a sentence
+    except (ValueError, OverflowError):  # text like "1.2.3"
         return None

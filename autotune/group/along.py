@@ -1,5 +1,6 @@
-"""A process that builds takes all along that it has started when it has to end: compilers have no other end than that of their
-work. It runs where ranks do, so that it asks `autotune.linux`.
+"""Kill all descendants (compilers) when a build process is terminated.
+
+Compilers would otherwise run to their end. The module runs in ranks too, so it uses `autotune.linux`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from contextlib import contextmanager, suppress
 
 from autotune.linux import adopt_orphans, descendants, die_with_parent, runs
 
-BUILD_GRACE_SECONDS = 0.2  # between SIGTERM, upon which a compiler removes its temporary files, and SIGKILL
+BUILD_GRACE_SECONDS = 0.2  # seconds between SIGTERM, at which a compiler removes its temporary files, and SIGKILL
 _LOOK_SECONDS = 0.02
 
 
 @contextmanager
 def taking_all_along() -> Iterator[None]:
-    """When the parent dies meanwhile, or SIGTERM comes, this process leaves with every process that it has started."""
-    adopt_orphans()  # what a dead child leaves is then found, too
+    """Terminate this process with all its descendants at SIGTERM, or when the parent dies."""
+    adopt_orphans()  # descendants of a dead child are found too
     before = signal.signal(signal.SIGTERM, _leave_with_all)
     die_with_parent(os.getppid(), signal.SIGTERM)
     try:

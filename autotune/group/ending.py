@@ -1,4 +1,4 @@
-"""Nothing is left: a group of ranks is ended with all that it has started, and what its parent's death leaves behind, too."""
+"""End a group of ranks with all descendants, including those that survive their parent's death."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ import psutil
 from autotune.group.along import BUILD_GRACE_SECONDS
 from autotune.linux import descendants
 
-KILL_GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
-KILL_SECONDS = 10.0  # for a process group after SIGKILL
-REAP_SECONDS = 5.0  # for a killed process to be gone
-EXEC_SECONDS, _YOUNG_SECONDS = 0.5, 30.0  # how long `exec` may take on a busy machine, of a process that is so young
+KILL_GRACE_SECONDS = 2.0  # seconds between SIGTERM and SIGKILL
+KILL_SECONDS = 10.0  # seconds that a process group may take to end after SIGKILL
+REAP_SECONDS = 5.0  # seconds until a killed process is reaped
+EXEC_SECONDS, _YOUNG_SECONDS = 0.5, 30.0  # longest `exec` on a busy machine; age up to which it may run
 
 
 def end_ranks(
     pids: list[int], status: Callable[[int], int | None], strays: Callable[[], list[psutil.Process]]
 ) -> list[psutil.Process]:
-    """Ends the ranks and all they have started; returns when nothing of it is left, or with what the kernel does not let go:
-    a process that frees a hundred GiB of pinned memory, or sits in a dead driver, is in no hurry after SIGKILL.
+    """End the ranks and all their descendants.
+
+    The kernel may keep a process after SIGKILL, while it frees a hundred GiB of pinned memory or waits in a dead
+    driver.
 
     Args:
-        status: of a rank; reaps it.
-        strays: what dead ranks have left running.
+        status: returns the exit code of a rank, and reaps it.
+        strays: returns the processes that dead ranks left running.
+
+    Returns:
+        The processes that the kernel has not released; empty if nothing is left.
     """
-    # of those that live: the number of one that was waited for may be somebody else's by now
+    # Only living ranks are listed, because the pid of a reaped one may be reused.
     ranks = processes(pid for pid in pids if status(pid) is None)
     started = below(*(rank.pid for rank in ranks))
     _kill_groups(pids, status)
@@ -38,7 +43,7 @@ def end_ranks(
         with suppress(psutil.Error):
             process.terminate()
     psutil.wait_procs([process for process in started if process.is_running()], timeout=KILL_GRACE_SECONDS)
-    for process in (*ranks, *started):  # what left its process group, ranks among them
+    for process in (*ranks, *started):  # includes processes and ranks that left their process group
         with suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE:
                 process.kill()
@@ -57,7 +62,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def processes(pids: Iterable[int]) -> list[psutil.Process]:
-    """Those that are there."""
+    """Return the existing processes among these pids."""
     found = []
     for pid in pids:
         with suppress(psutil.Error):
@@ -66,12 +71,12 @@ def processes(pids: Iterable[int]) -> list[psutil.Process]:
 
 
 def below(*pids: int) -> list[psutil.Process]:
-    """Everything that descends from these processes; /proc is read once, however many they are."""
+    """Return all descendants of these processes with a single scan of /proc."""
     return processes(descendants(*pids))
 
 
 def _kill_groups(pids: list[int], status: Callable[[int], int | None]) -> None:
-    """SIGTERM to every rank's process group, SIGKILL after the grace."""
+    """Send SIGTERM to every rank's process group, and SIGKILL after the grace period."""
     for number, patience in ((signal.SIGTERM, KILL_GRACE_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
         for pid in pids:
             with suppress(ProcessLookupError, PermissionError):
@@ -79,7 +84,7 @@ def _kill_groups(pids: list[int], status: Callable[[int], int | None]) -> None:
         until = time.monotonic() + patience
         while time.monotonic() < until:
             for pid in pids:
-                if status(pid) is not None:  # which reaps what a cold start left
+                if status(pid) is not None:  # reaps the process of a cold start
                     _reap_group(pid)
             if not any(_group_lives(pid) for pid in pids):
                 return
@@ -87,8 +92,10 @@ def _kill_groups(pids: list[int], status: Callable[[int], int | None]) -> None:
 
 
 def _reap_group(pid: int) -> None:
-    """Reaps what an ended rank has left in its process group to this process: PID 1 of a container adopts orphans, and
-    zombies would keep the group alive."""
+    """Reap the remaining processes in an ended rank's process group.
+
+    PID 1 of a container adopts orphans, and zombies would keep the group alive.
+    """
     with suppress(ChildProcessError):
         while os.waitpid(-pid, os.WNOHANG)[0]:
             pass
@@ -105,8 +112,10 @@ def _group_lives(pid: int) -> bool:
 
 
 def end_marked(variable: str, value: str) -> None:
-    """Ends every process that was started with `variable` at this value in its environment, and what it starts meanwhile:
-    SIGTERM, upon which a compiler removes its temporary files, then SIGKILL."""
+    """End every process started with `variable` at this value in its environment, and its new children.
+
+    SIGTERM comes first, at which a compiler removes its temporary files, then SIGKILL.
+    """
     found = marked(variable, value)
     for process in found:
         with suppress(psutil.Error):
@@ -118,8 +127,10 @@ def end_marked(variable: str, value: str) -> None:
 
 
 def marked(variable: str, value: str) -> list[psutil.Process]:
-    """Processes of this user that were started with `variable` at this value in their environment. Those in the middle of
-    `exec` have none yet: they are asked again, half a second in all."""
+    """Return this user's processes that were started with `variable` at this value in their environment.
+
+    Processes during `exec` have no environment yet, so they are polled for up to half a second.
+    """
     found: list[psutil.Process] = []
     asked, until = list(psutil.process_iter()), time.monotonic() + EXEC_SECONDS
     while True:
@@ -138,6 +149,8 @@ def marked(variable: str, value: str) -> list[psutil.Process]:
 
 
 def _is_starting(process: psutil.Process) -> bool:
-    """Whether it may be in the middle of `exec`. Threads of the kernel never are, of which a busy machine makes many: they have
-    no environment either, and no executable."""
+    """Return True if the process may be in the middle of `exec`.
+
+    Kernel threads, of which a busy machine creates many, never are. They have no environment and no executable.
+    """
     return time.time() - process.create_time() < _YOUNG_SECONDS and bool(process.exe())

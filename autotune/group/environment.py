@@ -1,7 +1,7 @@
-"""What a process of ours needs in its environment before its first instruction.
+"""Environment variables that a process needs before its first instruction.
 
-A training has the user's own environment and the little without which it would not be the one that was tuned. A trial is
-quiet besides. Nothing here sets an allocator's variables: a trial must be as fast, and as large, as training will be.
+A training has the user's environment and the few additions that make it equal to the measured run. A trial is also
+quiet. No allocator variables are set, because a trial must be as fast and as large as training.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
 
 
 def training_environment(device: str, threads: int) -> dict[str, str]:
-    """The environment of a rank that trains, or of a process that builds what ranks load.
+    """Return the environment of a rank that trains, or of a process that builds for ranks.
 
     Args:
         device: `cuda` or `cpu`.
-        threads: that it computes with on the CPU.
+        threads: number of CPU threads for computing.
     """
     beside = os.path.dirname(current().path)
     env = {
         **current().environment(),
-        # torch looks for ninja in PATH; pip put it beside this Python, which need not be an activated environment.
-        # Always the same one: another version's log would make it build every op again.
+        # torch looks for ninja in PATH. pip installs it next to this Python, whose environment may not be activated.
+        # The same ninja must always be found, because another version's log would make it rebuild every op.
         "PATH": os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]),
         "DS_ACCELERATOR": device,
-        ORDER: os.environ.get(ORDER, BY_BUS),  # as NVML counts: gauge and capacity are then the rank's own GPU's
-        # before any OpenMP library is loaded: a second one beside torch's hears of it in no other way
+        ORDER: os.environ.get(ORDER, BY_BUS),  # NVML's order, so that monitor and capacity match the rank's GPU
+        # set before any OpenMP library loads: the only way to reach a second one next to torch's
         THREADS: str(threads),
     }
     return env | {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else env
 
 
 def trial_environment(device: str, threads: int) -> dict[str, str]:
-    """The environment of a rank that is measured: a training's, but quiet, and safe to fork."""
+    """Return the environment of a rank that is measured: a training's, but quiet and safe to fork."""
     return {
         **training_environment(device, threads),
         **_architectures(device),
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() must not wake the driver
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() must not initialize the driver
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "TRANSFORMERS_VERBOSITY": "error",
@@ -54,24 +54,28 @@ def trial_environment(device: str, threads: int) -> dict[str, str]:
 
 
 def _architectures(device: str) -> dict[str, str]:
-    """For which GPUs DeepSpeed builds its ops. Where nothing is said its builders ask CUDA, which wakes the driver in the fork
-    server; they are told what they would find (`OpBuilder.compute_capability_args`)."""
+    """Return the GPU architectures for which DeepSpeed builds its ops.
+
+    Without the variable, DeepSpeed's builders query CUDA, which initializes the driver in the fork server. The value
+    equals the result of that query (`OpBuilder.compute_capability_args`).
+    """
     if device == "cpu" or ARCHITECTURES in os.environ:
         return {}
     found = compute_capabilities()
-    return {ARCHITECTURES: ";".join(found) + "+PTX"} if found else {}  # as both DeepSpeed and torch add it to the last
+    return {ARCHITECTURES: ";".join(found) + "+PTX"} if found else {}  # as DeepSpeed and torch do
 
 
 def variables_of(candidate: Candidate, threads: int, own: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-    """What stands before the command that trains with a candidate: the variables that its ranks were measured under and
-    that no launcher sets by itself.
+    """Return the variables to set before the command that trains with a candidate.
+
+    These are the variables of the measured ranks that no launcher sets itself.
 
     Args:
-        own: the user's own that it was measured under; this process's need not be the same any more.
+        own: the user's own variables during the measurement, which may differ from this process's.
     """
     return {**own, THREADS: str(threads), **candidate.environment(own)}
 
 
 def assignments(variables: Mapping[str, str]) -> str:
-    """`NAME=value NAME=value`, as a shell takes them before a command."""
+    """Return `NAME=value NAME=value`, as a shell accepts before a command."""
     return " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())

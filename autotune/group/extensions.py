@@ -1,8 +1,8 @@
-"""Where this environment's DeepSpeed ops are built and kept. Standard library only: ranks and their parent both ask.
+"""Folder in which this environment's DeepSpeed ops are built. Standard library only, for ranks and their parent.
 
-torch keeps what it builds at run time in one folder a user and Python, and builds an op anew whenever a path or a version
-differs from the last time. Two environments used in turn would build every op again at every start. So each environment has
-a folder of its own beside torch's; a `TORCH_EXTENSIONS_DIR` that the user has set is honoured as it is.
+torch keeps run-time builds in one folder per user and Python, and rebuilds an op if a path or version has changed. Two
+environments in alternation would rebuild every op at every start. Each environment therefore has a folder next to
+torch's. A `TORCH_EXTENSIONS_DIR` set by the user is respected.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-FOLDER = "TORCH_EXTENSIONS_DIR"  # torch's own variable
+FOLDER = "TORCH_EXTENSIONS_DIR"  # torch's variable
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def use_own_folder() -> Path:
-    """The folder of this process's extensions, which torch finds from now on: the environment's own unless one is set."""
+    """Set and return this process's extension folder for torch: the environment's own unless one is set."""
     if FOLDER not in os.environ:
         folder = own_folder(os.environ.get("DS_ACCELERATOR", ""))
-        with suppress(OSError):  # a home that cannot be written: torch complains of it when it builds
+        with suppress(OSError):  # if the home is not writable, torch reports it at the build
             folder.mkdir(parents=True, exist_ok=True)
             os.environ[FOLDER] = str(folder)
             _adopt_all(folder)
@@ -40,10 +40,10 @@ def use_own_folder() -> Path:
 
 
 def own_folder(device: str) -> Path:
-    """This environment's folder, made or not.
+    """Return this environment's folder, which may not exist.
 
     Args:
-        device: `cuda` or `cpu`: DeepSpeed builds some ops otherwise where no GPU is to be used.
+        device: `cuda` or `cpu`. DeepSpeed builds some ops differently if no GPU is used.
     """
     versions = f"torch{_version('torch')}-deepspeed{_version('deepspeed')}"
     name = f"autotune-py{_python()}-{versions}{device and '-'}{device}"
@@ -52,24 +52,23 @@ def own_folder(device: str) -> Path:
 
 
 def is_built(builder: str, folder: Path) -> bool:
-    """Whether the op of this builder (`CPUAdamBuilder`) was built in the folder, as far as can be told without torch."""
+    """Return True if this builder's op (`CPUAdamBuilder`) seems built in the folder, as far as detectable without torch."""
     op = _record(folder / f"{builder}.json").get("op")
     return bool(op) and is_whole(folder / str(op) / f"{op}.so")
 
 
 def is_whole(library: Path) -> bool:
-    """Whether a library is there, and not just what a power cut has left of it."""
+    """Return True if a library exists and was not truncated by a power cut."""
     with suppress(OSError):
         return not _is_torn(library)
     return False
 
 
 def drop_torn(place: Path, still_seconds: float = 0.0) -> None:
-    """Removes what a power cut has left of compiled files in an op's folder: ninja goes by their times, and would take them for
-    made.
+    """Remove compiled files that a power cut truncated, because ninja checks only times and would keep them.
 
     Args:
-        still_seconds: how long nobody may have written a file, where others may be building.
+        still_seconds: minimum age of a file's last write, if other processes may be building.
     """
     for pattern in ("*.o", "*.so"):
         for path in place.glob(pattern):
@@ -79,10 +78,10 @@ def drop_torn(place: Path, still_seconds: float = 0.0) -> None:
 
 
 def _is_torn(path: Path) -> bool:
-    """Whether nothing but zeros, or less than the header of an ELF file says (64 bit: `man 5 elf`), has reached the disk.
+    """Return True if only zeros, or fewer bytes than an ELF header declares (64 bit: `man 5 elf`), reached the disk.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         header = file.read(64)
@@ -90,14 +89,14 @@ def _is_torn(path: Path) -> bool:
     if len(header) < 64 or not any(header):
         return True
     if not header.startswith(b"\x7fELF"):
-        return False  # a compiler's own form
+        return False  # a compiler's own format
     (sections,) = struct.unpack_from("=Q", header, 0x28)
     each, count = struct.unpack_from("=HH", header, 0x3A)
     return bool(size < sections + each * count)
 
 
 def last_seconds(builder: str, folder: Path) -> float | None:
-    """How long building took the last time, here or in another environment; None where it never was."""
+    """Return the duration of the last build, here or in another environment, or None without one."""
     others = list(_torch_root().glob(f"*/{builder}.json"))
     with suppress(OSError):
         others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
@@ -108,7 +107,7 @@ def last_seconds(builder: str, folder: Path) -> float | None:
 
 
 def note_built(builder: str, op: str, seconds: float | None, folder: Path) -> None:
-    """Notes that an op is built here, and how long it took; None where that is not known: what was known stays.
+    """Record that an op is built here, and its duration; None keeps the recorded duration.
 
     Raises:
         OSError: the folder cannot be written.
@@ -131,11 +130,11 @@ def _record(path: Path) -> dict[str, Any]:
     return {}
 
 
-# -- what makes an environment another -----------------------------------------------------------------------------------
+# -- identity of an environment ------------------------------------------------------------------------------------------
 
 
 def _torch_root() -> Path:
-    """As torch's `get_default_build_root` has it."""
+    """Return torch's root folder, like its `get_default_build_root`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch_extensions"
 
 
@@ -151,8 +150,10 @@ def _version(package: str) -> str:
 
 
 def _made_with() -> list[str]:
-    """What stands in a build besides the versions: paths, CUDA, compilers, and the processors it is made for
-    (`-march=native`; a home may be shared by machines)."""
+    """Return the inputs of a build besides versions: paths, CUDA, compilers and processors.
+
+    Builds use `-march=native`, and machines may share a home.
+    """
     torch = _package_folder("torch")
     cuda = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or shutil.which("nvcc") or ""
     said = ""
@@ -177,7 +178,7 @@ def _cxx() -> str:
 
 
 def _chips() -> list[str]:
-    """The instructions of this machine's processors, and the models of its GPUs."""
+    """Return the instruction sets of this machine's processors, and the models of its GPUs."""
     found = [platform.machine()]
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -194,12 +195,14 @@ def _package_folder(name: str) -> Path | None:
     return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
 
 
-# -- what torch has built for this very environment before ---------------------------------------------------------------
+# -- earlier builds of torch for this environment ------------------------------------------------------------------------
 
 
 def _adopt_all(folder: Path) -> None:
-    """Copies what torch's default folder has of this very environment: ninja, which keeps times and commands beside what it
-    has made, then finds nothing to do, or does the rest."""
+    """Copy builds of this environment from torch's default folder.
+
+    ninja keeps times and commands next to its outputs, so it finds nothing to do or only the rest.
+    """
     torch = _package_folder("torch")
     if torch is None:
         return
@@ -214,30 +217,30 @@ def _adopt(source: Path, ours: Path, torch: Path) -> None:
     before = _state(source)
     if before is None or f"-isystem {torch}/include " not in (source / "build.ninja").read_text(encoding="utf-8"):
         return
-    # ninja goes by times and paths: a package replaced in place by files with older times would not be noticed
+    # ninja compares times and paths, so it would miss a package replaced in place by files with older times.
     installed = max(_installed_ns(package) for package in ("torch", "deepspeed"))
     if (source / f"{source.name}.so").stat().st_mtime_ns <= installed:
         return
     copy = Path(tempfile.mkdtemp(dir=ours.parent, prefix=f".{ours.name}."))
     try:
         shutil.copytree(source, copy, dirs_exist_ok=True)
-        if _state(source) == before:  # nobody has begun to build there meanwhile
+        if _state(source) == before:  # no build has started there since
             os.rename(copy, ours)
     finally:
         shutil.rmtree(copy, ignore_errors=True)
 
 
 def _state(source: Path) -> list[tuple[str, int]] | None:
-    """Names and times of a folder's files; None where a build holds it."""
+    """Return names and times of a folder's files, or None if a build holds it."""
     if (source / "lock").exists():
         return None
     return sorted((path.name, path.stat().st_mtime_ns) for path in source.iterdir())
 
 
 def _installed_ns(package: str) -> int:
-    """When the package was put where it is."""
+    """Return the time at which the package was installed."""
     folder = _package_folder(package)
     if folder is None:
-        return sys.maxsize  # nothing is adopted
+        return sys.maxsize  # prevents any adoption
     status = (folder / "__init__.py").stat()
     return max(status.st_mtime_ns, status.st_ctime_ns)

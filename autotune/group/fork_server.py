@@ -1,7 +1,7 @@
-"""The fork server: imports torch, deepspeed and transformers once, then forks one child a rank (10 ms against seconds).
+"""Fork server: import torch, deepspeed and transformers once, then fork one child per rank (10 ms instead of seconds).
 
-It touches no device, opens no process group and runs no torch operation: OpenMP's threads and a woken CUDA driver
-do not survive a fork. Run as `python -m autotune.group.fork_server FD`.
+The server touches no device, opens no process group and runs no torch operation. OpenMP's threads and an initialized
+CUDA driver would not survive a fork. Run as `python -m autotune.group.fork_server FD`.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from autotune.linux import adopt_orphans, die_with_parent
 # (benchmarks/preload.py). Neither import calls cuInit or starts a thread (tests/group/test_cuda_sleeps.py), so ranks of GPUs are
 # forked after it, too.
 PRELOADED = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
-_FORK_TEST_SECONDS = 120  # without persistence mode each of eight GPUs takes seconds to wake
-_PROCESSOR_SECONDS = 60.0  # beyond that DeepSpeed asks itself
-_CUDA_ERROR_NOT_INITIALIZED = 3  # CUresult: what a fork of a process that has used CUDA is told
+_FORK_TEST_SECONDS = 120  # seconds; without persistence mode each of eight GPUs takes seconds to initialize
+_PROCESSOR_SECONDS = 60.0  # after this time DeepSpeed queries the processor itself
+_CUDA_ERROR_NOT_INITIALIZED = 3  # CUresult in a fork of a process that has used CUDA
 
 
 def preload(model_type: str | None, modules: list[str]) -> dict[str, Any]:
-    """Imports what every rank needs."""
+    """Import the modules that every rank needs."""
     began = time.monotonic()
-    gc.disable()  # the collector would look again and again at what stays: a fifth of the time
+    gc.disable()  # the collector would repeatedly scan permanent objects, a fifth of the time
     processor = threading.Thread(target=_know_the_processor)
     processor.start()
     import deepspeed  # noqa: F401
 
-    with suppress(Exception):  # a script may do without it, and one that does not sees the error itself
+    with suppress(Exception):  # a script may not need it, and otherwise sees the error itself
         from transformers import AutoModelForCausalLM  # noqa: F401
     if model_type:
         with suppress(Exception):
@@ -55,14 +55,16 @@ def preload(model_type: str | None, modules: list[str]) -> dict[str, Any]:
         with suppress(Exception):
             importlib.import_module(name)
     processor.join(_PROCESSOR_SECONDS)
-    gc.freeze()  # nor need the children's, which would copy the shared pages
+    gc.freeze()  # children need not scan them either, which would copy the shared pages
     gc.enable()
     return {"import_seconds": time.monotonic() - began}
 
 
 def _know_the_processor() -> None:
-    """DeepSpeed asks py-cpuinfo what processor this is for each op that it loads and each CPUAdam that it makes, which starts an
-    interpreter each time. Once, beside the imports, is enough for this process and all that are forked from it."""
+    """Cache py-cpuinfo's result for this process and all its forks, during the imports.
+
+    DeepSpeed queries py-cpuinfo for each op it loads and each CPUAdam it makes. Each query starts an interpreter.
+    """
     with suppress(Exception):
         import cpuinfo
 
@@ -71,11 +73,13 @@ def _know_the_processor() -> None:
 
 
 def serve_ops(channel: Channel, names: list[str]) -> None:
-    """Loads DeepSpeed's JIT ops, building those that this environment has not yet, and tells how it goes. Should the tuner
-    die meanwhile, the compilers die with this process."""
+    """Load DeepSpeed's JIT ops, build the missing ones, and report progress.
+
+    If the tuner dies during a build, the compilers die with this process.
+    """
     with taking_all_along():
         failed = load_ops(names, lambda **said: channel.send("op", **said))
-    die_with_parent(os.getppid())  # and no longer by SIGTERM
+    die_with_parent(os.getppid())  # no longer by SIGTERM
     _settle()
     fork_safe = os.environ.get("DS_ACCELERATOR") == "cpu" or cuda_survives_fork()
     channel.send("ops", failed=failed, folder=os.environ.get(FOLDER, ""), fork_safe=fork_safe)
@@ -83,12 +87,14 @@ def serve_ops(channel: Channel, names: list[str]) -> None:
 
 def _settle() -> None:
     gc.collect()
-    gc.freeze()  # the children's collector leaves the shared pages alone
+    gc.freeze()  # keeps the children's collector from touching the shared pages
 
 
 def cuda_survives_fork() -> bool:
-    """Whether a child of this process can use CUDA: a forked child tries. What woke the driver need not have been torch,
-    so no flag of torch's in this process would tell."""
+    """Return True if a child of this process can use CUDA, tested in a forked child.
+
+    torch's flags in this process are not sufficient, because other libraries may have initialized the driver.
+    """
     import torch
 
     if torch.cuda.is_initialized():
@@ -105,7 +111,7 @@ def cuda_survives_fork() -> bool:
 
 
 def _driver_answers() -> bool:
-    """Whether the CUDA driver can be initialised, or is not there at all."""
+    """Return True if the CUDA driver can be initialized or is not installed."""
     try:
         return bool(ctypes.CDLL("libcuda.so.1").cuInit(0) != _CUDA_ERROR_NOT_INITIALIZED)
     except OSError:
@@ -113,7 +119,7 @@ def _driver_answers() -> bool:
 
 
 def serve(sock: socket.socket) -> None:
-    """Forks a rank for every `launch` message until the tuner closes the socket."""
+    """Fork a rank for every `launch` message until the tuner closes the socket."""
     channel = Channel(sock)
     hello = channel.receive()
     if hello is None:
@@ -132,7 +138,7 @@ def serve(sock: socket.socket) -> None:
         with suppress(BlockingIOError):
             os.read(wake_read, 4096)
         for pid, status in _ended():
-            if pid in children:  # and not an orphan
+            if pid in children:  # excludes orphans
                 children.discard(pid)
                 channel.send("exited", pid=pid, status=os.waitstatus_to_exitcode(status))
         for message in channel.drain():
@@ -141,7 +147,7 @@ def serve(sock: socket.socket) -> None:
             elif message["type"] == "launch":
                 try:
                     pid = _fork(message, [sock.fileno(), wake_read, wake_write])
-                except OSError as error:  # no memory or no process is left: the server lives on
+                except OSError as error:  # no memory or no process is left; the server survives
                     channel.send("refused", ticket=message["ticket"], errno=error.errno, text=error.strerror)
                     continue
                 children.add(pid)
@@ -152,7 +158,7 @@ def serve(sock: socket.socket) -> None:
 
 
 def _ended() -> Iterator[tuple[int, int]]:
-    """(pid, status) of children that have ended."""
+    """Yield pid and status of ended children."""
     with suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             yield found
@@ -168,7 +174,7 @@ def _fork(order: Message, inherited: list[int]) -> int:
     die_with_parent(server)
     for descriptor in inherited:
         os.close(descriptor)
-    try:  # whatever happens, this child never goes on as a second server
+    try:  # under no circumstances may the child continue as a second server
         importlib.import_module(order["entry"]).become(order["address"], order["rank"])
     except BaseException:
         traceback.print_exc()
@@ -179,7 +185,7 @@ def _fork(order: Message, inherited: list[int]) -> int:
 def main() -> None:
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the tuner decides
-    use_own_folder()  # for what its ranks, too, may build
+    use_own_folder()  # for builds of its ranks too
     serve(socket.socket(fileno=int(sys.argv[1])))
 
 

@@ -1,4 +1,4 @@
-"""Memory and counters of a trial as seen from outside its ranks, sampled by a thread of the tuner."""
+"""Memory monitor: sample memory and counters of a trial from outside its ranks, in a thread of the tuner."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from pathlib import Path
 from autotune.problem.host import host_available_bytes, host_total_bytes
 from autotune.units import MIB
 
-FOREIGN_BYTES = 256 * MIB  # others must have grown by this much to be blamed
-_LOOK_SECONDS = 1.0  # for a sample that is asked for
-_SHORT = 0.1  # of main memory: while so little is left,
-_CLOSELY_SECONDS = 0.05  # so often is looked at what is left
+FOREIGN_BYTES = 256 * MIB  # minimum growth of other processes that counts as GPU contention
+_LOOK_SECONDS = 1.0  # time limit of a requested sample
+_SHORT = 0.1  # share of main memory left below which the host is sampled closely
+_CLOSELY_SECONDS = 0.05  # interval of close sampling
 
 
 @dataclass
 class Peaks:
-    """The highest values since the last reset, in bytes; lists have one entry a rank."""
+    """Highest values since the last reset, in bytes. Lists have one entry per rank."""
 
-    used: list[int] = field(default_factory=list)  # of the rank's own process; 0 where nothing shows it
-    grown: dict[int, int] = field(default_factory=dict)  # by rank: of its whole GPU, since before it was launched
-    foreign: int = 0  # how much more of a device others hold than when the study began
-    neighbours: str = ""  # who they are, for people
-    lost: str = ""  # which GPU is gone, and how
-    clocks: dict[str, list[int]] = field(default_factory=dict)  # samples in MHz, by GPU
-    clock_reasons: int = 0  # NVML's bits of all of them
-    host_low: int = 2**62  # least main memory that was left to this process and its ranks
-    oom_kills: int = 0  # the kernel's kills since the group started
+    used: list[int] = field(default_factory=list)  # bytes of the rank's process; 0 if not visible
+    grown: dict[int, int] = field(default_factory=dict)  # rank -> growth of its whole GPU since before the launch
+    foreign: int = 0  # growth of other processes on a device since the study began
+    neighbours: str = ""  # description of these processes for people
+    lost: str = ""  # description of a GPU that is gone
+    clocks: dict[str, list[int]] = field(default_factory=dict)  # GPU -> samples in MHz
+    clock_reasons: int = 0  # union of NVML's reason bits
+    host_low: int = 2**62  # least main memory available to this process and its ranks
+    oom_kills: int = 0  # kernel's OOM kills since the group started
 
     @property
     def worst(self) -> int:
-        """Of the rank with most: its process's bytes, or its GPU's growth where its process is hidden."""
+        """Bytes of the rank with the highest usage, or its GPU's growth if its process is hidden."""
         return max(self.used, default=0) or max(self.grown.values(), default=0)
 
 
 def merged(parts: list[Peaks]) -> Peaks:
-    """Of several machines' ranks, in the machines' order: whoever ran out, it is everybody's."""
+    """Merge the peaks of all nodes, in node order. An OOM on any node counts for the group."""
     if len(parts) == 1:
         return parts[0]
     whole = Peaks()
@@ -51,7 +51,7 @@ def merged(parts: list[Peaks]) -> Peaks:
         whole.lost = whole.lost or part.lost
         whole.clocks |= {
             f"machine {number}, {gpu}": samples for gpu, samples in part.clocks.items()
-        }  # each has a GPU 0
+        }  # each machine has a GPU 0
         whole.clock_reasons |= part.clock_reasons
         whole.host_low = min(whole.host_low, part.host_low)
         whole.oom_kills += part.oom_kills
@@ -59,41 +59,46 @@ def merged(parts: list[Peaks]) -> Peaks:
 
 
 class Meter:
-    """Reads one device kind. What is here suits a device that nobody else is on."""
+    """Reader of one kind of device. The defaults suit a device without other users."""
 
     interval_seconds: float
 
     def crowd(self) -> list[str]:
-        """Lines for people: which devices have less free than when the study began, and who holds it. Empty once there is
-        nothing to wait for."""
+        """Return warnings about devices with less free memory than when the study began, and its holders.
+
+        The list is empty once no wait is necessary.
+        """
         return []
 
     def begin(self) -> None:
-        """Ranks are launched next."""
+        """Record the state before ranks are launched."""
 
     def place(self, rank: int, device: str) -> None:
-        """Takes a rank's word for which device it has."""
+        """Record the device that a rank reports."""
 
     def sample(self, pids: list[int], peaks: Peaks) -> None:
-        """Raises the peaks to what the ranks with these pids have now."""
+        """Raise the peaks to the current values of the ranks with these pids."""
         raise NotImplementedError
 
     def busy(self) -> bool:
-        """Whether a device computes, as its driver says."""
+        """Return True if a device computes, according to its driver."""
         return False
 
     def look_closely(self) -> None:
-        """Something has gone wrong: the next sample may cost more."""
+        """Allow the next sample to cost more, after a failure."""
 
     def left(self) -> list[str]:
-        """Lines for people: which devices do not have their memory back after the ranks were ended."""
+        """Return warnings about devices that have not regained their memory after the ranks ended."""
         return []
 
 
 class CpuMeter(Meter):
-    """What RLIMIT_DATA counts, of each rank. Ranks know their own high water (`rank.devices`): this is for those that
-    die, and seldom enough to leave them their cores: whatever wakes this process takes a core from threads that wait for each
-    other (every 4 ms slowed two ranks on two cores by 9 %)."""
+    """Sample the bytes that RLIMIT_DATA counts, for each rank.
+
+    Ranks know their own peak (`rank.devices`). These samples serve ranks that die, and are rare to leave the cores to
+    the ranks. Each sample takes a core from threads that wait for each other: every 4 ms slowed two ranks on two cores
+    by 9 %.
+    """
 
     interval_seconds = 0.25
 
@@ -105,12 +110,12 @@ class CpuMeter(Meter):
 
 
 class Gauge:
-    """Samples a trial's processes in a thread, until it is stopped. Nothing waits for a sample: a driver may hang."""
+    """Sample a trial's processes in a thread until `stop`. No caller waits for a sample, because a driver may hang."""
 
     def __init__(self, meter: Meter, pids: list[int]) -> None:
         self._meter, self._pids = meter, pids
-        self._peaks = Peaks(used=[0] * len(pids))  # a reset puts others in their place: a late sample spoils none
-        self._begun = self._done = 0  # samples
+        self._peaks = Peaks(used=[0] * len(pids))  # replaced by a reset, so a late sample changes no new peaks
+        self._begun = self._done = 0  # numbers of samples
         self._wake, self._stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="gauge", daemon=True)
         self._thread.start()
@@ -122,11 +127,11 @@ class Gauge:
             with suppress(Exception):  # a GPU may answer late while a process dies
                 self._meter.sample(self._pids, peaks)
             self._done = self._begun
-            self._watch_host(peaks, _SHORT * host_total_bytes())  # of a machine whose memory may grow
+            self._watch_host(peaks, _SHORT * host_total_bytes())  # the machine's memory may grow
             self._wake.clear()
 
     def _watch_host(self, peaks: Peaks, short_bytes: float) -> None:
-        """Until the next sample. Where main memory is short it is looked at more often than devices are."""
+        """Sample main memory until the next device sample, more often if it is short."""
         left_seconds = self._meter.interval_seconds
         while left_seconds > 0:
             left_bytes = host_available_bytes()
@@ -140,11 +145,11 @@ class Gauge:
         self._peaks = Peaks(used=[0] * len(self._pids))
 
     def peaks(self) -> Peaks:
-        """Since the last reset."""
+        """Return the peaks since the last reset."""
         return self._peaks
 
     def look(self) -> Peaks:
-        """The same with one more sample, as close as the meter can; without it where it takes too long."""
+        """Return the peaks with one more accurate sample, or without it if the sample takes too long."""
         self._meter.look_closely()
         wanted, until = self._begun + 1, time.monotonic() + _LOOK_SECONDS
         self._wake.set()

@@ -1,8 +1,8 @@
-"""What NVML shows of a group's GPUs: whose bytes, how fast they run, whether they are still there.
+"""NVML sampling of a group's GPUs: memory by owner, clocks, and failures.
 
-A device's growth since before the ranks were launched is theirs, less what other processes have taken meanwhile. Where NVML
-shows the ranks' processes it is known who took what. In a container that hides them it is not: then the ranks' own figures
-decide (`rank/devices.py`), and what the device has lost between two groups is somebody else's for certain.
+Growth of a device since before the launch belongs to the ranks, except for the growth of other processes. If NVML shows
+the ranks' processes, the owners are known. In a container that hides them, the ranks' own figures decide
+(`rank/devices.py`). Memory that a device lost between two groups always belongs to other processes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from autotune.problem.hardware import Hardware
 from autotune.units import GIB, MIB, format_bytes
 
 HIDDEN = "processes that NVML does not show here"
-HIDDEN_FOREIGN_BYTES = GIB  # the same where pids are hidden: NCCL's and CUDA's late buffers are in that figure
-_IDLE_BYTES = 64 * MIB  # what a device may keep of a group that has ended: the driver's own bookkeeping
-_HOLDERS_SECONDS = 1.0  # between two lists of processes: each costs 1-10 ms a device, under a lock of the driver
+HIDDEN_FOREIGN_BYTES = GIB  # threshold if pids are hidden, because the figure includes late buffers of NCCL and CUDA
+_IDLE_BYTES = 64 * MIB  # a device may keep this much for the driver's bookkeeping after a group
+_HOLDERS_SECONDS = 1.0  # interval of process lists, each of which costs 1-10 ms per device under a driver lock
 
-# NVML's clocks event reasons (nvml.h); that a GPU is idle is none.
+# NVML's clocks event reasons (nvml.h), without idleness.
 CLOCK_LIMITS = {
     0x002: "application clocks",
     0x004: "power cap",
@@ -41,34 +41,34 @@ CLOCK_LIMITS = {
 
 @dataclass
 class _Watched:
-    """One GPU, in bytes."""
+    """State of one GPU, in bytes."""
 
     uuid: str
     label: str
     handle: Any
-    clock_handle: Any  # the card's, where the device is a slice
-    free_at_first: int  # when the study began: what its capacity was read from
-    free_before: int  # when the present group was launched
-    free: int  # when it was looked at last
+    clock_handle: Any  # handle of the card if the device is a MIG slice
+    free_at_first: int  # when the study began, like the capacity
+    free_before: int  # when the current group was launched
+    free: int  # at the last sample
     held_at_first: dict[int, int]  # by pid
     held_before: dict[int, int]
     held: dict[int, int]
-    unified: bool = False  # its memory is main memory, of which only what NVML shows of processes is the GPU's
-    shown: bool = False  # whether NVML has shown a rank of the present group
-    accepted: int = 0  # how much less than at first is free, that was waited for in vain
+    unified: bool = False  # True if its memory is main memory: only processes that NVML shows count
+    shown: bool = False  # True if NVML has shown a rank of the current group
+    accepted: int = 0  # bytes lost since the study began for which a wait was in vain
 
 
 class NvmlMeter(Meter):
-    """Gauges the GPUs of these UUIDs; the rank of a number has the GPU of that place, until it says another."""
+    """Monitor the GPUs of these UUIDs. Rank N has the Nth GPU until it reports another."""
 
-    interval_seconds = 0.25  # one cheap call a GPU; what happens in between the ranks know themselves
+    interval_seconds = 0.25  # one cheap call per GPU; ranks record peaks between samples
 
     def __init__(self, gpus: tuple[str, ...]) -> None:
         self._lib = open_nvml()
         self._gpus: list[_Watched] = []
         self._gone = ""
-        self._ours: set[int] = set()  # pids of ranks, and of what they have started
-        self._places: dict[int, int] = {}  # of a rank's GPU, where a rank has said
+        self._ours: set[int] = set()  # pids of ranks and their descendants
+        self._places: dict[int, int] = {}  # rank -> index of its GPU, if reported
         self._listed_at = 0.0
         self._closely = True  # list processes in the next sample
         try:
@@ -91,7 +91,7 @@ class NvmlMeter(Meter):
     # -- before a group ----------------------------------------------------------------------------------------------
 
     def crowd(self) -> list[str]:
-        """See `Meter`. What was waited for in vain is not waited for again.
+        """Return warnings, see `Meter`. Memory that was awaited in vain is not reported again.
 
         Raises:
             GpuError: a GPU does not answer.
@@ -107,7 +107,7 @@ class NvmlMeter(Meter):
         return lines
 
     def begin(self) -> None:
-        """What is on the devices from here on is the ranks', but for what others take.
+        """Attribute all later growth on the devices to the ranks, except that of other processes.
 
         Raises:
             GpuError: a GPU does not answer.
@@ -129,14 +129,14 @@ class NvmlMeter(Meter):
             gpu.free = self._free(gpu)
 
     def _free(self, gpu: _Watched) -> int:
-        if gpu.unified:  # whatever else takes main memory, files and the tuner itself, is not on the GPU
+        if gpu.unified:  # other users of main memory, files and the tuner included, are not on the GPU
             return gpu.free_at_first + sum(gpu.held_at_first.values()) - sum(gpu.held.values())
         return memory(self._lib, gpu.handle)[1]
 
-    # -- while it runs -----------------------------------------------------------------------------------------------
+    # -- while a group runs ------------------------------------------------------------------------------------------
 
     def place(self, rank: int, uuid: str) -> None:
-        """Takes a rank's word for which GPU it has."""
+        """Record the GPU that a rank reports."""
         for place, gpu in enumerate(self._gpus):
             if gpu.uuid == uuid:
                 self._places[rank] = place
@@ -160,22 +160,23 @@ class NvmlMeter(Meter):
 
     def busy(self) -> bool:
         for gpu in self._gpus:
-            with suppress(self._lib.NVMLError):  # of a slice nobody is told
+            with suppress(self._lib.NVMLError):  # not available for a MIG slice
                 if self._lib.nvmlDeviceGetUtilizationRates(gpu.clock_handle).gpu > 0:
                     return True
         return False
 
     def look_closely(self) -> None:
-        self._closely = True  # until a sample begins: one that has begun may not see what is to be seen
+        self._closely = True  # until the next sample begins, because a running one may miss the event
 
     def _sample(self, gpu: _Watched, ranks: dict[int, int], peaks: Peaks) -> None:
-        """Of one GPU and the pids of its ranks."""
+        """Sample one GPU for the pids of its ranks."""
         gpu.free = self._free(gpu)
         grown = max(0, gpu.free_before - gpu.free)
         for rank, pid in ranks.items():
-            # One that was there before is another's: a container numbers its processes anew, NVML shows the host's numbers.
+            # A pid from before the launch is another process: containers renumber processes, and NVML shows the host's
+            # pids.
             own = gpu.held.get(pid, 0) if pid not in gpu.held_before else 0
-            gpu.shown = gpu.shown or own > 0  # and stays so when the rank is gone
+            gpu.shown = gpu.shown or own > 0  # stays True after the rank has ended
             peaks.used[rank] = max(peaks.used[rank], own)
             peaks.grown[rank] = max(peaks.grown.get(rank, 0), grown)
         others = {pid: held for pid, held in gpu.held.items() if pid not in self._ours} if gpu.shown else {}
@@ -193,13 +194,13 @@ class NvmlMeter(Meter):
             peaks.clocks.setdefault(gpu.label, []).append(mhz)
             try:
                 peaks.clock_reasons |= int(lib.nvmlDeviceGetCurrentClocksEventReasons(gpu.clock_handle))
-            except lib.NVMLError_FunctionNotFound:  # before R535, under its old name
+            except lib.NVMLError_FunctionNotFound:  # old name, before R535
                 peaks.clock_reasons |= int(lib.nvmlDeviceGetCurrentClocksThrottleReasons(gpu.clock_handle))
 
-    # -- after it ----------------------------------------------------------------------------------------------------
+    # -- after a group -----------------------------------------------------------------------------------------------
 
     def left(self) -> list[str]:
-        """See `Meter`. A device that does not answer has nothing to give back."""
+        """Return warnings, see `Meter`. A device that does not answer is skipped."""
         lines = []
         for gpu in self._gpus:
             try:
@@ -218,12 +219,12 @@ class NvmlMeter(Meter):
 
 
 def clock_mhz(peaks: Peaks) -> int | None:
-    """The median clock of the slowest GPU, since the peaks began; None where NVML does not tell."""
+    """Return the median clock of the slowest GPU since the last reset, or None if NVML does not report clocks."""
     return min((int(statistics.median(clocks)) for clocks in peaks.clocks.values()), default=None)
 
 
 def clock_limits(peaks: Peaks) -> list[str]:
-    """What has kept a GPU below its clock, since the peaks began."""
+    """Return the reasons that limited a GPU's clock since the last reset."""
     return [name for bit, name in CLOCK_LIMITS.items() if peaks.clock_reasons & bit]
 
 
@@ -232,12 +233,13 @@ def make_meter(hardware: Hardware) -> Meter:
 
 
 def blame_hidden(peaks: Peaks, numbers: dict[str, int], outside_before: int | None) -> None:
-    """Adds by how much a rank's device has filled outside the rank's allocator. That counts where NVML hides processes;
-    elsewhere it knows whose it is.
+    """Attribute growth outside the rank's allocator to hidden processes, if NVML hides processes.
+
+    Elsewhere NVML knows the owner.
 
     Args:
         numbers: bytes that came with the rank's error.
-        outside_before: bytes outside its allocator, once its group was up; None where it has not told.
+        outside_before: bytes outside the rank's allocator once its group was up; None if not reported.
     """
     if outside_before is None or not {"total_bytes", "free_bytes", "reserved_bytes"} <= numbers.keys():
         return
@@ -247,13 +249,13 @@ def blame_hidden(peaks: Peaks, numbers: dict[str, int], outside_before: int | No
 
 
 def _growth(now: dict[int, int], before: dict[int, int]) -> dict[int, int]:
-    """Bytes by pid that were not there before."""
+    """Return growth in bytes by pid, for pids that grew."""
     more = {pid: held - before.get(pid, 0) for pid, held in now.items()}
     return {pid: grown for pid, grown in more.items() if grown > 0}
 
 
 def _descends(pid: int, ancestors: list[int]) -> bool:
-    """Whether a process was started by one of these, or by what they have started."""
+    """Return True if a process descends from one of these."""
     try:
         return any(parent.pid in ancestors for parent in psutil.Process(pid).parents())
     except psutil.Error:

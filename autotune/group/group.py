@@ -1,6 +1,6 @@
-"""A group of ranks as its parent sees it: started together, heard in one place, ended as a whole.
+"""Parent's view of a worker group: start the ranks together, receive their messages, and end them as a whole.
 
-Trials and trainings differ in how patient one is with them and in who may end them: that is their Policy.
+Trials and trainings differ in their time limits and in the ends that they allow. Both are in their Policy.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from autotune.problem.outcome import Phase
 
 T = TypeVar("T")
 
-_STATUS_SECONDS = 1.0  # for the exit status of a rank that said nothing of why it is gone
-_LOOK_SECONDS = 5.0  # between looks at ranks that say nothing, at most
+_STATUS_SECONDS = 1.0  # longest wait for the exit status of a rank that sent no error
+_LOOK_SECONDS = 5.0  # maximum interval between checks of silent ranks
 
 
 class Group:
-    """The ranks of one engine, from launch to the last of them gone.
+    """Ranks of one engine, from launch until all have ended.
 
     Args:
-        launcher: starts the ranks on this machine; or the machines that they are spread over.
-        meter: samples memory all the time, and says at the end whether the device has it back; None for a training, which
-            is left alone and shares its devices with what else the user runs: memory is looked at when something went wrong.
-        cancelled: asked several times a second, also while ranks come up.
-        on_message: takes every message of a rank, in order.
-        on_phase: takes a phase as the group enters it.
-        say: takes a line for people: what it waits for, and what could not be ended.
+        launcher: starts the ranks on this machine, or the machines over which they are spread.
+        meter: samples memory continuously, and reports at the end if a device keeps some. None for a training, which
+            shares its devices with other programs of the user. Its memory is read only after a failure.
+        cancelled: polled several times a second, also while ranks start.
+        on_message: called with every message of a rank, in order.
+        on_phase: called with a phase when the group enters it.
+        say: called with a line for people: reasons of a wait, and processes that could not be ended.
     """
 
     def __init__(
@@ -68,36 +68,36 @@ class Group:
             if isinstance(launcher, Spread)
             else [LocalSquad(launcher, hardware, meter, told)]
         )
-        self._workers: dict[int, int] = {}  # by rank, as they know themselves: an interpreter may have a wrapper
+        self._workers: dict[int, int] = {}  # rank -> its own pid, not that of an interpreter's wrapper
         self.errors: list[Message] = []
-        self.phase = Phase.START  # of the rank that is furthest behind
+        self.phase = Phase.START  # phase of the rank that is furthest behind
         self._phases: dict[int, Phase] = {}
         self._phase_seconds: dict[str, float] = {}
-        self.failed_at: float | None = None  # on the monotonic clock, when a failure was noticed
+        self.failed_at: float | None = None  # monotonic clock at which a failure was noticed
         self._world = 0
-        self._meeting: Message | None = None  # where the ranks of several machines meet, as the first rank has told it
-        self._codes: dict[int, int] = {}  # the script's own exit codes, of ranks where it is over
-        self._outside: dict[int, int] = {}  # bytes of a rank's device outside its allocator, once the group was up
+        self._meeting: Message | None = None  # rendezvous of several machines, as the first rank reported it
+        self._codes: dict[int, int] = {}  # rank -> exit code of its script, once it has ended
+        self._outside: dict[int, int] = {}  # rank -> bytes of its device outside its allocator, once the group was up
         self._signalled: set[int] = set()
-        self.silence: str | None = None  # what was not heard, where that ended the watching
-        self._places: dict[int, str] = {}  # where a rank's main thread was last
+        self.silence: str | None = None  # description of the missing heartbeat that ended the watch
+        self._places: dict[int, str] = {}  # rank -> last position of its main thread
         self._waiting: set[int] = set()  # ranks that wait in a collective
         self._phase_began = time.monotonic()
         self._ended = False
 
     @property
     def home(self) -> Path:
-        """A folder of this group alone, on the machine where it has one."""
+        """Folder of this group only; an empty path if its first machine is remote."""
         return self._squads[0].home
 
     @property
     def pids(self) -> list[int]:
-        """By rank, as launchers know them."""
+        """Process ids of the ranks as their launchers know them, in rank order."""
         return [pid for squad in self._squads for pid in squad.pids]
 
     @property
     def waited_seconds(self) -> float:
-        """For other processes to leave the devices."""
+        """Seconds of waiting for other processes to leave the devices."""
         return max(squad.waited_seconds for squad in self._squads)
 
     # -- starting ----------------------------------------------------------------------------------------------------
@@ -105,12 +105,12 @@ class Group:
     def start(
         self, entry: str, world: int, spec: dict[str, Any], *, deadline: float = math.inf, logs: Path | None = None
     ) -> Stop:
-        """Launches `world` ranks that run module `entry`, waits until all have said hello and gives them their spec.
+        """Launch `world` ranks that run module `entry`, wait until all have sent hello, and send their specs.
 
         Args:
-            spec: what they are told, beside their rank, world size, the rendezvous file and their log.
+            spec: common fields of the specs. Rank, world size, rendezvous file and log are added.
             deadline: on the monotonic clock.
-            logs: the folder of their logs, `rank0.log` and so on; None: they write where this process does.
+            logs: folder of their logs, `rank0.log` and so on. None writes to this process's output.
 
         Raises:
             OSError: the machine refuses to start them, or a GPU does not answer.
@@ -122,7 +122,7 @@ class Group:
             numbers = range(at * share, (at + 1) * share)
             squad.launch(entry, numbers, deadline=deadline, cancelled=self._cancelled)
         stop = self.watch(lambda: self.greeted, deadline)
-        if stop is not Stop.ARRIVED:  # the socket stays: a rank that is refused would die of it, and hide the cause
+        if stop is not Stop.ARRIVED:  # the socket stays open, because a refused rank would die of it and hide the cause
             return stop
         common = {**spec, "world": world}
         if len(self._squads) > 1:
@@ -135,7 +135,7 @@ class Group:
         squad.begin([self._workers[rank] for rank in squad.numbers])
 
     def _brief_spread(self, common: Message, logs: Path | None, deadline: float) -> Stop:
-        """The first rank opens the store at a port that is free on its machine; the other machines hear of it then."""
+        """Send the specs to several machines: the first rank opens the store, then the other machines follow."""
         first, *others = self._squads
         store = {"host": self._store_host, "token": uuid.uuid4().hex}
         self._brief(first, {**common, "store": {**store, "port": None}}, logs)
@@ -148,13 +148,13 @@ class Group:
 
     @property
     def greeted(self) -> bool:
-        """Whether every rank has said hello. Before that nothing of what it is to run has reached it."""
+        """True if every rank has sent hello. Before that, no rank has received its job."""
         return self._world > 0 and len(self._workers) == self._world
 
-    # -- hearing -----------------------------------------------------------------------------------------------------
+    # -- receiving messages ------------------------------------------------------------------------------------------
 
     def watch(self, until: Callable[[], bool], deadline: float = math.inf) -> Stop:
-        """Hears the ranks until `until` says that all is here, or something else ends the waiting.
+        """Receive messages until `until` returns True, or another event ends the watch.
 
         Args:
             deadline: on the monotonic clock.
@@ -176,35 +176,35 @@ class Group:
                 self.failed_at = quiet.now
                 self.silence = f"{self.phase.value}: no sign of life for {patience:.0f} s{self._stuck()}"
                 return Stop.SILENT
-            if self._hear(0.1) and self.greeted:  # hellos count together, however they trickle in
+            if self._hear(0.1) and self.greeted:  # hellos count only together, so a slow one does not extend the wait
                 quiet.last_alive = time.monotonic()
             if not self.errors and until():
                 return Stop.ARRIVED
             if self._lost():
-                self._hear(0.0)  # its last words may have come in between
+                self._hear(0.0)  # its last message may have arrived in between
             if self.errors or self._lost() or any(squad.lost or squad.cut_off for squad in self._squads):
                 self.failed_at = time.monotonic()
                 return Stop.FAILED
 
     def _get_on(self) -> bool:
-        """Whether ranks that say nothing compute, read or write."""
+        """Return True if silent ranks compute, read or write."""
         alive = self._each(lambda squad: squad.get_on(self._waiting))
         return any(alive)
 
     def _stuck(self) -> str:
-        """Where the ranks are, those that wait for others last."""
+        """Return the positions of the ranks, those waiting in a collective last."""
         order = sorted(self._places, key=lambda rank: (rank in self._waiting, rank))
         return "".join(f"; rank {rank} in {self._places[rank]}" for rank in order[:2])
 
     def _lost(self) -> bool:
-        """Whether a rank is gone that should be there."""
+        """Return True if a rank has ended that should still run."""
         left = self.exit_codes()
         if self._policy.may_leave and self.greeted:
             return any(left.values())
         return bool(left) or any(squad.hung_up for squad in self._squads)
 
     def _hear(self, seconds: float) -> bool:
-        """Takes in what the ranks have said, waiting for it at most so long; whether it was a sign of life."""
+        """Receive messages for at most `seconds`. Return True if one was a heartbeat."""
         select.select([source for squad in self._squads for source in squad.sources()], [], [], seconds)
         heard = False
         for squad in self._squads:
@@ -213,7 +213,7 @@ class Group:
         return heard
 
     def _take(self, rank: int, message: Message) -> bool:
-        """Remembers what a message says; whether it is a sign of life."""
+        """Process a message. Return True if it is a heartbeat."""
         kind = message["type"]
         if kind == "hello":
             self._workers[rank] = int(message["pid"])
@@ -238,12 +238,12 @@ class Group:
         return True
 
     def tell(self, kind: str, **fields: Any) -> None:
-        """Sends a message to every rank."""
+        """Send a message to every rank."""
         for squad in self._squads:
             squad.tell(kind, **fields)
 
     def enter(self, phase: Phase) -> None:
-        """Has every rank begin a phase: its own patience, and its own seconds."""
+        """Set the phase of all ranks, which has its own time limit and its own duration."""
         self._phases = dict.fromkeys(range(self._world), phase)
         self._enter(phase)
 
@@ -255,36 +255,38 @@ class Group:
         self._on_phase(phase.value)
 
     def seconds_by_phase(self) -> dict[str, float]:
-        """Seconds that each phase has taken, the present one so far."""
+        """Return the seconds of each phase, including the current one so far."""
         so_far = self._phase_seconds.get(self.phase.value, 0.0)
         return {**self._phase_seconds, self.phase.value: so_far + time.monotonic() - self._phase_began}
 
-    # -- what became of them -----------------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------------------------
 
     def statuses(self) -> dict[int, int]:
-        """Exit codes of ranks that have ended, negative for a signal."""
+        """Return exit codes of ended ranks, negative for a signal."""
         return {rank: status for squad in self._squads for rank, status in squad.statuses().items()}
 
     def exit_codes(self) -> dict[int, int]:
-        """The same, but a rank whose script was over has the script's code, whatever its interpreter died of on the way
-        out: threads of libraries end in an abort there now and then."""
+        """Return exit codes, with the script's code for a rank whose script had ended.
+
+        At the interpreter's exit, threads of libraries sometimes abort.
+        """
         return {
             rank: self._codes.get(rank, status) if status < 0 else status for rank, status in self.statuses().items()
         }
 
     @property
     def scripts_code(self) -> int | None:
-        """The script's exit code, once it is over in every rank, whether they have left or not; None before."""
+        """The script's exit code once all ranks have finished it, even if they still run; None before."""
         return max(self._codes.values()) if len(self._codes) == self._world else None
 
     @property
     def all_left(self) -> bool:
-        """Whether every rank has ended with exit code 0."""
+        """True if every rank has ended with exit code 0."""
         codes = self.exit_codes()
         return len(codes) == self._world and not any(codes.values())
 
     def peaks(self) -> Peaks:
-        """Memory at its highest since the last `reset_peaks`, now included; of ranks that are not gauged, memory now."""
+        """Return the peaks since the last `reset_peaks` including now; without a monitor, the current memory."""
         return merged(self._each(lambda squad: squad.peaks()))
 
     def reset_peaks(self) -> None:
@@ -292,7 +294,7 @@ class Group:
             squad.reset_peaks()
 
     def evidence(self) -> Evidence:
-        """Everything that is known of a group that failed or fell silent; call it before `end`."""
+        """Collect all facts about a failed or silent group. Call this before `end`."""
         peaks = self.peaks()  # before the ranks are gone
         statuses: dict[int, int] = {}
         if self.silence is None:
@@ -318,19 +320,19 @@ class Group:
         )
 
     def _settle(self) -> None:
-        """Hears what else the ranks have to say of a failure, until each has spoken or ended."""
+        """Receive further messages about a failure until each rank has reported or ended."""
         until = time.monotonic() + self._policy.settle_seconds
         while not self._all_told() and (left := until - time.monotonic()) > 0:
             self._hear(min(left, 0.05))
-        self._hear(0.0)  # what those that have ended said last
+        self._hear(0.0)  # last messages of ended ranks
 
     def _all_told(self) -> bool:
-        """Whether nothing more is to come: of a training's rank there is its exit code beside its words."""
+        """Return True if no more messages can come. In a training, only the exit code of a rank is final."""
         told = set() if self._policy.may_leave else {error.get("rank") for error in self.errors}
         return len(told | self.exit_codes().keys()) >= self._world > 0
 
     def _wait_for_statuses(self) -> dict[int, int]:
-        """Exit codes; where no rank has said what went wrong, there must be one soon."""
+        """Return exit codes; wait for one briefly if no rank has reported a cause."""
         unexplained = all(is_secondary(error) for error in self.errors)
         until = time.monotonic() + (_STATUS_SECONDS if unexplained else 0.0)
         while not (codes := self.exit_codes()) and time.monotonic() < until:
@@ -340,28 +342,30 @@ class Group:
     # -- ending ------------------------------------------------------------------------------------------------------
 
     def notify(self, number: signal.Signals) -> None:
-        """Passes a signal on that says something and ends nothing, whenever it comes: to ranks that catch it."""
+        """Pass on a signal that informs and does not end, to ranks that catch it. Signals may repeat."""
         for squad in self._squads:
             squad.signal(number, squad.pids)
 
     def signal(self, number: signal.Signals) -> None:
-        """Passes a signal on to every rank's process group; each gets it once."""
+        """Pass a signal on to every rank's process group, once per group."""
         for squad in self._squads:
             fresh = [pid for pid in squad.pids if pid not in self._signalled]
             self._signalled.update(fresh)
             squad.signal(number, fresh)
 
     def kill(self) -> None:
-        """SIGKILL to every rank's process group, at once."""
+        """Send SIGKILL to every rank's process group immediately."""
         for squad in self._squads:
             squad.signal(signal.SIGKILL, squad.pids)
 
     def wait_left(self, seconds: float, longest_seconds: float) -> None:
-        """Hears the ranks until all have ended, or none has shown life for `seconds`: saving takes as long as it takes. Once
-        one has ended that is the time that the others have, whatever they do: they may wait for it in a collective, and spin.
+        """Receive messages until all ranks have ended, or none has made progress for `seconds`.
+
+        Saves may take any time. Once a rank has ended, progress of its peers no longer counts, because they may wait
+        for it in a collective and spin.
 
         Args:
-            longest_seconds: that it takes in all.
+            longest_seconds: limit of the whole wait.
         """
         quiet = Quiet()
         for squad in self._squads:
@@ -378,9 +382,10 @@ class Group:
         self._hear(0.0)
 
     def end(self) -> None:
-        """Ends every rank with all that it has started, and waits until nothing of them is left, in memory either.
+        """End every rank with all its descendants, and wait until processes and memory are released.
 
-        What a training that is done has left running was meant to run on, and does; after a signal only in sessions of its own.
+        Processes that a finished training left running are kept on purpose. After a signal, only those in sessions of
+        their own are kept.
         """
         if self._ended:
             return
@@ -390,7 +395,7 @@ class Group:
         self._each(lambda squad: squad.end(done=done))
 
     def _each(self, ask: Callable[[Squad], T]) -> list[T]:
-        """Asks every machine at once: one that does not answer is waited for as long as it takes to give it up."""
+        """Call a function for all machines in parallel, so that unreachable machines time out at the same time."""
         if len(self._squads) == 1:
             return [ask(self._squads[0])]
         with ThreadPoolExecutor(len(self._squads)) as pool:

@@ -1,6 +1,6 @@
-"""How rank processes are started: cold, or forked from a server that has imported everything once.
+"""Launchers of rank processes: cold starts, or forks of a server that has imported all modules once.
 
-A launcher knows processes, not what they run: that is the name of a module with a function `become(address, rank)`.
+A launcher runs a module with a function `become(address, rank)`, and does not know its work.
 """
 
 from __future__ import annotations
@@ -23,51 +23,51 @@ from autotune.group.protocol import Channel, Message
 from autotune.group.verdict import log_tail
 from autotune.interpreter import bound_command, current
 
-MARK = "AUTOTUNE_RANKS_OF"  # the variable by which what ranks have started is found
-IMPORT_SECONDS = 1800  # of a slow disk; beyond that it hangs
-_BUILDING_SECONDS = 1800  # one op of a slow machine; beyond that a compiler hangs
+MARK = "AUTOTUNE_RANKS_OF"  # environment variable that identifies the ranks' descendants
+IMPORT_SECONDS = 1800  # a slow disk takes this long; a longer import hangs
+_BUILDING_SECONDS = 1800  # one op takes this long on a slow machine; a longer build hangs
 _LOOK_SECONDS = 0.1
-_LEAVE_SECONDS = 1.0  # for a server that builds to end its compilers
-_FORK_SECONDS = 30.0  # a fork takes 10 ms; a server that needs longer has no memory left, or is stopped
+_LEAVE_SECONDS = 1.0  # time for a building server to end its compilers
+_FORK_SECONDS = 30.0  # a fork takes 10 ms; a slower server has no memory left or is stopped
 
 
 class Launcher(Protocol):
-    """Starts rank processes and knows how they ended."""
+    """Starter of rank processes that knows how they ended."""
 
     @property
     def log(self) -> Path | None:
-        """Where a rank writes until it is told its own log; None: where this process writes."""
+        """Log of a rank until it receives its own log; None writes to this process's output."""
 
     def launch(self, entry: str, address: str, rank: int) -> int:
-        """The process id of a new rank that runs module `entry` and connects to the socket at `address`.
+        """Start a rank that runs module `entry` and connects to the socket at `address`; return its pid.
 
         Raises:
-            OSError: the machine refuses: no memory, no process or no file is left.
+            OSError: the machine refuses, because no memory, process or file is left.
         """
 
     def status(self, pid: int) -> int | None:
-        """Exit code, negative for a signal; None while it lives."""
+        """Return the exit code, negative for a signal, or None while it runs."""
 
     def strays(self) -> list[psutil.Process]:
-        """What ranks have started and left running when they died."""
+        """Return the processes that dead ranks left running."""
 
     def close(self) -> None:
-        """Ends whatever still runs. What the kernel does not let go is not waited for longer than a few seconds."""
+        """End all remaining processes. Processes that the kernel keeps are awaited for a few seconds at most."""
 
 
 class SpawnLauncher:
-    """A cold start: a new interpreter a rank, seconds of imports.
+    """Launcher of cold starts: a new interpreter per rank, with seconds of imports.
 
     Args:
-        env: a rank's environment, see `autotune.group.environment`.
-        log: takes what ranks write; None leaves them this process's output.
-        cwd: the folder they start in; None: this process's.
+        env: environment of a rank, see `autotune.group.environment`.
+        log: receives the ranks' output; None keeps this process's output.
+        cwd: folder of the ranks; None uses this process's.
     """
 
     def __init__(self, env: Mapping[str, str], log: Path | None = None, cwd: str | None = None) -> None:
         self.log, self._env, self._cwd = log, env, cwd
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._mark = uuid.uuid4().hex  # inherited by whatever a rank starts
+        self._mark = uuid.uuid4().hex  # inherited by all descendants of a rank
 
     def launch(self, entry: str, address: str, rank: int) -> int:
         output = self.log.open("ab") if self.log is not None else None
@@ -99,19 +99,20 @@ class SpawnLauncher:
             process.kill()
         until = time.monotonic() + REAP_SECONDS
         for process in self._processes.values():
-            # a rank in a dead driver or disk is the kernel's for as long as it likes
+            # a rank in a dead driver or disk stays as long as the kernel keeps it
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(0.0, until - time.monotonic()))
 
 
 class ForkLauncher:
-    """The fork server: imports are paid once a study, a rank starts in 10 ms.
+    """Launcher through the fork server: one import per study, and 10 ms per rank.
 
     Args:
-        env: the server's environment, which its ranks inherit.
-        log: takes what the server writes, and its ranks until they are told their own.
-        preload: what the server imports, see `autotune.group.fork_server.preload`.
-        cancelled: asked several times a second while the server imports and builds, which then ends within a second.
+        env: environment of the server, which its ranks inherit.
+        log: receives the output of the server, and of ranks until they have their own log.
+        preload: modules that the server imports, see `autotune.group.fork_server.preload`.
+        cancelled: polled several times a second during imports and builds, which end within a second once it returns
+            True.
     """
 
     def __init__(
@@ -119,13 +120,13 @@ class ForkLauncher:
     ) -> None:
         self.log, self._env, self._preload, self._cancelled = log, env, preload, cancelled
         self._mark = uuid.uuid4().hex  # inherited by the compilers that it starts
-        self._pids: dict[str, int] = {}  # by ticket: what was asked for, and is running now
+        self._pids: dict[str, int] = {}  # ticket -> pid of a launched rank
         self._refusals: dict[str, OSError] = {}  # by ticket
         self._statuses: dict[int, int] = {}
         self._busy, self._begun = True, False
 
     def begin(self) -> None:
-        """Starts the server, which imports while this process does something else."""
+        """Start the server, which imports while this process continues."""
         self._channel, theirs = Channel.pair()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -142,35 +143,35 @@ class ForkLauncher:
         self._begun = True
 
     def open(self) -> None:
-        """Waits until the server has imported everything; it is started now where it was not before.
+        """Wait until the server has imported everything, and start it first if necessary.
 
         Raises:
-            UserError: it died, or hangs.
-            Stopped: it was cancelled.
+            UserError: the server died or hangs.
+            Stopped: the wait was cancelled.
         """
         if not self._begun:
             self.begin()
         self._await("ready", IMPORT_SECONDS, lambda message: None)
 
     def load_ops(self, names: list[str], tell: Callable[[Message | None], None]) -> Message:
-        """Has the server load DeepSpeed's ops, which may mean minutes of building; ranks that are forked later have them.
+        """Make the server load DeepSpeed's ops, with minutes of building if necessary, for all later ranks.
 
         Args:
-            names: of their builders.
-            tell: is told what is done with which op, see `autotune.group.ops.Tell`; None: nothing new.
+            names: names of the builders.
+            tell: called with progress per op, see `autotune.group.ops.Tell`, or with None if nothing is new.
 
         Returns:
-            `failed`: why, by builder; `folder`: where they lie; `fork_safe`: whether the server may still be forked.
+            `failed`: builder -> reason; `folder`: location of the ops; `fork_safe`: True if the server can still fork.
 
         Raises:
             UserError: the server died, or a build hangs.
-            Stopped: it was cancelled.
+            Stopped: the wait was cancelled.
         """
         self._channel.send("ops", names=names)
         return self._await("ops", _BUILDING_SECONDS, tell)
 
     def _await(self, kind: str, seconds: float, tell: Callable[[Message | None], None]) -> Message:
-        """The server's message of this kind; `tell` is told those that come before it, and None while there are none."""
+        """Return the server's message of this kind; call `tell` with earlier ones, and with None while there are none."""
         until, self._busy = time.monotonic() + seconds, True
         while (message := self._channel.receive(_LOOK_SECONDS)) is None or message["type"] != kind:
             tell(message)
@@ -208,7 +209,7 @@ class ForkLauncher:
         for message in self._channel.drain():
             self._take(message)
         if pid not in self._statuses and self._channel.closed:
-            return -signal.SIGKILL  # the server is gone, and its children with it
+            return -signal.SIGKILL  # the server has ended, and its children with it
         return self._statuses.get(pid)
 
     def _take(self, message: Message | None) -> None:
@@ -216,14 +217,14 @@ class ForkLauncher:
             return
         if message["type"] == "launched":
             self._pids[message["ticket"]] = message["pid"]
-            self._statuses.pop(message["pid"], None)  # of an earlier rank that had this number
+            self._statuses.pop(message["pid"], None)  # of an earlier rank with this pid
         elif message["type"] == "refused":
             self._refusals[message["ticket"]] = OSError(message["errno"], message["text"])
         elif message["type"] == "exited":
             self._statuses[message["pid"]] = message["status"]
 
     def strays(self) -> list[psutil.Process]:
-        return below(self.server)  # it adopts them; where it was killed it took them with it
+        return below(self.server)  # the server adopts them; a killed server's children died with it
 
     @property
     def server(self) -> int:
@@ -235,11 +236,11 @@ class ForkLauncher:
         return self._process.poll() is None
 
     def _end_busy(self) -> None:
-        """Ends the server in the middle of its work, with the compilers that it has started."""
+        """End a busy server with the compilers that it has started."""
         if not self.alive:
             end_marked(MARK, self._mark)
             return
-        self._process.terminate()  # where it builds it takes all along (`taking_all_along`)
+        self._process.terminate()  # a building server ends its descendants (`taking_all_along`)
         try:
             self._process.wait(timeout=_LEAVE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -251,7 +252,7 @@ class ForkLauncher:
 
     def close(self) -> None:
         self._channel.close()
-        if self._busy:  # it does not read, and what it has started does not end with it
+        if self._busy:  # a busy server does not read, and its descendants do not end with it
             self._end_busy()
         try:
             self._process.wait(timeout=3)

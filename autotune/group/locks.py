@@ -1,11 +1,11 @@
-"""Whose a GPU is: one study or one training at a time.
+"""Locks that give a GPU to one study or training at a time.
 
-Two of them on one card would take each other's memory and speed for a candidate's. Each card has a file in /tmp, named by its
-UUID, that its holder keeps locked. It lies there whatever TMPDIR says: who starts two studies need not have the same one in
-both shells. The kernel lets the lock go when the holder ends, however it ends; the file stays, since removing it would race
-with the next.
+Two of them on one card would attribute each other's memory and speed to a candidate. Each card has a file in /tmp named
+by its UUID, which the holder keeps locked. The place does not depend on TMPDIR, which may differ between two shells.
+The kernel releases the lock whenever the holder ends. The file remains, because removing it would race with the next
+holder.
 
-`filelock` is not used: it empties the file when it tries the lock, and the file says who holds it.
+`filelock` is not used: it truncates the file when it tries the lock, and the file names the holder.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from autotune.errors import UserError
 from autotune.problem.hardware import Hardware
 
 FOLDER = Path("/tmp")
-_PATIENCE_SECONDS = 0.2  # `holder_of` takes the lock for a moment to see whether it can
+_PATIENCE_SECONDS = 0.2  # `holder_of` takes the lock for a moment to test it
 
 
 @contextmanager
 def held_gpus(hardware: Hardware, who: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Holds the GPUs of `hardware` for this process; CPU ranks and GPUs that are only named have none.
+    """Hold the GPUs of `hardware` for this process. CPU ranks have none, and neither have GPUs that are only named.
 
     Args:
-        who: what holds them, for those who find them held: `study NAME`.
-        say: takes a line for people.
+        who: name of the holder in messages of other processes: `study NAME`.
+        say: called with a line for people.
 
     Raises:
-        UserError: another process of autotune holds one of them.
+        UserError: another autotune process holds one of the GPUs.
     """
     descriptors: list[int] = []
     try:
@@ -59,7 +59,7 @@ def held_gpus(hardware: Hardware, who: str, say: Callable[[str], None]) -> Itera
 
 
 def holder_of(uuid: str) -> str:
-    """Who holds a GPU; an empty string where nobody does."""
+    """Return the holder of a GPU, or an empty string if it is free."""
     with suppress(OSError):
         descriptor = os.open(lock_file(uuid), os.O_RDWR)
         try:
@@ -74,17 +74,20 @@ def lock_file(uuid: str) -> Path:
 
 
 def _open(uuid: str) -> int:
-    """The lock's file, which any user of the machine may open: the kernel refuses O_CREAT on another user's file in a
-    folder like /tmp (fs.protected_regular), so it is opened first and made second."""
+    """Open the lock file, which any user of the machine may open.
+
+    In a folder like /tmp, the kernel refuses O_CREAT on another user's file (fs.protected_regular). An existing file is
+    therefore opened without it.
+    """
     path = lock_file(uuid)
     with suppress(FileNotFoundError):
         return os.open(path, os.O_RDWR)
     with suppress(FileExistsError):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         with suppress(OSError):
-            os.fchmod(descriptor, 0o666)  # whatever the umask
+            os.fchmod(descriptor, 0o666)  # independent of the umask
         return descriptor
-    return os.open(path, os.O_RDWR)  # made in between
+    return os.open(path, os.O_RDWR)  # created in between
 
 
 def _lock(descriptor: int, patience_seconds: float = 0.0) -> bool:

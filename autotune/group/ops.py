@@ -1,9 +1,10 @@
-"""DeepSpeed's JIT ops: loaded, and built where this environment has not yet.
+"""Load DeepSpeed's JIT ops, and build those that this environment lacks.
 
-torch guards every build by a lock file and waits for it without end. A build that was killed leaves its lock behind, and
-from then on every process that wants the op hangs: training, DeepSpeed's own tuner, `ds_report`. Builds of ours are held by
-a lock of the kernel's besides, which ends with its holder: of two tuners one builds, and whoever comes after a build that
-was killed knows that, ends what is left of it and goes on with it. ninja keeps what was compiled.
+torch guards every build by a lock file and waits for it without limit. A killed build leaves its lock, and then every
+process that needs the op hangs: training, DeepSpeed's own tuner, `ds_report`.
+
+autotune's builds also hold a kernel lock, which ends with its holder, so only one of two tuners builds. The tuner that
+follows a killed build detects it, ends its remains and resumes it, since ninja keeps compiled files.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from typing import Any
 from autotune.group import extensions
 from autotune.linux import boot_id, is_open, runs, working_in
 
-LIVELY_SECONDS = 120.0  # a folder that changed this lately may be building on another host with the same home
+LIVELY_SECONDS = 120.0  # a folder with a more recent change may be building on another host with the same home
 _LOOK_SECONDS = 0.1
-_KILL_SECONDS = 5.0  # for a killed compiler to be gone
+_KILL_SECONDS = 5.0  # time for a killed compiler to be reaped
 
-Tell = Callable[..., None]  # is told `op`, `state` (waiting, building, loading, done, failed) and what goes with it
+Tell = Callable[..., None]  # receives `op`, `state` (waiting, building, loading, done, failed) and details
 
 
 def load_ops(names: list[str], tell: Tell = lambda **said: None) -> dict[str, str]:
-    """Loads the DeepSpeed ops of the named builders, building what is not built; returns what failed and why."""
+    """Load the DeepSpeed ops of the named builders, and build missing ones. Return the failed builders with reasons."""
     from deepspeed.accelerator import get_accelerator
 
     folder = extensions.use_own_folder()
@@ -48,12 +49,12 @@ def load_ops(names: list[str], tell: Tell = lambda **said: None) -> dict[str, st
 
 
 def _wanted(name: str, builder: Any) -> bool:
-    """Whether DeepSpeed would load it: ranks on CPUs do without shared memory where it cannot be built for this machine."""
+    """Return True if DeepSpeed would load the op: CPU ranks do without shared memory on unsupported machines."""
     return name != "ShareMemCommBuilder" or bool(builder.is_compatible(False))
 
 
 def _load(name: str, builder: Any, folder: Path, tell: Tell) -> bool:
-    """Loads an op; returns whether it, or another process meanwhile, has built it."""
+    """Load an op. Return True if this process, or another one during the wait, has built it."""
     if _is_prebuilt(builder.name):
         builder.load(verbose=False)
         return False
@@ -67,15 +68,18 @@ def _load(name: str, builder: Any, folder: Path, tell: Tell) -> bool:
         began = time.monotonic()
         builder.load(verbose=False)
         took = time.monotonic() - began if _written_ns(library) != ours else None
-        with suppress(OSError):  # a full disk: then nobody knows how long it took
-            # a build that was gone on with says nothing of how long a whole one takes
+        with suppress(OSError):  # a full disk; the duration is then unknown
+            # A resumed build does not show the duration of a whole one.
             extensions.note_built(name, builder.name, None if going_on and seconds else took, folder)
     return _written_ns(library) != before
 
 
 def _is_prebuilt(op: str) -> bool:
-    """Return whether DeepSpeed loads the library that was compiled at its installation, by the condition of `OpBuilder.load`
-    (deepspeed/ops/op_builder/builder.py). Ops that were compiled for another accelerator are built again."""
+    """Return True if DeepSpeed loads the library compiled at its installation.
+
+    The condition is that of `OpBuilder.load` (deepspeed/ops/op_builder/builder.py). Ops compiled for another
+    accelerator are built again.
+    """
     from deepspeed import git_version_info
     from deepspeed.accelerator import get_accelerator
 
@@ -84,7 +88,7 @@ def _is_prebuilt(op: str) -> bool:
 
 
 def _written_ns(path: Path) -> int:
-    """When the file was last written; 0 where it is not there."""
+    """Return the time of the file's last write, or 0 if it is missing."""
     with suppress(OSError):
         return path.stat().st_mtime_ns
     return 0
@@ -92,19 +96,21 @@ def _written_ns(path: Path) -> int:
 
 @contextmanager
 def held(folder: Path, op: str, wait: Callable[[], None] = lambda: None) -> Iterator[bool]:
-    """Holds an op's folder against other processes of autotune on this machine, with no lock of torch's left in it; gives whether
-    a build was killed here.
+    """Hold an op's folder against other autotune processes on this machine, without a stale lock of torch.
 
     Args:
-        wait: called once where another process holds it.
+        wait: called once if another process holds the folder.
+
+    Yields:
+        True if a build was killed here.
     """
     place, building, boot = folder / op, folder / f".{op}.building", boot_id()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     descriptor = _lock(folder / f".{op}.lock", wait)
     try:
-        # Whoever made the mark is gone, since the kernel has let go of its lock. A mark of another machine says nothing, and
-        # stays: of machines that share a home locks need not reach from one to the other.
+        # The writer of the mark has ended, because the kernel has released its lock. A mark of another machine proves
+        # nothing and stays: locks may not work between machines that share a home.
         mark = _mark(building)
         ours = descriptor is not None and mark in (None, "", boot)
         going_on = ours and mark is not None and not is_open(place / "lock")
@@ -112,7 +118,7 @@ def held(folder: Path, op: str, wait: Callable[[], None] = lambda: None) -> Iter
             _end_left(place)
             (place / "lock").unlink(missing_ok=True)
         wait_for_lock(place / "lock")
-        # nobody builds any more: a mark that is as old is of a machine, or of a boot, that is gone
+        # No build runs any more, so a mark this old belongs to a former machine or boot.
         ours = ours or (descriptor is not None and time.time() - _written_ns(building) / 1e9 > LIVELY_SECONDS)
         extensions.drop_torn(place, 0.0 if ours else LIVELY_SECONDS)
         if ours:
@@ -123,19 +129,19 @@ def held(folder: Path, op: str, wait: Callable[[], None] = lambda: None) -> Iter
         if ours:
             building.unlink(missing_ok=True)
         if descriptor is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile holds nothing
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked in between must not keep the lock
             os.close(descriptor)
 
 
 def _mark(path: Path) -> str | None:
-    """Which boot of which machine builds, or has; empty: of a version that did not say; None: none does."""
+    """Return the boot id of the building machine, an empty string from old versions, or None without a build."""
     with suppress(OSError):
         return path.read_text(errors="replace", encoding="utf-8")
     return None
 
 
 def _lock(path: Path, wait: Callable[[], None]) -> int | None:
-    """A descriptor that holds the file's lock; None where the file system has no such locks."""
+    """Return a descriptor that holds the file's lock, or None if the file system has no locks."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError:
@@ -156,7 +162,7 @@ def _lock(path: Path, wait: Callable[[], None]) -> int | None:
 
 
 def _end_left(place: Path) -> None:
-    """Ends compilers that a killed build has left at work in its folder."""
+    """Kill compilers that a killed build left running in its folder."""
     left = working_in(place)
     for pid in left:
         with suppress(OSError):
@@ -167,7 +173,7 @@ def _end_left(place: Path) -> None:
 
 
 def wait_for_lock(lock: Path, lively_seconds: float = LIVELY_SECONDS) -> None:
-    """Returns when nobody builds behind `lock`, having removed the file if whoever made it is gone."""
+    """Wait until no process builds behind `lock`, and remove the file if its creator has ended."""
     while lock.exists():
         if time.time() - _last_change(lock.parent) > lively_seconds and not is_open(lock):
             lock.unlink(missing_ok=True)
@@ -177,7 +183,7 @@ def wait_for_lock(lock: Path, lively_seconds: float = LIVELY_SECONDS) -> None:
 
 
 def _last_change(folder: Path) -> float:
-    """Seconds since the epoch."""
+    """Return the last change of a file in the folder, in seconds since the epoch."""
     times = []
     for entry in folder.iterdir():
         try:

@@ -1,4 +1,4 @@
-"""How patient one is with a group of ranks, and why watching it ended."""
+"""Time limits for a worker group, and the reasons for which a watch ends."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from dataclasses import dataclass
 from autotune.problem.outcome import Phase
 from autotune.versions import StrEnum
 
-_LAPSE_SECONDS = 5.0  # a turn of the loop that watches takes tenths of a second
+_LAPSE_SECONDS = 5.0  # seconds; a normal turn of the watch loop takes tenths of a second
 
 
 class Stop(StrEnum):
-    """Why watching a group ended."""
+    """Reason for which the watch of a group ended."""
 
-    ARRIVED = "arrived"  # what was waited for is here
+    ARRIVED = "arrived"  # the awaited event has happened
     FAILED = "failed"  # a rank reported an error, or is gone
-    SILENT = "silent"  # no rank showed life for longer than the policy allows
+    SILENT = "silent"  # no heartbeat for longer than the policy allows
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What differs between the ranks of a trial and those of a training.
+    """Differences between the ranks of a trial and those of a training.
 
     Args:
-        hello_seconds: for all ranks to come up and connect.
-        silence_seconds: how long no rank may show life in a phase, once they have: no message, no step of its main thread,
-            nothing computed, read or written.
-        settle_seconds: what is waited after the first failure, so that a peer's complaint does not outrun its cause.
-        may_leave: whether a rank may end by itself with exit code 0. A trial's ranks may not: they wait to be told.
+        hello_seconds: limit for all ranks to start and connect.
+        silence_seconds: limit without a heartbeat per phase. A heartbeat is a message, progress of the main thread, or
+            computing, reading or writing.
+        settle_seconds: wait after the first failure, because a peer's consequential error may arrive before the cause.
+        may_leave: True if a rank may end by itself with exit code 0. A trial's ranks wait for the order.
     """
 
     hello_seconds: float
@@ -41,21 +41,23 @@ class Policy:
 
 
 class Quiet:
-    """How long no rank has shown life, in a loop that says when a turn begins. A loop that stands still was stopped itself, and
-    the ranks mostly with it (`scontrol suspend`, `docker pause`): that time does not count.
+    """Time without a heartbeat, in a loop that marks its turns.
+
+    A loop that stands still was suspended itself, usually with its ranks (`scontrol suspend`, `docker pause`). The
+    suspended time does not count.
 
     Attributes:
-        now: when this turn began, on the monotonic clock; so are the others.
-        began: when the loop did.
-        last_alive: when a rank has shown life last.
-        last_look: when ranks that say nothing were last looked at.
+        now: start of this turn. All times are on the monotonic clock.
+        began: start of the loop.
+        last_alive: last heartbeat of a rank.
+        last_look: last check of silent ranks.
     """
 
     def __init__(self) -> None:
         self.now = self.began = self.last_alive = self.last_look = time.monotonic()
 
     def turn(self) -> None:
-        """The next turn begins."""
+        """Begin the next turn."""
         before, self.now = self.now, time.monotonic()
         if (lapse := self.now - before) > _LAPSE_SECONDS:
             self.began += lapse

@@ -1,7 +1,9 @@
-"""JSON lines over a socket. Up: `device`, `phase`, `progress`, `pulse`, `measured`, `error`, `bye`. Down: `measure`, `certify`,
-`checkpoint`, `stop`.
+"""Exchange JSON lines over a socket.
 
-No pickle: a rank may run the user's code, and nothing it says is executed here.
+Ranks send `device`, `phase`, `progress`, `pulse`, `measured`, `error` and `bye`. The parent sends `measure`, `certify`,
+`checkpoint` and `stop`.
+
+Pickle is not used: a rank may run the user's code, and its messages must not execute anything here.
 """
 
 from __future__ import annotations
@@ -18,21 +20,21 @@ from typing import Any
 
 Message = dict[str, Any]
 MAX_LINE_BYTES = 8 * 2**20
-_LOOK_SECONDS = 0.5  # after which a stream that was closed meanwhile is noticed
+_LOOK_SECONDS = 0.5  # interval after which a closed stream is noticed
 
 
 class Channel:
-    """One end of a conversation in JSON lines. Lines that are no JSON objects are dropped: a log may stray in."""
+    """One end of a connection with JSON lines. Lines that are not JSON objects are dropped, because a log may mix in."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.closed = False
         self._buffer = b""
-        self._sending = threading.Lock()  # a rank's pulse speaks beside its main thread
+        self._sending = threading.Lock()  # a rank's heartbeat thread sends in parallel with its main thread
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
-        """This process's end, and the socket for the other process."""
+        """Return this process's end, and the socket for the other process."""
         ours, theirs = socket.socketpair()
         return cls(ours), theirs
 
@@ -40,13 +42,13 @@ class Channel:
         return self.sock.fileno()
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Sends one message; a peer that is gone is noticed by reading, not here."""
+        """Send one message. A closed connection is only noticed by reading."""
         line = json.dumps({"type": kind, **fields}, default=str).encode() + b"\n"
         with contextlib.suppress(OSError), self._sending:
             self.sock.sendall(line)
 
     def receive(self, timeout_seconds: float | None = None) -> Message | None:
-        """The next message, or None when the time is up or the peer has closed (then `closed` is set)."""
+        """Return the next message, or None at the timeout or if the peer has closed (then `closed` is set)."""
         deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
             message = self._take()
@@ -61,7 +63,7 @@ class Channel:
             self._fill()
 
     def drain(self) -> list[Message]:
-        """Every message that is already here."""
+        """Return all messages that have arrived."""
         found = []
         while (message := self.receive(0)) is not None:
             found.append(message)
@@ -98,8 +100,10 @@ class Channel:
 
 
 class Stream(Channel):
-    """The same over two pipes, or over whatever carries standard input and output of a process elsewhere. Sending gives up,
-    and closes, where the other side takes nothing for `patience_seconds`."""
+    """Channel over two pipes, or over any transport of another process's standard input and output.
+
+    Sending closes the stream if the other side accepts nothing for `patience_seconds`.
+    """
 
     def __init__(self, reads: int, writes: int, patience_seconds: float) -> None:
         self._reads, self._writes, self._patience_seconds = reads, writes, patience_seconds
@@ -115,10 +119,10 @@ class Stream(Channel):
         self.give(json.dumps({"type": kind, **fields}, default=str).encode() + b"\n")
 
     def give(self, data: bytes, patience_seconds: float | None = None) -> bool:
-        """Sends bytes as they are; whether all were taken.
+        """Send raw bytes. Return True if all were accepted.
 
         Args:
-            patience_seconds: for each part of it to be taken; None: the stream's.
+            patience_seconds: limit for each part to be accepted; None uses the stream's.
         """
         left, patience_seconds = memoryview(data), patience_seconds or self._patience_seconds
         until = time.monotonic() + patience_seconds
@@ -137,7 +141,7 @@ class Stream(Channel):
         return not left
 
     def feed(self, data: bytes) -> Message | None:
-        """Takes what was read otherwise; the message that is in it."""
+        """Take bytes that were read elsewhere, and return the message in them."""
         self._buffer += data
         return self._take()
 

@@ -1,4 +1,4 @@
-"""Memory of the devices between two groups: what an ended one still holds is waited for, and so is what others have taken."""
+"""Wait between two groups until the devices regain memory from ended ranks and from other processes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from collections.abc import Callable
 
 from autotune.group.gauge import Meter
 
-BACK_SECONDS = 10.0  # for a device's memory to come back after the last rank
-ROOM_SECONDS = 30.0  # for others to give back what they have taken since the study began; waited for once
+BACK_SECONDS = 10.0  # limit for a device's memory to return after the last rank
+ROOM_SECONDS = 30.0  # limit for other processes to release memory taken since the study began; awaited once
 _POLL_SECONDS = 0.05
 
 
 def wait_for_room(
     meter: Meter, say: Callable[[str], None], *, deadline: float, cancelled: Callable[[], bool] = lambda: False
 ) -> float:
-    """Waits until the devices have as much free as when the study began, says who is waited for, and goes on beside them
-    where they stay. Ranks may be launched then. Returns the seconds waited.
+    """Wait until the devices have as much free memory as when the study began.
+
+    The holders are reported. If they stay, the study continues next to them. Ranks may be launched after the call.
 
     Args:
         deadline: on the monotonic clock.
+
+    Returns:
+        The seconds waited.
 
     Raises:
         GpuError: a GPU does not answer.
@@ -40,7 +44,7 @@ def wait_for_room(
 
 
 def wait_until_back(meter: Meter, say: Callable[[str], None]) -> None:
-    """Waits until the devices have the memory back that ended ranks held; says what holds it where they do not."""
+    """Wait until the devices regain the memory of ended ranks, and report its holders if they do not."""
     until = time.monotonic() + BACK_SECONDS
     while (left := meter.left()) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)

@@ -1,7 +1,7 @@
-"""The ranks of a group that live on one machine: started, heard, gauged and ended there.
+"""Host workers: ranks of a group on one machine, with their start, messages, memory monitor and end.
 
-A group has one squad a machine, and knows of each no more than `Squad` says. `LocalSquad` is the one of this machine; one of
-another machine is the same class in that machine's agent, with a stream in between (`executors/nodes`).
+A group has one squad per machine, and uses only the interface `Squad`. `LocalSquad` serves this machine. For another
+machine, the same class runs in that machine's agent behind a stream (`executors/nodes`).
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ from autotune.problem.host import host_available_bytes, kernel_oom_kills
 
 
 class Squad(Protocol):
-    """Ranks of one group on one machine. A rank goes by its number in the whole group."""
+    """Ranks of one group on one machine. Rank numbers are those of the whole group."""
 
     numbers: Sequence[int]
 
     @property
     def home(self) -> Path:
-        """A folder of this group alone; of another machine's squad an empty path."""
+        """Folder of this group only; an empty path for another machine."""
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of its ranks, in their order, as the machine's launcher gave them."""
+        """Process ids of its ranks from the machine's launcher, in rank order."""
 
     def launch(self, entry: str, numbers: Sequence[int], *, deadline: float, cancelled: Callable[[], bool]) -> None:
-        """Launches ranks that run module `entry`, once the devices have room. Of another machine it may only be asked for:
-        a refusal is then raised by `hear`.
+        """Launch ranks that run module `entry`, once the devices have enough free memory.
+
+        On another machine the launch is only requested, and `hear` raises a refusal.
 
         Raises:
             OSError: the machine refuses to start them, or a GPU does not answer.
@@ -54,74 +55,74 @@ class Squad(Protocol):
 
     @property
     def waited_seconds(self) -> float:
-        """For other processes to leave the devices."""
+        """Seconds of waiting for other processes to leave the devices."""
 
     def sources(self) -> list[Any]:
-        """What becomes readable when there is something to hear."""
+        """Return the sources that become readable when messages arrive."""
 
     def hear(self) -> list[tuple[int, Message]]:
-        """What its ranks have said since the last time, `hello` included, and by whom."""
+        """Return the ranks' new messages with their rank, `hello` included."""
 
     def brief(self, spec: Message, logs: Path | None) -> None:
-        """Gives each rank, once all have said hello, its spec: this, and what is its own in it."""
+        """Send each rank its spec, once all have sent hello: the common fields and its own."""
 
     def begin(self, workers: Sequence[int]) -> None:
-        """Memory is gauged from now on; `workers` are the ranks' process ids as they know them themselves."""
+        """Start the memory monitor with the ranks' own process ids."""
 
     def tell(self, kind: str, **fields: Any) -> None:
-        """Sends a message to every rank."""
+        """Send a message to every rank."""
 
     def statuses(self) -> dict[int, int]:
-        """Exit codes of ranks that have ended, negative for a signal."""
+        """Return exit codes of ended ranks, negative for a signal."""
 
     @property
     def hung_up(self) -> bool:
-        """Whether a rank has closed its channel."""
+        """True if a rank has closed its channel."""
 
     @property
     def lost(self) -> str:
-        """What of the machine is gone, in words: a GPU; empty where nothing is."""
+        """Description of a part of the machine that is gone, such as a GPU; otherwise empty."""
 
     @property
     def cut_off(self) -> str:
-        """Why the machine itself cannot be reached; empty while it can."""
+        """Reason why the machine is unreachable; empty while it is reachable."""
 
     def look_anew(self) -> None:
-        """The next `get_on` only begins to compare."""
+        """Make the next `get_on` start a new comparison."""
 
     def get_on(self, waiting: set[int]) -> bool:
-        """Whether ranks that say nothing compute, read or write; of those that wait for others only their children count."""
+        """Return True if silent ranks compute, read or write. For ranks in a collective only their children count."""
 
     def place(self, rank: int, device: str) -> None:
-        """Takes a rank's word for which device it has."""
+        """Record the device that a rank reports."""
 
     def peaks(self) -> Peaks:
-        """Memory at its highest since the last `reset_peaks`, now included; of ranks that are not gauged, memory now."""
+        """Return the peaks since the last `reset_peaks` including now; without a monitor, the current memory."""
 
     def reset_peaks(self) -> None: ...
 
     def last_words(self, greeted: bool) -> dict[int, str]:
-        """The end of each rank's log, by its number; whether the group was `greeted` says where its ranks have written."""
+        """Return the end of each rank's log; `greeted` determines the log file."""
 
     def signal(self, number: signal.Signals, pids: Sequence[int]) -> None:
-        """Passes a signal on to the process groups of these ranks; one of `NOTICES` to those ranks alone that catch it."""
+        """Pass a signal on to these ranks' process groups; one of `NOTICES` only to ranks that catch it."""
 
     def end(self, *, done: bool) -> None:
-        """Ends every rank with all that it has started, and waits until nothing of them is left, in memory either.
+        """End every rank with all its descendants, and wait until processes and memory are released.
 
         Args:
-            done: they have ended by themselves, and what they have left running was meant to run on.
+            done: True if the ranks ended by themselves; processes that they left running are then kept.
         """
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Several machines, over which a group's ranks are spread evenly.
+    """Several machines over which a group's ranks are spread evenly.
 
     Args:
-        squads: makes the squad of each machine, in order; is told whether memory is sampled all the time, and takes a line
-            for people.
-        store_host: the first machine's address, at which all others reach it: the ranks meet there.
+        squads: makes the squad of each machine, in order. Arguments: True if memory is sampled continuously, and a
+            function for lines for people.
+        store_host: address of the first machine, at which all others reach the rendezvous.
     """
 
     squads: Callable[[bool, Callable[[str], None]], list[Squad]]
@@ -129,12 +130,12 @@ class Spread:
 
 
 class LocalSquad:
-    """The ranks on this machine.
+    """Ranks on this machine.
 
     Args:
-        meter: samples memory all the time; None: memory is looked at when something went wrong.
-        say: takes a line for people.
-        node: which of the group's machines this is, and of how many.
+        meter: samples memory continuously; None reads memory only after a failure.
+        say: called with a line for people.
+        node: index of this machine in the group, and number of machines.
     """
 
     cut_off = ""
@@ -149,20 +150,18 @@ class LocalSquad:
     ) -> None:
         self._launcher, self._meter, self._say, self._node = launcher, meter, say, node
         self._onlooker = meter or make_meter(hardware)
-        self._folder = SocketFolder("autotune-")  # sockets and stores: a study may be on NFS
+        self._folder = SocketFolder("autotune-")  # sockets and stores; a study may be on NFS
         self.home = self._folder.path
         self.numbers: Sequence[int] = ()
         self.pids: list[int] = []
         self.waited_seconds = 0.0
         self._logs: Path | None = None
         self._listener: socket.socket | None = None
-        self._strangers: list[Channel] = []  # connected, and not yet known by their hello
+        self._strangers: list[Channel] = []  # connections without a hello so far
         self._channels: dict[int, Channel] = {}  # by rank
-        self._workers: dict[
-            int, int
-        ] = {}  # by rank, its process id as it knows itself: an interpreter may have a wrapper
+        self._workers: dict[int, int] = {}  # rank -> its own pid, not that of an interpreter's wrapper
         self._vitals = Vitals(self._onlooker.busy)
-        self._signalled = False  # to end
+        self._signalled = False  # True once a signal to end was sent
         self._gauge: Gauge | None = None
         self._oom_kills = kernel_oom_kills()
 
@@ -204,7 +203,7 @@ class LocalSquad:
             self._listener.close()
             self._listener = None
 
-    # -- hearing -----------------------------------------------------------------------------------------------------
+    # -- receiving messages ------------------------------------------------------------------------------------------
 
     def sources(self) -> list[Any]:
         open_ones = [channel for channel in self._channels.values() if not channel.closed]
@@ -223,7 +222,7 @@ class LocalSquad:
         return heard
 
     def _greet(self, channel: Channel) -> list[tuple[int, Message]]:
-        """Learns which rank a new connection is of."""
+        """Identify the rank of a new connection."""
         hello = channel.receive(0)
         if hello is not None and hello["type"] == "hello":
             self._channels[int(hello["rank"])] = channel
@@ -240,7 +239,7 @@ class LocalSquad:
         for channel in self._channels.values():
             channel.send(kind, **fields)
 
-    # -- what became of them -----------------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------------------------
 
     def statuses(self) -> dict[int, int]:
         found = {rank: self._launcher.status(pid) for rank, pid in zip(self.numbers, self.pids, strict=False)}
@@ -262,7 +261,7 @@ class LocalSquad:
         self._vitals.forget()
 
     def _known(self) -> dict[int, int]:
-        """The best known process id of each rank."""
+        """Return the best known process id of each rank."""
         return {rank: self._workers.get(rank, pid) for rank, pid in zip(self.numbers, self.pids, strict=False)}
 
     def place(self, rank: int, device: str) -> None:
@@ -287,7 +286,7 @@ class LocalSquad:
         return {rank: log_tail(path) for rank in self.numbers if (path := self.log_of(rank, greeted)) is not None}
 
     def log_of(self, rank: int, greeted: bool) -> Path | None:
-        """Where the rank has written last."""
+        """Return the log that the rank wrote last."""
         return self._logs / f"rank{rank}.log" if greeted and self._logs is not None else self._launcher.log
 
     # -- ending ------------------------------------------------------------------------------------------------------
@@ -327,7 +326,7 @@ class LocalSquad:
 
 
 def _free_port() -> int:
-    """A port for whatever a script opens at MASTER_PORT itself: two groups on a machine do not meet there."""
+    """Return a free port for uses of MASTER_PORT by a script, so that two groups on a machine do not meet."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

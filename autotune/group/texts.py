@@ -1,7 +1,7 @@
-"""What failures say: each text that libraries print, with the class that it points to.
+"""Texts of failures that libraries print, with the outcome class of each.
 
-The first face that matches decides, so what is certain stands before what is general. The patterns come from real failures,
-which `tests/data/failures.yaml` holds with the threads that they stand in.
+The first match decides, so certain texts precede general ones. The patterns come from real failures, which
+`tests/data/failures.yaml` lists with their threads.
 """
 
 from __future__ import annotations
@@ -13,65 +13,70 @@ from dataclasses import dataclass, field
 from autotune.group.account import Account
 from autotune.problem.outcome import Kind
 
-_FRAMES = 3  # that count from the innermost: pinning goes through an accelerator's wrappers
-_WORDS = 120  # of a match that are quoted
+_FRAMES = 3  # number of innermost frames, because pinning passes through an accelerator's wrappers
+_WORDS = 120  # longest quote of a match
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Where a text was met; it decides where the text is in doubt."""
+    """Circumstances of a text, which decide ambiguous ones."""
 
     device: str
     account: Account = field(default_factory=Account)
-    host_ran_out: bool = False  # the kernel has killed for want of main memory, or there is as good as none left
+    host_ran_out: bool = False  # True if the kernel killed for lack of main memory, or almost none is left
 
 
 def _memory(scene: Scene) -> Kind:
-    """Main memory: of a CPU rank its device's."""
+    """Classify an OOM of main memory, which is the device's memory on a CPU rank."""
     return Kind.OOM_DEVICE if scene.device == "cpu" else Kind.OOM_HOST
 
 
 def _allocation(scene: Scene) -> Kind:
-    """CUDA says the same of its device's memory and of memory to pin; torch's own allocator says it otherwise, and what
-    remains (contexts, modules, streams, workspaces) is small."""
+    """Classify CUDA's text, which is identical for device memory and pinned memory.
+
+    torch's own allocator prints another text. The remaining device allocations (contexts, modules, streams, workspaces)
+    are small.
+    """
     if scene.account.is_roomy and (scene.account.pins_much or scene.host_ran_out):
         return Kind.OOM_HOST
     return Kind.OOM_DEVICE
 
 
 def _mapping(scene: Scene) -> Kind:
-    """Of the driver's virtual memory (`expandable_segments`): torch says it otherwise when the device is full, and some
-    machines (Jetson, vGPU, WSL) have too little of it, or none."""
+    """Classify a failure of the driver's virtual memory (`expandable_segments`).
+
+    torch prints another text when the device is full. Some machines (Jetson, vGPU, WSL) have too little of it, or none.
+    """
     return Kind.INFRASTRUCTURE if scene.account.is_roomy else Kind.OOM_DEVICE
 
 
 def _handle(scene: Scene) -> Kind:
-    """A library has made no handle: for want of memory, or because a kernel before it has failed."""
+    """Classify a library's failure to create a handle: an OOM, or a consequence of a failed kernel."""
     return Kind.CRASH if scene.account.is_roomy else Kind.OOM_DEVICE
 
 
 def _internal(scene: Scene) -> Kind:
-    """A library's own error, which a full device explains."""
+    """Classify a library's internal error, which a full device explains."""
     return Kind.OOM_DEVICE if scene.account.is_full else Kind.CRASH
 
 
 def _communicator(scene: Scene) -> Kind:
-    """NCCL's buffers are outside torch's allocator, 0.2-1.5 GiB of them."""
+    """Classify a failure of NCCL, whose buffers (0.2-1.5 GiB) are outside torch's allocator."""
     return Kind.OOM_DEVICE if scene.account.is_full else Kind.INFRASTRUCTURE
 
 
 def _lost(scene: Scene) -> Kind | None:
-    """A process was killed: by the kernel where main memory had run out, else it is not known by whom."""
+    """Classify a killed process: a host OOM if main memory had run out, otherwise unknown."""
     return _memory(scene) if scene.host_ran_out else None
 
 
 @dataclass(frozen=True)
 class Face:
-    """One text of failure."""
+    """Pattern of one failure text."""
 
-    points_to: Kind | Callable[[Scene], Kind | None]  # None: nothing, there; the next face
+    points_to: Kind | Callable[[Scene], Kind | None]  # None makes the search continue with the next pattern
     text: re.Pattern[str]
-    frames: re.Pattern[str] | None = None  # that one of the innermost frames must match, too: file, function, source
+    frames: re.Pattern[str] | None = None  # an innermost frame must match too: file, function, source
 
 
 def _faces(points_to: Kind | Callable[[Scene], Kind | None], *texts: str, frames: str | None = None) -> list[Face]:
@@ -79,22 +84,22 @@ def _faces(points_to: Kind | Callable[[Scene], Kind | None], *texts: str, frames
     return [Face(points_to, re.compile(text, re.IGNORECASE | re.DOTALL), where) for text in texts]
 
 
-# What a peer reports after another rank's failure. Each is about a connection or a wait, none about a cause.
+# Errors that a peer reports after another rank's failure. They describe connections or waits, never a cause.
 _ECHO = (
     r"Connection (?:closed|reset|refused)|closed by (?:remote )?peer|Broken pipe|Socket (?:closed|Timeout)"
     r"|application timeout caused pair closure|Timed out waiting \d+ms for|remote process exited|ncclRemoteError"
     r"|caught collective operation timeout|communicator was aborted"
 )
 
-# What is a cause whatever else stands beside it, so that no echo hides it.
+# Texts that always name a cause, so that no consequential error hides it.
 _CERTAIN = (
-    # A kernel's own failure is sticky: every call after it fails too, in the words of what was called.
+    # A kernel's failure is sticky: every later call fails too, with its own text.
     *_faces(
         Kind.CRASH,
         r"device-side assert triggered|Assertion `[^`\n]*` failed",
         r"illegal memory access|misaligned address|illegal instruction|unspecified launch (?:failure|error)",
         r"CUDA_ERROR_ILLEGAL_ADDRESS|an illegal address",
-        r"out of resources?: (?:shared|tensor) memory|OutOfResources",  # Triton: of a kernel's block, not the device's
+        r"out of resources?: (?:shared|tensor) memory|OutOfResources",  # Triton's block resources, not device memory
     ),
     *_faces(
         Kind.INFRASTRUCTURE,
@@ -111,7 +116,7 @@ _CERTAIN = (
 
 _FACES = (
     *_CERTAIN,
-    # Main memory that is pinned or shared. CUDA's text does not say so, the frames do.
+    # Pinned or shared main memory. CUDA's text does not name it, but the frames do.
     *_faces(
         Kind.OOM_HOST,
         r"(?:CUDA|HIP) error: (?:out of memory|invalid argument|resource already mapped)|cudaErrorMemoryAllocation",
@@ -193,7 +198,7 @@ _FACES = (
         r"unhandled (?:cuda|system) error",
     ),
     *_faces(Kind.INVALID, r"correct the following DeepSpeed config values|validation errors? for DeepSpeed\w*Config"),
-    # In whatever words; not where a line only guesses ("may be caused by ...").
+    # Any other text about an OOM, except lines that only guess ("may be caused by ...").
     *_faces(
         _allocation,
         r"(?:^|\n)(?![^\n]*\b(?:may|might|could|possibl[ey]|probably|likely|if)\b)[^\n]*\bout[ -]of[ -]memory\b",
@@ -202,11 +207,11 @@ _FACES = (
 
 
 def recognise(text: str, scene: Scene, files: list[str] | None = None) -> tuple[Kind, str] | None:
-    """The class that a text points to, with the words that decided it; None where no face is known.
+    """Return the outcome class of a text and the words that decided it, or None if no pattern matches.
 
     Args:
-        text: an error's text, after its traceback where there is one.
-        files: of the frames that raised it, the innermost last; for a traceback that is cut off.
+        text: an error's text, preceded by its traceback if there is one.
+        files: files of the frames that raised it, the innermost last, for a truncated traceback.
     """
     for face in _FACES:
         match = face.text.search(text)
@@ -222,7 +227,7 @@ def recognise(text: str, scene: Scene, files: list[str] | None = None) -> tuple[
 
 
 def _frame_match(pattern: re.Pattern[str], before: str, files: list[str]) -> str | None:
-    """What of the innermost frames, those printed last before a text, matches."""
+    """Return the match in one of the innermost frames, which are printed last before a text."""
     frames = before.split('File "')[1:] or files
     for frame in frames[-_FRAMES:]:
         if match := pattern.search(frame):
@@ -231,7 +236,7 @@ def _frame_match(pattern: re.Pattern[str], before: str, files: list[str]) -> str
 
 
 def is_echo(text: str) -> bool:
-    """Whether a text says no more than that a peer is gone."""
+    """Return True if a text only states that a peer is gone."""
     if re.search(_ECHO, text, re.IGNORECASE) is None or any(face.text.search(text) for face in _CERTAIN):
         return False
     found = recognise(text, Scene("cuda"))

@@ -1,6 +1,6 @@
-"""From evidence to the Kind of an Outcome: exception type first, then exit status and signal, counters, text last.
+"""Classify a failure from evidence: exception type first, then exit status and signal, counters, text last.
 
-Where a text is in doubt (`texts.py`) the numbers decide that came with it (`account.py`).
+Memory figures (`account.py`) decide ambiguous texts (`texts.py`).
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from autotune.units import format_bytes
 
 @dataclass
 class Evidence:
-    """What is known of a trial that did not end well."""
+    """Facts about a failed trial."""
 
     device: str
-    errors: list[dict[str, Any]] = field(default_factory=list)  # `error` messages, as they came
+    errors: list[dict[str, Any]] = field(default_factory=list)  # `error` messages in order of arrival
     statuses: dict[int, int] = field(default_factory=dict)  # rank -> exit code, negative for a signal
     timed_out: str | None = None  # phase whose deadline passed, with its seconds
     phase: Phase = Phase.START
     peaks: Peaks = field(default_factory=Peaks)
     host_total_bytes: int = 0
-    capacity_bytes: int = 0  # what a rank could have of its device; 0: not known
+    capacity_bytes: int = 0  # bytes of the device available to a rank; 0 if unknown
     logs: dict[int, str] = field(default_factory=dict)  # rank -> tail of its log
-    cut_off: str = ""  # a machine that is gone, by name, and how
+    cut_off: str = ""  # name of a lost machine, and how it was lost
 
 
 @dataclass(frozen=True)
@@ -43,27 +43,27 @@ class Verdict:
     source: Source
     rank: int | None = None
     missing_bytes: int | None = None
-    signal: int | None = None  # that the rank died of
-    exceptions: tuple[str, ...] = ()  # as an Outcome has them
+    signal: int | None = None  # signal that ended the rank
+    exceptions: tuple[str, ...] = ()  # as in an Outcome
 
 
 _INVALID_TYPES = ("DeepSpeedConfigError", "pydantic_core._pydantic_core.ValidationError", "ZeRORuntimeException")
 _MACHINE_TYPES = ("DistStoreError", "DistNetworkError", "DistBackendError")
-_RUNTIME_TYPES = ("builtins.RuntimeError", "builtins.OSError", "builtins.MemoryError")  # and what is derived of them
-# How DeepSpeed refuses a config; a text of the machine's in one of these is not the machine's.
+_RUNTIME_TYPES = ("builtins.RuntimeError", "builtins.OSError", "builtins.MemoryError")  # includes their subclasses
+# Exceptions by which DeepSpeed refuses a config. A text about the machine in one of these does not blame the machine.
 _REFUSALS = ("ValueError", "AssertionError", "NotImplementedError", "KeyError", "TypeError", "AttributeError")
-_HOST_LOW = 0.03  # of main memory available: the kernel kills from here on
-_TRACEBACK_CHARACTERS = 4000  # of its end
+_HOST_LOW = 0.03  # share of main memory below which the kernel kills
+_TRACEBACK_CHARACTERS = 4000  # length of its end
 _SAVING = re.compile(r", in \w*save\w*$", re.MULTILINE)  # a frame of a traceback
 _ABORT = re.compile(r"terminate called after throwing an instance of '[^'\n]*'\s+what\(\):\s*(.{1,2000})", re.DOTALL)
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """The class of a failed trial, and the evidence that decided it."""
-    if evidence.cut_off:  # its ranks, and those that waited for them, say nothing of the candidate
+    """Return the class of a failed trial, and the evidence that decided it."""
+    if evidence.cut_off:  # the lost ranks and those that waited for them do not blame the candidate
         why = "the stream of that machine's agent"
         return Verdict(Kind.INFRASTRUCTURE, evidence.phase, evidence.cut_off, why, Source.NODE)
-    if evidence.peaks.lost:  # whatever the ranks say of it: each fails in words of its own
+    if evidence.peaks.lost:  # overrides the ranks' errors, which differ in their words
         why = f"NVML: {evidence.peaks.lost}"
         return Verdict(Kind.INFRASTRUCTURE, evidence.phase, evidence.peaks.lost, why, Source.DEVICE)
     dead = [rank for rank, status in evidence.statuses.items() if status < 0]
@@ -89,12 +89,12 @@ def judge(evidence: Evidence) -> Verdict:
     )
 
 
-# What a peer reports after another rank's failure must not hide it.
+# Order of precedence, so that a peer's consequential error does not hide the cause.
 _ORDER = [Kind.FOREIGN, Kind.OOM_DEVICE, Kind.OOM_HOST, Kind.INVALID, Kind.CRASH, Kind.INFRASTRUCTURE]
 
 
 def is_secondary(error: dict[str, Any]) -> bool:
-    """Whether a rank's error is only that it lost a peer, whose own end is the cause."""
+    """Return True if a rank's error only states that it lost a peer, whose end is the cause."""
     return is_echo(error.get("text", ""))
 
 
@@ -104,10 +104,10 @@ def _weight(error: dict[str, Any], verdict: Verdict) -> tuple[int, int]:
 
 
 def is_memory_error(error: dict[str, Any], device: str) -> bool:
-    """Whether an `error` message says that memory ran out, the device's or the host's, by the rules of `judge`."""
+    """Return True if an `error` message reports an OOM of the device or host, by the rules of `judge`."""
     kinds = error.get("kinds") or []
     if not any(kind in _RUNTIME_TYPES or kind.endswith("OutOfMemoryError") for kind in kinds):
-        return False  # a text that quotes one
+        return False  # its text quotes an OOM
     kind = _of_error(error, Evidence(device)).kind
     return kind.is_oom or kind is Kind.FOREIGN
 
@@ -122,15 +122,15 @@ def _of_error(error: dict[str, Any], evidence: Evidence) -> Verdict:
     if counted := str(Account.of("", error.get("numbers"))):
         why = f"{why}; {counted}"
     reason = f"{name.split('.')[-1]}: {_first_line(text) or name}"
-    if kind is Kind.INFRASTRUCTURE and error.get("full_disk"):  # libraries say it in words that nobody knows
+    if kind is Kind.INFRASTRUCTURE and error.get("full_disk"):  # some libraries' texts do not reveal a full disk
         reason = f"{reason} (the disk of {error['full_disk']} is full)"
-    missing = Account.of(text).missing if kind.is_oom else None  # what is counted later is another state
+    missing = Account.of(text).missing if kind.is_oom else None  # later figures describe another state
     phase, rank = _phase(error.get("phase")), error.get("rank")
     return Verdict(kind, phase, reason, why, Source.EXCEPTION, rank, missing, exceptions=kinds)
 
 
 def _class_of_error(error: dict[str, Any], scene: Scene) -> tuple[Kind, str]:
-    """The class of one rank's error, and why: its type, then its frames and its text, then where it was raised."""
+    """Return the class of a rank's error and the reason: type first, then frames and text, then origin."""
     kinds, file = error.get("kinds") or ["Exception"], error.get("file", "")
     name = kinds[0]
     by_type = f"exception {name}"
@@ -157,8 +157,7 @@ def _class_of_error(error: dict[str, Any], scene: Scene) -> tuple[Kind, str]:
 
 
 def _unless_foreign(kind: Kind, why: str, account: Account, peaks: Peaks) -> tuple[Kind, str]:
-    """FOREIGN where another process has taken the device's memory meanwhile, enough for the allocation that failed, or holds
-    most of it."""
+    """Return FOREIGN if another process took enough device memory for the failure, or holds most of the device."""
     capped = account.under_cap is not None and account.under_cap < (account.free or 0)
     if not capped and peaks.foreign > FOREIGN_BYTES and peaks.foreign >= (account.missing or 0):
         return Kind.FOREIGN, f"{why}; NVML: other processes grew by {format_bytes(peaks.foreign)} meanwhile"
@@ -227,7 +226,7 @@ def _last_line(text: str) -> str:
 
 
 def log_tail(path: Path, limit_bytes: int = 16384) -> str:
-    """The end of a log, whatever bytes it holds."""
+    """Return the end of a log with any content."""
     try:
         with path.open("rb") as file:
             file.seek(0, 2)

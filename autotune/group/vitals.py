@@ -1,4 +1,4 @@
-"""Whether processes that say nothing are alive all the same: what they and their children compute, read and write."""
+"""Check if silent processes are alive: computing, reading and writing of the processes and their children."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from autotune.group.ending import below, processes
 from autotune.units import MIB
 
 _ANSWER_SECONDS = 0.5  # a driver answers within milliseconds
-LEAST_CPU_SHARE = 0.05  # of one core: idle ranks with their helper threads stay far below
-LEAST_IO_BYTES_PER_SECOND = 0.05 * MIB  # a slow network disk gives more
+LEAST_CPU_SHARE = 0.05  # share of one core; idle ranks with their helper threads stay far below
+LEAST_IO_BYTES_PER_SECOND = 0.05 * MIB  # a slow network disk is faster
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class _Sample:
 
 
 class Vitals:
-    """Compares the ranks' counters from look to look.
+    """Compare the ranks' counters between checks.
 
     Args:
-        busy: whether the ranks' devices compute, as their driver says; None: nobody can tell.
+        busy: returns True if the ranks' devices compute, according to their driver; None if unavailable.
     """
 
     def __init__(self, busy: Callable[[], bool] | None = None) -> None:
@@ -37,15 +37,15 @@ class Vitals:
         self._busy = _Aside(busy) if busy is not None else None
 
     def forget(self) -> None:
-        """The next look only begins to compare."""
+        """Make the next check start a new comparison."""
         self._last = None
 
     def alive(self, ranks: Iterable[int], waiting: Iterable[int] = ()) -> bool:
-        """Whether any of the processes got on since the last look; False on the first.
+        """Return True if any of the processes made progress since the last check; False on the first.
 
         Args:
             ranks: their process ids.
-            waiting: those of them that wait for the others, where a library may spin: only their children count.
+            waiting: ranks that wait in a collective, in which a library may spin. Only their children count.
         """
         now, before = _sample(ranks, set(waiting)), self._last
         self._last = now
@@ -60,14 +60,14 @@ class Vitals:
 
 
 class _Aside:
-    """Asks in a thread, one question at a time: a driver may hang, and the tuner must not hang with it."""
+    """Call a function in a thread, one call at a time, so that a hanging driver does not block the tuner."""
 
     def __init__(self, ask: Callable[[], bool]) -> None:
         self._ask, self._answer = ask, False
         self._thread: threading.Thread | None = None
 
     def latest(self) -> bool:
-        """The last answer, and the next question where none is open."""
+        """Return the last result, and start the next call unless one is running."""
         answer = self._answer
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, daemon=True)
@@ -85,7 +85,7 @@ def _sample(ranks: Iterable[int], waiting: set[int]) -> _Sample:
     cpu_seconds, io_bytes = 0.0, 0
     pids = list(ranks)
     for process in [*processes(pid for pid in pids if pid not in waiting), *below(*pids)]:
-        with suppress(psutil.Error, OSError):  # gone, or of another user
+        with suppress(psutil.Error, OSError):  # process gone, or of another user
             times = process.cpu_times()
             cpu_seconds += times.user + times.system
             moved = process.io_counters()

@@ -1,9 +1,9 @@
-"""What every rank does, whatever it trains: greet its parent, join its process group, report, leave.
+"""Base of every rank: greet the parent, join the process group, report, leave.
 
-A rank is a process that the parent has started, directly or by forking. It connects to the parent's Unix socket, says
-`hello`, receives its `spec`, and from then on both speak JSON lines (`group/protocol.py`).
+A rank is a process that the parent starts, directly or by a fork. The rank connects to the parent's Unix socket, sends
+`hello` and receives its `spec`. From then on both sides exchange JSON lines (`group/protocol.py`).
 
-This module imports no torch at its top: `hello` comes first, and the environment is set before torch reads it.
+The module imports no torch at its top: `hello` is sent first, and the environment is set before torch reads it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,17 @@ from autotune.rank.pulse import Pulse
 if TYPE_CHECKING:
     from autotune.rank.devices import Device
 
-EXIT_REPORTED = 13  # the failure was reported over the channel
+EXIT_REPORTED = 13  # exit code of a rank that has reported its failure over the channel
 
 
 def greet(address: str, number: int) -> tuple[Channel, Message]:
-    """Connects to the parent and says which rank this is; returns the channel and the spec that came over it. Leaves
-    with code 1 where the parent closes the channel instead."""
+    """Connect to the parent and send this rank's number.
+
+    The process leaves with code 1 if the parent closes the channel instead of sending a spec.
+
+    Returns:
+        The channel, and the spec that the parent sent.
+    """
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(address)
     channel = Channel(sock)
@@ -50,49 +55,52 @@ def greet(address: str, number: int) -> tuple[Channel, Message]:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process at once, without the interpreter's cleanup: a peer may sit in a collective for ever, nothing may
-    wait for it, and gloo's threads abort an interpreter that ends while its process group is open."""
+    """End this process at once, without the interpreter's cleanup.
+
+    A peer may wait in a collective for ever, so nothing may wait for the peer. Besides, gloo's threads abort an
+    interpreter that ends while its process group is open.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def handled(error: BaseException) -> list[BaseException]:
-    """The errors upon which, or in whose handling, it was raised, the nearest first."""
+    """Return all causes and contexts of an error, the nearest first."""
     found = [error]
-    for one in found:  # which grows meanwhile
+    for one in found:  # the list grows during the loop
         found += [cause for cause in (one.__cause__, one.__context__) if cause is not None and cause not in found]
     return found[1:]
 
 
 class BaseRank(ABC):
-    """One rank, from its spec to its end. A kind of rank says in `run` what it does in between."""
+    """One rank, from its spec to its end. A subclass implements the work in `run`."""
 
     def __init__(self, channel: Channel, spec: Message) -> None:
         self.channel, self.spec = channel, spec
         self.number: int = spec["rank"]
-        self.sliced = bool(spec.get("slice_of"))  # the group's ranks stand for those of several nodes
+        self.sliced = bool(spec.get("slice_of"))  # the group's ranks stand for those of several nodes (a node slice)
         self.world: int = spec.get("slice_of") or spec["world"]  # ranks of the training
         local: Any = spec.get("local_rank", spec["rank"])
-        self.local: int = local  # its number among those of its machine
+        self.local: int = local  # rank on its own host
         self.phase = Phase.START
         self.steps = 0  # optimizer steps so far
         self.device: Device | None = None
         self.pulse = Pulse(channel)
-        self.written = ["."]  # folders that the training may write into
+        self.written = ["."]  # folders that the training may write to
         self._last_progress = 0.0
 
     @abstractmethod
     def run(self) -> None:
-        """The rank's work. Whatever it raises is reported by its caller."""
+        """Do the rank's work. The caller reports any exception."""
 
-    # -- the start ---------------------------------------------------------------------------------------------------
+    # -- start -------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The job, the environment, the device with its cap, the process group."""
-        if cpus := os.environ.get("AUTOTUNE_CPUS"):  # others are other jobs'; before anything starts threads
+        """Set up the job, the environment, the device with its cap, and the process group."""
+        if cpus := os.environ.get("AUTOTUNE_CPUS"):  # before any thread starts; the remaining CPUs belong to other jobs
             os.sched_setaffinity(0, map(int, cpus.split(",")))
-        own_memory()  # beside the cores that it has now
+        own_memory()  # after the affinity is set, so that pages are copied close to these CPUs
         self.meeting = Meeting.of(self.spec["store"], self.number, self.world)
         if (port := self.meeting.open()) is not None:
             self.channel.send("store", port=port, scripts_port=self.spec["port"])
@@ -109,12 +117,12 @@ class BaseRank(ABC):
         self.fault(Phase.START)
         self.device.setup(self.local, self.spec["cap_bytes"], self.spec["threads"])
         self._join_group(self.device)
-        self.agree(0.0)  # NCCL takes its buffers with the first collective
+        self.agree(0.0)  # NCCL allocates its buffers at the first collective
         if told := self.device.joined():
             self.channel.send("device", **told)
 
     def _set_environment(self) -> None:
-        """As torchrun sets it."""
+        """Set the variables that torchrun sets."""
         os.environ.update(
             RANK=str(self.number),
             LOCAL_RANK=str(self.local),
@@ -132,9 +140,7 @@ class BaseRank(ABC):
 
     def _join_group(self, device: Device) -> None:
         backend = device.backend
-        if (
-            self.sliced
-        ):  # says that it is the whole group, and carries nothing: a gather copies what the rank itself has
+        if self.sliced:  # the fake backend transfers nothing: a gather copies the rank's own data
             from torch.testing._internal.distributed.fake_pg import FakeStore
 
             backend, store = "fake", FakeStore()
@@ -149,47 +155,47 @@ class BaseRank(ABC):
 
     @property
     def collective_timeout(self) -> datetime.timedelta:
-        """For how long a collective may wait for its ranks."""
-        return datetime.timedelta(hours=1)  # the parent notices a rank that hangs long before
+        """Longest time that a collective waits for its ranks."""
+        return datetime.timedelta(hours=1)  # the parent detects a hanging rank long before
 
     @property
     def own_device(self) -> Device:
-        """The device, which `begin` has made."""
+        """Return the device that `begin` created."""
         assert self.device is not None
         return self.device
 
     def engine_built(self) -> None:
-        """Set overhead and cap of the device again, now that DeepSpeed's own communicators have their buffers."""
+        """Update overhead and cap of the device once DeepSpeed's communicators have allocated their buffers."""
         self.own_device.engine_built()
 
-    # -- what it tells -----------------------------------------------------------------------------------------------
+    # -- messages to the parent --------------------------------------------------------------------------------------
 
     def enter(self, phase: Phase) -> None:
-        """The rank is in this phase from now on, and its parent knows."""
+        """Enter a phase and send it to the parent."""
         self.phase = phase
         self.channel.send("phase", phase=phase)
 
     def progress(self, every_seconds: float = 0.0) -> None:
-        """Tells that the rank lives and how many steps it has done, where the last time was so long ago."""
+        """Send a heartbeat with the step count, unless the last one is more recent than `every_seconds`."""
         now = time.monotonic()
         if now - self._last_progress >= every_seconds:
             self._last_progress = now
             self.channel.send("progress", steps=self.steps)
 
     def report(self, error: BaseException, described: Message | None = None) -> None:
-        """Says what happened, the moment it is caught."""
+        """Report an error when it is caught."""
         if self.device is not None:
             self.device.lift_cap()
         self.send_error(described or self._described(error))
 
     def send_error(self, described: Message) -> None:
-        """Says what happened earlier, as it was described then."""
+        """Send an error as it was described when it was caught."""
         self.channel.send("error", **described)
         sys.stderr.write(described["traceback"])
         sys.stderr.flush()
 
     def _described(self, error: BaseException) -> Message:
-        """An error as the parent hears of it, with what memory looks like now."""
+        """Describe an error for the parent, with a memory snapshot of this moment."""
         frames = traceback.extract_tb(error.__traceback__)
         return {
             "phase": self.phase,
@@ -205,10 +211,12 @@ class BaseRank(ABC):
         }
 
     def leave_if_out_of_memory(self, error: BaseException) -> Message:
-        """Reports a memory failure and leaves: the script may catch it and go on, and its peers would wait for ever. Returns
-        any other error as the parent hears of it."""
+        """Report an OOM and leave; return the description of any other error.
+
+        Without this, a script could catch the OOM and continue, and its peers would wait for ever.
+        """
         described = None
-        with suppress(MemoryError):  # under a cap there may be no room for it
+        with suppress(MemoryError):  # under a cap, memory may not suffice for the description
             described = self._described(error)
         if described is None or is_memory_error(described, self.spec["device"]):
             self.progress()
@@ -217,24 +225,33 @@ class BaseRank(ABC):
         return described
 
     def leave_if_memory_ended(self, ended: SystemExit) -> None:
-        """A program may catch that memory ran out, say so in its own way and end by itself, with an exit code that says
-        nothing: that is reported, and the process left."""
+        """Report and leave if a script exits with an error code after it caught an OOM.
+
+        Such a script prints its own message, and its exit code does not name the OOM.
+        """
         if ended.code not in (None, 0):
             for error in handled(ended):
                 self.leave_if_out_of_memory(error)
 
-    # -- among the ranks ---------------------------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------------------------
 
     def agree(self, seconds: float) -> float:
-        """The slowest rank's time, so that all ranks take the same decisions."""
+        """Return the slowest rank's time, so that all ranks decide alike."""
         return self.reduce([seconds], "MAX")[0]
 
     def average(self, seconds: list[float]) -> list[float]:
-        """Each step's mean over the ranks: they wait for each other within a step, so none is slower for long."""
+        """Return each step's mean over the ranks.
+
+        Ranks wait for each other within a step, so no rank stays slower for long.
+        """
         return [one / (1 if self.sliced else self.world) for one in self.reduce(seconds, "SUM")]
 
     def reduce(self, seconds: list[float], operation: str) -> list[float]:
-        """Element by element over the ranks; `operation` is a name of torch.distributed.ReduceOp. Every rank calls it."""
+        """Reduce each element over the ranks. Every rank must call this.
+
+        Args:
+            operation: a name of torch.distributed.ReduceOp.
+        """
         if self.world == 1 or self.sliced:
             return seconds
         device = self.own_device
@@ -246,8 +263,10 @@ class BaseRank(ABC):
     # -- faults ------------------------------------------------------------------------------------------------------
 
     def fault(self, phase: Phase) -> None:
-        """A fault that a test plants: hang, die by a signal, raise, or take memory until there is none (of a rank with a cap),
-        on one rank at the start of one phase."""
+        """Trigger the fault that a test planted for this rank and phase.
+
+        A fault hangs, kills by a signal, raises, or fills the memory of a rank with a cap.
+        """
         planted = self.spec.get("fault")
         if not planted or planted["rank"] != self.number or planted["where"] != phase:
             return

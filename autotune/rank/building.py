@@ -1,4 +1,4 @@
-"""A named model as transformers builds it for a task, with adapters where the job has them and random weights."""
+"""Build a named model with transformers for a task: random weights, and LoRA adapters if the job has them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _AUTO_CLASSES = {
     SEQ2SEQ: "AutoModelForSeq2SeqLM",
     IMAGE_TEXT: "AutoModelForImageTextToText",
 }
-# peft's TaskType; it has none for a masked head, which is adapted as any module is
+# Values of peft's TaskType. peft has none for a masked head, whose model is adapted like any module.
 _ADAPTED_AS = {
     CAUSAL: "CAUSAL_LM",
     CLASSIFICATION: "SEQ_CLS",
@@ -36,10 +36,10 @@ _ADAPTED_AS = {
 
 
 def transformers_config(model: ModelSpec) -> Any:
-    """The transformers configuration object of a model.
+    """Return the transformers configuration object of a model.
 
     Raises:
-        ValueError: transformers knows no such `model_type`, or refuses the configuration.
+        ValueError: transformers does not know the `model_type`, or refuses the configuration.
     """
     from transformers import AutoConfig
 
@@ -53,8 +53,9 @@ def transformers_config(model: ModelSpec) -> Any:
 
 
 def task_model(config: Any, job: Job) -> Any:
-    """The job's model as transformers builds it for the job's task, in the job's precision; whether weights are initialized
-    is the caller's choice (`no_init_weights`).
+    """Build the job's model for its task and in its precision.
+
+    The caller decides with `no_init_weights` whether weights are initialized.
 
     Raises:
         ValueError: transformers has no head of that kind for the configuration.
@@ -68,17 +69,17 @@ def task_model(config: Any, job: Job) -> Any:
 
 
 def completed(config: Any, task: str) -> Any:
-    """The configuration with the token ids that a task's forward insists on, where it leaves them open."""
+    """Set the token ids that the task's forward needs and the configuration leaves open."""
     text = config.get_text_config()
     if getattr(text, "pad_token_id", None) is None and task == CLASSIFICATION:
-        text.pad_token_id = 0  # a decoder's head reads the last token that is no padding
+        text.pad_token_id = 0  # a decoder's head reads the last token that is not padding
     if getattr(config, "decoder_start_token_id", None) is None and task == SEQ2SEQ:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     return config
 
 
 def keep_cache(model: Any, kept: bool) -> None:
-    """Whether forwards keep keys and values for decoding: in every configuration that a part of the model goes by."""
+    """Set `use_cache` in the configurations of all parts of the model: keep keys and values for decoding, or not."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "use_cache"):
@@ -86,7 +87,7 @@ def keep_cache(model: Any, kept: bool) -> None:
 
 
 def adapted(model: Any, job: Job) -> Any:
-    """The model with the job's LoRA adapters, all else of it frozen; the model unchanged where the job has none."""
+    """Add the job's LoRA adapters and freeze all other weights. Return the model unchanged if the job has none."""
     if job.lora is None:
         return model
     from peft import LoraConfig, get_peft_model
@@ -100,22 +101,22 @@ def adapted(model: Any, job: Job) -> Any:
         lora_dropout=job.lora.dropout,
         task_type=_ADAPTED_AS.get(job.task),
     )
-    # DeepSpeed's engine would make them 16 bits again
+    # DeepSpeed's engine would cast them back to 16 bits.
     return get_peft_model(model, config, autocast_adapter_dtype=job.lora.fp32 and job.plain)
 
 
 def build_model(job: Job, device: torch.device, ds_config: dict[str, Any]) -> torch.nn.Module:
-    """A named model on the device with random weights. At stage 3 it is partitioned while it is built."""
+    """Build a named model on the device with random weights. At stage 3 it is partitioned during construction."""
     import deepspeed
 
     config = transformers_config(job.model)
     stage = ds_config.get("zero_optimization", {}).get("stage", 0)
     with contextlib.ExitStack() as stack:
         if stage == 3:
-            importlib.import_module("torch._dynamo")  # later it fails: Init replaces Tensor.__new__
+            importlib.import_module("torch._dynamo")  # a later import fails because Init replaces Tensor.__new__
 
-            # No dtype here: given one, deepspeed 0.19.8 takes bf16 wherever the device has no fp16 (an operator-precedence
-            # slip in `_set_dtype`); left out, it follows the config.
+            # No dtype is passed here. With one, deepspeed 0.19.8 uses bf16 if the device lacks fp16 (an
+            # operator-precedence bug in `_set_dtype`). Without one, it follows the config.
             stack.enter_context(deepspeed.zero.Init(config_dict_or_path=ds_config))
         else:
             stack.enter_context(device)
@@ -134,8 +135,10 @@ def build_model(job: Job, device: torch.device, ds_config: dict[str, Any]) -> to
 
 @torch.no_grad()
 def fill_weights(model: torch.nn.Module) -> None:
-    """Sets weights to small random values and norms to 1. Neither memory nor speed depends on the values, as long as no
-    NaN or denormal is among them."""
+    """Set weights to small random values and norms to 1.
+
+    Memory and speed do not depend on the values unless a NaN or denormal is among them.
+    """
     for name, parameter in model.named_parameters():
         tensor = getattr(parameter, "ds_tensor", parameter)
         shape = getattr(parameter, "ds_shape", parameter.shape)
@@ -146,18 +149,20 @@ def fill_weights(model: torch.nn.Module) -> None:
 
 
 def use_liger(model: torch.nn.Module) -> None:
-    """Liger's kernels in the model's place, as Trainer's `use_liger_kernel` does; transformers has had a function of its own for
-    it only since version 5."""
+    """Replace modules by Liger's kernels, as Trainer's `use_liger_kernel` does.
+
+    transformers has a function for this only since version 5.
+    """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     _apply_liger_kernel_to_instance(model=without_adapters(model))
 
 
 def without_adapters(model: Any) -> Any:
-    """The model that peft's adapters are around."""
+    """Return the model inside peft's adapters."""
     return getattr(model, "get_base_model", lambda: model)()
 
 
 def enable_checkpointing(model: torch.nn.Module) -> None:
-    """Activation checkpointing as Hugging Face's Trainer turns it on."""
+    """Turn on activation checkpointing the way Hugging Face's Trainer does."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]

@@ -1,6 +1,6 @@
-"""A rank that trains nothing: it takes its device, joins its process group and adds 64 MiB up over all ranks.
+"""Rank that trains nothing: it takes its device, joins the process group and all-reduces 64 MiB.
 
-What fails here is the machine's: no candidate is in it yet.
+A failure here is attributable to the machine, because no candidate is involved.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from autotune.rank.measuring import measure_as, run_as
 if TYPE_CHECKING:
     from autotune.rank.devices import Device
 
-ELEMENTS = 16 * 2**20  # of fp32: more than any protocol for small messages takes
+ELEMENTS = 16 * 2**20  # fp32 elements; above the limit of every small-message protocol
 
 
 class CheckRank(BaseRank):
-    """Says `imported` once all is, and answers with one `measured` message: the seconds of an all-reduce."""
+    """Send `imported` after the imports, and then the seconds of an all-reduce as one `measured` message."""
 
     def _join_group(self, device: Device) -> None:
-        import deepspeed  # noqa: F401  # what meeting the others takes begins after it: a network's disk may take minutes
+        import deepspeed  # noqa: F401  # imported first: rendezvous is timed without it, and a disk may take minutes
 
         self.channel.send("imported")
         super()._join_group(device)
@@ -35,7 +35,7 @@ class CheckRank(BaseRank):
         device = self.own_device
         summed = self.torch.ones(ELEMENTS, device=device.torch_device())
         seconds = 0.0
-        for _ in range(2):  # the first one makes the connections
+        for _ in range(2):  # the first all-reduce opens the connections
             summed.fill_(1.0)
             began = time.perf_counter()
             if self.world > 1:
@@ -45,10 +45,10 @@ class CheckRank(BaseRank):
         if (got := float(summed.mean())) != self.world:
             raise RuntimeError(f"an all-reduce of ones over {self.world} ranks gave {got:g}")
         self.channel.send("measured", seconds=seconds)
-        self.channel.receive()  # until told to leave: a rank that is gone has failed
+        self.channel.receive()  # wait for the order to leave: the parent counts a rank that ends earlier as failed
 
 
-become = partial(measure_as, CheckRank)  # address, number
+become = partial(measure_as, CheckRank)  # arguments: address, number
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""Loads a checkpoint under another DeepSpeed config than the one that wrote it: as it is where the layouts agree, else
-converted to DeepSpeed's universal format."""
+"""Load a checkpoint that another DeepSpeed config wrote.
+
+A checkpoint of the same layout is loaded directly. Any other is first converted to DeepSpeed's universal format.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +24,22 @@ from autotune.problem.host import host_available_bytes
 from autotune.rank.universal import every_sub_group
 from autotune.rank.versions import deepspeed_release, knows_every_sub_group, takes_states_in_dicts
 
-# Of a folder of our own: a `TAG_universal` beside the checkpoint is the user's, and so is the `latest_universal` there, which
-# DeepSpeed's converter writes beside what it has made.
+# A suffix of autotune's own. `TAG_universal` next to the checkpoint belongs to the user, as does the `latest_universal`
+# that DeepSpeed's converter writes next to its output.
 _SUFFIX = "_universal_autotune"
 _MODEL_STATES = "mp_rank_00_model_states.pt"
-_LOOK_SECONDS = 1.0  # between looks of ranks that wait for the first
-_DONE = itertools.count()  # what the first rank has done alone; all ranks count alike
+_LOOK_SECONDS = 1.0  # poll interval of ranks that wait for the first rank
+_DONE = itertools.count()  # numbers the tasks of the first rank; all ranks count alike
 _WELL = "done"
-_MOST_WORKERS = 16  # more are in each other's way at one disk
+_MOST_WORKERS = 16  # more processes slow each other down at one disk
 
 
 def layout(config: dict[str, Any]) -> tuple[object, ...]:
-    """The format of a config's checkpoints: two configs with equal layouts load each other's.
+    """Return the format of a config's checkpoints. Configs with equal layouts load each other's checkpoints.
 
-    Found with deepspeed 0.19.8 by loading each under each (docs/recovery.md; tests/test_scripts.py loads some). Stages 1
-    and 2 save the same flat partitions. Stage 3 partitions every parameter and saves sub-groups of them. Offloading to
-    main memory changes neither; with NVMe, states lie outside the checkpoint's folder.
+    Source: each config was loaded under each other one with deepspeed 0.19.8 (docs/recovery.md; tests/test_scripts.py
+    loads some). Stages 1 and 2 save the same flat partitions. Stage 3 partitions every parameter and saves sub-groups
+    of them. Offloading to main memory changes neither. With NVMe, states lie outside the checkpoint's folder.
     """
     zero = config.get("zero_optimization") or {}
     stage = int(zero.get("stage", 0))
@@ -51,13 +53,14 @@ def layout(config: dict[str, Any]) -> tuple[object, ...]:
 
 
 def convertible(before: dict[str, Any], after: dict[str, Any], deepspeed: tuple[int, ...]) -> bool:
-    """Whether checkpoints of config `before` can be converted to load under `after`: from stage 1, 2 or 3, to stage 3.
+    """Return True if checkpoints of config `before` can be converted to load under `after`.
 
-    DeepSpeed's converter reads no checkpoints of stage 0, and before 0.18.0 of stage 3 the first sub-group alone. From stage 3
-    to a lower stage is never needed: that would take more memory.
+    Conversion works from stage 1, 2 or 3 to stage 3. DeepSpeed's converter cannot read checkpoints of stage 0. Before
+    0.18.0 it reads only the first sub-group of stage 3. Conversion from stage 3 to a lower stage is never needed,
+    because a lower stage takes more memory.
 
     Args:
-        deepspeed: the release that ranks have.
+        deepspeed: DeepSpeed release of the ranks.
     """
     source, target = layout(before), layout(after)
     read = source[0] == "flat" or (source[0] == 3 and knows_every_sub_group(deepspeed))
@@ -71,13 +74,13 @@ def _nvme(found: tuple[object, ...]) -> tuple[bool, ...]:
 
 
 def written_under(folder: Path) -> dict[str, Any] | None:
-    """The DeepSpeed config that a checkpoint's folder was written under; None where there is no checkpoint."""
+    """Return the DeepSpeed config under which a checkpoint was written, or None without a checkpoint."""
     config = model_states(folder).get("ds_config")
     return config if isinstance(config, dict) else None
 
 
 def model_states(folder: Path) -> dict[str, Any]:
-    """The first rank's model states, tensors mapped and not read; empty where there is no checkpoint."""
+    """Return the first rank's model states with tensors memory-mapped, or an empty dict without a checkpoint."""
     import torch
 
     states = next(iter(sorted(folder.glob(f"*{_MODEL_STATES}"))), None)
@@ -94,13 +97,13 @@ def load_any(
     say: Callable[[str], None],
     **kwargs: Any,
 ) -> Any:
-    """Loads a checkpoint that another config of the ladder may have written. Every rank calls it.
+    """Load a checkpoint that another config of the recovery ladder may have written. Every rank must call this.
 
     Args:
-        load: DeepSpeed's own `load_checkpoint`; its other arguments and its result are these.
-        convert: a checkpoint that does not load as it is is first converted to a universal one beside it, which is
-            removed when it is loaded.
-        say: is told, on the first rank, that a checkpoint is converted.
+        load: DeepSpeed's own `load_checkpoint`, which defines the other arguments and the result.
+        convert: convert a checkpoint that does not load directly. The universal copy lies next to it and is removed
+            after the load.
+        say: called on the first rank with a message when a checkpoint is converted.
 
     Raises:
         RuntimeError: the checkpoint cannot be converted.
@@ -117,7 +120,7 @@ def load_any(
 
 
 def _to_convert(engine: Any, load_dir: str, tag: str | None) -> tuple[Path, int] | None:
-    """(folder, ZeRO stage) of the checkpoint that would be loaded; None unless it needs conversion and can be converted."""
+    """Return folder and ZeRO stage of the checkpoint, or None if conversion is unnecessary or impossible."""
     latest = Path(load_dir) / "latest"
     name = tag if tag is not None else latest.read_text(encoding="utf-8").strip() if latest.exists() else None
     folder = Path(load_dir) / str(name)
@@ -164,11 +167,12 @@ def _load_converted(
 
 
 def _by_the_first(do: Callable[[], None]) -> None:
-    """Has the first rank do what may take hours; the others look into the store for its end. A collective that was pending
-    meanwhile would time out, and NCCL's watchdog then ends its rank.
+    """Run a task that may take hours on the first rank; the other ranks poll the store for its end.
+
+    A pending collective would time out instead, and NCCL's watchdog would then end its rank.
 
     Raises:
-        RuntimeError: it failed, as the first rank says; on every rank.
+        RuntimeError: the task failed on the first rank. Raised on every rank, with the first rank's message.
     """
     import torch
 
@@ -192,14 +196,16 @@ def _by_the_first(do: Callable[[], None]) -> None:
 
 
 def settings_of(engine: Any) -> list[dict[str, Any]]:
-    """The settings (learning rate, weight decay, …) of every parameter group of the optimizer that steps."""
+    """Return the settings (learning rate, weight decay, …) of every parameter group of the inner optimizer."""
     return [{k: v for k, v in group.items() if k != "params"} for group in _inner(engine).param_groups]
 
 
 def mend(engine: Any, own: list[dict[str, Any]]) -> None:
-    """Repairs the optimizer after a load. With offloading its class of Adam is another than the one whose states were
-    saved: settings that its groups lack are taken from `own`, what they were before the load, and each state's `step` gets
-    the type that this class reads."""
+    """Repair the optimizer after a load.
+
+    With offloading, its class of Adam differs from the one whose states were saved. Settings missing in its groups are
+    taken from `own`, the settings before the load. Each state's `step` gets the type that this class reads.
+    """
     import torch
 
     optimizer = _inner(engine)
@@ -215,22 +221,22 @@ def mend(engine: Any, own: list[dict[str, Any]]) -> None:
 
 
 def _inner(engine: Any) -> Any:
-    """The optimizer inside ZeRO's."""
+    """Return the optimizer inside ZeRO's."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
 def convert(folder: Path, universal: Path, ranks: int) -> None:
-    """Converts the checkpoint in `folder` to DeepSpeed's universal format, as stage 3 loads it.
+    """Convert the checkpoint in `folder` to DeepSpeed's universal format in the form that stage 3 loads.
 
     Raises:
         RuntimeError: DeepSpeed's converter fails; the message ends with its last line.
     """
-    shutil.rmtree(universal, ignore_errors=True)  # of a launch that was killed meanwhile
+    shutil.rmtree(universal, ignore_errors=True)  # left by a launch that was killed during a conversion
     universal.parent.mkdir(parents=True, exist_ok=True)
     folders = ("--input_folder", str(folder), "--output_folder", str(universal))
     command = module_command(sys.executable, "deepspeed.checkpoint.ds_to_universal", *folders, *_workers(folder))
     flat = (folder / _MODEL_STATES).exists()
-    if flat:  # the converter expects what Megatron-DeepSpeed adds to its checkpoints
+    if flat:  # the converter expects fields that Megatron-DeepSpeed adds to its checkpoints
         command.append("--inject_missing_state")
     done = subprocess.run(
         command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, encoding="utf-8"
@@ -245,9 +251,13 @@ def convert(folder: Path, universal: Path, ranks: int) -> None:
 
 
 def _workers(folder: Path) -> list[str]:
-    """The converter's options that say how many processes share its work, as CPUs and free memory allow: an extracting one
-    holds a whole file of optimizer states and a copy of its largest slice, a merging one a parameter three times in 32 bits."""
-    most, free = min(usable_cpus(), _MOST_WORKERS), host_available_bytes() // 2  # half: the ranks grow meanwhile
+    """Return the converter's options for its numbers of processes, limited by CPUs and free memory.
+
+    An extracting process holds a whole file of optimizer states and a copy of its largest slice. A merging process
+    holds a parameter three times in 32 bits.
+    """
+    # half: ranks grow during the conversion
+    most, free = min(usable_cpus(), _MOST_WORKERS), host_available_bytes() // 2
     files = [file.stat().st_size for file in folder.glob("*optim_states.pt")]
     shapes = model_states(folder).get("param_shapes") or []
     parameters = [math.prod(shape) for group in shapes for shape in group.values()]
@@ -257,8 +267,10 @@ def _workers(folder: Path) -> list[str]:
 
 
 def _name_for_stage3(universal: Path, ranks: int) -> None:
-    """Adds the file names and the optimizer state that stage 3 looks for: DeepSpeed (0.16.0 to 0.19.8) converts checkpoints
-    of stages 1 and 2 only for those stages."""
+    """Add the file names and the optimizer state that stage 3 looks for.
+
+    DeepSpeed (0.16.0 to 0.19.8) converts checkpoints of stages 1 and 2 only for those stages.
+    """
     import torch
 
     for rank in range(ranks):
@@ -272,7 +284,7 @@ def _name_for_stage3(universal: Path, ranks: int) -> None:
 
 
 def _bare_states(universal: Path) -> None:
-    """The tensors without the dicts in which the converter writes them, each file in place."""
+    """Unwrap the tensors from the dicts in which the converter writes them, in place."""
     import torch
 
     for path in (universal / "zero").rglob("*.pt"):
@@ -282,8 +294,11 @@ def _bare_states(universal: Path) -> None:
 
 
 def _keep_groups(groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
-    """Gives every parameter group its own settings back: loading a universal checkpoint, stage 3 sets all to the first
-    group's. The learning rate keeps the ratio that it had to the first group's."""
+    """Restore the own settings of every parameter group.
+
+    When stage 3 loads a universal checkpoint, it sets all groups to the first group's settings. The learning rate keeps
+    its ratio to that of the first group.
+    """
     first = own[0].get("initial_lr", own[0]["lr"])
     for group, kept in zip(groups, own, strict=True):
         share = kept.get("initial_lr", kept["lr"]) / first if first else 1.0
@@ -294,7 +309,7 @@ def _keep_groups(groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> Non
 
 
 def _load_buffers(module: Any, folder: Path) -> None:
-    """Loads the module's buffers from the original checkpoint: universal ones hold parameters alone."""
+    """Load the module's buffers from the original checkpoint, because universal ones hold only parameters."""
     saved = model_states(folder).get("module") or {}
     for name, buffer in module.named_buffers():
         if name in saved:

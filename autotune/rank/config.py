@@ -1,4 +1,4 @@
-"""The DeepSpeed config that a trial of a named model runs, and the DeepSpeed ops that it loads. Plain data, no torch."""
+"""Build the DeepSpeed config of a trial of a named model, and list the DeepSpeed ops that it loads. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autotune.problem.job import Job
 from autotune.problem.knobs import DEEPCOMPILE, QUANTIZED
 from autotune.problem.script_job import OPS
 
-# The kind of optimizer decides the memory and time of a step; the learning rate does not, and is never exported.
+# The type of the optimizer determines memory and time of a step. The learning rate does not, and is never exported.
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True, "fused": True}},
     "adam": {"type": "Adam", "params": {"lr": 1e-5, "torch_adam": True, "fused": True, "adam_w_mode": False}},
@@ -20,15 +20,15 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"type": "SGD", "params": {"lr": 1e-5, "momentum": 0.9}},
     "adagrad": {"type": "Adagrad", "params": {"lr": 1e-5}},
 }
-MOST_SCALE_POWER = 8  # of a dynamic loss scale in trials; what is exported keeps its own
+MOST_SCALE_POWER = 8  # cap of a dynamic loss scale's initial power in trials; exported configs keep their own
 QUIET = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger", "autotuning", "dump_state")
 
-# Builders of ops without which DeepSpeed does, or whose lack the machine's own test finds before any candidate.
+# Builders of ops that DeepSpeed can do without, or whose absence the machine check finds before any candidate runs.
 DISPENSABLE = frozenset({"ShareMemCommBuilder"})
 
 
 def trial_config(candidate: Candidate, job: Job) -> dict[str, Any]:
-    """The candidate's config without `"auto"` values and trackers, and with an optimizer if it names none."""
+    """Return the candidate's config without `"auto"` values and trackers, and with an optimizer if it names none."""
     config: dict[str, Any] = _without_auto(candidate.ds_config(job))
     for key in QUIET:
         config.pop(key, None)
@@ -46,14 +46,17 @@ def trial_config(candidate: Candidate, job: Job) -> dict[str, Any]:
     config.setdefault("zero_optimization", {})
     fp16 = config.get("fp16")
     if job.precision == "fp16" and isinstance(fp16, dict) and not fp16.get("loss_scale"):
-        # Random weights may overflow where a trained model does not: the scale that suits them is looked for from below.
+        # Random weights may overflow where trained ones do not, so the search for a loss scale starts low.
         fp16["initial_scale_power"] = min(MOST_SCALE_POWER, fp16.get("initial_scale_power", MOST_SCALE_POWER))
     return config
 
 
 def optimizer_section(job: Job, candidate: Candidate) -> dict[str, Any]:
-    """The `optimizer` section of a trial whose config names none. Where the optimizer is offloaded it is DeepSpeed's CPU
-    Adam, as DeepSpeed advises: torch's own is slow there, and refused unless DeepSpeed's check is turned off."""
+    """Return the `optimizer` section for a trial whose config has none.
+
+    An offloaded optimizer is DeepSpeed's CPU Adam, as DeepSpeed advises. torch's own is slow there, and DeepSpeed
+    refuses it unless its check is turned off.
+    """
     section = _OPTIMIZERS[job.optimizer]
     params = dict(section["params"])
     if candidate.offload_optimizer != "none":
@@ -63,9 +66,11 @@ def optimizer_section(job: Job, candidate: Candidate) -> dict[str, Any]:
 
 
 def needed_ops(candidates: Sequence[Candidate], job: Job, device: str) -> list[str]:
-    """Names of the builders of the DeepSpeed JIT ops that trials of these candidates load, as `DeepSpeedEngine` chooses
-    its optimizer. They are built before the budget starts."""
-    ops = ["ShareMemCommBuilder"] if device == "cpu" else []  # loaded with the process group, whatever the config
+    """Return the builders of the DeepSpeed JIT ops that trials of these candidates load.
+
+    The selection follows that of the optimizer in `DeepSpeedEngine`. The ops are built before the budget starts.
+    """
+    ops = ["ShareMemCommBuilder"] if device == "cpu" else []  # loaded with the process group under any config
     offloads = {candidate.offload_optimizer for candidate in candidates}
     cpu, fused = _optimizer_ops(job)
     if cpu and offloads - {"none"}:
@@ -85,21 +90,21 @@ def needed_ops(candidates: Sequence[Candidate], job: Job, device: str) -> list[s
 
 
 def all_ops(candidates: Sequence[Candidate], job: Job, device: str) -> list[str]:
-    """With those that a script was seen to load by itself, and may do without."""
+    """Return the needed ops and the optional ones that the probe run of a script loaded."""
     return [*needed_ops(candidates, job, device), *(job.script.profile.get(OPS, ()) if job.script is not None else ())]
 
 
 def _optimizer_ops(job: Job) -> tuple[str, str]:
-    """Builders of the optimizer's step where its states are offloaded, and where they are not; empty: torch's own."""
+    """Return the builders of the optimizer's step with and without offloading; an empty name means torch's own."""
     profile = job.script.profile if job.script is not None else {}
     if profile.get("client_optimizer") and not profile.get("through_arguments"):
-        return "", ""  # the script's, which it stays (`job_of`)
+        return "", ""  # the script's own optimizer is kept (`job_of`)
     own = job.own_optimizer if "type" in job.own_optimizer else None
     kind = str(own["type"] if own else job.optimizer).lower()
     if kind in ("adam", "adamw", "fused_adam", "muon"):
         if own and (own.get("params") or {}).get("torch_adam"):
             return "", ""
-        # of a config without an optimizer `optimizer_section` makes torch's; Trainer brings its own
+        # For a config without an optimizer, `optimizer_section` uses torch's; Trainer brings its own.
         return "CPUAdamBuilder", "FusedAdamBuilder" if own or kind == "fused_adam" else ""
     return {
         "lion": ("CPULionBuilder", "FusedLionBuilder"),

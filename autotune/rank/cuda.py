@@ -1,6 +1,6 @@
-"""What is asked of torch.cuda, and nothing else: the one place where it is called, so that tests can stand in for it.
+"""Wrapper of all calls to torch.cuda in ranks, so that tests can replace it.
 
-Sizes in bytes. The functions speak of the present device, the one that `take` has chosen.
+Sizes are in bytes. The functions refer to the current device, which `take` selects.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def available() -> bool:
 
 
 def in_bad_fork() -> bool:
-    """Whether CUDA was woken in the process that this one was forked from: it cannot be used here."""
+    """Return True if CUDA was initialized before the fork of this process, which cannot use CUDA then."""
     return bool(torch.cuda._is_in_bad_fork())
 
 
@@ -28,24 +28,24 @@ def device_count() -> int:
 
 
 def take(index: int) -> None:
-    """Takes device `index` and wakes its context."""
+    """Select device `index` and create its context."""
     torch.cuda.set_device(index)
     torch.zeros(1, device="cuda")
 
 
 def uuid() -> str:
-    """The device's UUID, as NVML writes it but for the `GPU-` or `MIG-`."""
+    """Return the device's UUID, without NVML's prefix `GPU-` or `MIG-`."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 def free_and_total() -> tuple[int, int]:
-    """Of the whole device, whoever holds it; the total is without what the driver keeps."""
+    """Return free and total bytes of the whole device for all processes; the driver's share is not in the total."""
     free, total = torch.cuda.mem_get_info()
     return int(free), int(total)
 
 
 def reserved() -> int:
-    """What the allocator holds of the device now."""
+    """Return the bytes that the allocator reserves now."""
     return int(torch.cuda.memory_reserved())
 
 
@@ -54,24 +54,24 @@ def most_allocated() -> int:
 
 
 def most_reserved() -> int:
-    """Since the last `forget_peaks`; exact."""
+    """Return the peak reserved bytes since the last `forget_peaks`. The figure is exact."""
     return int(torch.cuda.max_memory_reserved())
 
 
 def retries() -> int:
-    """How often the allocator had to give its cache back to go on."""
+    """Return how often the allocator had to free its cache to satisfy a request."""
     return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
 def pinned() -> int | None:
-    """The peak of pinned host memory; None where torch does not know."""
+    """Return the peak of pinned host memory, or None if torch does not report it."""
     with suppress(Exception):  # older versions have no such statistics
         return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
     return None
 
 
 def forget_peaks() -> None:
-    """Peaks begin anew, from an allocator without cached blocks: a smaller batch's would count as the next one's."""
+    """Reset peaks and empty the allocator's cache, whose blocks would count towards the next batch size."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -82,5 +82,5 @@ def synchronize() -> None:
 
 
 def limit(share: float) -> None:
-    """The allocator fails an allocation that would bring it over this share of the device."""
+    """Make the allocator fail beyond this share of the device."""
     torch.cuda.set_per_process_memory_fraction(share)

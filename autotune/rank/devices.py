@@ -1,4 +1,4 @@
-"""The two devices that a rank may run on, behind one interface. Imports torch: only ranks and traces import this."""
+"""The two devices of a rank, CUDA and CPU, behind one interface. Only ranks and traces import this, as it imports torch."""
 
 from __future__ import annotations
 
@@ -15,47 +15,53 @@ from autotune.problem.gpus import bytes_of, free_by_uuid, visible_gpus
 from autotune.rank import cuda
 from autotune.units import GIB
 
-# A context and NCCL's buffers on one to four GPUs, where NVML does not tell (CUDA 11 to 13: context 0.3-0.6 GiB, NCCL
-# 0.1-0.4); and more than they have ever been seen to take, where others on the device may be in the figure.
+# Prior for a context and NCCL's buffers on one to four GPUs if NVML reports nothing. CUDA 11 to 13 take 0.3-0.6 GiB for
+# the context, and NCCL takes 0.1-0.4 GiB. The second value exceeds all observed overheads. It bounds figures that may
+# include other processes.
 OVERHEAD_BYTES, MOST_OVERHEAD_BYTES = int(0.8 * GIB), 4 * GIB
 _PAGE = resource.getpagesize()
 
 
 class Device(Protocol):
-    """What a rank needs of its device; sizes in bytes."""
+    """Interface between a rank and its device. Sizes are in bytes."""
 
     name: str
     backend: str
 
     def setup(self, local_rank: int, cap_bytes: int | None, threads: int) -> None:
-        """Takes this rank's device, with its memory capped at `cap_bytes` and so many CPU threads."""
+        """Take this rank's device, cap its memory at `cap_bytes` and set the number of CPU threads."""
 
     def joined(self) -> dict[str, Any]:
-        """The process group is up, and its first collective done: from here on the cap holds. Tells which device it is, by
-        `uuid`, and in bytes this process's `overhead` and all that lies `outside` its allocator, whoever holds it."""
+        """Apply the cap, once the process group is up and its first collective is done.
+
+        Returns:
+            The device's `uuid`, and in bytes this process's `overhead_bytes` and all `outside_bytes`, which any process
+            holds outside this allocator. Empty on a CPU.
+        """
 
     def engine_built(self) -> None:
-        """Sets overhead and cap again. DeepSpeed has made process groups of its own, whose communicators have their buffers
-        only now."""
+        """Update overhead and cap after DeepSpeed created its process groups, whose communicators allocate late."""
 
     def torch_device(self) -> torch.device: ...
     def synchronize(self) -> None:
-        """Waits until all that was asked of the device is done."""
+        """Wait until all work queued on the device is done."""
 
     def note(self) -> None:
-        """Samples memory now, for `peaks`; the parent's gauge samples on its own."""
+        """Sample memory for `peaks`. The parent's memory monitor samples independently."""
 
     def reset_peaks(self) -> None: ...
     def peaks(self) -> dict[str, Any]:
-        """Highest bytes since `reset_peaks`, by name, and `retries`, how often the allocator had to free its cache."""
+        """Return peak bytes since `reset_peaks` by name, and `retries`: how often the allocator freed its cache."""
 
     def lift_cap(self) -> None:
-        """Gives a rank that ran out of memory enough room to report it."""
+        """Give a rank after an OOM enough memory to report it."""
 
 
 class CudaDevice:
-    """A GPU. What this process has of it is what torch's allocator reserves, which torch knows exactly, and the overhead
-    beside it: CUDA's context, NCCL's buffers, the kernels' code. The cap holds for both, and so does the peak."""
+    """A GPU. Cap and peak cover the allocator's reserved bytes and the overhead.
+
+    torch knows the reserved bytes exactly. The overhead is CUDA's context, NCCL's buffers and the kernels' code.
+    """
 
     name, backend = "cuda", "nccl"
 
@@ -86,7 +92,7 @@ class CudaDevice:
         self._limit_allocator(cuda.free_and_total()[1])
 
     def _limit_allocator(self, total_bytes: int) -> None:
-        """Leave the allocator what the cap leaves beside the overhead."""
+        """Limit the allocator to the cap minus the overhead."""
         if self._cap is not None:
             cuda.limit(min(1.0, max(1, self._cap - self._overhead) / total_bytes))
 
@@ -95,13 +101,15 @@ class CudaDevice:
         return self._grown_overhead() if shown is None else shown
 
     def _shown_overhead(self) -> int | None:
-        """This process's bytes outside the allocator; None where NVML does not show the process."""
+        """Return this process's bytes outside the allocator, or None if NVML does not list the process."""
         own = bytes_of(os.getpid(), self.uuid)
         return max(0, own - cuda.reserved()) if own is not None else None
 
     def _grown_overhead(self) -> int:
-        """The same by how much the device's free memory has shrunk since before this process woke it: others may have
-        taken some meanwhile. The prior where there is no NVML."""
+        """Return the overhead as the drop in the device's free memory since before this process initialized it.
+
+        The figure may include allocations of other processes. Without NVML, return the previous value.
+        """
         free = free_by_uuid().get(self.uuid)
         if free is None or self._free_before is None:
             return self._overhead
@@ -137,11 +145,11 @@ class CudaDevice:
 
 
 class CpuDevice:
-    """A CPU rank. RLIMIT_DATA caps its private writable memory, and the peak is of the same quantity.
+    """A CPU rank. RLIMIT_DATA caps its private writable memory, and the peak measures the same quantity.
 
-    It allocates as the user's own process does. What malloc keeps of freed blocks is therefore in the peak, as it is in
-    training's: a fresh process repeats within 2 %, and a batch that is measured after smaller ones in one engine shows up
-    to 5 % more than alone (28M Gemma, bf16; docs/architecture.md).
+    Allocation works as in the user's own process. The peak therefore includes freed blocks that malloc keeps, as
+    training does. A fresh process repeats within 2 %. A batch measured after smaller ones in one engine shows up to 5 %
+    more than alone (28M Gemma, bf16; docs/architecture.md).
     """
 
     name, backend = "cpu", "gloo"
@@ -149,7 +157,7 @@ class CpuDevice:
     def setup(self, local_rank: int, cap_bytes: int | None, threads: int) -> None:
         torch.set_num_threads(threads)
         self._peak = 0
-        self._statm = os.open("/proc/self/statm", os.O_RDONLY)  # kept open: looked at several times a micro-step
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY)  # kept open: read several times per micro-step
         if cap_bytes is not None:
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
             resource.setrlimit(resource.RLIMIT_DATA, (cap_bytes, hard))
@@ -167,7 +175,7 @@ class CpuDevice:
         pass
 
     def note(self) -> None:
-        pages = int(os.pread(self._statm, 256, 0).split()[5])  # as `data_bytes` reads it
+        pages = int(os.pread(self._statm, 256, 0).split()[5])  # the same field as in `data_bytes`
         self._peak = max(self._peak, pages * _PAGE)
 
     def reset_peaks(self) -> None:
@@ -175,9 +183,12 @@ class CpuDevice:
         _reset_high_water()
 
     def peaks(self) -> dict[str, Any]:
-        """The kernel keeps no high-water mark of what RLIMIT_DATA counts, only of resident pages. The peak is therefore the
-        highest sample, or the resident high-water mark plus what is mapped and untouched now, if that is more: both were
-        not at one time, but what the cap did not let it have it never had."""
+        """Return the peaks since `reset_peaks`.
+
+        The kernel keeps a high-water mark of resident pages, but not of the quantity that RLIMIT_DATA limits. The peak
+        is therefore the highest sample, or the resident high-water mark plus currently untouched mappings if that is
+        more. Both parts of that sum need not have been simultaneous, so the cap bounds it.
+        """
         self.note()
         status = _status()
         untouched = max(0, status["VmData"] - status["RssAnon"])
@@ -198,16 +209,21 @@ def make_device(name: str) -> Device:
 
 
 def _nvml_uuid(known: Iterable[str]) -> str:
-    """NVML's UUID of this process's device, which torch names without the `GPU-` or `MIG-`; an empty string where NVML knows
-    none. A process that has a MIG slice has no other device, whatever name it goes by."""
+    """Return NVML's UUID of this process's device, or an empty string if NVML knows none.
+
+    torch omits the prefix `GPU-` or `MIG-`. A process with a MIG slice has no other device, so the slice is returned
+    under any name.
+    """
     said = cuda.uuid()
     named = next((uuid for uuid in known if uuid.endswith(said)), "")
     return named or next((gpu.uuid for gpu in visible_gpus() if gpu.is_slice), "")
 
 
 def used_bytes() -> int:
-    """What this process has taken of its device at most, in a training that `setup` has not begun. Where NVML does not show
-    the process, all that is in use outside the allocator counts as its own."""
+    """Return the peak device bytes of this process in a training that did not start with `setup`.
+
+    If NVML does not list the process, all used memory outside the allocator counts as its own.
+    """
     if not cuda.available():
         return data_bytes("self")
     free, total = cuda.free_and_total()
@@ -216,7 +232,7 @@ def used_bytes() -> int:
 
 
 def data_bytes(pid: int | str) -> int:
-    """What RLIMIT_DATA counts of a process, from /proc/PID/statm."""
+    """Return the bytes of a process that RLIMIT_DATA counts, from /proc/PID/statm."""
     return int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[5]) * _PAGE
 
 

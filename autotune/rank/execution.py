@@ -1,4 +1,4 @@
-"""Runs a user's script in this process, as `python` would."""
+"""Run a user's script in this process, as `python` would."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ ACCELERATE_MODULE = "accelerate.commands.launch"
 
 
 def run_script(script: Script, arguments: Sequence[str]) -> None:
-    """Runs the script as `__main__` with these arguments, its folder first on the path; the current folder is the
-    caller's to set. Raises what the script raises, SystemExit included.
+    """Run the script as `__main__` with these arguments and its folder first on the path.
 
-    A script that was typed behind `accelerate launch` is started by that launcher, in this process: what it would set in the
-    environment of its ranks only it knows (`hooks/relaunch.py` takes over where it would start them).
+    The caller sets the current folder. All exceptions of the script are raised, SystemExit included.
+
+    A script typed behind `accelerate launch` is started by that launcher in this process, because only the launcher
+    knows the environment of its ranks. `hooks/relaunch.py` takes over at the point at which ranks would start.
     """
     line = line_of(script)
     if line.kind == ACCELERATE:
@@ -33,10 +34,10 @@ def run_script(script: Script, arguments: Sequence[str]) -> None:
 
 
 def run_target(words: Sequence[str], name: str | None = None) -> None:
-    """Runs a Python file, or `-m` and a module, as `__main__` with the words after it as its arguments.
+    """Run a Python file, or `-m` and a module, as `__main__` with the remaining words as its arguments.
 
     Args:
-        name: the file as its `sys.argv[0]`; None: its path.
+        name: `sys.argv[0]` of the file; None uses its path.
     """
     path = sys.path[:]
     try:

@@ -1,7 +1,7 @@
-"""Prints the configuration of a Hub model: what the tuner, which imports no transformers, runs as a process of its own.
+"""Print the configuration of a Hub model, in a process of its own because the tuner imports no transformers.
 
-Run as `python -m autotune.rank.hub [--trust-remote-code] NAME`. The last line of standard output is JSON: {"config": {…}},
-or {"error": "…"}, one line that says why there is none.
+Run as `python -m autotune.rank.hub [--trust-remote-code] NAME`. The last line of standard output is JSON: {"config":
+{…}}, or {"error": "…"} with one line that gives the reason.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ _MAX_ERROR_CHARACTERS = 200
 
 
 def configuration(name: str, *, trust_remote_code: bool) -> dict[str, Any]:
-    """The model's config.json as transformers completes it. Raises what `AutoConfig.from_pretrained` raises."""
+    """Return the model's config.json as transformers completes it. Raise like `AutoConfig.from_pretrained`."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     found = {key: value for key, value in config.to_dict().items() if key != "transformers_version"}
     if trust_remote_code:
-        found["_name_or_path"] = name  # where a rank finds the code
+        found["_name_or_path"] = name  # a rank loads the code from there
     return found
 
 
 def answer(name: str, *, trust_remote_code: bool) -> dict[str, Any]:
-    """What is printed."""
+    """Return the object to print."""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the model's own code may print
             return {"config": configuration(name, trust_remote_code=trust_remote_code)}

@@ -1,7 +1,7 @@
-"""Batches with images for vision-language models: pixels as each family's processor lays them out, one image a sequence.
+"""Batches with images for vision-language models, one image per sequence, laid out as each family's processor does.
 
-Source: transformers 5.23, the `processing_…` and `modeling_…` files of each family. An image takes so many tokens of its
-sequence as the model makes features of it; they stand at the sequence's beginning.
+Source: transformers 5.23, the `processing_…` and `modeling_…` files of each family. An image takes as many tokens of
+its sequence as the model makes features of it. These tokens stand at the beginning of the sequence.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from autotune.problem.tasks import told_image_size
 from autotune.rank.versions import image_token, takes_image_types
 
 Batch = dict[str, torch.Tensor]
-Laid = tuple[Batch, int]  # what the vision tower takes, and the tokens of one image
+Laid = tuple[Batch, int]  # inputs of the vision tower, and the tokens of one image
 
-IGNORED = -100  # as a label
+IGNORED = -100  # label of tokens without a loss
 
 
 def image_batch(job: Job, config: Any, ids: torch.Tensor) -> Batch:
-    """The arguments of one forward: `ids` (rows, tokens) with an image at the beginning of each row.
+    """Return the arguments of one forward: `ids` (rows, tokens) with an image at the beginning of each row.
 
     Raises:
-        ValueError: the family is not known here, or an image leaves no room for text.
+        ValueError: the model family is unknown, or an image leaves no tokens for text.
     """
     kind = config.model_type
     if kind not in _LAYOUTS:
@@ -55,7 +55,7 @@ def image_batch(job: Job, config: Any, ids: torch.Tensor) -> Batch:
 
 
 def _square(rows: int, size: int, *images: int) -> torch.Tensor:
-    """One RGB image a row. It is grey: an image of zeros is padding to some models."""
+    """Return one grey RGB image per row. Some models treat an image of zeros as padding."""
     return torch.full((rows, *images, 3, size, size), 0.5)
 
 
@@ -66,7 +66,7 @@ def _patches(size: int, patch: int) -> int:
 
 
 def _whole(config: Any, size: int, rows: int) -> Laid:
-    """A feature a patch; CLIP's class token is left out unless the configuration wants it (LLaVA, PaliGemma)."""
+    """One feature per patch; CLIP's class token is dropped unless the configuration keeps it (LLaVA, PaliGemma)."""
     tokens = _patches(size, config.vision_config.patch_size)
     full = getattr(config, "vision_feature_select_strategy", "default") == "full"
     tower = getattr(config.vision_config, "model_type", "")
@@ -74,19 +74,22 @@ def _whole(config: Any, size: int, rows: int) -> Laid:
 
 
 def _pooled(config: Any, size: int, rows: int) -> Laid:
-    """A fixed number of features an image (Gemma 3)."""
+    """A fixed number of features per image (Gemma 3)."""
     return {"pixel_values": _square(rows, size)}, int(config.mm_tokens_per_image)
 
 
 def _shuffled(config: Any, size: int, rows: int) -> Laid:
-    """Squares of `scale_factor` patches a side make one feature; images of a row have a dimension (Idefics 3, SmolVLM)."""
+    """One feature per square of `scale_factor` patches a side; images of a row have a dimension (Idefics 3, SmolVLM)."""
     tokens = _patches(size, config.vision_config.patch_size) // config.scale_factor**2
     return {"pixel_values": _square(rows, size, 1)}, tokens
 
 
 def _merged(config: Any, size: int, rows: int) -> Laid:
-    """Patches of all images one after another, each a row of its pixels twice over (a picture is a film of one frame), and
-    the grid of each image; squares of `spatial_merge_size` patches a side make one feature (Qwen2-VL and its heirs)."""
+    """One feature per square of `spatial_merge_size` patches a side (Qwen2-VL and its successors).
+
+    Pixel rows are the patches of all images in order, together with the grid of each image. Each row holds its pixels
+    twice, because a picture is treated as a film of identical frames.
+    """
     vision = config.vision_config
     merged = vision.patch_size * vision.spatial_merge_size
     if size % merged:
@@ -111,8 +114,8 @@ _LAYOUTS: dict[str, Callable[[Any, int, int], Laid]] = {
     "qwen3_vl_moe": _merged,
 }
 _IMAGE_TYPES = "mm_token_type_ids"
-# What kind a token is, where training insists on being told: (argument, of the image, of text). PaliGemma's are of the prefix
-# and of what is learnt, the others' of images.
+# Token types for training with images: (argument, value for image tokens, value for text tokens). PaliGemma's types
+# separate prefix from target, the others' images from text.
 _TYPED = {
     "paligemma": ("token_type_ids", 0, 1),
     "gemma3": ("token_type_ids", 1, 0),

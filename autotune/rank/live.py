@@ -1,4 +1,4 @@
-"""Counts the bytes of live tensors, real or fake: what an allocator is asked for, without its overhead."""
+"""Count the bytes of live tensors, real or fake: the requests to an allocator without its overhead."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveTensors(TorchDispatchMode):
-    """While active, counts every storage that an operator returns, from its allocation to its release.
+    """Count every storage that an operator returns, from allocation to release, while the mode is active.
 
     Attributes:
-        bytes: live now.
-        peak: the most that were live since `reset_peak()`.
-        events: None, or a list to which every allocation appends (storage's key, bytes) and every release (key, -bytes).
+        bytes: bytes live now.
+        peak: highest live bytes since `reset_peak()`.
+        events: None, or a list that receives (storage's key, bytes) per allocation and (key, -bytes) per release.
 
     Args:
-        watch: is called with the live bytes after every change.
+        watch: called with the live bytes after every change.
     """
 
     def __init__(self, watch: Callable[[int], None] | None = None) -> None:
@@ -31,9 +31,9 @@ class LiveTensors(TorchDispatchMode):
         self.watch = watch
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.events: list[tuple[int, int]] | None = None
-        # Storages that a communication thread released: `+=` of two threads loses one of them.
+        # Storages released by a communication thread. Two threads that use `+=` on the count would lose an update.
         self._elsewhere: deque[int] = deque()
-        self._thread = threading.get_ident()  # that runs operators now; with CUDA autograd has threads of its own
+        self._thread = threading.get_ident()  # thread of the last operator; with CUDA, autograd has its own threads
         self.bytes = 0
         self.peak = 0
 
@@ -46,14 +46,14 @@ class LiveTensors(TorchDispatchMode):
         return out
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Counts a tensor that no operator under this mode has made; a storage is counted once."""
+        """Count a tensor that no operator under this mode created. A storage is counted once."""
         if tensor.device.type == "meta":  # DeepSpeed keeps the shapes of its parameters as such tensors
             return
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return
-        self._settle()  # first: what was released elsewhere may have had this storage's address
+        self._settle()  # first, because a storage released elsewhere may have had this address
         key = storage._cdata
         size = storage.nbytes()
         known = self._known.get(key)

@@ -1,4 +1,4 @@
-"""What the two ranks that measure share: how they start and end, and the saves and loads that certify a candidate."""
+"""Shared parts of the measuring ranks: start, end, and the saves and loads that verify a candidate."""
 
 from __future__ import annotations
 
@@ -22,24 +22,27 @@ from autotune.rank.sandbox import Sandbox
 
 
 def run_as(kind: type[BaseRank]) -> NoReturn:
-    """The command line of a rank that starts cold: the address of its parent's socket, and its number."""
+    """Run a rank from the command line (a cold start): address of the parent's socket, and rank number."""
     measure_as(kind, sys.argv[1], int(sys.argv[2]))
 
 
 def measure_as(kind: type[BaseRank], address: str, number: int) -> NoReturn:
-    """Turns this process into rank `number` of the group whose parent listens at `address`, a Unix socket: runs it, reports how
-    it ended, and leaves without waiting for its peers."""
-    # multiprocessing's own folder, of this process and of what it starts: one of its making stays where they are killed
+    """Turn this process into rank `number` of the group of the parent at `address`, a Unix socket.
+
+    The rank runs, reports how it ended, and leaves without waiting for its peers.
+    """
+    # Temporary folder of multiprocessing for this process and its children. A folder that multiprocessing creates
+    # itself would remain after a kill.
     multiprocessing.current_process()._config["tempdir"] = os.path.dirname(address)  # type: ignore[attr-defined]
     channel, spec = greet(address, number)
-    for caught in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):  # the fork server handles them, its children do not
+    for caught in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):  # handlers of the fork server, not of ranks
         signal.signal(caught, signal.SIG_DFL)
     _redirect_output(spec["log"])
     _offer_to_the_kernel()
     rank = kind(channel, spec)
     try:
         if confined := spec.get("sandbox"):
-            use_own_folder()  # a cache that outlives the trial
+            use_own_folder()  # this cache outlives the trial
             environment = {**os.environ, **spec.get("env", {})}
             try:
                 Sandbox.from_json(confined).enter(os.path.dirname(address), environment)
@@ -55,13 +58,13 @@ def measure_as(kind: type[BaseRank], address: str, number: int) -> NoReturn:
 
 
 def say_goodbye(rank: BaseRank) -> NoReturn:
-    """The end of a rank that has done what it was asked for."""
+    """End a rank that has done all its work."""
     rank.channel.send("bye")
     leave(0)
 
 
 def _redirect_output(log: str) -> None:
-    """Standard output and error go to the log, standard input is empty."""
+    """Redirect standard output and error to the log, and empty standard input."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -69,17 +72,18 @@ def _redirect_output(log: str) -> None:
 
 
 def _offer_to_the_kernel() -> None:
-    """Where main memory runs out the kernel kills a trial's ranks first: the tuner lives on, and knows why."""
+    """Make the kernel kill a trial's ranks first on a host OOM, so that the tuner survives and can classify it."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
 
 
 def certify_save(rank: BaseRank, save: Callable[[str, str], Any]) -> None:
-    """Answers a `certify` message by gathering the weights as a training's save does. Their bytes go nowhere: what a disk
-    takes says nothing of the candidate. Every rank calls it.
+    """Answer a `certify` message by gathering the weights as a save in training does. Every rank must call this.
+
+    The bytes are written nowhere, because the speed of a disk is not attributable to the candidate.
 
     Args:
-        save: the engine's gathered 16-bit weights into a folder, under a name; whether it did.
+        save: saves the engine's gathered 16-bit weights into a folder under a name; returns True on success.
     """
     rank.phase = Phase.SAVE
     rank.fault(Phase.SAVE)
@@ -90,8 +94,10 @@ def certify_save(rank: BaseRank, save: Callable[[str, str], Any]) -> None:
 
 
 def checkpoint(rank: BaseRank, engine: Any, save: Callable[[str], Any], message: Message) -> None:
-    """Answers a `checkpoint` message by a whole checkpoint in `message["folder"]`, from which a fresh group can go on, or
-    with `checkpointed=False` where the disk has not room enough. Every rank calls it."""
+    """Answer a `checkpoint` message by a full checkpoint in `message["folder"]`. Every rank must call this.
+
+    A fresh group can resume from it. The answer is `checkpointed=False` if the disk has too little space.
+    """
     rank.phase = Phase.SAVE
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in engine.module.parameters()]
     most_bytes = checkpoint_bytes(
@@ -105,10 +111,10 @@ def checkpoint(rank: BaseRank, engine: Any, save: Callable[[str], Any], message:
 
 
 def load(rank: BaseRank, load_checkpoint: Callable[[str], Any]) -> None:
-    """Loads the checkpoint that the spec names into a fresh engine, and tells the memory that it took at most.
+    """Load the checkpoint named in the spec into a fresh engine, and send the peak memory of the load.
 
     Args:
-        load_checkpoint: DeepSpeed's own, of the engine.
+        load_checkpoint: DeepSpeed's method of the engine.
     """
     folder = rank.spec.get("resume")
     if not folder:

@@ -1,4 +1,4 @@
-"""Where the ranks of a group meet: in a file on one machine, at a port of the first of several."""
+"""Rendezvous of the ranks of a group: a file on one machine, a TCP port of the first machine on several."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass
 class Meeting:
-    """A rank's way to the others.
+    """Rendezvous of one rank with its peers.
 
-    On one machine that is a file: two studies there cannot meet each other. On several it is torch's TCPStore, which asks
-    nobody who he is: the first rank binds it to the one address that the others use, at a port that is free, and all keys
-    begin with a token that only this group knows.
+    On one machine the rendezvous is a file, so two studies cannot meet. On several machines it is torch's TCPStore,
+    which has no authentication. The first rank therefore binds it to the single address that its peers use, at a free
+    port. All keys begin with a token that only this group knows.
     """
 
     number: int
     world: int
     file: str = ""
-    host: str = LOOPBACK  # the first rank's machine, as the others reach it
-    port: int | None = None  # None: not known yet, since this is the rank that opens it
+    host: str = LOOPBACK  # address of the first rank's machine, as its peers reach it
+    port: int | None = None  # None if this rank opens the port, and has not done so yet
     token: str = ""
     _listener: socket.socket | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, told: str | dict[str, Any], number: int, world: int) -> Meeting:
-        """Of what a spec says in `store`: a file, or `host`, `port` and `token`."""
+        """Build from the `store` of a spec: a file, or `host`, `port` and `token`."""
         if isinstance(told, str):
             return cls(number, world, file=told)
         return cls(number, world, host=told["host"], port=told["port"], token=told["token"])
 
     def open(self) -> int | None:
-        """Binds the port where this is the rank to do it, and says which.
+        """Bind the port if this rank is responsible for it, and return it; otherwise return None.
 
         Raises:
             OSError: this machine has no such address, or it cannot be bound.
@@ -51,11 +51,11 @@ class Meeting:
         return self.port
 
     def store(self, torch: Any, timeout: datetime.timedelta) -> Any:
-        """The store of torch.distributed in which the ranks find each other."""
+        """Return the torch.distributed store of the rendezvous."""
         distributed = torch.distributed
         if self.file:
             return distributed.FileStore(self.file, self.world)
-        # torch closes the descriptor, so that Python must let go of it
+        # torch closes the descriptor, so Python must release it.
         served = {} if self._listener is None else {"master_listen_fd": self._listener.detach()}
         met = distributed.TCPStore(
             self.host, self.port, self.world, is_master=bool(served), timeout=timeout, wait_for_workers=False, **served

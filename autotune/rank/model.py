@@ -1,4 +1,4 @@
-"""A rank that trains a named model, or a user's workload: builds one engine, then measures what the tuner asks for.
+"""Rank that trains a named model or a user's workload: build one engine, then measure on request of the tuner.
 
 Run as `python -m autotune.rank.model ADDRESS NUMBER` (a cold start), or `become` in a child of the fork server.
 """
@@ -20,14 +20,14 @@ from autotune.rank.timing import Request, StepParts
 
 
 class ModelRank(BaseRank):
-    """One engine for the whole life of the rank; only micro-batch and accumulation change while it lives."""
+    """Keep one engine for the whole life of the rank. Only micro-batch and accumulation change."""
 
     def run(self) -> None:
         self.begin()
         self.torch.manual_seed(self.spec["seed"])
-        self.live: Any = None  # counts the bytes of live tensors, where the spec asks for it
-        self.live_bytes: dict[str, int] = {}  # highest in each phase of the step at hand, and the lowest between them
-        self.live_steps: list[dict[str, int]] = []  # the same of each step before
+        self.live: Any = None  # counts the bytes of live tensors if the spec requests it
+        self.live_bytes: dict[str, int] = {}  # peak per phase of the current step, and the lowest value between phases
+        self.live_steps: list[dict[str, int]] = []  # the same values of earlier steps
         if self.spec.get("live"):
             from autotune.rank.live import LiveTensors
 
@@ -100,7 +100,11 @@ class ModelRank(BaseRank):
         )
 
     def _timed_steps(self, batches: Iterator[Any], request: Request, pace: float) -> list[StepParts]:
-        """Steps until all ranks have enough of them; `pace` is what one may take, in seconds."""
+        """Run steps until all ranks have enough.
+
+        Args:
+            pace: expected seconds per step.
+        """
         steps: list[StepParts] = []
         elapsed, began = 0.0, time.perf_counter()
         while not timing.enough(request, elapsed, len(steps)):
@@ -119,7 +123,7 @@ class ModelRank(BaseRank):
         engine.micro_steps = 0
 
     def _whole_step(self, batches: Iterator[Any], request: Request) -> StepParts:
-        """A step in which the optimizer ran: one that DeepSpeed skips is none, and is forgotten."""
+        """Run a step in which the optimizer runs. Steps that DeepSpeed skips are discarded."""
         while True:
             parts = self._step(batches, request)
             if not self.overflows.skipped():
@@ -129,7 +133,11 @@ class ModelRank(BaseRank):
             del self.live_steps[-1:]
 
     def _step(self, batches: Iterator[Any], request: Request) -> StepParts:
-        """One optimizer step: seconds of the whole, or of each micro-batch where the rest is extrapolated."""
+        """Run one optimizer step.
+
+        Returns:
+            Seconds of the whole step, or of each micro-batch if the rest is extrapolated.
+        """
         parts = []
         device = self.own_device
         device.synchronize()
@@ -166,7 +174,7 @@ class ModelRank(BaseRank):
         self._note_memory()
 
     def _note_memory(self) -> None:
-        """Memory at the end of a phase."""
+        """Record memory at the end of a phase."""
         self.own_device.note()
         if self.live is not None:
             phase = str(self.phase)
@@ -175,7 +183,7 @@ class ModelRank(BaseRank):
             self.live_bytes["rest"] = min(self.live_bytes.get("rest", self.live.bytes), self.live.bytes)
 
     def _certify(self, message: Message) -> None:
-        """What training does besides steps: an evaluation's forward, and a save of the gathered weights."""
+        """Run the other parts of training: an evaluation's forward, and a save of the gathered weights."""
         self.phase = Phase.FORWARD
         self.engine.eval()
         with self.torch.no_grad():
@@ -186,12 +194,15 @@ class ModelRank(BaseRank):
 
 
 def lowest(steps: list[dict[str, int]]) -> dict[str, int]:
-    """Live bytes of each phase in the step that had the fewest. Steps are alike, but for what a thread of the communication lets
-    go a moment later than its work was done: gloo's may keep a bucket into the next phase, on a busy machine."""
+    """Return live bytes of each phase in the step that had the fewest.
+
+    Steps differ only in buffers that a communication thread releases late. On a busy machine, gloo's thread may keep a
+    bucket into the next phase.
+    """
     return {phase: min(step[phase] for step in steps) for phase in steps[0]} if steps else {}
 
 
-become = partial(measure_as, ModelRank)  # address, number
+become = partial(measure_as, ModelRank)  # arguments: address, number
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Memory and disks as a rank counts them when something has failed: sent with every error, where texts are in doubt.
+"""Memory snapshot and disk check of a rank after a failure, sent with every error for ambiguous error texts.
 
-Imports torch only where it is loaded already, and never wakes CUDA. Nothing here raises, and a driver or a disk that does not
-answer costs `PATIENCE_SECONDS`: its question stays behind in a thread that ends with the process.
+torch is only used if it is loaded already, and CUDA is never initialized. No function raises. A driver or disk that
+does not answer costs `PATIENCE_SECONDS`. The blocked call stays in a daemon thread, which ends with the process.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from typing import Any
 from autotune.linux import main_memory
 from autotune.units import MIB
 
-PATIENCE_SECONDS = 2.0  # for the driver; it answers within a millisecond where it answers at all
+PATIENCE_SECONDS = 2.0  # for the driver, which answers within a millisecond if it answers at all
 
-FULL_BYTES = 16 * MIB  # left: what could not be written whole is mostly there
+FULL_BYTES = 16 * MIB  # bytes left on a full disk; a file that did not fit is mostly written
 
 Numbers = dict[str, int]
 
 
 def collect(device: str, cap_bytes: int | None = None) -> Numbers:
-    """Bytes by name, those that could be had: `host_available_bytes`, `pinned_bytes`; `reserved_bytes`, `allocated_bytes`
-    and their peaks of the allocator, `free_bytes` and `total_bytes` of the device, `allowed_bytes` under a cap.
+    """Return the available figures by name, in bytes.
+
+    The host has `host_available_bytes` and `pinned_bytes`. The allocator has `reserved_bytes` and `allocated_bytes` and
+    their peaks. The device has `free_bytes` and `total_bytes`, and `allowed_bytes` under a cap.
 
     Args:
-        device: `cuda` or `cpu`, as the rank has it.
-        cap_bytes: of a CPU rank.
+        device: `cuda` or `cpu`.
+        cap_bytes: cap of a CPU rank.
     """
     numbers: Numbers = {}
     with suppress(Exception):
@@ -43,14 +45,16 @@ def collect(device: str, cap_bytes: int | None = None) -> Numbers:
         torch: Any = sys.modules.get("torch")
         with suppress(Exception):
             if torch is not None and torch.cuda.is_initialized():
-                index = torch.cuda.current_device()  # of this thread; another begins with GPU 0
+                index = torch.cuda.current_device()  # device of this thread; a new thread starts with GPU 0
                 _within(PATIENCE_SECONDS, lambda: of_cuda(torch, index, numbers))
-    return dict(numbers)  # the thread may still write
+    return dict(numbers)  # a copy, because the thread may still write
 
 
 def full_disk(folders: Sequence[str]) -> str:
-    """The first of these folders in which as good as nothing can be written any more; empty where there is none. A quota that the
-    file system does not tell of is not seen, nor is one that does not answer."""
+    """Return the first of these folders whose disk is full, or an empty string.
+
+    A quota that the file system does not report is not detected, and neither is a file system that does not answer.
+    """
     full: list[str] = []
 
     def look() -> None:
@@ -65,9 +69,12 @@ def full_disk(folders: Sequence[str]) -> str:
 
 
 def of_cuda(torch: Any, index: int, numbers: Numbers) -> None:
-    """What torch.cuda tells of a device that this process uses, each number as it comes. The driver is asked first: where
-    it hangs, torch's lock may be held for ever, and waiting for that one stops every thread (mem_get_info does not)."""
-    with suppress(Exception):  # a context that an error has ruined answers with that error; torch's own counts go on
+    """Collect torch.cuda's figures of a device in use into `numbers`, each when it arrives.
+
+    The driver is called first, because mem_get_info does not take torch's lock. If the driver hangs, torch's lock may
+    be held for ever, and waiting for it would stop every thread.
+    """
+    with suppress(Exception):  # a context ruined by an error returns that error; torch's own counters still work
         torch.cuda.set_device(index)
         numbers["free_bytes"], numbers["total_bytes"] = (int(size) for size in torch.cuda.mem_get_info(index))
     with suppress(Exception):
@@ -84,14 +91,14 @@ def of_cuda(torch: Any, index: int, numbers: Numbers) -> None:
 
 
 def _of_cpu(cap_bytes: int | None) -> Numbers:
-    """What RLIMIT_DATA counts of this process, and the cap."""
+    """Return the bytes that RLIMIT_DATA counts for this process, and the cap."""
     used = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[5]) * resource.getpagesize()
     return {"reserved_bytes": used} | ({"allowed_bytes": cap_bytes} if cap_bytes is not None else {})
 
 
 def _within(seconds: float, work: Callable[[], None]) -> None:
-    """Does the work, and waits for it at most so long."""
-    with suppress(Exception):  # no thread can be started where memory or numbers of processes have run out
+    """Run the work in a thread and wait at most `seconds`."""
+    with suppress(Exception):  # no thread can start if memory or process numbers have run out
         thread = threading.Thread(target=work, name="numbers", daemon=True)
         thread.start()
         thread.join(seconds)

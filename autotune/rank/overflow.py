@@ -1,22 +1,23 @@
-"""Steps that DeepSpeed skips, since gradients in fp16 were not finite: they leave out the optimizer, and count for nothing."""
+"""Detect steps that DeepSpeed skips because fp16 gradients overflow. They run no optimizer and do not count."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# In a row. DeepSpeed begins at a loss scale of 2^16 (2^32 in old configs), and halves it at every overflow but the first.
+# Limit of skipped steps in a row. DeepSpeed starts at a loss scale of 2^16 (2^32 in old configs), and halves it at
+# every overflow except the first.
 MOST_SKIPPED = 40
 
 
 class Overflows:
-    """Watches an engine from now on. Its ranks skip the same steps: each knows of the others' overflow."""
+    """Watch an engine from construction on. All its ranks skip the same steps, because an overflow is shared."""
 
     def __init__(self, engine: Any) -> None:
         self.in_a_row = 0
-        self._engine, self._known = engine, _count(engine)  # a checkpoint brings some
+        self._engine, self._known = engine, _count(engine)  # a loaded checkpoint brings a count
 
     def skipped(self) -> bool:
-        """Whether the step that has just ended was skipped."""
+        """Return True if the last step was skipped."""
         before, self._known = self._known, _count(self._engine)
         skipped = self._known > before
         self.in_a_row = self.in_a_row + 1 if skipped else 0
@@ -24,7 +25,7 @@ class Overflows:
 
     @property
     def endless(self) -> str:
-        """Why no step will count; empty as long as one may."""
+        """Reason why no step will ever count; empty while one still may."""
         if self.in_a_row < MOST_SKIPPED:
             return ""
         return (

@@ -1,7 +1,7 @@
-"""A rank's pulse: whether its main thread gets on, told from beside it.
+"""Heartbeat of a rank: a thread reports whether the main thread makes progress.
 
-Building, saving, evaluating, tokenizing and compiling send no message of their own for minutes. A thread looks once a second
-where the main thread is, and tells the parent whether that has changed; a rank that hangs stays where it is.
+Building, saving, evaluating, tokenizing and compiling send no message for minutes. Once a second the thread samples the
+main thread's stack, and reports to the parent whether it has changed. The stack of a rank that hangs does not change.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from types import FrameType
 from autotune.group.protocol import Channel
 
 BEAT_SECONDS = 1.0
-# Where a rank waits for its peers: some of these spin, so that processor time there is no sign of life.
+# Paths of code in which a rank waits for its peers. Some collectives spin, so CPU time there is no progress.
 _COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/")
-_INNERMOST = 4  # frames in which a collective is looked for
+_INNERMOST = 4  # innermost frames that are searched for a collective
 
 
 class Pulse:
-    """Sends `pulse` messages with `moved` (whether the main thread got on since the last one), `where` it is, and `waits`
-    (whether it is in a collective), until `stop`. One that has not moved is told once."""
+    """Send `pulse` messages until `stop`. A main thread without progress is reported once.
+
+    A message has `moved` (the main thread made progress since the last one), `where` (its position) and `waits` (a
+    collective is running).
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -51,7 +54,7 @@ class Pulse:
 
 @dataclass(frozen=True)
 class Glance:
-    """Where a thread was, without the frames: whoever keeps a frame keeps the tensors of its variables."""
+    """Position of a thread, without its frames: a stored frame would keep its variables' tensors alive."""
 
     place: tuple[tuple[int, int], ...]
     where: str
@@ -59,13 +62,13 @@ class Glance:
 
 
 def glance(thread: int) -> Glance | None:
-    """Where the thread of this identity is now; None once it has ended."""
+    """Return the current position of a thread by its identity, or None if it has ended."""
     frame = sys._current_frames().get(thread)
     return None if frame is None else Glance(_place(frame), describe(frame), waits(frame))
 
 
 def _place(frame: FrameType | None) -> tuple[tuple[int, int], ...]:
-    """Names the point of execution: every frame's code and its instruction."""
+    """Return the point of execution: code and instruction of every frame."""
     found = []
     while frame is not None:
         found.append((id(frame.f_code), frame.f_lasti))
@@ -74,13 +77,13 @@ def _place(frame: FrameType | None) -> tuple[tuple[int, int], ...]:
 
 
 def describe(frame: FrameType) -> str:
-    """`all_reduce (torch/distributed/distributed_c10d.py:2810)`"""
+    """Return a frame's position, like `all_reduce (torch/distributed/distributed_c10d.py:2810)`."""
     code = frame.f_code
     return f"{code.co_name} ({'/'.join(Path(code.co_filename).parts[-3:])}:{frame.f_lineno})"
 
 
 def waits(frame: FrameType | None) -> bool:
-    """Whether the innermost frames are a collective's."""
+    """Return True if one of the innermost frames belongs to a collective."""
     for _ in range(_INNERMOST):
         if frame is None:
             return False

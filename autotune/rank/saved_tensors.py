@@ -1,4 +1,4 @@
-"""What the forwards of a script as it is keep for their backwards."""
+"""Measure the activations that forwards save for backward in a probe run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Any
 
 
 class SavedTensors:
-    """Counts the bytes that forwards keep for their backward, from its making until `close`; the model's parameters are
-    not counted, and a storage is counted once."""
+    """Count the bytes that forwards save for backward, from construction until `close`.
+
+    Parameters of the model are not counted, and each storage is counted once.
+    """
 
     def __init__(self, engine: Any) -> None:
         import torch

@@ -1,4 +1,4 @@
-"""A rank that measures a user's script: the script runs, watched from outside, until enough steps are timed.
+"""Rank that measures a user's script: hooks watch the running script until enough steps are timed.
 
 Run as `python -m autotune.rank.script ADDRESS NUMBER` (a cold start), or `become` in a child of the fork server.
 """
@@ -41,13 +41,13 @@ from autotune.rank.trained import (
     usual_step,
 )
 
-WARMUP_STEPS = 2  # batches of a script differ in length: its step times never settle as synthetic ones do
-MOST_AT_ONCE = 4  # measured steps until the ranks compare their clocks for the first time
-_MIN_STEPS = 2  # measured steps without which a script that has ended was not measured
-_PROGRESS_SECONDS = 2.0  # seldom: a message wakes the tuner, and threads that train wait for the core that it takes
-_MOST_FAILURES = 10  # of the engine, one after another, that a script may catch and go on after
+WARMUP_STEPS = 2  # a script's batches differ in length, so its step times never settle like synthetic ones
+MOST_AT_ONCE = 4  # measured steps before the ranks first compare their clocks
+_MIN_STEPS = 2  # measured steps that a script needs before it ends
+_PROGRESS_SECONDS = 2.0  # rare, because a message wakes the tuner and takes a core from training threads
+_MOST_FAILURES = 10  # engine failures in a row that a script may catch and continue after
 
-# Trackers and uploads are off, each by the variable that its documentation names.
+# Disable trackers and uploads, each by its documented variable.
 _QUIET_ENVIRONMENT = {
     "WANDB_MODE": "disabled",
     "COMET_MODE": "disabled",
@@ -63,27 +63,30 @@ _QUIET_ENVIRONMENT = {
 
 
 class ScriptRank(BaseRank):
-    """Runs `spec["job"]["script"]` under `spec["candidate"]`, or as it is where that is None; a `Watcher` of its hooks."""
+    """Run `spec["job"]["script"]` under `spec["candidate"]`, or unmodified (a probe run) if that is None.
+
+    The class is the `Watcher` of its hooks.
+    """
 
     def __init__(self, channel: Channel, spec: Message) -> None:
         super().__init__(channel, spec)
         self.candidate = Candidate.of(spec["candidate"]) if spec["candidate"] else None
         self.config: dict[str, Any] = {}  # the script's own
         self.engine: Any = None
-        self.facts: dict[str, Any] = {}  # of the engine
-        self.request: Request | None = None  # what to measure; heard before the first batch
-        self.batch = Batch()  # of the step that runs
+        self.facts: dict[str, Any] = {}  # facts of the engine
+        self.request: Request | None = None  # measurement request, received before the first batch
+        self.batch = Batch()  # batch of the running step
         self.overflows = Overflows(None)
-        self.warmup: list[float] = []  # seconds of the steps before the measured ones, but for those that were skipped
+        self.warmup: list[float] = []  # seconds of warm-up steps without skipped ones
         self.timed: list[tuple[float, Batch]] = []  # seconds and batch of every measured step
-        self.widest_tokens = self.short_steps = 0  # of a row; steps that were the last of their data
-        self.rows_beside: dict[str, list[int]] = {}  # by the number of an engine made later: of its every step
+        self.widest_tokens = self.short_steps = 0  # tokens of the longest row; number of steps that ended their data
+        self.rows_beside: dict[str, list[int]] = {}  # rows of every step, by number of the auxiliary engine
         self.saved_tensors: SavedTensors | None = None
-        self._failure: tuple[int, Message] | None = None  # the engine's last, since the last step: its id, described
+        self._failure: tuple[int, Message] | None = None  # id and description of the last failure since a step
         self._failures = 0  # since the last step
-        self._evaluating = False  # whether the model was in evaluation mode in the last step
-        self._variables: dict[str, str] | None = None  # before the script ran
-        self._steps_left = 0  # until the ranks compare their clocks
+        self._evaluating = False  # True if the model was in evaluation mode in the last step
+        self._variables: dict[str, str] | None = None  # environment before the script ran
+        self._steps_left = 0  # steps until the ranks compare their clocks
         self._step_began = self._measuring_began = 0.0
         self._pid = os.getpid()
 
@@ -108,7 +111,7 @@ class ScriptRank(BaseRank):
                 raise RuntimeError(f"{self.script.name} exited with {error.code}") from None
         except Exception as error:
             if self._failure is not None and self._failure[0] != id(error):
-                self._leave_if_failed()  # of what it made of the engine's error
+                self._leave_if_failed()  # reports the engine's error instead of its consequence
             raise
         self._leave_if_failed()
         if len(self.timed) >= _MIN_STEPS:
@@ -116,20 +119,20 @@ class ScriptRank(BaseRank):
         raise self._why_ended()
 
     def _leave_if_failed(self) -> None:
-        """A script may catch the engine's error, and end by itself: the error is why."""
+        """Report the engine's last error and leave, because a script may catch it and end by itself."""
         if self._failure is not None:
             self.send_error(self._failure[1])
             leave(EXIT_REPORTED)
 
     def send_error(self, described: Message) -> None:
-        """With what may be why: a variable that came too late."""
+        """Send an error, with a variable that was set too late as a possible cause."""
         if why := too_late(self._late()):
             first, newline, rest = described["text"].partition("\n")
             described = {**described, "text": f"{first[:160]} ({why}){newline}{rest}"}
         super().send_error(described)
 
     def _late(self) -> list[str]:
-        """Which variables a script as it is has set too late; those of its text were there from the start."""
+        """Return the variables that a probe run set too late, without those in the script's text, which were set at once."""
         late = set_late(self._variables) if self.candidate is None and self._variables is not None else []
         known = {one.name for one in settings_in(script_text(self.script) or "")} if late else set()
         return [name for name in late if name not in known]
@@ -147,7 +150,7 @@ class ScriptRank(BaseRank):
             Cause.STEPS,
         )
 
-    # -- what the hooks see ------------------------------------------------------------------------------------------
+    # -- callbacks of the hooks --------------------------------------------------------------------------------------
 
     def configured(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -168,7 +171,7 @@ class ScriptRank(BaseRank):
         load(self, self.hooks.load_checkpoint)
 
     def _begin_anew(self) -> None:
-        """The engine that was watched was not the one that trains."""
+        """Restart counting, because the watched engine was not the one that trains."""
         self.steps = self.short_steps = self.widest_tokens = 0
         self.batch, self.warmup, self.timed, self.rows_beside = Batch(), [], [], {}
         self._evaluating = False
@@ -190,15 +193,15 @@ class ScriptRank(BaseRank):
             self.enter(phase)
             self.fault(phase)
             return
-        self._await_request()  # a loop may call the module and not the engine
+        self._await_request()  # a loop may call the module instead of the engine
         if phase is Phase.BACKWARD and self.phase is not Phase.BACKWARD:
-            # A micro-batch may have several forwards (TRL's KTO), several losses, and a backward that no engine is called for;
-            # accelerate calls the engine's step at boundaries alone.
+            # A micro-batch may have several forwards (TRL's KTO), several losses, and a backward without a call of the
+            # engine. accelerate calls the engine's step only at boundaries.
             self.batch.micro_batches += 1
             if self.saved_tensors is not None:
                 self.saved_tensors.close()
         self.phase = phase
-        if phase is Phase.BACKWARD:  # where most is alive; `stepped` looks, too
+        if phase is Phase.BACKWARD:  # memory peaks here; `stepped` samples too
             self.own_device.note()
         self.fault(phase)
         self.progress(_PROGRESS_SECONDS)
@@ -222,7 +225,7 @@ class ScriptRank(BaseRank):
         self._step_began = time.perf_counter()
 
     def _count(self, seconds: float, request: Request) -> None:
-        """A step in which the optimizer ran."""
+        """Count a step in which the optimizer ran."""
         if len(self.warmup) < WARMUP_STEPS:
             self.warmup.append(seconds)
             if len(self.warmup) == WARMUP_STEPS:
@@ -239,10 +242,10 @@ class ScriptRank(BaseRank):
         self.rows_beside.setdefault(str(number), []).append(rows)
 
     def _check(self, candidate: Candidate) -> None:
-        """Whether the step that has ended trained on what the candidate asks for.
+        """Check that the last step trained on the candidate's batch.
 
         Raises:
-            Unusable: it did not, or too many were smaller.
+            Unusable: the batch differs, or too many steps were smaller.
         """
         profile = self.script.profile
         for number, rows in self.rows_beside.items() if profile else ():
@@ -250,7 +253,7 @@ class ScriptRank(BaseRank):
         short = check_batch(self.batch, candidate, profile)
         self.short_steps += bool(short)
         if self.short_steps > max(1, MOST_SHORT * self.steps):
-            if self.short_steps == self.steps:  # none is as it was told
+            if self.short_steps == self.steps:  # every step deviates
                 raise Unusable(short, Cause.BATCH)
             raise Unusable(f"too many steps are the last of their data ({short})", Cause.SHORT)
 
@@ -262,7 +265,7 @@ class ScriptRank(BaseRank):
 
     def unbuilt(self, builder: str) -> None:
         if self.candidate is None and builder not in self.spec["ops"]:
-            self.channel.send("unbuilt", op=builder)  # it is built first, said, and off the clock of the budget
+            self.channel.send("unbuilt", op=builder)  # the parent builds it first, outside the budget
             self.report(RuntimeError(f"DeepSpeed's {builder} is not built yet"))
             leave(EXIT_REPORTED)
 
@@ -270,10 +273,10 @@ class ScriptRank(BaseRank):
         self.report(Unusable(f"{self.script.target} trains without {_MISSING_DEEPSPEED}"))
         leave(EXIT_REPORTED)
 
-    # -- the measurement ---------------------------------------------------------------------------------------------
+    # -- measurement -------------------------------------------------------------------------------------------------
 
     def _await_request(self) -> None:
-        """Before the first batch: tells what is known of the engine, and waits to hear what to measure."""
+        """Before the first batch, send the engine's facts and wait for the measurement request."""
         if self.request is not None:
             return
         self._tell_facts()
@@ -298,7 +301,7 @@ class ScriptRank(BaseRank):
             self.saved_tensors = SavedTensors(self.engine)
 
     def _compare_clocks(self, request: Request) -> None:
-        """Ends the measurement, on all ranks at once, or says when to compare again."""
+        """End the measurement on all ranks at once, or schedule the next comparison."""
         elapsed, steps = self.agree(time.perf_counter() - self._measuring_began), len(self.timed)
         if not timing.enough(request, elapsed, steps):
             self._go_on(timing.stretch(request, elapsed, steps, elapsed / steps))
@@ -308,7 +311,7 @@ class ScriptRank(BaseRank):
             self._go_on(1 + steps // 4)
 
     def _go_on(self, steps: int) -> None:
-        """For so many until the clocks are compared; first for fewer, since steps may differ."""
+        """Run up to `steps` steps before the next comparison; the first stretch is shorter, since steps may differ."""
         self._steps_left = min(steps, max(MOST_AT_ONCE, len(self.timed)))
 
     def _finish(self) -> NoReturn:
@@ -343,16 +346,16 @@ class ScriptRank(BaseRank):
         say_goodbye(self)
 
     def _trained(self, batches: list[Batch]) -> dict[str, Any]:
-        """What the measured steps have.
+        """Return facts about the measured steps.
 
         Raises:
-            Unusable: it is not what the candidate asks for, or changes where the script is as it is.
+            Unusable: the steps do not match the candidate, or vary in a probe run.
         """
         if self.candidate is not None and self.script.profile:
             check_tokens(batches, self.candidate, self.script.profile)
             return {**usual_step(batches)}
         loader = getattr(self.engine, "training_dataloader", None)
-        fed = any(getattr(loader, name, None) is not None for name in ("data", "data_iterator"))  # once it is read
+        fed = any(getattr(loader, name, None) is not None for name in ("data", "data_iterator"))  # set by a read
         return own_steps(batches, self.facts["micro_batch"], self.facts["accumulation"], fed=fed)
 
     def _serve_certificates(self) -> None:
@@ -370,7 +373,7 @@ _MISSING_DEEPSPEED = (
 )
 
 
-become = partial(measure_as, ScriptRank)  # address, number
+become = partial(measure_as, ScriptRank)  # arguments: address, number
 
 
 if __name__ == "__main__":

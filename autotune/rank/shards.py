@@ -1,8 +1,9 @@
-"""Whether the files of a checkpoint of DeepSpeed's are whole: each is there, is not empty, and ends as it should. A few bytes
-of each are read, of terabytes as of kilobytes. Standard library only.
+"""Check that the files of a DeepSpeed checkpoint are whole: present, not empty, and with a proper end.
 
-A machine that loses its power, a disk that is full and a write that a file server has lost leave files that are cut off, empty or
-of zeros alone; nothing notices that before they are loaded.
+Only a few bytes of each file are read, independent of its size. Standard library only.
+
+A power cut, a full disk or a lost write of a file server leaves files that are truncated, empty or all zeros. Without a
+check, this is noticed only at the load.
 """
 
 from __future__ import annotations
@@ -13,40 +14,44 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# A rank's own, of ZeRO; experts' are a group's. `pp` counts data parallel ranks, `mp` tensor parallel ones.
+# ZeRO files owned by one rank; files of experts belong to a group. `pp` counts data parallel ranks, `mp` tensor
+# parallel ones.
 _OWN = re.compile(r"(?<!ex)pp_rank_(\d+)_mp_rank_(?P<mp>\d+).*_(?P<what>model|optim)_states\.pt")
 _STATES = "*_states.pt"
-_ZIP, _ZIP_END = b"PK\x03\x04", b"PK\x05\x06"  # as torch writes since 1.6; what is older has no mark at its end
-_TAIL_BYTES = 1024  # torch writes no comment behind the mark, and other writers a short one
+_ZIP, _ZIP_END = b"PK\x03\x04", b"PK\x05\x06"  # written by torch since 1.6; older files have no end mark
+_TAIL_BYTES = 1024  # torch writes no comment after the mark, other writers a short one
 
 
 @dataclass(frozen=True)
 class Part:
-    """Which files of a checkpoint one rank looks at: its own, and the first of a machine those that are nobody's own. So each is
-    looked at once, whether machines share a disk or not."""
+    """Assign the files of a checkpoint to ranks for checking.
+
+    A rank checks its own files. The first rank of each machine checks all files without an owner. Every file is thus
+    checked, on shared and on local disks.
+    """
 
     rank: int
     world: int
-    local: int  # its number among those of its machine
+    local: int  # rank on its own host
 
     @property
     def random(self) -> str:
-        """The file in which a checkpoint of Trainer's has the rank's random generators."""
+        """Name of the file with the rank's random states in a Trainer checkpoint."""
         return "rng_state.pth" if self.world == 1 else f"rng_state_{self.rank}.pth"
 
     def has(self, name: str) -> bool:
-        """Whether the file is this rank's to look at."""
+        """Return True if this rank checks the file."""
         owner = _OWN.search(name)
         return int(owner[1]) == self.rank if owner and int(owner[1]) < self.world else self.local == 0
 
 
 def is_cut_off(file: Path) -> bool:
-    """Whether a file that `torch.save` has written is missing, empty, or not written to its end."""
+    """Return True if a file written by `torch.save` is missing, empty or truncated."""
     try:
         with file.open("rb") as opened:
             head = opened.read(len(_ZIP))
             if head != _ZIP:
-                return not any(head)  # empty, or a hole
+                return not any(head)  # empty, or a hole in the file
             size = os.fstat(opened.fileno()).st_size
             opened.seek(max(0, size - _TAIL_BYTES))
             return _ZIP_END not in opened.read()
@@ -55,7 +60,7 @@ def is_cut_off(file: Path) -> bool:
 
 
 def tag_of(folder: Path) -> str | None:
-    """The name of the folder that DeepSpeed would load from this one; None where it would load none."""
+    """Return the name of the tag that DeepSpeed would load from the folder, or None."""
     try:
         return (folder / "latest").read_text(encoding="utf-8").strip() or None
     except (OSError, ValueError):
@@ -63,15 +68,17 @@ def tag_of(folder: Path) -> str | None:
 
 
 def is_damaged(folder: Path, part: Part) -> bool:
-    """Whether nothing lies in the folder of a tag, or one of the files there is cut off of those that the rank looks at."""
+    """Return True if the tag's folder is empty, or a file there that this rank checks is truncated."""
     files = list(folder.glob(_STATES))
     return not files or any(is_cut_off(file) for file in files if part.has(file.name))
 
 
 def lacks(folder: Path, part: Part) -> bool:
-    """Whether other ranks have files of their own in the folder of a tag, and this one has not. Where the first ranks have them
-    as groups of the same size would, as with MiCS, nothing is missing. Ranks that are parallel in tensors (AutoTP) stand side by
-    side."""
+    """Return True if other ranks have own files in the tag's folder and this rank has none.
+
+    Nothing is missing if the first ranks have files as equal groups would, as with MiCS. Tensor parallel ranks (AutoTP)
+    are counted separately.
+    """
     for what in ("model", "optim"):
         found = [match for file in folder.glob(_STATES) if (match := _OWN.search(file.name)) and match["what"] == what]
         side = 1 + max((int(match["mp"]) for match in found), default=0)
@@ -86,14 +93,14 @@ def lacks(folder: Path, part: Part) -> bool:
 
 @dataclass(frozen=True)
 class Tags:
-    """What one rank sees of a folder into which a script saves by itself."""
+    """One rank's view of a folder into which a script saves checkpoints itself."""
 
     latest: str | None
-    whole: dict[str, int]  # when each was written that is whole for this rank, by the file server's clock, in ns
+    whole: dict[str, int]  # time of writing in ns (clock of the file server) of each tag that is whole for this rank
 
 
 def tags_in(folder: Path, part: Part) -> Tags:
-    """What this rank sees of the folder."""
+    """Return this rank's view of the folder."""
     whole = {}
     for tag in {file.parent for file in folder.glob(f"*/{_STATES}")}:
         if not is_damaged(tag, part) and not lacks(tag, part):
@@ -102,10 +109,12 @@ def tags_in(folder: Path, part: Part) -> Tags:
 
 
 def instead_of_latest(seen: Sequence[Tags], bad: set[str]) -> str | None:
-    """The newest tag that is whole for all ranks, where the latest is not, or is one of the bad; None: nothing is better than it.
+    """Return the newest tag that is whole for all ranks if the latest is damaged or in `bad`.
+
+    None means that no tag is better than the latest.
 
     Args:
-        seen: by all ranks, the first one's first.
+        seen: views of all ranks, the first rank's first.
     """
     latest, whole = seen[0].latest, set.intersection(*(set(one.whole) for one in seen))
     if latest is None or (latest in whole and latest not in bad):

@@ -1,4 +1,4 @@
-"""Batches of random numbers for a named model: what each task's forward takes, in the shapes of the job."""
+"""Batches of random numbers for a named model: arguments of each task's forward in the shapes of the job."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from autotune.rank.building import DTYPES, transformers_config
 from autotune.rank.images import IGNORED, Batch, image_batch
 from autotune.rank.versions import packed_mask
 
-Integers = Callable[[tuple[int, ...], int], torch.Tensor]  # (shape, below which number)
+Integers = Callable[[tuple[int, ...], int], torch.Tensor]  # arguments: shape, exclusive upper bound
 
 _MASKED_SHARE = 0.15  # Devlin et al. 2019, section 3.1; DataCollatorForLanguageModeling's default
 
 
 def one_batch(job: Job, config: Any, rows: int, width: int, integers: Integers) -> Batch:
-    """The arguments of one forward with `rows` sequences of `width` tokens.
+    """Return the arguments of one forward with `rows` sequences of `width` tokens.
 
     Raises:
-        ValueError: no batch with images can be made for the model.
+        ValueError: batches with images cannot be made for the model.
     """
     top = int(config.get_text_config().vocab_size)
     ids = integers((rows, width), top)
@@ -39,7 +39,7 @@ def one_batch(job: Job, config: Any, rows: int, width: int, integers: Integers) 
 
 
 def _classes(config: Any, rows: int, integers: Integers) -> torch.Tensor:
-    """A class of each row; of a regression a number, of several labels a row of them."""
+    """Return one class per row; a number for a regression, a row of labels for multi-label classification."""
     if config.problem_type == "multi_label_classification":
         return integers((rows, config.num_labels), 2).float()
     if config.num_labels == 1:
@@ -48,7 +48,7 @@ def _classes(config: Any, rows: int, integers: Integers) -> torch.Tensor:
 
 
 def _ended(batch: Batch, config: Any) -> Batch:
-    """With one end of a sequence in each row, and there alone: what an encoder-decoder's classifier reads."""
+    """End each row with the only end-of-sequence token, which an encoder-decoder's classifier reads."""
     end = getattr(config, "eos_token_id", None)
     if config.is_encoder_decoder and isinstance(end, int):
         ids = batch["input_ids"]
@@ -58,11 +58,11 @@ def _ended(batch: Batch, config: Any) -> Batch:
 
 
 def synthetic_batches(job: Job, micro_batch: int, device: torch.device, seed: int) -> Iterator[Batch]:
-    """Endless batches of the job's task, made on the host and copied to the device as a data loader does.
+    """Yield endless batches of the job's task, made on the host and copied to the device like a data loader's.
 
-    Every batch has the full sequence length. Of a job with a data set's lengths only the first two batches have, so that
-    the worst case is met with and without gradients from before; the sequences of the others are drawn from the data set's
-    lengths, each batch padded to its longest. Rows of a packed job are full and have `position_ids`.
+    Every batch has the full sequence length unless the job has a data set's lengths. In that case only the first two
+    batches have it: the worst case then runs with and without earlier gradients. The other sequences are drawn from
+    these lengths, each batch padded to its longest. Rows of a packed job are full and have `position_ids`.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -78,11 +78,11 @@ def synthetic_batches(job: Job, micro_batch: int, device: torch.device, seed: in
     for batch in pool:
         if job.task == MASKED:
             chosen = torch.rand(batch["input_ids"].shape, generator=generator) < _MASKED_SHARE
-            chosen[:, 0] = True  # the mean of no losses is no number
+            chosen[:, 0] = True  # a mean over no losses is NaN
             batch["labels"] = batch["labels"].masked_fill(~chosen, IGNORED)
         if job.packed:
             batch["position_ids"] = torch.stack([packed_positions(job, generator) for _ in range(micro_batch)])
-            # the first token of a sequence is not predicted from the sequence before it
+            # The first token of a sequence is not predicted from the preceding sequence.
             batch["labels"] = batch["labels"].masked_fill(batch["position_ids"] == 0, IGNORED)
             mask = packed_mask(batch["position_ids"], job.attention, DTYPES[job.precision])
             batch |= {} if mask is None else {"attention_mask": mask}
@@ -94,7 +94,7 @@ def synthetic_batches(job: Job, micro_batch: int, device: torch.device, seed: in
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """A batch's tensors on the device."""
+    """Copy a batch's tensors to the device."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, dict):
@@ -105,14 +105,16 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def draw(job: Job, count: int, generator: torch.Generator) -> torch.Tensor:
-    """(count,) lengths of sequences in tokens, drawn with the frequencies of the job's data set."""
+    """Draw (count,) sequence lengths in tokens with the frequencies of the job's data set."""
     tokens, often = (torch.tensor(column) for column in zip(*job.lengths, strict=True))
     return tokens[torch.multinomial(often.double(), count, replacement=True, generator=generator)]
 
 
 def packed_positions(job: Job, generator: torch.Generator) -> torch.Tensor:
-    """(seq_len,) position ids of a row of sequences laid end to end, the last one cut off. Each sequence begins at 0, which
-    is how transformers tells them apart."""
+    """Return (seq_len,) position ids of a row of concatenated sequences, the last one truncated.
+
+    Each sequence begins at 0, by which transformers separates them.
+    """
     shortest = min(tokens for tokens, _ in job.lengths)
     lengths = draw(job, -(-job.seq_len // shortest), generator)
     starts = torch.cat([torch.zeros(1, dtype=lengths.dtype), lengths.cumsum(0)])

@@ -1,4 +1,4 @@
-"""How long a rank warms up and measures, and what its step times come to. Pure functions: no clock, no torch."""
+"""Rules for the length of warm-up and measurement, and the resulting step times. Pure functions: no clock, no torch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from autotune.rank.recurring import UNLIKE, pace_of
 
 SETTLED = 0.05  # warm-up ends when two step times in a row differ by less than this fraction
 MAX_WARMUP_STEPS = 6
-MAX_TIMED_MICRO_BATCHES = 3  # of a longer accumulation only the first, one from the middle and the boundary are run
+MAX_TIMED_MICRO_BATCHES = 3  # a longer accumulation runs only the first, a middle and the boundary micro-batch
 
-LONGER = 2  # times the most steps and seconds, where work may recur of which too little was seen
-ALIKE_STEPS = 12  # after so many that are alike nothing is expected to recur, though the first took longer
-ALIKE_SHARE = 0.25  # of the longest measurement's seconds, which may be spent on seeing that
+LONGER = 2  # factor on the most steps and seconds if recurring work may have been missed
+ALIKE_STEPS = 12  # equal steps after which nothing is expected to recur, even if the first took longer
+ALIKE_SHARE = 0.25  # share of the longest measurement's seconds that may be spent on that check
 
-StepParts = list[float]  # seconds of one optimizer step: of the whole, or of each micro-batch that was run
+StepParts = list[float]  # seconds of one optimizer step: the whole, or each micro-batch that was run
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a `measure` message asks for."""
+    """Parameters of a `measure` message."""
 
     micro_batch: int
     accumulation: int
@@ -30,8 +30,8 @@ class Request:
     max_steps: int
     min_seconds: float
     max_seconds: float
-    most_seconds: float = math.inf  # however much longer it would take
-    full: bool = False  # run every micro-batch of an accumulation, extrapolate nothing
+    most_seconds: float = math.inf  # upper limit of any extension
+    full: bool = False  # run every micro-batch of an accumulation, without extrapolation
 
     @classmethod
     def of(cls, message: dict[str, Any]) -> Request:
@@ -39,7 +39,7 @@ class Request:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a step that are run."""
+        """Number of micro-batches that are run per step."""
         if self.full or self.accumulation <= MAX_TIMED_MICRO_BATCHES:
             return self.accumulation
         return MAX_TIMED_MICRO_BATCHES
@@ -50,32 +50,32 @@ class Request:
 
 
 def warmed_up(step_seconds: list[float], request: Request) -> bool:
-    """Whether warm-up steps that took `step_seconds` are enough: their times have settled, or the warm-up has taken its
-    share of the measurement's time."""
+    """Return True if the warm-up may end: step times have settled, or it took its share of the time."""
     count = len(step_seconds)
     if count >= MAX_WARMUP_STEPS:
         return True
-    # The first step allocates the optimizer's states and compiles kernels: it is never compared with the second.
+    # The first step allocates the optimizer's states and compiles kernels, so it is never compared with the second.
     if count >= 3 and abs(step_seconds[-1] - step_seconds[-2]) <= SETTLED * step_seconds[-2]:
         return True
     return count >= 2 and sum(step_seconds) > min(3 * request.min_seconds, 0.4 * request.max_seconds)
 
 
 def enough(request: Request, elapsed_seconds: float, steps: int) -> bool:
-    """Whether so many measured steps in so many seconds are what was asked for."""
+    """Return True if the measured steps and seconds satisfy the request."""
     if steps >= request.max_steps or elapsed_seconds > request.max_seconds:
         return True
     return steps >= request.min_steps and elapsed_seconds > request.min_seconds
 
 
 def settled(request: Request, elapsed_seconds: float, step_seconds: list[float], warmup: list[float]) -> bool:
-    """Whether measured steps that are enough also tell what a script's steps take, or the time for that is over. More of
-    them are needed where one had other work than the rest (data that is generated, an evaluation): it may recur. What a
-    script does every so many steps it does in the first, too, where it cannot be told from what an engine does only once.
+    """Return True if the measured steps represent a script's step time, or the time for that is over.
+
+    More steps are needed if a step had extra work (data generation, an evaluation), which may recur. Recurring work
+    also runs in the first step. There it cannot be distinguished from the one-time work of an engine.
 
     Args:
-        step_seconds: of all ranks, so that all come to the same.
-        warmup: the same of those before them.
+        step_seconds: averages over all ranks, so that all ranks decide alike.
+        warmup: averages of the preceding steps.
     """
     pace, count = pace_of(step_seconds, len(warmup)), len(step_seconds)
     if pace.settled:
@@ -87,17 +87,22 @@ def settled(request: Request, elapsed_seconds: float, step_seconds: list[float],
 
 
 def stretch(request: Request, elapsed_seconds: float, steps: int, seconds_per_step: float) -> int:
-    """Steps to run before the ranks compare their clocks again, at least one. They do not compare after every step: that
-    would make each step wait for the slowest rank, and training does not."""
+    """Return the number of steps, at least one, to run before the ranks compare their clocks again.
+
+    A comparison after every step would make each step wait for the slowest rank, which training does not do.
+    """
     wanted = max(request.min_steps - steps, math.ceil((request.min_seconds - elapsed_seconds) / seconds_per_step))
     affordable = int((request.max_seconds - elapsed_seconds) / seconds_per_step)
     return max(1, min(wanted, affordable, request.max_steps - steps))
 
 
 def extrapolate(parts: StepParts, accumulation: int) -> float:
-    """Seconds of a whole step of `accumulation` micro-batches from [first, middle, boundary]; of the whole step from [it].
+    """Return the seconds of a whole step of `accumulation` micro-batches.
 
-    The first micro-batch is counted once: it has no gradients to add to, so it is faster than those that follow.
+    The first micro-batch is counted once: it has no gradients to add to, so it is faster than the following ones.
+
+    Args:
+        parts: seconds of [first, middle, boundary], or of [whole step].
     """
     if len(parts) < 2:
         return parts[0]
@@ -105,10 +110,10 @@ def extrapolate(parts: StepParts, accumulation: int) -> float:
 
 
 def micro_seconds(steps: list[StepParts]) -> float:
-    """Median seconds of a micro-batch between the first and the boundary."""
+    """Return the median seconds of a micro-batch between the first and the boundary."""
     return statistics.median(part for parts in steps for part in parts[1:-1] or parts[:1])
 
 
 def boundary_seconds(steps: list[StepParts]) -> float:
-    """Median seconds of the micro-batch that ends a step, the optimizer's update included."""
+    """Return the median seconds of the micro-batch that ends a step, the optimizer's update included."""
     return statistics.median(parts[-1] for parts in steps)

@@ -1,4 +1,4 @@
-"""A rank of real training under `autotune launch`: the user's script to its own end, under the config that is tried.
+"""Rank of real training under `autotune launch`: run the user's script to its end under the candidate.
 
 Run as `python -m autotune.rank.train ADDRESS NUMBER`, or `become` in a child of the fork server.
 """
@@ -33,17 +33,19 @@ from autotune.rank.versions import imported
 
 T = TypeVar("T")
 _PROGRESS_SECONDS = 0.2
-_FIRST_STEPS = 3  # each is told of at once
+_FIRST_STEPS = 3  # each of these steps is reported at once
 
 
 class TrainRank(BaseRank):
-    """Trains to the script's own end; reports progress, and memory failures the moment they happen. A `Watcher` of its
-    hooks."""
+    """Train until the script ends; report progress, and an OOM at once.
 
-    _unloaded: tuple[Exception, str] | None = None  # why a checkpoint could not be loaded, and its folder
+    The class is the `Watcher` of its hooks.
+    """
+
+    _unloaded: tuple[Exception, str] | None = None  # error of a checkpoint that could not be loaded, and its folder
 
     def run(self) -> None:
-        # The first to be registered is the last to run: what the script registers may still need the group.
+        # The first function registered runs last: functions that the script registers may still need the group.
         atexit.register(self._leave_group)
         self.begin()
         assert self.job.script is not None
@@ -60,22 +62,27 @@ class TrainRank(BaseRank):
         run_script(self.job.script, self.hooks.arguments())
 
     def _leave_group(self) -> None:
-        """The group is ours to close: left open, its threads race the interpreter's end, and abort it now and then."""
+        """Destroy the process group, whose threads sometimes abort the interpreter's exit if it stays open."""
         self.pulse.stop()
         if self.torch.distributed.is_initialized():
             self.torch.distributed.destroy_process_group()
 
     @property
     def collective_timeout(self) -> datetime.timedelta:
-        """Whatever a library asks for by default, the longest of them (accelerate and gloo: 30 minutes); what the script asks
-        for can raise it (`hooks.process_group`)."""
+        """Longest default timeout of the libraries (accelerate and gloo: 30 minutes).
+
+        A longer timeout that the script requests raises it (`hooks.process_group`).
+        """
         return max(datetime.timedelta(minutes=30), deepspeed_timeout())
 
     # -- restarting --------------------------------------------------------------------------------------------------
 
     def _begin_again(self) -> None:
-        """Hugging Face's scripts refuse an output folder that holds something and no checkpoint, as an attempt that ends
-        before its first save leaves it. What another launch has left in it they refuse still, and checkpoints they go on from."""
+        """Let a retry use an output folder that an attempt without a checkpoint left behind.
+
+        Hugging Face's scripts refuse an output folder that has files and no checkpoint. They still refuse files of
+        another launch. From checkpoints they resume.
+        """
         arguments_class = imported("transformers", "TrainingArguments")
         if arguments_class is None:
             return
@@ -91,14 +98,16 @@ class TrainRank(BaseRank):
         if self.number == 0:
             self.channel.send("output", folder=str(folder))
         unsaved = str(folder) in self.spec["begun"] and not any(folder.glob("checkpoint-*"))
-        if unsaved and hasattr(arguments, "overwrite_output_dir"):  # before transformers 5, and in others' own
+        if unsaved and hasattr(arguments, "overwrite_output_dir"):  # transformers < 5, other libraries
             arguments.overwrite_output_dir = True
 
     def _resume_trainer(self) -> None:
-        """Trainer goes on from the newest whole checkpoint that the same call of `train` has written in this launch, or from the
-        one that the script names where there is none."""
+        """Make Trainer resume from the newest whole checkpoint of the same `train` call in this launch.
+
+        If there is none, Trainer resumes from the checkpoint that the script names.
+        """
         trainer_class = imported("transformers", "Trainer")
-        if trainer_class is None:  # nor has the script one
+        if trainer_class is None:  # then the script has no Trainer either
             return
 
         def train(
@@ -110,7 +119,11 @@ class TrainRank(BaseRank):
         self.hooks.context.patches.wrap(trainer_class, "train", train)
 
     def _resumed(self, folder: Path, given: Any) -> Any:
-        """What a call of `train` goes on from, where the script says `given`; every rank calls it."""
+        """Return the checkpoint from which a call of `train` resumes. Every rank must call this.
+
+        Args:
+            given: the script's `resume_from_checkpoint`.
+        """
         self.written.append(str(folder))
         told = self.spec["earlier"].get(str(folder))
         ledger = self._ledgers.setdefault(str(folder), Ledger.of(folder, told))
@@ -132,15 +145,17 @@ class TrainRank(BaseRank):
         return path
 
     def _tell_resumed(self, path: str) -> None:
-        """With when it was written, since some are written anew under their name."""
+        """Report a resume with the checkpoint's time, because some checkpoints are rewritten under one name."""
         written = None
         with suppress(OSError):
             written = os.stat(path).st_mtime_ns
         self.channel.send("resumed", path=path, written=written)
 
     def _tell_of_earlier(self, ledger: Ledger, seen: Seen) -> None:
-        """A script that is started once more, by a queue or by hand, begins anew beside what it has saved, if it does not say
-        otherwise: that is its own to decide, and must not go unseen."""
+        """Report that a restarted script does not resume from an earlier launch's checkpoint.
+
+        The script decides this itself, but the user must see it.
+        """
         step = seen.newest_before
         if step is not None and self.number == 0:
             self._tell(
@@ -153,7 +168,7 @@ class TrainRank(BaseRank):
         return Part(self.number, self.world, self.local)
 
     def _of_all(self, mine: T) -> list[T]:
-        """What every rank has, the first one's first; every rank calls it."""
+        """Gather every rank's value, the first rank's first. Every rank must call this."""
         found = [mine]
         if self.world > 1:
             found *= self.world
@@ -161,8 +176,7 @@ class TrainRank(BaseRank):
         return found
 
     def _note_checkpoints(self) -> None:
-        """What another rung of the ladder has saved is loaded too, and the parent hears of every load. Where it saves is
-        noted."""
+        """Convert and load checkpoints of other rungs, report each load, and record the folders of saves."""
         from deepspeed.runtime.engine import DeepSpeedEngine
 
         def load_checkpoint(
@@ -190,16 +204,16 @@ class TrainRank(BaseRank):
         self.hooks.context.patches.wrap(DeepSpeedEngine, "save_checkpoint", save_checkpoint)
 
     def _sound_tag(self, folder: Path) -> str | None:
-        """The tag to load from a folder instead of the latest, which is not whole or could not be loaded; None: the latest."""
+        """Return the tag to load instead of a latest one that is damaged or failed to load; None keeps the latest."""
         bad = {path.name for path in map(Path, self.spec["bad"]) if path.parent == folder}
         seen = self._of_all(tags_in(folder, self._part))
         tag = instead_of_latest(seen, bad)
-        if tag is not None and self.number == 0 and seen[0].latest not in bad:  # of which the parent has told
+        if tag is not None and self.number == 0 and seen[0].latest not in bad:  # the parent has reported bad ones
             self._tell(f"{folder / str(seen[0].latest)} is not whole: {tag}, the newest that is whole, is taken")
         return tag
 
     def _described(self, error: BaseException) -> Message:
-        """With the checkpoint that could not be loaded, where that is the error."""
+        """Add the checkpoint whose load raised the error."""
         described = super()._described(error)
         if self._unloaded is not None and self._unloaded[0] in (error, *handled(error)):
             described["unloaded"] = self._unloaded[1]
@@ -208,7 +222,7 @@ class TrainRank(BaseRank):
     def _tell(self, text: str) -> None:
         self.channel.send("note", text=text)
 
-    # -- what the hooks see ------------------------------------------------------------------------------------------
+    # -- callbacks of the hooks --------------------------------------------------------------------------------------
 
     def configured(self, config: dict[str, Any]) -> None:
         pass
@@ -245,14 +259,19 @@ class TrainRank(BaseRank):
 
 
 def deepspeed_timeout() -> datetime.timedelta:
-    """DeepSpeed's own variable for it, in minutes; nothing where it is no number."""
+    """Return the value of DEEPSPEED_TIMEOUT (minutes), or zero if it is not a number."""
     minutes = os.environ.get("DEEPSPEED_TIMEOUT", "")
     return datetime.timedelta(minutes=int(minutes) if minutes.isdigit() else 0)
 
 
 def train(address: str, number: int) -> Any:
-    """Trains as rank `number`, and says goodbye at the script's end; returns what the script gave to `sys.exit`. After a
-    failure it is reported and the process left with code 1."""
+    """Train as rank `number`, and send `bye` at the script's end.
+
+    A failure is reported, and the process leaves with code 1.
+
+    Returns:
+        The value that the script passed to `sys.exit`.
+    """
     channel, spec = greet(address, number)
     sys.argv = sys.argv[:1]
     rank = TrainRank(channel, spec)
@@ -270,19 +289,19 @@ def train(address: str, number: int) -> Any:
 
 
 def _exit_status(code: Any) -> int:
-    """As the interpreter counts what `sys.exit` was given."""
+    """Return the exit status that the interpreter derives from the argument of `sys.exit`."""
     return code if isinstance(code, int) else int(code is not None)
 
 
 def become(address: str, number: int) -> NoReturn:
-    """Turns this process, a forked child, into rank `number` of the group whose parent listens at `address`, a Unix socket.
+    """Turn this forked child into rank `number` of the group of the parent at `address`, a Unix socket.
 
-    It ends as an interpreter does after its script (threads are waited for, what `atexit` holds is run), but by `os._exit`:
-    the frames below it are the fork server's. Modules are not torn down, so a file that one of them has left open is not
-    flushed; after a cold start it is.
+    The end resembles that of an interpreter: threads are joined and `atexit` functions run. The process ends by
+    `os._exit`, because the frames below belong to the fork server. Modules are not torn down, so files that they left
+    open are not flushed. After a cold start they are.
     """
     for caught, handler in (
-        (signal.SIGINT, signal.default_int_handler),  # KeyboardInterrupt: a script may save on it
+        (signal.SIGINT, signal.default_int_handler),  # KeyboardInterrupt, on which a script may save
         (signal.SIGTERM, signal.SIG_DFL),
         (signal.SIGCHLD, signal.SIG_DFL),
     ):
@@ -297,7 +316,7 @@ def become(address: str, number: int) -> NoReturn:
 
 
 def main() -> None:
-    """A cold start ends as the script alone would: the interpreter's own end, with the process group closed before."""
+    """Run a cold start, which ends like the script alone, with the process group closed before."""
     outlive_notices()
     sys.exit(train(sys.argv[1], int(sys.argv[2])))
 

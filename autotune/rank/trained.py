@@ -1,4 +1,4 @@
-"""What a script's steps trained on, and whether that is what it was told."""
+"""Record the batches that a script's steps trained on, and check them against the candidate."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from autotune.problem.candidate import CHECKPOINTING, MICRO_BATCH, Candidate
 from autotune.problem.script_job import TOKENS, UNCOUNTED, Counted
 from autotune.rank.hooks.batches import Sizes
 
-MOST_SHORT = 0.25  # of the steps may have a smaller batch
-_NEAR = 0.1  # of the tokens that full rows have: packing leaves a few percent of them free
-_SURE = 0.03  # of their mean: what its error may be
+MOST_SHORT = 0.25  # share of steps that may have a smaller batch
+_NEAR = 0.1  # relative deviation from the tokens of full rows, because packing leaves a few percent free
+_SURE = 0.03  # largest relative standard error of the mean tokens
 _VARYING = "the rows of the script's batches change from step to step, so its micro-batch cannot be checked"
 
 
 @dataclass
 class Batch:
-    """What one rank trained on in one optimizer step."""
+    """Contents of one rank's batch in one optimizer step."""
 
-    micro_batches: int = 0  # forwards, of which backwards follow
+    micro_batches: int = 0  # forwards that a backward follows
     rows: int = 0
-    sequences: int = 0  # more than rows where they are packed
+    sequences: int = 0  # more than rows if rows are packed
     tokens: int = 0
-    packed: int = 0  # rows that are all of a forward, of sequences laid end to end and told apart
-    rows_by_name: Counter[str] = field(default_factory=Counter)  # of all tensors
+    packed: int = 0  # rows that fill a forward alone with concatenated, separable sequences
+    rows_by_name: Counter[str] = field(default_factory=Counter)  # rows of each tensor
 
     def add(self, sizes: Sizes) -> None:
         self.rows += sizes.rows
@@ -40,12 +40,12 @@ class Batch:
 
     @property
     def flat(self) -> bool:
-        """Whether every forward was one row of several sequences."""
+        """True if every forward had one row of several sequences."""
         return self.packed == self.rows > 0
 
 
 def usual_step(batches: Sequence[Batch]) -> dict[str, int]:
-    """What a step has, as most have: the last one of a data set may be smaller."""
+    """Return the most frequent counts per step, since a data set's last step may be smaller."""
     return {
         "micros": statistics.mode(batch.micro_batches for batch in batches),
         "rows": statistics.mode(batch.rows for batch in batches),
@@ -54,14 +54,15 @@ def usual_step(batches: Sequence[Batch]) -> dict[str, int]:
 
 
 def own_steps(batches: Sequence[Batch], micro_batch: int, accumulation: int, *, fed: bool) -> dict[str, Any]:
-    """What the steps of a script as it is have, in the terms of `problem.script_job.batch_seen`.
+    """Return the counts per step of a probe run, in the terms of `problem.script_job.batch_seen`.
 
     Args:
-        micro_batch: of its config, as is `accumulation`.
-        fed: whether DeepSpeed's own loader makes its batches, which are of as many samples each.
+        micro_batch: micro-batch of the script's config.
+        accumulation: accumulation of the script's config.
+        fed: True if DeepSpeed's own loader makes the batches, which have equal numbers of samples.
 
     Raises:
-        Unusable: they have more and more, or now this and now that.
+        Unusable: the counts grow or vary between steps.
     """
     found: dict[str, Any] = usual_step(batches)
     rows = [batch.rows for batch in batches]
@@ -80,7 +81,7 @@ def own_steps(batches: Sequence[Batch], micro_batch: int, accumulation: int, *, 
 
 
 def _steady_tokens(batches: Sequence[Batch], accumulation: int) -> float:
-    """Mean tokens of a micro-batch; 0 where steps differ too much for that to be known."""
+    """Return the mean tokens of a micro-batch, or 0 if steps differ too much."""
     each = [batch.tokens / (batch.micro_batches or accumulation) for batch in batches]
     mean = statistics.fmean(each)
     error = statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else mean
@@ -88,10 +89,10 @@ def _steady_tokens(batches: Sequence[Batch], accumulation: int) -> float:
 
 
 def check_checkpointing(facts: dict[str, Any], candidate: Candidate) -> None:
-    """Checks that activation checkpointing is as the candidate says, where that is its to say.
+    """Check that activation checkpointing is as the candidate sets it, if the candidate sets it.
 
     Raises:
-        Unusable: the script's code has switched it since.
+        Unusable: the script's code has changed it since.
     """
     told = candidate.get(CHECKPOINTING)
     if told is not None and facts["checkpointing"] and facts["checkpointed"] != told:
@@ -100,37 +101,38 @@ def check_checkpointing(facts: dict[str, Any], candidate: Candidate) -> None:
 
 
 def check_batch(batch: Batch, candidate: Candidate, profile: dict[str, Any]) -> str:
-    """Checks what a rank trained on in one step against what the candidate asks for: the speed of another batch would be
-    taken for its own.
+    """Check one rank's batch of one step against the candidate, whose speed must not come from another batch.
 
     Args:
-        profile: what the script's first run has shown, see `problem.script_job.Counted`.
+        profile: facts of the probe run, see `problem.script_job.Counted`.
 
     Returns:
-        What the step has less than was asked for, where it may be the last of a data set; empty where it is whole.
+        A text about a smaller batch, if the step may be a data set's last; empty for a full batch.
 
     Raises:
-        Unusable: another number of micro-batches or sequences was trained.
+        Unusable: the numbers of micro-batches or sequences differ.
     """
     counted = Counted.of(profile)
     if profile.get("batch_note") or not counted.unit:
         if (profile["micro_batch"], profile["accumulation"]) != (candidate.micro_batch, candidate.accumulation):
             raise Unusable(profile.get("batch_note") or UNCOUNTED, Cause.BATCH)
-        held = profile.get("held")  # what its own steps have; not known of one that ran at its thriftiest alone
+        held = profile.get("held")  # counts of the script's own steps; missing if only the thriftiest settings ran
         return _short_of(batch, held["micros"], held["rows"], "rows", profile["accumulation"]) if held else ""
     micros = candidate.accumulation * counted.micros_per_accumulation
-    if counted.unit == TOKENS:  # these by their mean, see `check_tokens`
+    if counted.unit == TOKENS:  # tokens are checked by their mean, see `check_tokens`
         asked = 0 if batch.flat else candidate.micro_batch * micros
         return _short_of(batch, micros, asked, "rows", candidate.accumulation)
-    # one row a forward: its samples are laid end to end
+    # one row per forward with concatenated samples
     flat = candidate.micro_batch > 1 and batch.rows == batch.micro_batches
     asked = candidate.micro_batch * counted.per_sample * candidate.accumulation
     return _short_of(batch, micros, asked, "sequences" if flat else counted.unit, candidate.accumulation)
 
 
 def _short_of(batch: Batch, micros: float, asked: float, unit: str, accumulation: int) -> str:
-    """What `check_batch` does, for so many micro-batches and so many of a unit, in so many steps of accumulation. The last
-    step of an epoch may have fewer micro-batches, and the last of these fewer sequences."""
+    """Compare a step with the expected micro-batches and units, see `check_batch`.
+
+    The last step of an epoch may have fewer micro-batches, and its last micro-batch fewer sequences.
+    """
     seen, got = batch.micro_batches or micros, getattr(batch, unit)
     whole = asked * seen / micros
     gave = f"the script gave {got} {unit} a step where {asked:g} were asked for"
@@ -146,16 +148,17 @@ def _short_of(batch: Batch, micros: float, asked: float, unit: str, accumulation
 
 
 def check_tokens(batches: Sequence[Batch], candidate: Candidate, profile: dict[str, Any]) -> None:
-    """Checks the tokens of packed rows, which are full but for a few percent: nearer to what the candidate's micro-batch has than
-    to that of any other.
+    """Check the mean tokens of packed rows, which are full except for a few percent.
+
+    The mean must be closer to that of the candidate's micro-batch than to that of any other.
 
     Raises:
-        Unusable: another number of rows was laid end to end.
+        Unusable: the number of concatenated rows differs.
     """
     counted = Counted.of(profile)
     if profile.get("batch_note") or counted.unit != TOKENS:
         return
-    flat = [batch for batch in batches if batch.flat]  # of others rows are counted
+    flat = [batch for batch in batches if batch.flat]  # rows of other batches are counted
     if not flat:
         return
     told = candidate.accumulation * counted.micros_per_accumulation
@@ -170,17 +173,17 @@ def check_tokens(batches: Sequence[Batch], candidate: Candidate, profile: dict[s
 
 
 def usual(rows: Sequence[int]) -> int:
-    """The rows of most steps; 0 where steps differ by more than a last batch now and then."""
+    """Return the rows of most steps, or 0 if more steps differ than an occasional last batch."""
     most = statistics.mode(rows)
     smaller = sum(one < most for one in rows)
     return 0 if max(rows) > most or smaller > max(1, MOST_SHORT * len(rows)) else most
 
 
 def check_steady(rows: Sequence[int]) -> None:
-    """Checks the rows of a script's own steps: of one that trains on more and more a speed says nothing.
+    """Check that the rows of a probe run are constant, because a growing batch has no comparable speed.
 
     Raises:
-        Unusable: they differ by more than a last batch now and then.
+        Unusable: more steps differ than an occasional last batch.
     """
     if any(rows) and not usual(rows):
         raise Unusable(
@@ -190,15 +193,15 @@ def check_steady(rows: Sequence[int]) -> None:
 
 
 def check_beside(rows: Sequence[int], number: str, candidate: Candidate, profile: dict[str, Any]) -> None:
-    """Checks the steps of an engine made after the first: they are as they were, or larger by as much as the first's.
+    """Check the steps of an auxiliary engine: unchanged, or scaled like those of the first engine.
 
     Raises:
-        Unusable: they are neither, or it made none in the first run.
+        Unusable: they are neither, or the engine made no step in the probe run.
     """
-    if "beside" not in profile:  # none was seen, or an earlier version's first run counted none
+    if "beside" not in profile:  # no auxiliary engine was seen, or an earlier version's probe run did not count
         return
     own = profile["beside"].get(number)
-    if own == 0:  # the batch is held: nothing of the candidate's reaches it
+    if own == 0:  # its batch does not depend on the candidate
         return
     known = own or 0
     times = candidate.micro_batch * candidate.accumulation / (profile["micro_batch"] * profile["accumulation"])

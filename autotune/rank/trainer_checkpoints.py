@@ -1,8 +1,10 @@
-"""Trainer's checkpoints in an output folder: which are whole, which of the script's calls of `train` has written each, and from
-which one a call goes on when the script is started again. Standard library only.
+"""Select the Trainer checkpoint from which a restarted script resumes.
 
-A script may call `train` more than once with one output folder, and each call counts its steps from the beginning: a checkpoint
-of another call is none to go on from.
+The module finds the whole checkpoints of an output folder, and the call of `train` that wrote each. Standard library
+only.
+
+A script may call `train` several times with one output folder, and each call counts steps from zero. A call therefore
+never resumes from a checkpoint of another call.
 """
 
 from __future__ import annotations
@@ -17,20 +19,21 @@ from typing import Any
 
 from autotune.rank.shards import Part, is_cut_off, is_damaged, lacks, tag_of
 
-STATE = "trainer_state.json"  # is written last
-BEFORE = -1  # in place of a call's number: what was there before this launch
+STATE = "trainer_state.json"  # written last
+BEFORE = -1  # in place of a call's number: present before this launch
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 @dataclass
 class Ledger:
-    """Who has written the checkpoints of one output folder. Clocks differ and jump: files are known by their times, which are
-    never compared with a clock.
+    """Writers of the checkpoints in one output folder.
+
+    Files are identified by their times. Because clocks differ and jump, these are never compared with a clock.
 
     Attributes:
-        found: by path of its state, when a checkpoint was written (by the file server's clock, in ns) and by which call.
-        last: the call that has begun last, in this attempt or in an earlier one.
-        call: of this attempt.
+        found: time (clock of the file server, in ns) and call of each checkpoint, by the path of its state.
+        last: the last call that began, in this or an earlier attempt.
+        call: current call of this attempt.
     """
 
     folder: Path
@@ -40,17 +43,17 @@ class Ledger:
 
     @classmethod
     def of(cls, folder: Path, told: dict[str, Any] | None) -> Ledger:
-        """As `told` has it; None: nothing is known of the folder."""
+        """Restore from `told`; None starts without knowledge of the folder."""
         if told is None:
             return cls(folder)
         return cls(folder, {path: (at, by) for path, (at, by) in told["found"].items()}, told["last"])
 
     def told(self) -> dict[str, Any]:
-        """For the parent, which gives it to the ranks of the next attempt."""
+        """Return the state that the parent passes to the ranks of the next attempt."""
         return {"found": self.found, "last": self.last}
 
     def begin(self) -> None:
-        """The script calls `train` once more: what is new was written by the call before, whatever that came to."""
+        """Begin a new call of `train`, and attribute all new checkpoints to the previous call."""
         found = {}
         for state in self.folder.glob(f"checkpoint-*/{STATE}"):
             with suppress(OSError):
@@ -61,11 +64,11 @@ class Ledger:
         self.found, self.last = found, self.call
 
     def seen(self, part: Part, given: Any, bad: Collection[str] = ()) -> Seen:
-        """What this rank sees of the folder, after `begin`.
+        """Return this rank's view of the folder after `begin`.
 
         Args:
             given: the script's `resume_from_checkpoint`.
-            bad: folders that an attempt of this launch could not load.
+            bad: folders that an attempt of this launch failed to load.
         """
         readable, whole, failed, by = set(), set(), set(), {}
         for path, (_, call) in self.found.items():
@@ -75,7 +78,7 @@ class Ledger:
                 continue
             checkpoint = Path(path).parent
             by[step] = call
-            tag = tag_of(checkpoint)  # DeepSpeed's
+            tag = tag_of(checkpoint)  # DeepSpeed's tag
             if tag is None or not is_damaged(checkpoint / tag, part):
                 readable.add(step)
                 if tag is not None and not lacks(checkpoint / tag, part) and not is_cut_off(checkpoint / part.random):
@@ -85,7 +88,7 @@ class Ledger:
         return Seen(readable, whole, by, self._named(given), failed)
 
     def _named(self, given: Any) -> int | None:
-        """The step of the checkpoint in this folder that the script would go on from, as Trainer finds it; None: of none."""
+        """Return the step of the checkpoint in this folder that Trainer would resume from, or None."""
         if given is True:
             names = (_NAME.fullmatch(path.name) for path in self.folder.glob("checkpoint-*") if path.is_dir())
             return max((int(name[1]) for name in names if name), default=None)
@@ -96,43 +99,45 @@ class Ledger:
         return int(name[1]) if name and path.is_dir() and path.resolve().parent == self.folder else None
 
     def path(self, step: int) -> Path:
-        """Where a checkpoint lies, as Trainer names it."""
+        """Return the path of a checkpoint in Trainer's naming."""
         return self.folder / f"checkpoint-{step}"
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank sees of an output folder; checkpoints by their steps."""
+    """One rank's view of an output folder. Checkpoints are identified by step."""
 
-    readable: set[int]  # have their state, and nothing that is damaged
-    whole: set[int]  # and DeepSpeed's part, and the rank's own
-    by: dict[int, int]  # the call that has written each
-    named: int | None  # that the script would go on from
-    failed: set[int] = field(default_factory=set)  # could not be loaded, whole though they look
+    readable: set[int]  # checkpoints with a state and no damaged file
+    whole: set[int]  # readable ones that also have DeepSpeed's and this rank's files
+    by: dict[int, int]  # call that wrote each
+    named: int | None  # step named by the script
+    failed: set[int] = field(default_factory=set)  # failed to load, although they look whole
 
     @property
     def newest_before(self) -> int | None:
-        """The newest that was there before this launch; None: there is none."""
+        """The newest checkpoint from before this launch, or None."""
         return max((step for step in self.readable if self.by.get(step) == BEFORE), default=None)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a call of `train` goes on from instead of what the script says; None: from the beginning."""
+    """Checkpoint to resume from in place of the script's choice; a step of None starts from the beginning."""
 
     step: int | None
-    not_whole: int | None = None  # the newer one that would have been gone on from
+    not_whole: int | None = None  # newer checkpoint that was skipped because it is damaged
 
 
 def chosen(seen: Sequence[Seen], call: int) -> Choice | None:
-    """The newest whole checkpoint that this call has written in this launch, or what the script says (None): where there is none,
-    or it says a newer one. If that is not whole, the newest whole one of any call takes its place. One that could not be loaded
-    is taken where there is no other: then the reason may lie elsewhere, and training must not begin anew over it.
+    """Return the checkpoint from which this call resumes, or None to keep the script's choice.
+
+    The first choice is the newest whole checkpoint of this call in this launch, unless the script names a newer one. If
+    the named one is damaged, the newest whole checkpoint of any call replaces it. A checkpoint that failed to load is a
+    last resort: the cause may lie elsewhere, and training must not restart because of it.
 
     Args:
-        seen: by all ranks, the first one's first. Machines need not see the same files: by which call a checkpoint was written
-            the first rank knows, and one to go on from is whole for all.
-        call: its number.
+        seen: views of all ranks, the first rank's first. Machines may see different files. The first rank's view gives
+            the writers, and a checkpoint counts as whole if it is so for all ranks.
+        call: number of this call.
     """
     by, named, failed = seen[0].by, {one.named for one in seen}, set.union(*(one.failed for one in seen))
     whole = set.intersection(*(one.whole for one in seen))

@@ -1,4 +1,4 @@
-"""Loads a universal checkpoint into stage 3 under a DeepSpeed that fills one sub-group alone (before 0.18.0)."""
+"""Load a universal checkpoint into stage 3 with DeepSpeed before 0.18.0, which fills only one sub-group."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _STATES = (_MASTERS, "exp_avg", "exp_avg_sq")
 
 @contextmanager
 def every_sub_group(engine: Any) -> Iterator[None]:
-    """While it is open, `engine.load_checkpoint` fills every sub-group from a universal checkpoint.
+    """Make `engine.load_checkpoint` fill every sub-group from a universal checkpoint while open.
 
     Args:
-        engine: of ZeRO stage 3, nothing of it on NVMe.
+        engine: engine of ZeRO stage 3 without NVMe offload.
     """
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     optimizer = engine.optimizer
@@ -32,7 +32,10 @@ def every_sub_group(engine: Any) -> Iterator[None]:
 
 
 def _load(optimizer: Any, names: dict[Any, str], folder: Path) -> None:
-    """As `DeepSpeedZeroOptimizer_Stage3.load_hp_checkpoint_state_from_checkpoint_dir_stage3` of DeepSpeed 0.18.0 does it."""
+    """Load like DeepSpeed 0.18.0.
+
+    Source: `DeepSpeedZeroOptimizer_Stage3.load_hp_checkpoint_state_from_checkpoint_dir_stage3`.
+    """
     import torch
 
     saved = torch.load(folder / "optimizer_state.pt", map_location="cpu", weights_only=False)
@@ -57,7 +60,7 @@ def _load(optimizer: Any, names: dict[Any, str], folder: Path) -> None:
 
 
 def _own_part(path: Path, group: Any) -> Any:
-    """This rank's part of a parameter's state, as stage 3 cuts it: the last one is filled up with zeros."""
+    """Return this rank's part of a parameter's state. Stage 3 pads the last part with zeros."""
     import torch
 
     whole = torch.load(path, map_location="cpu", weights_only=False).view(-1)
@@ -68,7 +71,7 @@ def _own_part(path: Path, group: Any) -> Any:
 
 
 def _fill_weights(optimizer: Any) -> None:
-    """The weights are the masters in the model's precision."""
+    """Copy the masters into the weights in the model's precision."""
     for at, masters in enumerate(optimizer.fp32_partitioned_groups_flat):
         weights = optimizer.fp16_partitioned_groups_flat[at]
         weights.data.copy_(masters.data)

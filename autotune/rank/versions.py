@@ -1,4 +1,4 @@
-"""What a rank, or the tracer, does differently under older libraries. Each difference names the version and the reason."""
+"""Differences between library versions for ranks and the tracer. Each names the version and the reason."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def _release_of(package: str) -> tuple[int, ...]:
 
 
 def imported(module: str, name: str) -> Any:
-    """What a library of the environment calls `name`; None where the library is not there or does not import.
+    """Import a name from a library, or return None if the library is missing or fails to import.
 
-    A script that imports it gets to see the error itself; one that does not must not end by it. What transformers imports
-    late raises RuntimeError, whatever was wrong, before 5.0 (with datasets beside a numpy that it does not take).
+    A script that imports the library sees the error itself, and any other script must not fail. Before 5.0,
+    transformers' lazy imports raise RuntimeError for any error (seen with datasets next to an incompatible numpy).
     """
     try:
         return getattr(importlib.import_module(module), name)
@@ -30,9 +30,9 @@ def imported(module: str, name: str) -> Any:
 
 
 def no_init_weights() -> contextlib.AbstractContextManager[Any]:
-    """Weights of the models that transformers builds inside are not initialized.
+    """Skip the initialization of weights in models that transformers builds inside this context.
 
-    transformers 5.0 has it in a module of its own; before, it stood in `modeling_utils`.
+    transformers 5.0 has a separate module for it; earlier versions have it in `modeling_utils`.
     """
     name = "transformers.initialization" if _release_of("transformers") >= (5, 0) else "transformers.modeling_utils"
     without: contextlib.AbstractContextManager[Any] = importlib.import_module(name).no_init_weights()
@@ -40,18 +40,18 @@ def no_init_weights() -> contextlib.AbstractContextManager[Any]:
 
 
 def in_dtype(dtype: Any) -> dict[str, Any]:
-    """The argument of `from_config` that says in which dtype weights are made.
+    """Return the argument of `from_config` for the dtype of weights.
 
-    transformers 4.56 calls it `dtype`; before, it was `torch_dtype`, and a `dtype` went on to the model's own `__init__`,
-    which refuses it.
+    transformers calls it `dtype` since 4.56 and `torch_dtype` before. Earlier versions pass a `dtype` on to the model's
+    own `__init__`, which refuses it.
     """
     return {"dtype" if _release_of("transformers") >= (4, 56) else "torch_dtype": dtype}
 
 
 def refusals() -> tuple[type[BaseException], ...]:
-    """What transformers raises for a configuration that cannot be.
+    """Return the exceptions that transformers raises for an impossible configuration.
 
-    Configurations are checked since transformers 5, by the strict data classes of huggingface_hub 0.31 and later.
+    transformers checks configurations since version 5, with the strict data classes of huggingface_hub 0.31 and later.
     """
     from huggingface_hub import errors
 
@@ -60,37 +60,45 @@ def refusals() -> tuple[type[BaseException], ...]:
 
 
 def masks_module() -> Any:
-    """Where transformers makes attention masks; None before 4.53, whose models make their own and look at no position ids."""
+    """Return transformers' module for attention masks, or None before 4.53.
+
+    Earlier models make their own masks and do not read position ids.
+    """
     return importlib.import_module("transformers.masking_utils") if _release_of("transformers") >= (4, 53) else None
 
 
 def experts_module() -> Any:
-    """Where transformers multiplies the tokens of a mixture's experts group by group; None before 5.0, whose models loop over
-    their experts."""
+    """Return transformers' module for grouped matrix products of experts, or None before 5.0.
+
+    Earlier models loop over their experts.
+    """
     return importlib.import_module("transformers.integrations.moe") if _release_of("transformers") >= (5, 0) else None
 
 
 def looks_inside() -> bool:
-    """Whether models look at values of masks and positions that they made themselves, as BERT, BART and PaliGemma did before
-    transformers 5.0."""
+    """Return True if models read values of masks and positions that they made themselves.
+
+    BERT, BART and PaliGemma did so before transformers 5.0.
+    """
     return _release_of("transformers") < (5, 0)
 
 
 def takes_image_types() -> bool:
-    """Whether Qwen2-VL and its heirs are told which tokens are of images (`mm_token_type_ids`): from transformers 5.3 on."""
+    """Return True if Qwen2-VL and its successors take `mm_token_type_ids` (transformers 5.3 and later)."""
     return _release_of("transformers") >= (5, 3)
 
 
 def packed_mask(position_ids: Any, attention: str | None, dtype: Any) -> Any:
-    """The attention mask with which a packed batch's sequences do not see each other; None where position ids are enough.
+    """Return the attention mask that separates a packed batch's sequences, or None if position ids suffice.
 
-    Before transformers 4.53, which makes masks of them, FlashAttention's integration alone looks at position ids. Others
-    take scores' addends of each pair of tokens, flex_attention the number of each token's sequence.
+    transformers derives masks from position ids since 4.53. Before, only FlashAttention's integration reads position
+    ids. flex_attention takes the sequence number of each token, and other implementations take addends to the scores of
+    each pair of tokens.
 
     Args:
-        position_ids: (rows, tokens), 0 where a sequence begins.
+        position_ids: (rows, tokens), 0 at the beginning of each sequence.
         attention: transformers' name of the attention; None for its default.
-        dtype: of the model's weights.
+        dtype: dtype of the model's weights.
     """
     if masks_module() is not None or (attention or "").startswith("flash_attention"):
         return None
@@ -104,10 +112,11 @@ def packed_mask(position_ids: Any, attention: str | None, dtype: Any) -> Any:
 
 
 def backward_prologue(engine: type[Any]) -> str | None:
-    """The method of DeepSpeed's engine that runs first in a backward, also in one that a script begins by `loss.backward()`.
+    """Return the name of DeepSpeed's method that runs first in every backward, or None if it is not usable.
 
-    Before 0.18.3 an engine does not see such a backward. A method of this name was there since 0.16.5, which `engine.backward`
-    alone calls, with the loss.
+    The method also runs for a backward that a script starts by `loss.backward()`. Engines before 0.18.3 do not notice
+    such a backward. Since 0.16.5 they have a method of this name with a loss argument, which only `engine.backward`
+    calls.
     """
     name = "_backward_prologue"
     method = getattr(engine, name, None)
@@ -115,25 +124,30 @@ def backward_prologue(engine: type[Any]) -> str | None:
 
 
 def image_token(config: Any) -> Any:
-    """The id of the token that stands for a piece of an image. Before transformers 4.52 some models (LLaVA) called it
-    `image_token_index`; a configuration that has neither raises AttributeError."""
+    """Return the id of the token that stands for a piece of an image.
+
+    Before transformers 4.52 some models (LLaVA) called it `image_token_index`.
+
+    Raises:
+        AttributeError: the configuration has neither name.
+    """
     return config.image_token_id if hasattr(config, "image_token_id") else config.image_token_index
 
 
 def deepspeed_release() -> tuple[int, ...]:
-    """Of the DeepSpeed in this environment."""
+    """Return the release of the installed DeepSpeed."""
     return _release_of("deepspeed")
 
 
 def takes_states_in_dicts(deepspeed: tuple[int, ...]) -> bool:
-    """Whether stage 3 loads a universal checkpoint of stages 1 and 2 as the converter writes it, each tensor in a dict.
+    """Return True if stage 3 loads a universal checkpoint of stages 1 and 2 with each tensor in a dict.
 
-    Before DeepSpeed 0.19.5 it takes bare tensors alone, as converting stage 3 writes them.
+    The converter writes such dicts. Before DeepSpeed 0.19.5, stage 3 takes only bare tensors, which the conversion of
+    stage 3 writes.
     """
     return deepspeed >= (0, 19, 5)
 
 
 def knows_every_sub_group(deepspeed: tuple[int, ...]) -> bool:
-    """Whether DeepSpeed converts, and loads from a universal checkpoint, all sub-groups of stage 3: before 0.18.0 the first
-    alone."""
+    """Return True if DeepSpeed converts and loads all sub-groups of stage 3; before 0.18.0 only the first."""
     return deepspeed >= (0, 18)

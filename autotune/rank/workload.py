@@ -1,5 +1,8 @@
-"""What a rank trains without a script: a named model with random weights and synthetic batches, or the model and batches
-that a function of the user returns (`--workload package.module:function`)."""
+"""Model and batches of a rank without a script.
+
+The source is a named model with random weights and synthetic batches, or the model and batches that a function of the
+user returns (`--workload package.module:function`).
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from autotune.problem.job import Job
 from autotune.rank.building import DTYPES, build_model
 from autotune.rank.synthetic import synthetic_batches, to_device
 
-Batch = Any  # keyword arguments of the model's forward as a dict, or its positional ones as a tuple
-Source = Callable[[int, torch.device, int], Iterator[Batch]]  # (micro-batch, device, seed)
+Batch = Any  # a dict of keyword arguments of the model's forward, or a tuple of positional ones
+Source = Callable[[int, torch.device, int], Iterator[Batch]]  # arguments: micro-batch, device, seed
 
 
 def load_builder(reference: str) -> Callable[[], Any]:
-    """Imports the function `package.module:function`; the current folder is on the path.
+    """Import the function `package.module:function`, with the current folder on the path.
 
     Raises:
         ValueError: there is no such function.
@@ -40,7 +43,10 @@ def load_builder(reference: str) -> Callable[[], Any]:
 
 
 def own_workload(reference: str) -> tuple[torch.nn.Module, Callable[[int], Any]]:
-    """Calls the user's function: a model, and a function from a micro-batch size to an iterable of batches.
+    """Call the user's function.
+
+    Returns:
+        A model, and a function from a micro-batch size to an iterable of batches.
 
     Raises:
         ValueError: there is no such function, or it returns something else.
@@ -55,7 +61,7 @@ def own_workload(reference: str) -> tuple[torch.nn.Module, Callable[[int], Any]]
 
 
 def loss_of(out: Any) -> torch.Tensor:
-    """The loss in what a forward returns: its `loss`, the first of a tuple, or the tensor itself."""
+    """Return the loss in a forward's result: its `loss`, the first of a tuple, or the tensor itself."""
     if isinstance(out, dict):
         out = out["loss"]
     elif hasattr(out, "loss"):
@@ -67,12 +73,12 @@ def loss_of(out: Any) -> torch.Tensor:
 
 
 def forward(model: Any, batch: Batch) -> torch.Tensor:
-    """The loss of one batch."""
+    """Return the loss of one batch."""
     return loss_of(model(**batch) if isinstance(batch, dict) else model(*batch))
 
 
 def build(job: Job, device: torch.device, ds_config: dict[str, Any]) -> tuple[torch.nn.Module, Source]:
-    """The job's model on the device, and the source of its batches. At stage 3 the model is partitioned while it is built."""
+    """Build the job's model on the device, and the source of its batches. At stage 3 the model is built partitioned."""
     if job.workload is None:
         model = build_model(job, device, ds_config)
         return model, lambda micro_batch, device, seed: synthetic_batches(job, micro_batch, device, seed)

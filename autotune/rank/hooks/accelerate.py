@@ -1,4 +1,4 @@
-"""accelerate: the DeepSpeed config of its plugin, and the data loader that `Accelerator.prepare` is given."""
+"""Hook accelerate: the DeepSpeed config of its plugin, and the data loader passed to `Accelerator.prepare`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autotune.rank.hooks.context import Context
 from autotune.rank.hooks.process_group import wait_for
 from autotune.rank.versions import imported
 
-# What a loader of another batch size is made with again; its sampler too, where it has one.
+# Attributes copied to a loader of another batch size, in addition to its sampler if it has one.
 _KEPT = (
     "collate_fn",
     "num_workers",
@@ -30,7 +30,7 @@ _KEPT = (
 
 
 def install(context: Context) -> None:
-    """Does nothing where accelerate cannot be imported. The process group must exist."""
+    """Install the hooks, or do nothing if accelerate cannot be imported. The process group must exist."""
     config_class = imported("accelerate.utils.deepspeed", "HfDeepSpeedConfig")
     if config_class is None:
         return
@@ -38,7 +38,7 @@ def install(context: Context) -> None:
 
     def share_state(original: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> None:
         original(state, *args, **kwargs)
-        wait_for(context, kwargs.get("timeout"))  # TrainingArguments' ddp_timeout, InitProcessGroupKwargs'
+        wait_for(context, kwargs.get("timeout"))  # ddp_timeout, or that of InitProcessGroupKwargs
 
     context.patches.wrap(accelerate.PartialState, "__init__", share_state)
     _state_of_cpu_ranks(context)
@@ -48,16 +48,16 @@ def install(context: Context) -> None:
         own = copy.deepcopy(config.config)
         if own.get("zero_optimization") in context.script.profile.get(KEPT, ()):
             config.config = _accumulating(context, without_trackers(context, own))
-            return  # of a plugin that trains nothing: a teacher's, whose stage may be the only one that it can have
+            return  # a plugin without training (a teacher's), whose stage may be the only one possible
         config.config = merged(context, config.config)
-        # transformers goes by whether its config is still there: it is not kept alive
+        # A weak reference: transformers checks if its config still exists, so this list must not keep it alive.
         context.plugins.append((weakref.ref(config), own))
         config.set_stage_and_offload()
 
     def make_plugin(original: Callable[..., Any], plugin: Any) -> None:
         original(plugin)
         context.accelerated = True
-        # A plugin that is written in code keeps the stage of its arguments, and accelerate skips reductions by it.
+        # A plugin written in code keeps the stage of its arguments, and accelerate skips reductions by it.
         plugin.zero_stage = int((plugin.deepspeed_config.get("zero_optimization") or {}).get("stage", 0))
 
     loaders = Loaders(context)
@@ -67,18 +67,21 @@ def install(context: Context) -> None:
 
 
 def _accumulating(context: Context, config: dict[str, Any]) -> dict[str, Any]:
-    """With the candidate's accumulation, which accelerate keeps once for all plugins: that of the last that is prepared."""
+    """Return the config with the candidate's accumulation.
+
+    accelerate keeps one accumulation for all plugins, that of the last plugin prepared.
+    """
     sizes = [config.get(key) for key in (ACCUMULATION, MICRO_BATCH)]
     if context.batch is None or not all(isinstance(one, int) for one in sizes):
         return config
     found = {**config, ACCUMULATION: context.batch[1]}
     if found.get("train_batch_size", "auto") != "auto":
-        del found["train_batch_size"]  # it would be another
+        del found["train_batch_size"]  # the product has changed
     return found
 
 
 def begin_anew(context: Context) -> None:
-    """Forgets what accelerate knows of this process, as a new one would know nothing: the environment is another now."""
+    """Reset accelerate's state of this process, because the environment has changed."""
     state = imported("accelerate.state", "AcceleratorState")
     if state is None:
         return
@@ -87,8 +90,10 @@ def begin_anew(context: Context) -> None:
 
 
 def _state_of_cpu_ranks(context: Context) -> None:
-    """Asked by a loop on CPU ranks, accelerate 1.15 finds no backend and takes itself for the only process; Trainer asks like
-    this."""
+    """Create accelerate's state on CPU ranks with `cpu=True`, as Trainer does.
+
+    Without it, accelerate 1.15 finds no backend in a custom loop and assumes a single process.
+    """
     import accelerate
 
     if context.device == "cpu":
@@ -96,21 +101,21 @@ def _state_of_cpu_ranks(context: Context) -> None:
 
 
 class Loaders:
-    """Finds the training's loader among all that are prepared, and makes it again at the candidate's micro-batch. Batch sizes of
-    TrainingArguments are set there.
+    """Find the training's loader among all prepared ones, and remake it with the candidate's micro-batch.
 
-    It is the first beside a model or an optimizer. Where there is none beside them, it is the first that was prepared before and
-    that nothing has been drawn from yet (a sampling loader has had its use then), else the first after.
+    TrainingArguments set their batch sizes themselves. The training's loader is the first one prepared together with a
+    model or an optimizer. Without such a loader it is the first earlier one that is still unread, because a loader for
+    sampling has been read by then. Otherwise it is the first later one.
     """
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self._found = False
-        self._trains = False  # a model or an optimizer was prepared, without a loader
-        self._before: list[tuple[Any, Any]] = []  # loaders prepared until then: the script's own, and what it was given
+        self._trains = False  # True if a model or an optimizer was prepared without a loader
+        self._before: list[tuple[Any, Any]] = []  # earlier loaders: the script's own, and the prepared one
 
     def prepare(self, original: Callable[..., Any], accelerator: Any, /, *objects: Any, **kwargs: Any) -> Any:
-        """Stands for `Accelerator.prepare`."""
+        """Replace `Accelerator.prepare`."""
         from torch.utils.data import DataLoader
 
         if self._found or self.context.through_arguments:
@@ -132,7 +137,7 @@ class Loaders:
         return prepared
 
     def _take_one_from_before(self, original: Callable[..., Any], accelerator: Any) -> None:
-        """The script has the loader already: it becomes one of the other batch size."""
+        """Turn a loader that the script already holds into one with the candidate's batch size."""
         for own, given in self._before:
             if getattr(given, "iteration", 0) == 0:
                 self._found = True
@@ -143,7 +148,10 @@ class Loaders:
                 return
 
     def _resized(self, accelerator: Any, loader: Any) -> Any:
-        """The loader, or one like it; one with a batch sampler of its own, which is not known how to change, stays."""
+        """Return a loader with the candidate's batch size.
+
+        A loader with a custom batch sampler stays unchanged, because there is no general way to resize it.
+        """
         if not loader.batch_size:
             return loader
         context = self.context
@@ -157,7 +165,7 @@ class Loaders:
 
 
 def _trains(one: Any) -> bool:
-    """Whether it is what is trained, or what trains it; a model that only generates or refers is in evaluation mode."""
+    """Return True for an optimizer or a model in training mode; generating and reference models are in evaluation mode."""
     import torch
     from accelerate.utils import DummyOptim
 

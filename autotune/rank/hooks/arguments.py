@@ -1,4 +1,4 @@
-"""argparse: flags that carry knobs, and the rank, which the `deepspeed` launcher gives by a flag and torchrun does not."""
+"""Hook argparse: flags that carry knobs, and the rank as a flag, which the `deepspeed` launcher passes unlike torchrun."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORDS = {False: ("False", "false", "0", "no", "off", ""), True: ("True", "true"
 
 
 def install(context: Context) -> None:
-    """Every parser of the script that has such a flag gives the candidate's value for it."""
+    """Make every parser of the script return the candidate's values for such flags."""
     wanted = settings(context.script, context.candidate) if context.candidate is not None else {}
     told = yes_or_no_flags(context.script)
     carriers = {
@@ -48,9 +48,10 @@ def install(context: Context) -> None:
 
 
 def _spelt(parser: Any, flag: str, found: Any) -> list[str | None] | None:
-    """The word by which a command line says no, and the one for yes; for one of them None where that is to leave the flag out.
+    """Return the words for no and yes on a command line; a word of None means to omit the flag.
 
-    None in all: `flag False` and `flag True` are read as they stand, or nothing is known to be.
+    Returns:
+        None if `flag False` and `flag True` are read literally, or if nothing is known.
     """
     action = parser._option_string_actions[flag]
     if isinstance(action, argparse.BooleanOptionalAction):
@@ -68,8 +69,10 @@ def _spelt(parser: Any, flag: str, found: Any) -> list[str | None] | None:
 
 
 def _in_words(parser: Any, action: Any, found: Any) -> tuple[str, str] | None:
-    """No and yes of a flag whose value is a word, with which the script compares: as its value, its default or its choices spell
-    them. None of any other flag."""
+    """Return the words for no and yes of a flag with a word as its value, or None for other flags.
+
+    The spelling follows the flag's value, its default or its choices, because the script compares the word.
+    """
     for one in (getattr(found, action.dest, None), action.default, *(action.choices or ())):
         pair = no_and_yes(one) if isinstance(one, str) and action.nargs in (None, "?") else None
         if pair is not None and all(_taken(parser, action, word) == word for word in pair):
@@ -78,15 +81,15 @@ def _in_words(parser: Any, action: Any, found: Any) -> tuple[str, str] | None:
 
 
 def _taken(parser: Any, action: Any, word: str) -> Any:
-    """What a flag of the parser's makes of a word; None where it refuses it."""
+    """Return the value that a parser's flag makes of a word, or None if it refuses the word."""
     try:
         value = parser._registry_get("type", action.type, action.type)(word)
-    except Exception:  # whatever a script's own type raises
+    except Exception:  # a script's own type may raise anything
         return None
     return None if action.choices is not None and value not in action.choices else value
 
 
 def _read(parser: Any, action: Any, word: str) -> bool | None:
-    """A word as a flag of the parser's reads it; None where it is refused or is neither yes nor no."""
+    """Return a word as the parser's flag reads it, or None if the word is refused or neither yes nor no."""
     value = _taken(parser, action, word)
-    return bool(value) if value in (0, 1) else None  # of an int, too
+    return bool(value) if value in (0, 1) else None  # True for ints 0 and 1 too

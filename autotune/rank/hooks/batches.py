@@ -1,4 +1,4 @@
-"""What a batch holds: its sizes from a DeepSpeed config, its sequences and tokens from tensors, and padding."""
+"""Measure a batch: its sizes from a DeepSpeed config, its sequences and tokens from tensors; pad it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from typing import Any
 
 from autotune.errors import Unusable
 
-_BORDERS = (
-    "cu_seq_lens_q",
-    "cu_seqlens",
-    "cu_seq_lens",
-    "cu_seqlens_q",
-)  # where sequences laid end to end begin, and end
-_FROM_ZERO = ("ptr", *_BORDERS)  # one more than there are samples; the first is of PyTorch Geometric's graphs
-_CHANNELS = (1, 3, 4)  # of an image
-_VALUED = ("position_ids", *_BORDERS)  # whose values count, not their shapes alone
+_BORDERS = ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens", "cu_seqlens_q")  # borders of concatenated sequences
+_FROM_ZERO = ("ptr", *_BORDERS)  # one more entry than samples; the first name is of PyTorch Geometric's graphs
+_CHANNELS = (1, 3, 4)  # channels of an image
+_VALUED = ("position_ids", *_BORDERS)  # tensors whose values matter in addition to their shapes
 _MOST_KNOWN = 1024
-_FILLERS = {"labels": -100, "attention_mask": 1}  # padding is attended to and not learnt from; all else is padded by 0
+_FILLERS = {"labels": -100, "attention_mask": 1}  # padding is attended to, without a loss; others take 0
 
 
 def batch_of(config: dict[str, Any], ranks: int) -> tuple[int, int] | None:
-    """(micro-batch, accumulation) of a DeepSpeed config. Any two of its three batch sizes decide the third; None where it
-    says too little (deepspeed 0.19.8, runtime/config.py, `_set_batch_related_parameters`)."""
+    """Return (micro-batch, accumulation) of a DeepSpeed config, or None if it is incomplete.
+
+    Any two of the three batch sizes determine the third. Source: deepspeed 0.19.8, runtime/config.py,
+    `_set_batch_related_parameters`.
+    """
     micro, steps, total = (
         value if isinstance(value := config.get(key), int) and value > 0 else None
         for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
@@ -40,23 +38,23 @@ def batch_of(config: dict[str, Any], ranks: int) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one forward is given: rows of its tensors, the sequences in them, and tokens."""
+    """Sizes of one forward's arguments: rows of tensors, sequences in them, and tokens."""
 
     rows: int = 0
-    sequences: int = 0  # more than rows where they are packed
+    sequences: int = 0  # more than rows if rows are packed
     tokens: int = 0
-    packed: bool = False  # one row, of sequences laid end to end and told apart
-    rows_by_name: dict[str, int] = field(default_factory=dict)  # of all tensors
+    packed: bool = False  # one row of concatenated, separable sequences
+    rows_by_name: dict[str, int] = field(default_factory=dict)  # rows of each tensor
 
 
 def sizes_of(args: tuple[Any, ...], kwargs: dict[str, Any], counted_by: str | None = None) -> Sizes:
-    """Of a batch, from a forward's arguments; zeros where no tensor is among them, however deep in lists, mappings and
-    objects.
+    """Return the sizes of a batch from a forward's arguments, or zeros if they hold no tensor.
 
-    The sequences of packed rows start where `position_ids` are 0, or are said by borders, as flash attention takes them.
+    Tensors are found in nested lists, mappings and objects. Sequences of packed rows begin at zeros of `position_ids`,
+    or at borders in the format of flash attention.
 
     Args:
-        counted_by: a name of `rows_by_name`: the rows are those of this tensor, and none where there is no such.
+        counted_by: name in `rows_by_name` of the tensor that counts the rows; without that tensor there are none.
     """
     key = None if args else _shapes(kwargs)
     if key is None:
@@ -68,13 +66,13 @@ def sizes_of(args: tuple[Any, ...], kwargs: dict[str, Any], counted_by: str | No
     return known
 
 
-# By what `_shapes` says. Training leaves nothing of ours in the processor's caches: to count a batch of `tiny-gemma-2`
-# took 85 us in a training, and 10 in a loop of its own.
+# Cache by the key of `_shapes`. Training evicts this code from the processor's caches: counting a batch of
+# `tiny-gemma-2` took 85 us in a training and 10 us in a separate loop.
 _known: dict[tuple[str | None, tuple[Any, ...]], Sizes] = {}
 
 
 def _shapes(kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Of a batch that holds nothing but tensors of which no value counts; None of any other."""
+    """Return the key of a batch with only tensors whose values do not matter, or None for any other."""
     import torch
 
     found = []
@@ -87,7 +85,7 @@ def _shapes(kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
 
 
 def _counted(args: tuple[Any, ...], kwargs: dict[str, Any], counted_by: str | None) -> Sizes:
-    """What `sizes_of` says of a batch that is not known."""
+    """Return the sizes of a batch that is not in the cache."""
     named: dict[str, Any] = {}
     seen: Counter[str] = Counter()
     for name, leaf in _leaves([*args, kwargs]):
@@ -107,11 +105,11 @@ def _rows(name: str, leaf: Any) -> int:
 
 
 def _sizes(named: dict[str, Any]) -> Sizes:
-    """By `input_ids`, or the first tensor."""
+    """Return the sizes by `input_ids`, or by the first tensor."""
     import torch
 
     first = named.get("input_ids", next(iter(named.values())))
-    if isinstance(first, list):  # sequences of unlike lengths, or images, one by one
+    if isinstance(first, list):  # a list of sequences of different lengths, or of images
         tokens = sum(int(one.numel()) if not one.is_floating_point() else 1 for one in first)
         return Sizes(len(first), len(first), tokens)
     positions = named.get("position_ids")
@@ -122,7 +120,7 @@ def _sizes(named: dict[str, Any]) -> Sizes:
     tokens = int(first.numel()) if first.dim() == 2 and not first.is_floating_point() else rows
     sequences, told_apart = rows, True
     if borders is not None:
-        sequences = int((borders.diff() > 0).sum())  # some pad them with their last
+        sequences = int((borders.diff() > 0).sum())  # some libraries pad borders with the last one
     elif isinstance(positions, torch.Tensor) and positions.shape == first.shape:
         sequences = int((positions == 0).sum())
     else:
@@ -131,7 +129,7 @@ def _sizes(named: dict[str, Any]) -> Sizes:
 
 
 def _leaves(value: Any, name: str = "", depth: int = 5) -> Iterator[tuple[str, Any]]:
-    """(name, tensor of one dimension or more) of all in a value; a list of samples, one by one, is one leaf."""
+    """Yield (name, tensor) of all tensors with at least one dimension. A list of samples counts as one tensor."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -153,8 +151,10 @@ def _leaves(value: Any, name: str = "", depth: int = 5) -> Iterator[tuple[str, A
 
 
 def _are_samples(values: Sequence[Any]) -> bool:
-    """Whether a list is of samples and not of a batch's parts: vectors of unlike lengths, features of unlike lengths, or
-    images, channels first."""
+    """Return True if a list holds samples, in contrast to parts of a batch.
+
+    Samples are vectors of different lengths, features of different lengths, or images with channels first.
+    """
     import torch
 
     if not values or not all(isinstance(one, torch.Tensor) for one in values):
@@ -171,11 +171,12 @@ def _are_samples(values: Sequence[Any]) -> bool:
 
 
 def padded(args: tuple[Any, ...], kwargs: dict[str, Any], longest: int) -> dict[str, Any]:
-    """A forward's arguments with every tensor of the shape (rows, tokens) of `input_ids` padded to `longest` tokens; the
-    padding is computed like all else.
+    """Return a forward's arguments with all (rows, tokens) tensors padded to `longest` tokens.
+
+    Padding is computed like all other tokens.
 
     Raises:
-        Unusable: `longest` is 0 (nothing says how long a batch may be), or the batch is not one that can be padded.
+        Unusable: `longest` is 0 (the maximum length is unknown), or the batch cannot be padded.
     """
     import torch
 

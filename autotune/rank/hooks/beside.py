@@ -1,4 +1,4 @@
-"""Engines that train beside the first (a critic, a discriminator): their batch is kept like the first's, and counted."""
+"""Auxiliary engines (a critic, a discriminator): set their batch like that of the first engine, and count it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from autotune.rank.hooks.context import Context
 
 
 def with_batch(context: Context, config: dict[str, Any]) -> dict[str, Any]:
-    """An engine's config with the candidate's batch sizes, where its own are those of the first engine and the command names no
-    file of its own for it, which the printed command would leave as it is; else the config."""
+    """Return an engine's config with the candidate's batch sizes if its own equal those of the first engine.
+
+    The config is returned unchanged if the command names several config files, because the printed command would not
+    change the engine's own file.
+    """
     ranks = int(os.environ["WORLD_SIZE"])
     own = batch_of(context.own_config or {}, ranks)
     if context.batch is None or own is None or batch_of(config, ranks) != own or several_configs(context.script):
@@ -26,13 +29,13 @@ def with_batch(context: Context, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def watch(context: Context, engine: Any, steps: Callable[[Any], bool], done: Callable[[Any], None]) -> None:
-    """The watcher is told of every optimizer step of the engine, and of the rows that it was given since the one before.
+    """Report every optimizer step of the engine to the watcher, with the rows since the preceding step.
 
-    One that turns out to be the one that trains, or to come before it, is told of no more.
+    Reports end if the engine turns out to be the one that trains, or to precede it.
 
     Args:
-        steps: whether the engine's next `step` is one of its optimizer.
-        done: is told of each such step as well.
+        steps: returns True if the engine's next `step` runs its optimizer.
+        done: called after each such step.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing: on or off as the candidate says, whatever the script's own code switches."""
+"""Set activation checkpointing as the candidate does, and override the script's own calls."""
 
 from __future__ import annotations
 
@@ -9,34 +9,37 @@ from typing import Any
 from autotune.problem.candidate import CHECKPOINTING
 from autotune.rank.hooks.context import Context
 
-_ATTRIBUTE = "gradient_checkpointing"  # of layers, by which libraries and models of one's own ask whether it is on
+_ATTRIBUTE = "gradient_checkpointing"  # attribute of layers by which libraries and custom models check if it is on
 
 
 @dataclass(frozen=True)
 class _Switch:
-    """Methods by which a library's models are switched."""
+    """Methods that switch checkpointing in a library's models."""
 
     enable: str
     disable: str
-    supported: str  # the attribute by which a class says that it cannot be
+    supported: str  # attribute by which a class declares that it has no support
     how: tuple[tuple[str, Any], ...] = ()  # arguments of `enable`
 
 
 _SWITCHES = (
     _Switch(
-        "gradient_checkpointing_enable",  # transformers
+        "gradient_checkpointing_enable",  # from transformers
         "gradient_checkpointing_disable",
         "supports_gradient_checkpointing",
         (("gradient_checkpointing_kwargs", {"use_reentrant": False}),),
     ),
     _Switch("enable_gradient_checkpointing", "disable_gradient_checkpointing", "_supports_gradient_checkpointing"),
-)  # the second: diffusers (models/modeling_utils.py)
-_ENABLE = (*(one.enable for one in _SWITCHES), "activation_checkpointing_enable")  # with transformers' new name
+)  # the second is from diffusers (models/modeling_utils.py)
+_ENABLE = (*(one.enable for one in _SWITCHES), "activation_checkpointing_enable")  # includes transformers' new name
 
 
 def apply(context: Context, model: Any) -> None:
-    """Switches a model as the candidate says. What the script's code (or peft's `prepare_model_for_kbit_training`) has switched
-    on is off for a candidate without, and stays so. One that is on already is left with the script's own settings."""
+    """Switch a model's checkpointing as the candidate says.
+
+    For a candidate without it, checkpointing by the script (or peft's `prepare_model_for_kbit_training`) is turned off
+    and stays off. Checkpointing that is already on keeps the script's settings.
+    """
     candidate = context.candidate
     if candidate is None or CHECKPOINTING not in candidate.as_dict:
         return
@@ -53,8 +56,10 @@ def apply(context: Context, model: Any) -> None:
 
 
 def _parts(model: Any) -> Iterator[tuple[Any, _Switch | None]]:
-    """The outermost modules that can be switched, each with its methods; with none where its own code asks the attribute. A
-    model of one's own may be made around a library's, whose layers have the attribute by their class."""
+    """Yield the outermost switchable modules with their methods, or None if their code reads the attribute.
+
+    A custom model may wrap a library's model, whose layers inherit the attribute from their class.
+    """
     switch = next((one for one in _SWITCHES if hasattr(model, one.enable)), None)
     if switch is not None:
         if getattr(model, switch.supported, True):
@@ -76,7 +81,7 @@ def _turn(module: Any, switch: _Switch | None, on: bool) -> None:
 
 
 def _keep_off(context: Context, modules: set[int], classes: set[type[Any]]) -> None:
-    """From now on nothing switches it on in these modules, named by their ids; a reference's stay as they are."""
+    """Prevent later calls from turning it on in these modules, given by id; reference models are not affected."""
 
     def enable(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
         return None if id(module) in modules else original(module, *args, **kwargs)
@@ -88,15 +93,15 @@ def _keep_off(context: Context, modules: set[int], classes: set[type[Any]]) -> N
 
 
 def is_on(model: Any) -> bool:
-    """Whether any part of a model is checkpointed, by the attribute that layers have."""
+    """Return True if any part of a model is checkpointed, by the attribute of its layers."""
     return any(getattr(module, _ATTRIBUTE, False) is True for module in model.modules())
 
 
 def can_switch(model: Any, through_arguments: bool = False) -> bool:
-    """Whether it can be switched from what it is.
+    """Return True if checkpointing can be switched from its current state.
 
     Args:
-        through_arguments: whether transformers' Trainer does it, which knows the whole model's own method alone.
+        through_arguments: True if transformers' Trainer switches it, which knows only the method of the whole model.
     """
     parts = list(_parts(model))
     if through_arguments and not hasattr(model, _SWITCHES[0].enable):
@@ -106,8 +111,11 @@ def can_switch(model: Any, through_arguments: bool = False) -> bool:
 
 
 def call_of(model: Any) -> str:
-    """How a script's code switches the first part of a model on, written from the model on; empty where it cannot, or as
-    transformers' models are."""
+    """Return the code that turns it on for the first switchable part, as an expression on the model.
+
+    Returns:
+        An empty string if it cannot be turned on, or works as in transformers' models.
+    """
     part, switch = next(_parts(model), (None, None))
     if part is None or (part is model and switch is _SWITCHES[0]):
         return ""

@@ -1,4 +1,4 @@
-"""The script's DeepSpeed config with the candidate's keys in it."""
+"""Merge the candidate's keys into the script's DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from autotune.rank.hooks.context import Context
 
 
 def announce_to_accelerate(context: Context) -> None:
-    """Names the config file of a script that leaves DeepSpeed to accelerate, as `accelerate launch` does."""
+    """Name the config file of a script that leaves DeepSpeed to accelerate, as `accelerate launch` does."""
     if context.script.ds_config is not None:
         context.patches.set_environment("ACCELERATE_USE_DEEPSPEED", "true")
         context.patches.set_environment("ACCELERATE_DEEPSPEED_CONFIG_FILE", context.script.ds_config)
 
 
 def merged(context: Context, config: dict[str, Any]) -> dict[str, Any]:
-    """`with_candidate` of the config of the engine that trains, or of a file for it: the first that is seen is told as the
-    script's own."""
+    """Return `with_candidate` of the config (or config file) for the engine that trains.
+
+    The first config seen is reported as the script's own.
+    """
     if context.own_config is None:
         context.own_config = copy.deepcopy(config)
         context.watcher.configured(copy.deepcopy(config))
@@ -34,12 +36,13 @@ def merged(context: Context, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def note_own(context: Context, config: dict[str, Any], *, again: bool = False) -> None:
-    """Has the script's own be the config of the engine that trains, where the first that was seen may be another's: accelerate
-    has one for each of its plugins.
+    """Record the config of the engine that trains as the script's own.
+
+    The first config seen may belong to another engine: accelerate has one for each plugin.
 
     Args:
-        config: that the engine is given.
-        again: the first that was seen is known to be another's, unless accelerate or Trainer has read it.
+        config: config passed to the engine.
+        again: True if the first config seen belongs to another engine, unless accelerate or Trainer read it.
     """
     own = next((said for plugin, said in context.plugins if getattr(plugin(), "config", None) is config), None)
     if own is None and again and not context.plugins:
@@ -50,7 +53,7 @@ def note_own(context: Context, config: dict[str, Any], *, again: bool = False) -
 
 
 def kept_configs(context: Context) -> list[Any]:
-    """What the configs of accelerate's other plugins say of ZeRO, where it is not what the one that trains says: a teacher's."""
+    """Return the ZeRO sections of accelerate's other plugins (a teacher's) that differ from the trained engine's."""
     own = (context.own_config or {}).get("zero_optimization")
     if not any(said == context.own_config for _, said in context.plugins):
         return []
@@ -58,7 +61,7 @@ def kept_configs(context: Context) -> list[Any]:
 
 
 def with_candidate(context: Context, config: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a config with the candidate's keys in it, and without trackers where the context is quiet."""
+    """Return a copy of a config with the candidate's keys, and without trackers if the context is quiet."""
     found = without_trackers(context, config)
     if context.candidate is None:
         return found
@@ -66,12 +69,12 @@ def with_candidate(context: Context, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_trackers(context: Context, config: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the config, and none of its trackers where the context is quiet."""
+    """Return a copy of a config, without trackers if the context is quiet."""
     return {key: copy.deepcopy(value) for key, value in config.items() if not (context.quiet and key in QUIET)}
 
 
 def merged_arguments(context: Context) -> list[str]:
-    """The script's arguments with declared flags set and DeepSpeed config files replaced by merged ones."""
+    """Return the script's arguments with declared flags set and DeepSpeed config files replaced by merged ones."""
     script = context.script
     argv = with_copies(script, context.folder)[2 if script.is_module else 1 :]
     if line_of(script).gives_local_rank:
@@ -82,7 +85,7 @@ def merged_arguments(context: Context) -> list[str]:
     told = dict(context.candidate.told(script))
     for knob, flag in script.flags:
         value = told.get(knob)
-        # what stands on the command line goes over a file
+        # a flag on the command line overrides an argument file
         if value is not None and (flag in flags or not carries(script, knob)):
             argv = with_setting(script, argv, flag, value)
 

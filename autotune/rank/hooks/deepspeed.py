@@ -1,4 +1,4 @@
-"""DeepSpeed: the engine that the script trains gets the candidate's config, and the watcher sees its every step."""
+"""Hook DeepSpeed: pass the candidate's config to the engine that trains, and report its steps to the watcher."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WATCHED = (("forward", Phase.FORWARD), ("backward", Phase.BACKWARD), ("step", P
 
 
 def install(context: Context) -> None:
-    """Hooks `deepspeed.initialize` and the methods of its engines."""
+    """Hook `deepspeed.initialize` and the methods of its engines."""
     import deepspeed
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -45,7 +45,7 @@ def install(context: Context) -> None:
 def _save_checkpoint(
     context: Context, _: Any, engine: Any, save_dir: Any = None, tag: Any = None, *__: Any, **___: Any
 ) -> bool:
-    """In place of `engine.save_checkpoint`: what is left of it are the folders."""
+    """Replace `engine.save_checkpoint`: only create its folders."""
     make_folder(context, save_dir, anywhere=True)
     if save_dir:
         make_folder(context, os.path.join(save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag)))
@@ -53,20 +53,23 @@ def _save_checkpoint(
 
 
 def _save_weights(context: Context, _: Any, engine: Any, save_dir: Any = None, *__: Any, **___: Any) -> bool:
-    """In place of `engine.save_16bit_model`."""
+    """Replace `engine.save_16bit_model`: only create its folder."""
     make_folder(context, save_dir, anywhere=True)
     return True
 
 
 def unhooked(context: Context, method: str, *args: Any) -> Any:
-    """What DeepSpeed's own method of the engine that trains answers, which `quiet` takes from the script."""
+    """Call DeepSpeed's own method on the engine that trains, which `quiet` replaces for the script."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     return context.patches.original(DeepSpeedEngine, method)(context.engine, *args)
 
 
 def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The call that makes the engine that trains is changed; of later ones at most the batch, and nothing of earlier ones."""
+    """Change the call that makes the engine that trains.
+
+    Later calls change only in the batch, and earlier ones not at all.
+    """
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     config, through_args = _config_of(given)
     if not _trains(context, given, config):
@@ -96,7 +99,7 @@ def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, *
 
 
 def _build(context: Context, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call DeepSpeed's `initialize`, and say that an engine was built."""
+    """Call DeepSpeed's `initialize`, and report that an engine was built."""
     made = original(*args, **kwargs)
     context.watcher.engine_built()
     return made
@@ -105,11 +108,12 @@ def _build(context: Context, original: Callable[..., Any], /, *args: Any, **kwar
 def _made(
     context: Context, original: Callable[..., Any], given: dict[str, Any], config: dict[str, Any], through_args: bool
 ) -> Any:
-    """The engine that trains, and what else `deepspeed.initialize` returns.
+    """Make the engine that trains, and return the result of `deepspeed.initialize`.
 
     Args:
-        given: the arguments of its call.
-        config: that in them; `through_args` says that it came through `args`.
+        given: arguments of the call.
+        config: the config in these arguments.
+        through_args: True if the config came through `args`.
     """
     import deepspeed
 
@@ -135,7 +139,7 @@ def _made(
 
 
 def _take(context: Context, rival: election.Rival) -> None:
-    """The engine of another config is the one that trains: the hooks follow it, and the watcher begins anew."""
+    """Make another engine the one that trains: move the hooks to it, and restart the watcher."""
     if context.module_hook is not None:
         context.module_hook.remove()
         context.module_hook = None
@@ -152,14 +156,14 @@ def _take(context: Context, rival: election.Rival) -> None:
 
 
 def _check_data_parallel(context: Context, engine: Any) -> None:
-    """Candidates, and samples a second, count every rank as one that trains on samples of its own.
+    """Check that every rank trains on its own samples, as candidates and samples per second assume.
 
     Raises:
-        Unusable: ranks share theirs.
+        Unusable: ranks share samples.
     """
     ranks, among = context.job.ranks, int(engine._config.world_size)
     if among == ranks:
-        among //= engine.mp_world_size  # of AutoTP, which the config does not know of
+        among //= engine.mp_world_size  # ranks per model under AutoTP, which the config does not include
     if among != ranks:
         raise Unusable(
             f"the script splits its samples or its model over ranks (sequence, tensor or model parallelism: {ranks} ranks "
@@ -176,7 +180,7 @@ def _give_config(given: dict[str, Any], config: dict[str, Any], through_args: bo
 
 
 def _config_of(given: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """(the config, whether it came through `args`) of a call of `deepspeed.initialize`."""
+    """Return the config of a call of `deepspeed.initialize`, and True if it came through `args`."""
     config = given.get("config")
     if config is None:
         config = given.get("config_params")
@@ -189,21 +193,21 @@ def _config_of(given: dict[str, Any]) -> tuple[dict[str, Any], bool]:
 
 
 def _trains(context: Context, given: dict[str, Any], config: dict[str, Any]) -> bool:
-    """Whether a call of `deepspeed.initialize` makes an engine that trains, and not a reference model's."""
+    """Return True if a call of `deepspeed.initialize` makes an engine that trains, and not a reference model's."""
     if given.get("optimizer") is not None or given.get("model_parameters") is not None:
         return True
     if not config.get("optimizer"):
         return False
     model: Any = given.get("model")
     if context.accelerated and not getattr(model, "training", True):
-        return False  # accelerate gives what trains its optimizer; TRL has prepared references with all of the config
+        return False  # accelerate passes an optimizer for training; TRL prepares references with the whole config
     return model is None or not hasattr(model, "parameters") or any(one.requires_grad for one in model.parameters())
 
 
 def _watched(
     context: Context, phase: Phase, original: Callable[..., Any], engine: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """A method of an engine; the watcher sees those of the engine that trains, but no evaluation."""
+    """Call a method of an engine, and report it if the engine trains and this is no evaluation."""
     if engine is not context.engine or (phase is Phase.FORWARD and _evaluates(engine.module)):
         return original(engine, *args, **kwargs)
     try:
@@ -231,27 +235,29 @@ def _watched(
 
 
 def _evaluates(module: Any) -> bool:
-    """Whether no backward can follow a forward that begins now."""
+    """Return True if no backward can follow a forward that begins now."""
     import torch
 
     return not module.training and not torch.is_grad_enabled()
 
 
 def _loss_backward(context: Context, original: Callable[..., Any], engine: Any, /) -> Any:
-    """The beginning of a backward, whoever has called it."""
+    """Report the beginning of a backward from any caller."""
     return original(engine) if context.inside else _watched(context, Phase.BACKWARD, original, engine)
 
 
 def _steps(engine: Any) -> bool:
-    """Whether `engine.step` makes the optimizer's step; with `managed_gradient_accumulation: false` it always does."""
+    """Return True if `engine.step` runs the optimizer; with `managed_gradient_accumulation: false` it always does."""
     managed = getattr(engine, "managed_gradient_accumulation", None)
     return (managed is not None and not managed()) or bool(engine.is_gradient_accumulation_boundary())
 
 
 def _see(context: Context, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward of the engine that trains; one without gradients (a reference, a generation) trains on nothing. A model may be
-    trained in evaluation mode (`from_pretrained` returns it so): there a forward counts once a backward follows, and one
-    before a forward in training mode was an evaluation."""
+    """Report a forward of the engine that trains. A forward without gradients (a reference, a generation) is ignored.
+
+    A model may train in evaluation mode, in which `from_pretrained` returns it. Such a forward counts once a backward
+    follows. If a forward in training mode follows, it was an evaluation.
+    """
     import torch
 
     if not torch.is_grad_enabled():
@@ -272,8 +278,11 @@ def _count_pending(context: Context) -> None:
 
 
 def watch_module(context: Context, module: Any) -> None:
-    """The watcher sees forwards of the module that trains, too. One that the script has compiled in place would have a hook
-    in its graph, and break it (`fullgraph=True`): what it has compiled is then called past one of ours."""
+    """Report forwards of the trained module too, which a script may call without its engine.
+
+    In a module that the script compiled in place, a hook would enter the graph and break it (`fullgraph=True`). The
+    compiled call is wrapped instead.
+    """
     compiled = getattr(module, "_compiled_call_impl", None)
     if compiled is None:
         see = functools.partial(_see_module, context)
@@ -288,32 +297,32 @@ def watch_module(context: Context, module: Any) -> None:
 
 
 def _see_module(context: Context, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward of the module that the script calls past its engine; not of one whose engine was taken to train before."""
+    """Report a forward that bypasses the engine, unless the module belongs to a former choice of the engine."""
     if context.inside is None and (context.engine is None or module is context.engine.module):
         _see(context, module, args, kwargs)
 
 
 def _compile(context: Context, original: Callable[..., Any], engine: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """A module compiled in place would have our hook in its graph."""
+    """Remove the module hook before `engine.compile`, because it would become part of the graph."""
     if engine is context.engine and context.module_hook is not None:
         context.module_hook.remove()
     return original(engine, *args, **kwargs)
 
 
 def _longest_tokens(context: Context) -> int:
-    """The longest sequence that the script's arguments, its tokenizers and its model all allow; 0 where none says."""
+    """Return the longest sequence that arguments, tokenizers and the model all allow, or 0 if unknown."""
     config = getattr(context.engine.module, "config", None)
     positions = getattr(config, "max_position_embeddings", None)
     return min([*context.allowed_tokens, *([positions] if isinstance(positions, int) else [])], default=0)
 
 
 def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
-    """What the tuner wants to know of the script's engine.
+    """Return facts about the script's engine for the tuner.
 
-    `trained` is a list of the elements of each trained parameter, `frozen` the elements of all others together.
+    `trained` lists the elements of each trained parameter, and `frozen` sums the elements of all others.
 
     Args:
-        optimizer: that the script has made itself, if any.
+        optimizer: the optimizer that the script made itself, or None.
     """
     engine = context.engine
     module = engine.module
@@ -348,12 +357,12 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
 
 
 def _plain(module: Any) -> Any:
-    """Without peft's adapters around it."""
+    """Return the module without peft's adapters."""
     return getattr(module, "get_base_model", lambda: module)()
 
 
 def late_facts(context: Context) -> dict[str, bool]:
-    """What a script may do once its engine is made: switch activation checkpointing, prepare its loader."""
+    """Return facts that may change after the engine was made: activation checkpointing, and the prepared loader."""
     module = context.engine.module
     return {
         "checkpointing": checkpointing.can_switch(_plain(module), context.through_arguments),
@@ -364,7 +373,7 @@ def late_facts(context: Context) -> dict[str, bool]:
 
 
 def _zero_supports(optimizer: Any) -> bool:
-    """Whether ZeRO takes the script's own optimizer without `zero_allow_untested_optimizer`."""
+    """Return True if ZeRO accepts the script's own optimizer without `zero_allow_untested_optimizer`."""
     if optimizer is None or callable(optimizer):
         return True
     from deepspeed.runtime.zero.utils import is_zero_supported_optimizer

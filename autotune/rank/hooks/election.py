@@ -1,7 +1,7 @@
-"""Which engine trains, where a script makes several: the first, unless its first run shows another.
+"""Select the engine that trains if a script makes several: the first, unless the probe run shows another.
 
-A reference that is made first has an optimizer where its config has one, and a script may train in phases, each with an engine of
-its own. Only the first run elects; what it has found stands in the profile, and counts from then on.
+A reference model made first has an optimizer if its config has one. A script may also train in phases with an engine
+for each. Only the probe run selects. Its result is part of the profile and applies to later runs.
 """
 
 from __future__ import annotations
@@ -14,46 +14,46 @@ from typing import Any
 from autotune.problem.script_job import EARLIER
 from autotune.rank.hooks.context import Context
 
-# Optimizer steps of another engine, one after another, while the one that was taken to train has no backward:
-_REFERS = 3  # and has never had one, in evaluation mode
-_ENDED = 2  # though it has stepped, before the other was made
-_SILENT = 16  # of both as it may be where two take turns, a critic's many with a generator's one
+# Optimizer steps in a row of another engine during which the current choice has no backward:
+_REFERS = 3  # the current choice has never had one, and is in evaluation mode
+_ENDED = 2  # the current choice had stepped before the other was made
+_SILENT = 16  # neither applies; two engines may alternate, such as a critic's many steps with a generator's one
 
 
 @dataclass
 class Rival:
-    """An engine that may yet be the one that trains."""
+    """Another engine that may turn out to be the one that trains."""
 
     engine: Any
     config: dict[str, Any]  # the script's own
-    optimizer: Any  # that the script has made itself, if any
-    late: bool  # the one that trains had stepped before it was made
+    optimizer: Any  # optimizer that the script made itself, or None
+    late: bool  # True if the current choice had stepped before this one was made
     steps: int = 0  # in a row
 
 
 def is_early(context: Context) -> bool:
-    """Whether the engine that is made now is one of those before the one that trains, by the script's first run."""
+    """Return True if the engine being made precedes the one that trains, by the probe run."""
     return context.engine is None and len(context.earlier) < int(context.script.profile.get(EARLIER, 0))
 
 
 def stand(context: Context, engine: Any, config: dict[str, Any], optimizer: Any) -> None:
-    """Enters an engine that was made after the one that trains."""
+    """Register an engine that was made after the current choice."""
     if context.candidate is None:
         context.rivals.append(Rival(engine, copy.deepcopy(config), optimizer, late=context.trained_steps > 0))
 
 
 def trained(context: Context) -> None:
-    """The engine that trains has a backward: whoever trains beside it does so in turns."""
+    """Record a backward of the engine that trains: other engines then alternate with it."""
     context.trained = True
     for rival in context.rivals:
         rival.steps = 0
 
 
 def stepped(context: Context, engine: Any, take: Callable[[Rival], None]) -> None:
-    """An engine beside the one that trains has made an optimizer step, and is the one that trains if that one is idle.
+    """Record an optimizer step of another engine, and select it if the current choice is idle.
 
     Args:
-        take: has what is hooked follow the engine.
+        take: moves the hooks to the selected engine.
     """
     rival = next((one for one in context.rivals if one.engine is engine), None)
     if rival is None:

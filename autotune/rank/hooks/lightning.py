@@ -1,4 +1,4 @@
-"""Lightning: its Trainer, and no DeepSpeed config, says how many batches an optimizer step is made of."""
+"""Hook Lightning, whose Trainer sets the batches per optimizer step instead of the DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _PACKAGES = ("lightning", "pytorch_lightning")
 
 
 def trainer_of(model: Any) -> Any:
-    """The Trainer of a LightningModule; None where another loop trains (Fabric's, too, which is the script's own)."""
+    """Return the Trainer of a LightningModule, or None if another loop trains (also Fabric, whose loop is the script's)."""
     for cls in type(model).__mro__:
         if cls.__name__ == "LightningModule" and cls.__module__.partition(".")[0] in _PACKAGES:
-            with suppress(RuntimeError):  # of a module that no Trainer has
+            with suppress(RuntimeError):  # raised by a module without a Trainer
                 return model.trainer if hasattr(model.trainer, "accumulate_grad_batches") else None
     return None
 
 
 def accumulate(context: Context, model: Any, config: dict[str, Any]) -> None:
-    """Has the model's Trainer count as the candidate does; its own count would end the training at another step.
+    """Set the candidate's accumulation in the model's Trainer, whose own count would end training at another step.
 
     Args:
-        config: of the engine that is made now. Lightning refuses the key in a config that it reads, so that
-            `Candidate.ds_config` leaves it out.
+        config: config of the engine being made. `Candidate.ds_config` omits the key, because Lightning refuses it in a
+            config that it reads.
     """
     trainer = trainer_of(model)
     if trainer is not None and context.batch is not None:

@@ -1,5 +1,7 @@
-"""DeepSpeed's ops that a script loads: built behind the lock of ours, so that a rank that is ended meanwhile leaves none of
-torch's, for which whoever comes next would wait without end."""
+"""Build DeepSpeed's ops for a script behind autotune's lock.
+
+A rank that is killed during a build would otherwise leave torch's lock, for which later processes wait for ever.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ from autotune.group import extensions
 from autotune.group.ops import LIVELY_SECONDS, held
 from autotune.rank.hooks.context import Context
 
-_MODULES = ("deepspeed.ops.op_builder.builder", "op_builder.builder")  # the second: of DeepSpeed in a checkout
+_MODULES = ("deepspeed.ops.op_builder.builder", "op_builder.builder")  # the second is DeepSpeed from a checkout
 
 
 def install(context: Context) -> None:
-    """Hooks what builds an op, or loads one that was built at run time; one that DeepSpeed was installed with is left alone."""
+    """Hook the builds and loads of ops at run time. Ops built at DeepSpeed's installation are left alone."""
     from deepspeed.accelerator import get_accelerator
 
-    get_accelerator().get_op_builder("CPUAdamBuilder")  # imports the modules that its ops come from
+    get_accelerator().get_op_builder("CPUAdamBuilder")  # imports the modules that define the ops
     for module in map(sys.modules.get, _MODULES):
         if module is not None:
             context.patches.wrap(module.OpBuilder, "jit_load", functools.partial(_load, context))
@@ -32,12 +34,12 @@ def _load(context: Context, original: Callable[..., Any], /, builder: Any, *args
     folder, name = extensions.use_own_folder(), type(builder).__name__
     place = folder / builder.name
     is_built = extensions.is_whole(place / f"{builder.name}.so")
-    if not is_built and get_accelerator().get_op_builder(name) is type(builder):  # and not the script's own
+    if not is_built and get_accelerator().get_op_builder(name) is type(builder):  # excludes the script's own builder
         context.watcher.unbuilt(name)
-    several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"  # machines, whose homes may be one, and locks may not
+    several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"  # machines may share a home, but not its locks
     if several:
         extensions.drop_torn(place, LIVELY_SECONDS)
-    if several or (is_built and not (place / "lock").exists()):  # ranks load what is built side by side
+    if several or (is_built and not (place / "lock").exists()):  # ranks load a built op in parallel
         return original(builder, *args, **kwargs)
     with held(folder, builder.name):
         return original(builder, *args, **kwargs)

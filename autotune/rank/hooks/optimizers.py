@@ -1,4 +1,4 @@
-"""Optimizers: a script that trains without DeepSpeed is noticed, of which class is one that it makes, and how torch's step."""
+"""Detect a training without DeepSpeed, and classify the optimizer that a script makes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 from autotune.rank.hooks.context import Context
 
-_STEPS_WITHOUT_DEEPSPEED = 2  # one may be a script's own preparation
-_OF_ONE_PLACE = ("deepspeed", "apex")  # their kernels take tensors of one place alone
+_STEPS_WITHOUT_DEEPSPEED = 2  # one step may be part of a script's preparation
+_OF_ONE_PLACE = ("deepspeed", "apex")  # their kernels need all tensors on one device
 
 
 def install(context: Context) -> None:
-    """The watcher hears of every optimizer step from the second on, as long as no engine exists."""
+    """Report optimizer steps without an engine to the watcher, from the second on."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     steps = 0
@@ -27,16 +27,21 @@ def install(context: Context) -> None:
 
 
 def kind_of(context: Context, optimizer: Any) -> str:
-    """The name of the class, of DeepSpeed's or apex's, of an optimizer that the script has made; empty for all others, which step
-    wherever their parameters are, and where accelerate has made one of the kind that the script's config wants."""
+    """Return the class name of a script's optimizer if it comes from DeepSpeed or apex, or an empty string.
+
+    Other optimizers step on any device. The result is also empty if accelerate made the CPU variant that the script's
+    config needs.
+    """
     ancestors = type(optimizer).__mro__ if optimizer is not None else ()
     found = next((one.__name__ for one in ancestors if one.__module__.partition(".")[0] in _OF_ONE_PLACE), "")
     return "" if context.accelerated and "CPU" in found else found
 
 
 def torchs_of(optimizer: Any) -> dict[str, Any]:
-    """The class of an optimizer that the script has made and that is torch's own, and which implementation it asks for: None
-    where torch chooses. Empty for all others; one that is derived from torch's may step in a way of its own."""
+    """Return class and implementation of a script's optimizer if it is torch's own, or an empty dict.
+
+    An implementation of None leaves the choice to torch. Subclasses are excluded, because their step may differ.
+    """
     if not type(optimizer).__module__.startswith("torch.optim."):
         return {}
     asked = {name: optimizer.defaults.get(name) for name in ("fused", "foreach")}

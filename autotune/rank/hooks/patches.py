@@ -1,4 +1,4 @@
-"""Attributes replaced in other people's modules and classes, each put back by `undo`."""
+"""Replace attributes in modules and classes of other libraries; `undo` restores each."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _MISSING = object()
 
 
 class Patches:
-    """What the hooks of one rank have replaced."""
+    """Attributes replaced by the hooks of one rank."""
 
     def __init__(self) -> None:
         self._undo = ExitStack()
         self._originals: dict[tuple[int, str], Callable[..., Any]] = {}
 
     def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """From now on a call of `owner.name` calls `around` instead, with the original function as its first argument.
+        """Replace `owner.name` by a function that calls `around` with the original as its first argument.
 
         Args:
-            owner: a module, or a class whose method it is (`self` is then the second argument).
-            around: takes its own arguments by position alone, since keyword arguments are the caller's.
+            owner: a module, or the class of a method (`self` is then the second argument).
+            around: takes its own arguments by position only, because keyword arguments belong to the caller.
         """
         original = getattr(owner, name)
         before = vars(owner).get(name, _MISSING)
@@ -44,7 +44,7 @@ class Patches:
         self._undo.callback(restore)
 
     def original(self, owner: Any, name: str) -> Callable[..., Any]:
-        """What `owner.name` was before the first wrap; what it is, where there is none."""
+        """Return `owner.name` from before its first wrap, or its current value without a wrap."""
         found: Callable[..., Any] = self._originals.get((id(owner), name)) or getattr(owner, name)
         return found
 
@@ -60,6 +60,6 @@ class Patches:
         self._undo.callback(callback)
 
     def undo(self) -> None:
-        """The last replaced is put back first."""
+        """Restore all attributes, the last replaced first."""
         self._undo.close()
         self._originals.clear()

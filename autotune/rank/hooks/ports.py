@@ -1,7 +1,7 @@
-"""Sockets: a script that opens a port of its own finds it free at every start.
+"""Hook sockets, so that a script can bind its own port at every start.
 
-The kernel keeps a port for a minute after the last connection to it, unless whoever opens it says that he does not mind. A
-training starts once; in a study one start follows another.
+The kernel reserves a port for a minute after its last connection unless it is opened with SO_REUSEADDR. A training
+starts once, but trials follow each other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autotune.rank.hooks.context import Context
 
 
 def install(context: Context) -> None:
-    """In a measurement TCP ports are opened with SO_REUSEADDR, as most servers open theirs."""
+    """Open TCP ports with SO_REUSEADDR in a measurement, as most servers do."""
     if not context.quiet:
         return
 

@@ -1,6 +1,6 @@
-"""torch.distributed: the script's process group is the one that its rank has joined already, and leaves by itself.
+"""Hook torch.distributed: the script uses the process group that its rank has joined and will leave.
 
-Two trials on a machine could meet at a port that a script chooses; the ranks of one trial meet in a file.
+Two trials on one machine could meet at a port that a script chooses. The ranks of a trial use a file instead.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from autotune.rank.hooks.context import Context
 
 
 def install(context: Context) -> None:
-    """A second `init_process_group` raises the timeout to what it asks for and does nothing else; in torch it is an error.
-    In a measurement `destroy_process_group` does nothing either: after a script's last line the ranks still compare their
-    clocks."""
+    """Make a second `init_process_group`, an error in torch, raise the timeout and do nothing else.
+
+    In a measurement `destroy_process_group` has no effect, because ranks compare their clocks after a script's last
+    line.
+    """
     import deepspeed
     import torch
 
@@ -47,8 +49,10 @@ def install(context: Context) -> None:
 
 
 def wait_for(context: Context, timeout: datetime.timedelta | None) -> None:
-    """Collectives of a training may wait so long for their ranks, where that is longer than before. A measurement is watched
-    from outside."""
+    """Raise the timeout of a training's collectives if it is longer than before.
+
+    Measurements are excluded, because the parent watches them.
+    """
     import torch
 
     if timeout is not None and not context.quiet and timeout > context.collective_timeout:

@@ -1,8 +1,8 @@
-"""Programs that would start their ranks themselves: this rank is one of those, and goes on as it.
+"""Hook programs that start their ranks themselves: this rank continues as one of them.
 
-A framework's command (`llamafactory-cli train`, `swift sft`, `axolotl train`, `trl sft`) and `accelerate launch` run here up to
-the point at which they start processes: by `subprocess`, by `os.exec…`, or by torch's own launcher. What they start is then
-run in this process, with the environment that it would have had, and the program ends with its exit code.
+A framework's command (`llamafactory-cli train`, `swift sft`, `axolotl train`, `trl sft`) and `accelerate launch` run
+here until they start processes. They start them by `subprocess`, `os.exec…` or torch's launcher. The started program
+then runs in this process with its intended environment. The command ends with the program's exit code.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from autotune.rank.execution import ACCELERATE_MODULE, run_target
 from autotune.rank.hooks import accelerate
 from autotune.rank.hooks.context import Context
 
-_DEEPEST = 5  # starters below one another
-# Of these the rank's own hold: where ranks meet, which one it is, what it computes with.
+_DEEPEST = 5  # nested starters
+# The rank keeps its own values of these: rendezvous, rank and compute resources.
 _OURS = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"),
@@ -33,7 +33,7 @@ _ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 
 def install(context: Context) -> None:
-    """Torch's launcher is imported only for what may call it: an installed command, or accelerate's launcher."""
+    """Install the hooks. torch's launcher is imported only for installed commands and accelerate's launcher."""
     taken = _Takeover(context)
 
     def popen(original: Callable[..., Any], process: Any, /, *args: Any, **kwargs: Any) -> None:
@@ -67,17 +67,19 @@ def install(context: Context) -> None:
 
 
 class _Takeover:
-    """Where this rank stands among programs that start one another."""
+    """State of this rank in a chain of programs that start each other."""
 
     def __init__(self, context: Context) -> None:
         self._context, self._depth = context, 0
         self._home = sys.path[:]
-        # of the launcher that runs now, everything that it starts with Python is a rank
+        # every Python process that the running launcher starts is a rank
         self._launching = line_of(context.script).kind == ACCELERATE
 
     def over(self, words: list[str], env: Mapping[str, str] | None) -> None:
-        """Goes on as what the words start, where that would be ranks; returns where it would be something else, as all is
-        that a script starts once it has its engine."""
+        """Continue as the started program if it would be a rank; otherwise return.
+
+        Programs that a script starts after its engine exists are never ranks.
+        """
         if self._context.engine is not None:
             return
         try:
@@ -100,12 +102,12 @@ class _Takeover:
     def start(
         self, target: list[str], env: Mapping[str, str] | None, ranks: int | str | None, *, launching: bool = False
     ) -> NoReturn:
-        """Runs the target in place of a new process.
+        """Run the target in place of a new process.
 
         Args:
-            launching: whether the target is a launcher itself.
-            env: which that would have had; None: this one's.
-            ranks: how many would have been started, where that is known.
+            launching: True if the target is a launcher itself.
+            env: environment of the new process; None means this one's.
+            ranks: number of ranks that would have been started, if known.
         """
         self._depth += 1
         self._launching = launching
@@ -114,12 +116,12 @@ class _Takeover:
         self._context.relaunched = (
             int(ranks) if ranks is not None and str(ranks).isdigit() else self._context.relaunched or 1
         )
-        self._context.flags.clear()  # of the starter's own parser
+        self._context.flags.clear()  # flags of the starter's own parser
         self._context.spellings.clear()
         self._take(env if env is not None else os.environ)
         accelerate.begin_anew(self._context)
         sys.path[:] = self._home
-        run_target(target)  # what it ends by goes up as it is, with the error that it may have been raised upon
+        run_target(target)  # its exception propagates with its context
         raise SystemExit(0)
 
     def _take(self, env: Mapping[str, str]) -> None:
@@ -135,7 +137,7 @@ class _Takeover:
         patches.set_environment("TORCHELASTIC_RUN_ID", "none")
 
     def _starts_itself(self, target: Sequence[str]) -> bool:
-        """Whether an installed command starts a file or a module of its own package."""
+        """Return True if an installed command starts a file or a module of its own package."""
         if self._context.script.program is None:
             return False
         names = set(
@@ -152,7 +154,7 @@ class _Takeover:
 
 
 def _announce(context: Context, line: CommandLine) -> None:
-    """What a launcher that was typed sets in the environment of its ranks; accelerate's own code does it for accelerate."""
+    """Set the variables that a typed launcher sets for its ranks; accelerate's own code sets its variables."""
     world, local_world = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE", "1")
     node, nodes = os.environ.get("GROUP_RANK", "0"), os.environ.get("GROUP_WORLD_SIZE", "1")
     known = {

@@ -1,7 +1,7 @@
-"""A measurement starts from the beginning, whatever the script resumes from.
+"""Start every measurement from the beginning, even if the script resumes.
 
-A checkpoint has the layout of one ZeRO stage, so that candidates of others would fail, and a training that was over would make no
-step. Speed and memory do not depend on what the weights are.
+A checkpoint has the layout of one ZeRO stage, so candidates of other stages would fail. A finished training would make
+no step. Speed and memory do not depend on the values of weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autotune.rank.checkpoints import model_states
 from autotune.rank.hooks.context import Context
 from autotune.rank.versions import imported
 
-# Of a checkpoint, what `DeepSpeedEngine.load_checkpoint` takes itself (deepspeed 0.19.8); all else is the script's.
+# Keys of a checkpoint that `DeepSpeedEngine.load_checkpoint` uses itself (deepspeed 0.19.8). The rest is the script's.
 _DEEPSPEEDS = (
     "module",
     "optimizer",
@@ -29,7 +29,7 @@ _DEEPSPEEDS = (
 
 
 def install(context: Context) -> None:
-    """Hooks DeepSpeed's engines and accelerate where the context is quiet; for Trainer see `keep_trainer_from_it`."""
+    """Hook DeepSpeed's engines and accelerate if the context is quiet; see `keep_trainer_from_it` for Trainer."""
     if not context.quiet:
         return
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -49,7 +49,7 @@ def install(context: Context) -> None:
 
 
 def keep_trainer_from_it(context: Context, arguments: Any) -> None:
-    """Trainer begins anew, whether these TrainingArguments or the script's call of `train` say that it resumes."""
+    """Make Trainer start afresh, even if TrainingArguments or the script's call of `train` resume."""
     arguments.resume_from_checkpoint = None
     if context.trains_anew:
         return
@@ -64,8 +64,11 @@ def keep_trainer_from_it(context: Context, arguments: Any) -> None:
 
 
 def _found(engine: Any, folder: Path, tag: Any) -> tuple[str, dict[str, Any]] | None:
-    """What DeepSpeed would answer of a checkpoint: its place and the script's own states in it; None where there is none,
-    which DeepSpeed says itself."""
+    """Return DeepSpeed's answer for a checkpoint: its path, and the script's own states in it.
+
+    Returns:
+        None without a checkpoint, so that DeepSpeed reports it itself.
+    """
     if tag is None:
         latest = folder / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
         tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None

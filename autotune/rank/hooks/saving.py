@@ -1,7 +1,7 @@
-"""A measurement saves and evaluates nothing on its way, whatever the script's arguments and calls say: no checkpoint is written,
-and none is removed to make room for one. DeepSpeed's own saves are silent in `deepspeed.py`, where verification finds them.
+"""Skip all saves and evaluations of a measurement: no checkpoint is written, and none removed to free space.
 
-The arguments stay as they are: callbacks and schedulers read them, and refuse a training that never evaluates or saves.
+`deepspeed.py` silences DeepSpeed's own saves, because verification needs them. The arguments stay unchanged: callbacks
+and schedulers read them, and refuse a training that never evaluates or saves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autotune.rank.versions import imported
 
 
 def install(context: Context) -> None:
-    """Hooks accelerate where the context is quiet; for Trainer see `keep_trainer_from_it`."""
+    """Hook accelerate if the context is quiet; see `keep_trainer_from_it` for Trainer."""
     if not context.quiet or (accelerator_class := imported("accelerate", "Accelerator")) is None:
         return
 
@@ -39,7 +39,7 @@ def install(context: Context) -> None:
 
 
 def keep_trainer_from_it(context: Context) -> None:
-    """Trainer never comes to evaluate or save, since no callback's wish for it is heard. What the script itself evaluates is."""
+    """Keep Trainer from evaluating and saving by ignoring callbacks; the script's own evaluations run."""
     if context.trainer_silent:
         return
     context.trainer_silent = True
@@ -53,7 +53,7 @@ def keep_trainer_from_it(context: Context) -> None:
         make_folder(context, trainer.args.output_dir if output_dir is None else output_dir)
 
     def nothing(original: Callable[..., Any], /, *_: Any, **__: Any) -> None:
-        """In place of what writes a checkpoint or uploads one."""
+        """Replace methods that write or upload a checkpoint."""
 
     context.patches.wrap(imported("transformers.trainer_callback", "CallbackHandler"), "call_event", call_event)
     trainer_class = imported("transformers", "Trainer")
@@ -63,8 +63,11 @@ def keep_trainer_from_it(context: Context) -> None:
 
 
 def make_folder(context: Context, folder: Any, *, anywhere: bool = False) -> None:
-    """Makes the folder that a script would find after a save, which may write into it: where it is the trial's. Among the user's
-    files an empty checkpoint would be taken for one; with `anywhere` it is none, and is made there too."""
+    """Create the folder that a script expects after a save, if it belongs to the trial.
+
+    Among the user's files an empty checkpoint could be mistaken for a real one. With `anywhere` the folder is created
+    there too, because it cannot be mistaken.
+    """
     kept = bool(folder) and context.sandbox is not None and context.sandbox.keeps(os.path.abspath(os.fsdecode(folder)))
     if folder and (anywhere or kept):
         os.makedirs(folder, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The files that a script's own code and configs are in: a study is of what they say, so an edit makes it another."""
+"""Files of a script's own code and configs. A study depends on their contents, so an edit starts another study."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[2])
 
 
 def install(context: Context) -> None:
-    """In the first run of a script, configs that it opens are noted."""
+    """Record the configs that a script opens in its probe run."""
     if context.script.profile or not context.quiet:
         return
 
@@ -33,13 +33,15 @@ def install(context: Context) -> None:
         return original(*args, **kwargs)
 
     context.patches.wrap(builtins, "open", opening)
-    context.patches.wrap(io, "open", opening)  # pathlib's
+    context.patches.wrap(io, "open", opening)  # used by pathlib
 
 
 def found(context: Context) -> list[str]:
-    """Paths of the modules that were imported from the user's own folders, and of the configs that were read there, or below
-    what the command names; relative ones to the folder of the call, which on other machines may lie elsewhere. What the
-    script has written itself is none of them."""
+    """Return the paths of the user's own modules and configs that the script used.
+
+    Modules were imported from the user's folders. Configs were read there, or below paths in the command. Relative
+    paths refer to the folder of the call, which may differ on other machines. Files that the script wrote are excluded.
+    """
     script = context.script
     own = [script.cwd, str(Path(script.cwd, script.path or ".").parent)]
     words = [word.partition("=")[2] or word for word in script.arguments]
@@ -67,7 +69,7 @@ def _outside(context: Context, path: str) -> str:
 
 
 def _below(path: str, roots: list[str]) -> bool:
-    """Whether it lies below one of the folders, and neither in what is installed, in us nor in a hidden folder."""
+    """Return True if a path lies below one of the folders, outside hidden folders, installed packages and autotune."""
     inside = [os.path.relpath(path, root) for root in roots if path == root or path.startswith(f"{root.rstrip('/')}/")]
     hidden = all(any(part.startswith(".") and part != "." for part in Path(one).parts) for one in inside)
     return bool(inside) and not hidden and not _installed(path)

@@ -1,8 +1,8 @@
-"""Scripts that start their ranks by a function: this rank is one of those, and calls it.
+"""Hook scripts that start their ranks by a function: this rank calls the function as one of them.
 
-`torch.multiprocessing.spawn` and `start_processes`, and accelerate's `notebook_launcher`, start N processes that call the same
-function. Here these are the ranks that there are already. The group that they have joined stays, whatever address and port the
-function says (`process_group.py`).
+`torch.multiprocessing.spawn`, `start_processes` and accelerate's `notebook_launcher` start N processes that call one
+function. Here the existing ranks take their place. They keep their process group, and the function's address and port
+have no effect (`process_group.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autotune.rank.versions import imported
 
 
 def install(context: Context) -> None:
-    """Where a launcher was typed the script's ranks are started already, and what it starts is something else."""
+    """Install the hooks unless a launcher was typed, which has already started the ranks."""
     if line_of(context.script).kind:
         return
     import torch.multiprocessing
@@ -35,15 +35,15 @@ def install(context: Context) -> None:
         _call(context, given["fn"], (number, *given["args"]))
         return None if given["join"] else _Ended()
 
-    # `spawn` is a function of the module of that name, which it hides
+    # the function `spawn` hides the module of that name
     for owner in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
         context.patches.wrap(owner, "start_processes", start_processes)
     if (launchers := imported("accelerate", "launchers")) is None:
         return
 
     def notebook_launcher(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Sets the environment of its ranks itself, and leaves starting them to torch's launcher."""
-        from torch.distributed.launcher.api import elastic_launch  # a tenth of a second
+        """Wrap accelerate's function, which sets the ranks' environment itself and calls torch's launcher."""
+        from torch.distributed.launcher.api import elastic_launch  # the import takes a tenth of a second
 
         def launch(started: Callable[..., Any], launcher: Any, /, *args: Any) -> Any:
             if not _starts_ranks(context):
@@ -59,7 +59,7 @@ def install(context: Context) -> None:
 
 
 class _Ended:
-    """What `start_processes(join=False)` gives: the context of processes, all of which have ended."""
+    """Result of `start_processes(join=False)`: a context whose processes have all ended."""
 
     processes: Sequence[Any] = ()
 
@@ -71,15 +71,15 @@ class _Ended:
 
 
 def _starts_ranks(context: Context) -> bool:
-    """Whether what is started now can only be the ranks: this process has neither been started as one nor does it train."""
+    """Return True if this process is not yet a started rank and does not train, so it can only start ranks."""
     return context.engine is None and not context.relaunched
 
 
 def _local_rank(context: Context, started: int, by: str) -> int:
-    """The number of this rank among those that the script starts on a machine.
+    """Return this rank's number among those that the script starts on a machine.
 
     Raises:
-        Unusable: it starts others than there are, and not one for each GPU.
+        Unusable: the number differs from that of the ranks, and is not one per GPU.
     """
     from autotune.rank import cuda  # imports torch
 
@@ -94,11 +94,10 @@ def _local_rank(context: Context, started: int, by: str) -> int:
 
 
 def _call(context: Context, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Calls it as a new process would. What comes after it is for the process that has started all others: where these were
-    ranks, the first one goes on as that.
+    """Call the function like a new process, and continue as the starting process on the first rank.
 
     Raises:
-        SystemExit: of the function's, with its code, or since another rank goes on.
+        SystemExit: the function's own, with its code, or the end of any rank except the first.
     """
     found = None
     try:
@@ -107,7 +106,7 @@ def _call(context: Context, function: Callable[..., Any], arguments: tuple[Any, 
         if ended.code not in (None, 0):
             raise
     if context.engine is None:
-        context.relaunched = 0  # they have prepared something: its ranks are started elsewhere
+        context.relaunched = 0  # the function only prepared something, and ranks are started elsewhere
     elif os.environ["LOCAL_RANK"] != "0":
         raise SystemExit(0)
     return found

@@ -1,4 +1,4 @@
-"""transformers' tokenizers: how long each lets a sequence be."""
+"""Hook transformers' tokenizers: record the maximum sequence length of each."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from autotune.rank.hooks.context import Context
 from autotune.rank.versions import imported
 
-_UNLIMITED_TOKENS = 10**6  # a tokenizer without a limit names a far larger one
+_UNLIMITED_TOKENS = 10**6  # a tokenizer without a limit names a far larger number
 
 
 def install(context: Context) -> None:
-    """The limit of every tokenizer that is made goes to `context.allowed_tokens`. Does nothing without transformers."""
+    """Add the limit of every new tokenizer to `context.allowed_tokens`. Do nothing without transformers."""
     base = imported("transformers", "PreTrainedTokenizerBase")
     if base is None:
         return

@@ -1,4 +1,4 @@
-"""transformers: TrainingArguments, and those of libraries that build on them (TRL), carry the candidate's batch."""
+"""Hook transformers: set the candidate's batch in TrainingArguments and in subclasses of other libraries (TRL)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _DEFAULT_OUTPUT = "trainer_output"  # since transformers 5
 
 
 def install(context: Context) -> None:
-    """Arguments are changed before `__post_init__` reads them: there they are checked and the config is loaded. Does nothing
-    where transformers cannot be imported."""
+    """Change arguments before `__post_init__` checks them and loads the config.
+
+    Does nothing if transformers cannot be imported.
+    """
     arguments_class = imported("transformers", "TrainingArguments")
     if arguments_class is None:
         return
@@ -27,12 +29,12 @@ def install(context: Context) -> None:
         _fill(context, arguments)
         original(arguments)
         if context.quiet:
-            arguments.report_to = []  # transformers 5 adds Kubeflow to none
+            arguments.report_to = []  # transformers 5 adds Kubeflow to "none"
 
     def load_state(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state = original(*args, **kwargs)
         if context.batch is not None and getattr(state, "train_batch_size", None):
-            # Before transformers 5.2 Trainer goes on with the micro-batch of the checkpoint, whatever its arguments say.
+            # Before transformers 5.2, Trainer prefers the checkpoint's micro-batch to that of its arguments.
             state.train_batch_size = context.batch[0]
         return state
 
@@ -42,12 +44,12 @@ def install(context: Context) -> None:
 
 def _fill(context: Context, arguments: Any) -> None:
     context.through_arguments = True
-    for name in ("max_length", "max_seq_length"):  # TRL's
+    for name in ("max_length", "max_seq_length"):  # names of TRL
         if isinstance(longest := getattr(arguments, name, None), int):
             context.allowed_tokens.append(longest)
     if context.device == "cpu":
         arguments.use_cpu = True
-    arguments.auto_find_batch_size = False  # it catches our out-of-memory and halves the batch
+    arguments.auto_find_batch_size = False  # it would catch an OOM and halve the batch
     context.note_said(MICRO_BATCH, arguments.per_device_train_batch_size)
     context.note_said(ACCUMULATION, arguments.gradient_accumulation_steps)
     if context.batch is not None:
@@ -63,8 +65,10 @@ def _fill(context: Context, arguments: Any) -> None:
 
 
 def _silence(context: Context, arguments: Any) -> None:
-    """Nothing is resumed, evaluated, saved, reported or left behind outside the context's folder. When to evaluate and save the
-    arguments still say: callbacks and schedulers check that."""
+    """Prevent resumes, evaluations, saves, reports, and files outside the context's folder.
+
+    The schedule of evaluations and saves stays in the arguments, because callbacks and schedulers check it.
+    """
     resuming.keep_trainer_from_it(context, arguments)
     saving.keep_trainer_from_it(context)
     arguments.output_dir = _output(context, arguments.output_dir or _DEFAULT_OUTPUT)
@@ -76,9 +80,9 @@ def _silence(context: Context, arguments: Any) -> None:
 
 
 def _output(context: Context, given: Any) -> str:
-    """Return the output folder of a trial: the script's own if the sandbox keeps what is written there, else one in its files."""
+    """Return the output folder of a trial: the script's own if the sandbox keeps its files, else one in the trial's files."""
     path = os.path.expanduser(os.fsdecode(given))
     if context.sandbox is not None and context.sandbox.keeps(os.path.abspath(path)):
         return os.fsdecode(given)
-    theirs = Path(context.script.cwd, path)  # `../out` means what it does in the user's folder
+    theirs = Path(context.script.cwd, path)  # `../out` keeps its meaning relative to the user's folder
     return str(output_folder(context.folder, theirs))

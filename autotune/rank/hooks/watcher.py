@@ -1,4 +1,4 @@
-"""What the hooks tell the rank of its script's training."""
+"""Interface by which the hooks report a script's training to its rank."""
 
 from __future__ import annotations
 
@@ -9,42 +9,56 @@ from autotune.rank.hooks.batches import Sizes
 
 
 class Watcher(Protocol):
-    """Sees the script's training. Every method is called on every rank."""
+    """Observer of the script's training. Every method is called on every rank."""
 
     def configured(self, config: dict[str, Any]) -> None:
-        """The script's own DeepSpeed config, before any key of a candidate is in it; called again where the engine that trains
-        has another than the first that was seen."""
+        """Receive the script's own DeepSpeed config without a candidate's keys.
+
+        Called again if the engine that trains has another config than the first one seen.
+        """
 
     def planned(self, micro_batch: int, accumulation: int, optimizer: str = "") -> None:
-        """The batch that the script asks for, in sequences and micro-batches, and the optimizer that it has made itself (see
-        `optimizers.kind_of`): known before memory can run out."""
+        """Receive the script's batch before memory can run out.
+
+        Args:
+            micro_batch: sequences per forward.
+            accumulation: micro-batches per optimizer step.
+            optimizer: kind of the script's own optimizer, see `optimizers.kind_of`.
+        """
 
     def engine_built(self) -> None:
-        """An engine was built, whether it is the one that trains or not: its memory is taken."""
+        """Note that an engine was built, for training or not: its memory is allocated."""
 
     def built(self, engine: Any, facts: dict[str, Any]) -> None:
-        """The engine that trains exists; for its facts see `deepspeed.engine_facts`. Told again where another turns out to be the
-        one (`hooks.election`): all that was seen before is of no account."""
+        """Receive the engine that trains, and its facts (`deepspeed.engine_facts`).
+
+        Called again if another engine turns out to be the one that trains (`hooks.election`). All earlier observations
+        are then void.
+        """
 
     def forward(self, sizes: Sizes) -> None:
-        """A forward that gradients are taken of begins, with what it is given; one in evaluation mode is told when its
-        backward begins."""
+        """Receive the sizes of a forward with gradients when it begins.
+
+        A forward in evaluation mode is reported when its backward begins.
+        """
 
     def entered(self, phase: Phase) -> None:
-        """INIT, FORWARD, BACKWARD or STEP begins; a backward may be told more than once."""
+        """Note the beginning of INIT, FORWARD, BACKWARD or STEP. A backward may be reported more than once."""
 
     def stepped(self) -> None:
-        """An optimizer step is done."""
+        """Note the end of an optimizer step."""
 
     def beside(self, number: int, rows: int) -> None:
-        """An engine that was made after the one that trains, the so-manieth, has made an optimizer step of so many rows."""
+        """Note an optimizer step of auxiliary engine `number`, made after the one that trains, on `rows` rows."""
 
     def failed(self, error: BaseException) -> None:
-        """An exception leaves the engine, its making, or what was seen there (`Unusable`). The script may catch it, so what
-        decides the trial is reported from here."""
+        """Receive an exception of the engine, its construction, or an observation (`Unusable`).
+
+        The script may catch it, so failures that decide a trial are reported here.
+        """
 
     def unbuilt(self, builder: str) -> None:
-        """The script is about to load an op of DeepSpeed's that this environment has not built; returns if it may."""
+        """Note that the script will load a DeepSpeed op that this environment has not built. Return to allow it."""
 
     def strayed(self) -> None:
-        """The script trains, and no engine of DeepSpeed exists."""
+        """Note that the script trains without any DeepSpeed engine."""

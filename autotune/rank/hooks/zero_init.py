@@ -1,6 +1,6 @@
-"""`deepspeed.zero.Init`: a model made in parts, which no engine trains below stage 3, is made whole there.
+"""Hook `deepspeed.zero.Init`: build a model whole below stage 3, because no such engine trains a partitioned one.
 
-transformers asks for it only where the config that it was given last is of stage 3, and that has the candidate's keys already.
+transformers uses it only if its latest config has stage 3, and that config already has the candidate's keys.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from autotune.problem.ds_file import named_config
 from autotune.rank.hooks.config import with_candidate
 from autotune.rank.hooks.context import Context
 
-_CONFIGS = ("config_dict_or_path", "config")  # its name, and its old one
+_CONFIGS = ("config_dict_or_path", "config")  # its current and its old name
 
 
 def install(context: Context) -> None:
-    """Calls of the script count until the engine that trains exists: engines beside it keep their own stage. What the script
-    itself has switched off stays off, since an engine of stage 3 takes a whole model, too."""
+    """Change the script's calls until the engine that trains exists; later engines keep their own stage.
+
+    If the script has turned partitioning off, it stays off, because an engine of stage 3 also takes a whole model.
+    """
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    inside = 0  # engines of stage 3 that are made, which part what is whole by the same class
+    inside = 0  # engines of stage 3 under construction, which partition whole parameters by this class
 
     def make_engine(original: Callable[..., Any], engine: Any, /, *args: Any, **kwargs: Any) -> None:
         nonlocal inside
@@ -46,7 +48,7 @@ def install(context: Context) -> None:
         if candidate is None or "zero_stage" not in candidate.as_dict:
             return original(made, *args, **kwargs)
         if candidate.stage < 3:
-            return original(made, enabled=False)  # of all else it would check what it does not use
+            return original(made, enabled=False)  # other arguments would be checked although they have no effect
         if name is not None and not _transformers_own(config):
             named[name] = _merged(context, config)
         return original(*given.args, **given.kwargs)
@@ -56,14 +58,16 @@ def install(context: Context) -> None:
 
 
 def _transformers_own(config: Any) -> bool:
-    """Whether it is the config that transformers itself gives."""
+    """Return True if transformers itself passed the config."""
     library = sys.modules.get("transformers.integrations.deepspeed")
     return config is not None and library is not None and config is library.deepspeed_config()
 
 
 def _merged(context: Context, config: Any) -> Any:
-    """The config with the candidate's keys, if it is the one of the engine that trains: by what it says of ZeRO, where the
-    script's first run has shown that. A reference's stays."""
+    """Return the config with the candidate's keys if it belongs to the engine that trains.
+
+    The ZeRO section decides, compared with that of the probe run. A reference model's config stays unchanged.
+    """
     read = named_config(config) if isinstance(config, str | Path) else config
     own = context.script.profile.get("config", read)
     section = "zero_optimization"
