@@ -71,13 +71,25 @@ from autotune.cli_options import (
     Task,
     Tokens,
     Tolerance,
+    Trust,
     TrustRemoteCode,
     WinnerFile,
     Workload,
     WorstCase,
     Yes,
 )
-from autotune.cli_parts import STORAGE_VARIABLE, Json, console, emit, fail, of_a_database, option, say, typed_command
+from autotune.cli_parts import (
+    STORAGE_VARIABLE,
+    Json,
+    asking,
+    console,
+    emit,
+    fail,
+    of_a_database,
+    option,
+    say,
+    typed_command,
+)
 from autotune.cli_spaces import spaces_app
 from autotune.cli_study import export, record, report, show
 from autotune.errors import MachineTrouble, NothingFits, Stopped, UserError
@@ -162,6 +174,7 @@ def run(
     packed: Packed = False,
     no_gallery: NoGallery = False,
     force: Force = False,
+    trust: Trust = False,
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
@@ -189,8 +202,9 @@ def _in_one_job(request: Request, **where: Any) -> None:
 def _tune(request: Request, yes: bool, as_json: bool) -> None:
     from autotune.commands.run import run_study
 
-    ask = None if yes or as_json or not is_watched(sys.stdin) else (lambda text: typer.confirm(text, default=True))
-    summary = run_study(request, console(stderr=as_json), quiet=as_json, confirm=ask)
+    confirm = None if yes or as_json or not is_watched(sys.stdin) else (lambda text: typer.confirm(text, default=True))
+    shown = console(stderr=as_json)
+    summary = run_study(request, shown, quiet=as_json, confirm=confirm, ask=asking(as_json))
     if as_json:
         emit(summary.to_json())
     else:
@@ -280,6 +294,7 @@ def launch(
     memory_cap: MemoryCap = None,
     storage: Storage = None,
     python: Python = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Train your script under the winner, and bring it back with less memory when it runs out.
@@ -291,7 +306,7 @@ def launch(
     request = typed(locals())
     from autotune.commands.launch import launch_training
 
-    summary = launch_training(request, say)
+    summary = launch_training(request, say, ask=asking(as_json))
     if as_json:
         emit(summary.to_json())
     else:

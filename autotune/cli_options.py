@@ -117,6 +117,10 @@ NoGallery = Annotated[
     bool, option("Do not begin with what the gallery knows of such a job and its card.", "--no-gallery")
 ]
 Force = Annotated[bool, option("Go on with a study of another job or machine.", "--force")]
+Trust = Annotated[
+    bool,
+    option("Run what a study or table of another user names: Python, workload, remote code, variables.", "--trust"),
+]
 
 # a plan, a launch
 Gpu = Annotated[Text, option("Name like rtx3090 or a100-80gb; default: the machine's own.")]

@@ -20,10 +20,11 @@ from autotune.commands.grounds import executors_beside, first_executor, place
 from autotune.commands.nodes import named_nodes
 from autotune.commands.probe import Probe, after_probe, probe, remember
 from autotune.commands.python import NAMED_MODEL, TRAINING, ranks_python
-from autotune.commands.remembered import remembered
+from autotune.commands.remembered import accepted_table, remembered_python
 from autotune.commands.report import write_study
 from autotune.commands.request import Request, run_setup
 from autotune.commands.setup import Setup
+from autotune.commands.trust import Ask, grant, named_by
 from autotune.errors import NothingFits, UserError, one_line
 from autotune.executors.base import Executor
 from autotune.executors.local import LocalExecutor
@@ -31,7 +32,9 @@ from autotune.executors.nodes.hostfile import hostfile_of, hostfile_text
 from autotune.executors.slice import Rest
 from autotune.files import write_atomically
 from autotune.group.locks import held_gpus
+from autotune.interpreter import other_python
 from autotune.predict.predictor import Predictor
+from autotune.predict.traced import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind
 from autotune.problem.script_job import own_candidate
@@ -82,12 +85,13 @@ class RunSummary:
 
 
 def run_study(
-    request: Request, console: Console, *, quiet: bool = False, confirm: Callable[[str], bool] | None = None
+    request: Request, console: Console, *, quiet: bool = False, confirm: Ask | None = None, ask: Ask | None = None
 ) -> RunSummary:
     """Tunes, verifies and exports.
 
     Args:
         confirm: asks a person a question; None where nobody is there to answer.
+        ask: the same, before what a study or a table names is run.
 
     Raises:
         UserError: bad input, or a job that fails by itself.
@@ -102,12 +106,12 @@ def run_study(
         if not quiet:
             console.print(text, soft_wrap=True, markup=False, emoji=False, highlight=False)  # a path is not cut in two
 
-    known = remembered(request).python if local else None
+    known = remembered_python(request, ask) if local else None
     with (
         ranks_python(request.python, say, needed=needed, remembered=known),
         named_nodes(request, say, request.budget) as nodes,
     ):
-        return _run(run_setup(request, nodes), console, quiet, confirm)
+        return _run(accepted_table(run_setup(request, nodes), request, ask), console, quiet, confirm)
 
 
 def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], bool] | None) -> RunSummary:
@@ -149,7 +153,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             kept.callback(store.leave)
             if probed is not None:
                 remember(probed, work)
-            predictor = Predictor(setup.job, setup.hardware)
+            predictor = traced_predictor(setup.job, setup.hardware)
             begin_with_rates(setup, store, predictor, observer.say)
             candidates, left_out = predictor.buildable(setup.candidates)
             wider = [f"{note}; predictions are wider for it" for note in predictor.notes()]
@@ -216,6 +220,8 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver) -> 
     storage = setup.storage or default_storage(setup.folder)
     of, shared = (setup.name, storage, setup.folder, setup.job, setup.hardware, setup.space), setup.storage is not None
     store, resumed = StudyStore.create_or_resume(*of, force=setup.force, shared=shared)
+    if setup.landscape is None:
+        grant(named_by(setup.job, other_python()))
     if shared:
         store.share(observer.say)
         agree_on_memory(store, setup.hardware, force=setup.force)
@@ -335,7 +341,7 @@ def _summary(
         given = (store.threads, environment_of(store, found.winner.candidate))
         nodes, hostfile = store.hardware.nodes, None if store.hardware.sliced else hostfile_of(setup.folder)
         about = (found.winner.candidate, store.job, store.name, files[0], *given)
-        lines += train_with(*about, nodes=nodes, hostfile=hostfile).lines()
+        lines += train_with(*about, nodes=nodes, hostfile=hostfile, python=other_python()).lines()
         if setup.storage is not None:
             told = hide_password(setup.storage)
             lines.append(f"  the study is in {told}: launch, report and export need AUTOTUNE_STORAGE or --storage, too")

@@ -146,7 +146,7 @@ class LocalExecutor:
 
     def _check(self) -> None:
         spec = {
-            "job": self.job.to_json(),
+            "job": self.job.order(),
             "device": self.hardware.device,
             "cap_bytes": None,
             "threads": self.threads,
@@ -336,7 +336,7 @@ class LocalSession:
             what = {"candidate": candidate.as_dict, "scratch": scratch, **self._made.told}
         return {
             **what,
-            "job": under(job, candidate).to_json(),
+            "job": under(job, candidate).order(),
             "device": executor.hardware.device,
             "cap_bytes": executor.hardware.memory_cap_bytes,
             "seed": executor.seed,

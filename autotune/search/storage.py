@@ -71,6 +71,29 @@ def output_folder(folder: Path | None) -> Path:
     return folder if folder is not None and os.access(folder, os.W_OK) else Path()
 
 
+def output_file(folder: Path | None, name: str) -> Path:
+    """Return the file of that name where what is made of a study goes. The study may be a stranger's, and its folder hold links
+    to files of the reader: only a file that the reader names is written through a link.
+
+    Raises:
+        UserError: the folder has links.
+    """
+    if folder is not None:
+        check_no_links(folder)
+    return output_folder(folder) / name
+
+
+def check_no_links(folder: Path) -> None:
+    """Check that no file directly in a study's folder is a link: autotune makes none there, and would write through it.
+
+    Raises:
+        UserError: one is.
+    """
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if entry.is_symlink():
+            raise UserError(f"{entry} is a link, and files are written there: remove it, or name a file with --out")
+
+
 def open_storage(url: str, *, reading: bool = False) -> optuna.storages.BaseStorage:
     """The database behind a URL.
 

@@ -10,7 +10,7 @@ from ranks import opened
 
 from acceptance.ground import EXPECTED, Ground, Row
 from acceptance.trials import as_row, beside, candidate, effort, trial
-from autotune.predict.predictor import Predictor
+from autotune.predict.traced import traced_predictor
 from autotune.problem.job import Lora
 from autotune.problem.outcome import Kind
 from autotune.units import GIB
@@ -33,7 +33,7 @@ def run(ground: Ground) -> Iterator[Row]:
         job = ground.job(model, seq_len, lora=Lora(rank) if rank else None)
         hardware = ground.hardware(CAP_BYTES)
         one_by_one = [candidate(ground, stage, size, **knobs) for stage, size, knobs in tried]
-        predictor = Predictor(job, hardware)
+        predictor = traced_predictor(job, hardware)
         first = predictor.predict_many(one_by_one)
         with opened(job, hardware, ground.folder / str(place), one_by_one) as executor:
             for one, prior in zip(one_by_one, first, strict=True):

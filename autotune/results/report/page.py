@@ -25,6 +25,7 @@ from autotune.results.report.mattered import shown
 from autotune.results.report.planned import PlanReport
 from autotune.results.report.training import TrainingReport, over_time
 from autotune.results.targets import check_out
+from autotune.streams import printable
 from autotune.units import format_bytes, format_duration
 
 _SYMBOLS = {  # of the memory map: told without colour
@@ -210,7 +211,8 @@ def write_page(html: str, out: Path) -> None:
     """
     check_out(out)
     try:
-        write_atomically(out, html.encode(errors="replace").decode())  # a name may hold bytes that are no text
+        # a name may hold bytes that are no text, or move a terminal's cursor
+        write_atomically(out, printable(html.encode(errors="replace").decode()))
     except OSError as error:
         why = error.strerror or errno.errorcode.get(error.errno or 0, "unknown")
         raise UserError(f"{out} cannot be written ({why}): name another file") from None
