@@ -78,9 +78,10 @@ def output_file(folder: Path | None, name: str) -> Path:
     Raises:
         UserError: the folder has links.
     """
-    if folder is not None:
+    out = output_folder(folder)
+    if out == folder:
         check_no_links(folder)
-    return output_folder(folder) / name
+    return out / name
 
 
 def check_no_links(folder: Path) -> None:

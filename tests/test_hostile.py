@@ -1,0 +1,191 @@
+"""A stranger's study, table, gallery entry and space: reading them runs nothing, and shows texts as texts."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.hostile import SHADOWS, TEXT, Trap, controls, lay, live, space, table
+
+READING = [
+    ("show", "s"),
+    ("show", "s", "--json"),
+    ("report", "s"),
+    ("report", "s", "--confidential"),
+    ("export", "s"),
+    ("export", "s", "--format", "accelerate"),
+    ("export", "s", "--format", "hf"),
+    ("export", "s", "--format", "sbatch"),
+    ("record", "s"),
+    ("share", "s"),
+]
+
+
+@pytest.fixture(scope="module")
+def trap(tmp_path_factory: pytest.TempPathFactory) -> Trap:
+    return lay(tmp_path_factory.mktemp("hostile"))
+
+
+@pytest.mark.parametrize("words", READING, ids=" ".join)
+def test_reading_a_hostile_study_runs_nothing_and_prints_no_control_character(
+    trap: Trap, words: tuple[str, ...]
+) -> None:
+    before = set(trap.folder.rglob("*"))
+    done = trap.call(*words)
+    assert trap.executed == []
+    assert trap.started() == []
+    assert controls(done.stdout + done.stderr) == []
+    assert done.returncode == (2 if words[0] in _REFUSED else 0), done.stderr
+    assert "Traceback" not in done.stderr
+    for path in set(trap.folder.rglob("*")) - before:
+        if path.is_file() and path.suffix != ".gz":
+            assert controls(path.read_text()) == [], path
+        if path.suffix == ".html":
+            assert list(live(path.read_text())) == []
+            assert "not traced" in path.read_text()
+
+
+_REFUSED = ("share",)  # a name with tags is none for the gallery
+
+
+def test_the_page_shows_the_tags_as_text(trap: Trap) -> None:
+    trap.call("report", "s", "--out", "shown.html")
+    html = (trap.folder / "shown.html").read_text()
+    assert "&lt;img src=x onerror=owned()&gt;" in html
+    assert "\\u001b]0;owned" in html
+
+
+def test_a_terminal_with_colours_gets_none_of_the_studys(trap: Trap) -> None:
+    done = trap.call("show", "s", env={"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "150"})
+    assert "\x1b[" in done.stdout, "rich's own"
+    assert controls(re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)) == []
+
+
+LAUNCH = ("launch", "s", "--", "train.py", "--deepspeed", "c.json")
+
+
+def test_a_launch_without_a_terminal_names_what_would_run_and_ends(trap: Trap) -> None:
+    done = trap.call(*LAUNCH)
+    assert (done.returncode, trap.executed, trap.started()) == (2, [], [])
+    assert len(done.stderr.strip().splitlines()) == 1
+    for named in ("Python", "evil/python", "workload evil_workload:build", "remote code of", "--trust"):
+        assert named in done.stderr
+
+
+def test_a_run_with_a_hostile_study_does_not_take_its_python(trap: Trap) -> None:
+    done = trap.call("run", "--study", "s", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--yes")
+    assert (done.returncode, trap.executed, trap.started()) == (2, [], [])
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "evil/python" in done.stderr
+    assert "--trust" in done.stderr
+
+
+@pytest.mark.parametrize(("answer", "ran"), [("n", []), ("\n", []), ("y", ["python"])])
+def test_a_launch_at_a_terminal_asks_first(tmp_path: Path, answer: str, ran: list[str]) -> None:
+    trap = lay(tmp_path)
+    said = at_a_terminal(trap, LAUNCH, answer)
+    assert "evil/python" in said
+    assert "run with it? [y/N]" in said
+    assert trap.executed == ran
+    if ran:  # the answer is remembered: the same things are not asked again
+        assert "[y/N]" not in at_a_terminal(trap, LAUNCH, "n")
+
+
+def test_trust_on_the_command_line_runs_it(tmp_path: Path) -> None:
+    """That the trap snaps."""
+    trap = lay(tmp_path)
+    trap.call(*LAUNCH, "--trust") if LAUNCH[-1] == "--trust" else trap.call("launch", "--trust", *LAUNCH[1:])
+    assert trap.executed == ["python"]
+    assert any("evil/python" in line for line in trap.started())
+
+
+def at_a_terminal(trap: Trap, words: tuple[str, ...], answer: str) -> str:
+    """What the command prints at a terminal where the question is answered so."""
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "XDG_STATE_HOME": str(trap.hooks / "state"), "AUTOTUNE_CACHE": str(trap.hooks / "cache")}
+    command = [sys.executable, "-m", "autotune", *words]
+    process = subprocess.Popen(command, cwd=trap.folder, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    said, answered, until = "", False, time.monotonic() + 100
+    while time.monotonic() < until:
+        if select.select([ours], [], [], 0.2)[0]:
+            try:
+                said += os.read(ours, 1 << 16).decode(errors="replace")
+            except OSError:
+                break
+        if not answered and "[y/N]" in said:
+            os.write(ours, answer.strip().encode() + b"\n")
+            answered = True
+    process.wait(timeout=60)
+    os.close(ours)
+    return said
+
+
+# -- tables, entries, spaces -----------------------------------------------------------------------------------------------
+
+
+def test_a_tables_workload_is_not_traced(trap: Trap) -> None:
+    found = table(trap.folder, trap.marks)
+    done = trap.call("run", "--executor", f"replay:{found}", "--study", "replayed", "--budget", "1m")
+    assert (done.returncode, trap.executed, trap.started()) == (2, [], [])
+    assert "workload evil_workload:build" in done.stderr
+    assert controls(done.stdout + done.stderr) == []
+
+
+def test_a_hostile_entry_and_space_are_refused_in_one_line(trap: Trap) -> None:
+    (trap.folder / "entry.json").write_text(json.dumps({"job": TEXT, "machine": TEXT, TEXT: 1}))
+    (trap.folder / "space.yaml").write_text(space(trap.marks))
+    for words in (
+        ("gallery", "check", "entry.json"),
+        ("spaces", "check", "space.yaml"),
+        ("spaces", "show", "space.yaml"),
+    ):
+        done = trap.call(*words)
+        assert (done.returncode, trap.executed, trap.started()) == (2, [], []), words
+        assert controls(done.stdout + done.stderr) == []
+        assert "Traceback" not in done.stderr
+
+
+def test_a_plans_page_of_a_hostile_model_shows_texts(trap: Trap) -> None:
+    model = trap.folder / "<img src=x onerror=owned()>"
+    model.mkdir()
+    config = {"model_type": "llama", "vocab_size": 64, "hidden_size": 8, "x": TEXT}
+    (model / "config.json").write_text(json.dumps(config))
+    words = ("plan", "--model", str(model), "--gpu", "rtx3090", "--global-batch-size", "8", "--seq-len", "16")
+    done = trap.call(*words, "--html", "plan.html")
+    assert trap.executed == []
+    assert controls(done.stdout + done.stderr) == []
+    assert list(live((trap.folder / "plan.html").read_text())) == [], done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [("report", "s"), ("export", "s", "--format", "sbatch"), ("record", "s"), ("share", "s")]
+)
+def test_no_file_of_the_reader_is_written_through_a_link_in_the_studys_folder(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    trap, mine = lay(tmp_path), tmp_path / "bashrc"
+    mine.write_text("mine")
+    for name in ("s.html", "s.sbatch", "s.sbatch.meta.json", "s.table.csv.gz", "share.json"):
+        (trap.study / name).symlink_to(mine)
+    done = trap.call(*words)
+    assert (done.returncode, mine.read_text()) == (2, "mine")
+    assert "is a link" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_every_shadow_would_be_imported_by_a_program_in_the_folder(trap: Trap, tmp_path: Path) -> None:
+    """That the planted modules leave marks."""
+    subprocess.run([sys.executable, "-c", "import yaml"], cwd=trap.folder, check=True)
+    assert trap.executed == ["yaml"]
+    (trap.marks / "yaml").unlink()
+    assert "yaml" in SHADOWS
