@@ -162,7 +162,6 @@ def poison(trap: Trap) -> None:
             "forced": forced,
             "objective": TEXT,
             "extensions": str(folder / "evil"),
-            "table": TEXT,
         }
         which = base.execute("select study_id from studies").fetchone()[0]
         for key, value in new.items():

@@ -7,13 +7,17 @@ import os
 import pty
 import re
 import select
+import sqlite3
+import struct
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from autotune.problem.models import resolve_model
 from tests.hostile import SHADOWS, TEXT, Trap, controls, lay, live, space, table
 
 READING = [
@@ -51,7 +55,7 @@ def test_reading_a_hostile_study_runs_nothing_and_prints_no_control_character(
             assert controls(path.read_text()) == [], path
         if path.suffix == ".html":
             assert list(live(path.read_text())) == []
-            assert "not traced" in path.read_text()
+            assert ("left out" if "--confidential" in words else "not traced") in path.read_text()
 
 
 _REFUSED = ("share",)  # a name with tags is none for the gallery
@@ -158,7 +162,7 @@ def test_a_hostile_entry_and_space_are_refused_in_one_line(trap: Trap) -> None:
 def test_a_plans_page_of_a_hostile_model_shows_texts(trap: Trap) -> None:
     model = trap.folder / "<img src=x onerror=owned()>"
     model.mkdir()
-    config = {"model_type": "llama", "vocab_size": 64, "hidden_size": 8, "x": TEXT}
+    config = {**resolve_model("tiny-llama").config, "x": TEXT}
     (model / "config.json").write_text(json.dumps(config))
     words = ("plan", "--model", str(model), "--gpu", "rtx3090", "--global-batch-size", "8", "--seq-len", "16")
     done = trap.call(*words, "--html", "plan.html")
@@ -181,6 +185,24 @@ def test_no_file_of_the_reader_is_written_through_a_link_in_the_studys_folder(
     assert (done.returncode, mine.read_text()) == (2, "mine")
     assert "is a link" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_planted_journal_deletes_no_file_of_the_reader(tmp_path: Path) -> None:
+    """SQLite deletes the file that a rollback journal names as its super-journal."""
+    trap, mine = lay(tmp_path), tmp_path / "thesis"
+    mine.write_text("mine")
+    base, name, magic = trap.study / "study.db", os.fsencode(mine), bytes.fromhex("d9d505f920a163d7")
+    page_bytes = int.from_bytes(base.read_bytes()[16:18], "big")
+    head = magic + struct.pack(">IIIII", 0, 1, base.stat().st_size // page_bytes, 512, page_bytes)
+    tail = struct.pack(">I", 0x40000000 // page_bytes + 1) + name + struct.pack(">II", len(name), sum(name)) + magic
+    journal = Path(f"{base}-journal")
+    journal.write_bytes(head.ljust(512, b"\0") + tail)
+    done = trap.call("show", "s")
+    assert (done.returncode, mine.read_text()) == (2, "mine")
+    assert "would have SQLite delete another file" in done.stderr
+    with closing(sqlite3.connect(base)) as connection:  # that the trap snaps
+        connection.execute("select count(*) from sqlite_master").fetchone()
+    assert not mine.exists()
 
 
 def test_every_shadow_would_be_imported_by_a_program_in_the_folder(trap: Trap, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import optuna
@@ -28,6 +28,9 @@ from autotune.search.servers import ServerStorage, away, hide_password, is_serve
 _SQLITE, _JOURNAL = "sqlite:///", "journal:"  # beginnings of a URL
 DATABASES = ("study.db", "study.journal")  # files in a study's folder; the first that is there counts
 BUSY_SECONDS = 60.0  # that SQLite waits for another process's write; then the call ends
+_JOURNAL_MAGIC = bytes.fromhex(
+    "d9d505f920a163d7"
+)  # a journal begins with it, and ends with it if it names a super-journal
 _FOUNDERS = 4  # that may make the tables of a new database at once
 
 
@@ -169,6 +172,7 @@ def _unreadable(path: Path, what: str, error: Exception) -> UserError:
 def _check_sqlite(path: Path, reading: bool) -> None:
     """Raises a UserError that says what is wrong with an SQLite file before Optuna makes one or fails in its own words."""
     _check_file(path, f"--storage {_SQLITE}{path}", reading)
+    _check_rollback_journal(path)
     if path.exists() and path.stat().st_size:
         try:
             # never `mode=ro`: what a killed process had half written is undone by whoever opens it next, who has to write
@@ -182,6 +186,20 @@ def _check_sqlite(path: Path, reading: bool) -> None:
                 f"{path} cannot be read now ({error}): another process holds it, or one was killed while it wrote; "
                 "end that process, or open the study once as a user who may write its folder"
             ) from None
+
+
+def _check_rollback_journal(path: Path) -> None:
+    """Check that the journal beside an SQLite file names no other file: SQLite would delete that one once it has rolled back
+    ("super-journal", https://www.sqlite.org/fileformat.html). A study's own transactions are of one file, and name none.
+
+    Raises:
+        UserError: it names one.
+    """
+    journal = Path(f"{os.path.realpath(path)}-journal")
+    with suppress(OSError), journal.open("rb") as file:
+        file.seek(-len(_JOURNAL_MAGIC), os.SEEK_END)
+        if file.read() == _JOURNAL_MAGIC:
+            raise UserError(f"{journal} would have SQLite delete another file, and no autotune wrote it: remove it")
 
 
 @contextmanager
