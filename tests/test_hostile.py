@@ -99,6 +99,7 @@ def test_a_launch_at_a_terminal_asks_first(tmp_path: Path, answer: str, ran: lis
     said = at_a_terminal(trap, LAUNCH, answer)
     assert "evil/python" in said
     assert "run with it? [y/N]" in said
+    assert "csv_monitor.output_path" in said, "of its ladder"
     assert trap.executed == ran
     if ran:  # the answer is remembered: the same things are not asked again
         assert "[y/N]" not in at_a_terminal(trap, LAUNCH, "n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,7 +24,7 @@ from autotune.problem.job import Job, Script
 from autotune.problem.script import half_told, line_of
 from autotune.problem.sources import SOURCES
 from autotune.problem.typed import launchers_config
-from autotune.recovery.ladder import Rung, ladder_path, recovery_ladder, write_ladder
+from autotune.recovery.ladder import Rung, ladder_path, recovery_ladder, stored_ladder, write_ladder
 from autotune.recovery.supervisor import LaunchSummary, Supervisor, check_script
 from autotune.results.report.page import training_page, write_page
 from autotune.results.report.training import AttemptShown, TrainingReport
@@ -208,8 +207,8 @@ def _config_beside(known: Script, script: Script) -> str | None:
 def ladder_of(store: StudyStore, job: Job, top: Candidate, convert: bool) -> list[Rung]:
     """The recovery ladder of a study's winner: as `run` wrote it, or made anew where it wrote none for this winner."""
     path = ladder_path(store.folder, store.name) if store.folder else None
-    if not convert and path is not None and path.exists():
-        known = [Rung.from_json(one) for one in json.loads(path.read_text())]
+    if not convert and store.folder is not None:
+        known = stored_ladder(store.folder, store.name)
         if known and known[0].candidate == top:
             return known
     ladder = make_ladder(store, job, top, convert)

@@ -14,8 +14,9 @@ from autotune.commands.setup import Setup
 from autotune.commands.trust import Ask, accept, accept_job, named_by, owner_of
 from autotune.errors import UserError
 from autotune.problem.job import Job
-from autotune.problem.recorded import Named
+from autotune.problem.recorded import Named, knob_names
 from autotune.problem.typed import declared
+from autotune.recovery.ladder import stored_ladder
 from autotune.search.storage import DATABASES
 from autotune.search.study import StudyStore
 
@@ -58,7 +59,9 @@ def remembered(request: Request, ask: Ask | None) -> Remembered:
     files = [store.folder / file for file in DATABASES] if store.folder else []
     owners = owner_of(next((file for file in files if file.exists()), None))
     typed = [Named("option", text) for text in request.maps]
-    named = [*owners, *(one for one in named_by(job, python) if one not in typed)]
+    rungs = stored_ladder(store.folder, store.name) if store.folder else []
+    tried = [*(record.candidate for record in store.records()), *(rung.candidate for rung in rungs)]
+    named = [*owners, *(one for one in named_by(job, python) if one not in typed), *knob_names(tried)]
     accepted = accept_job(f"study {store.name}", job, trust=request.trust, ask=ask, besides=named)
     maps = declared(job.script) if job.script is not None else ()
     return Remembered(python.shown if python else None, maps, accepted)

@@ -37,6 +37,7 @@ from autotune.predict.predictor import Predictor
 from autotune.predict.traced import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind
+from autotune.problem.recorded import knob_names
 from autotune.problem.script_job import own_candidate
 from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
 from autotune.results.console import PlainObserver, make_observer, record_json
@@ -221,7 +222,7 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver) -> 
     of, shared = (setup.name, storage, setup.folder, setup.job, setup.hardware, setup.space), setup.storage is not None
     store, resumed = StudyStore.create_or_resume(*of, force=setup.force, shared=shared)
     if setup.landscape is None:
-        grant(named_by(setup.job, other_python()))
+        grant([*named_by(setup.job, other_python()), *knob_names(setup.candidates)])
     if shared:
         store.share(observer.say)
         agree_on_memory(store, setup.hardware, force=setup.force)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
+from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job
 from autotune.problem.typed import declared
 
@@ -103,6 +104,11 @@ def profile_names(profile: Mapping[str, Any]) -> list[Named]:
         *_code_in(profile.get("model_config")),
         *_paths_in(profile.get("config")),
     ]
+
+
+def knob_names(candidates: Iterable[Candidate]) -> list[Named]:
+    """Return the paths among candidates' values."""
+    return list(dict.fromkeys(one for candidate in candidates for one in _paths_in(candidate.as_dict)))
 
 
 def _code_in(config: Any) -> list[Named]:
