@@ -70,7 +70,7 @@ class Trap:
         return sorted(path.name for path in self.marks.iterdir())
 
     def started(self) -> list[str]:
-        """Processes, planted files and unpickled classes that a call of the tuner ran."""
+        """Processes, planted files and unpickled classes that the latest call of the tuner ran."""
         return self.log.read_text().splitlines() if self.log.exists() else []
 
     def call(self, *words: str, **more: Any) -> subprocess.CompletedProcess[str]:
@@ -78,6 +78,7 @@ class Trap:
         env = {**os.environ, "PYTHONPATH": str(self.hooks), "XDG_STATE_HOME": str(self.hooks / "state")}
         env["AUTOTUNE_CACHE"] = str(self.hooks / "cache")
         env |= more.pop("env", {})
+        self.log.unlink(missing_ok=True)
         return subprocess.run(
             [sys.executable, "-m", "autotune", *words],
             cwd=self.folder,
