@@ -8,8 +8,10 @@ from typing import Annotated
 
 from autotune.cli_options import Storage, StudyArgument
 from autotune.cli_parts import Json, console, emit, option
+from autotune.errors import readable
 
 
+@readable("the study")
 def show(study: StudyArgument, storage: Storage = None, as_json: Json = False) -> None:
     """A study's trials with their reasons, and its winner."""
     from autotune.results.console import show_study, study_json
@@ -22,6 +24,7 @@ def show(study: StudyArgument, storage: Storage = None, as_json: Json = False) -
         show_study(store, console())
 
 
+@readable("the study")
 def report(
     study: StudyArgument,
     out: Annotated[Path | None, option("File to write; default: NAME.html in the study's folder.")] = None,
@@ -42,6 +45,7 @@ def report(
         print(f"autotune: no browser was found: open {written.resolve()} in one", file=sys.stderr)
 
 
+@readable("the study")
 def export(
     study: StudyArgument,
     style: Annotated[str, option("deepspeed, accelerate, hf or sbatch.", "--format")] = "deepspeed",
@@ -61,6 +65,7 @@ def export(
             print(f"wrote {path}")
 
 
+@readable("the study")
 def record(
     study: StudyArgument,
     out: Annotated[Path | None, option("Table to write; default: NAME.table.csv.gz in the study's folder.")] = None,

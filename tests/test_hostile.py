@@ -12,13 +12,24 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from autotune.commands.remembered import remembered, remembered_python
+from autotune.commands.request import Request
+from autotune.commands.trust import grant, named_by
+from autotune.errors import UserError
 from autotune.problem.models import resolve_model
+from autotune.problem.outcome import Kind
+from autotune.problem.recorded import knob_names
+from autotune.recovery.ladder import stored_ladder
+from autotune.search.study import StudyStore
+from tests.cli_call import call
 from tests.hostile import SHADOWS, TEXT, Trap, controls, lay, live, space, table
+from tests.studies import study_of_every_kind
 
 READING = [
     ("show", "s"),
@@ -212,3 +223,99 @@ def test_every_shadow_would_be_imported_by_a_program_in_the_folder(trap: Trap, t
     assert trap.executed == ["yaml"]
     (trap.marks / "yaml").unlink()
     assert "yaml" in SHADOWS
+
+
+# -- values of any type ----------------------------------------------------------------------------------------------------
+
+MALFORMED = ("null", "-1", '"x"', "[1]", '{"a": 1}', "NaN", "[" * 5000 + "]" * 5000)
+COMMANDS = (("show", "s"), ("show", "s", "--json"), ("report", "s"), ("export", "s"), ("record", "s"), ("share", "s"))
+
+
+@pytest.mark.parametrize("owner", ["study", "trial"])
+@pytest.mark.parametrize("nested", [False, True], ids=["values", "values-in-values"])
+def test_a_malformed_value_of_a_study_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], owner: str, nested: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    study_of_every_kind(tmp_path / "runs", (Kind.OK, Kind.CRASH))
+    base, refused = tmp_path / "runs" / "s" / "study.db", 0
+    good = base.read_bytes()
+    with closing(sqlite3.connect(base)) as connection:
+        stored = dict(connection.execute(f"select key, value_json from {owner}_user_attributes"))
+    for at, (key, value) in enumerate(_malformed(stored, nested)):
+        base.write_bytes(good)
+        with closing(sqlite3.connect(base)) as connection:
+            connection.execute(f"update {owner}_user_attributes set value_json = ? where key = ?", (value, key))
+            connection.commit()
+        code, _, err = call(monkeypatch, capsys, *COMMANDS[at % len(COMMANDS)])
+        assert code in (0, 2), (key, value, err)
+        assert len(err.strip().splitlines()) == (code == 2), (key, value, err)
+        refused += code == 2
+    assert refused > 5
+
+
+def _malformed(stored: dict[str, str], nested: bool) -> Iterator[tuple[str, str]]:
+    """Yield (key, value in JSON): each value, or each value of each object, replaced by each malformed one."""
+    for key, text in stored.items():
+        value = json.loads(text)
+        for bad in MALFORMED:
+            if not nested:
+                yield key, bad
+            elif isinstance(value, dict):
+                for name in value:
+                    kept = json.dumps({other: one for other, one in value.items() if other != name})
+                    yield key, f'{kept[:-1]}{"," * (len(value) > 1)} "{name}": {bad}}}'
+
+
+# -- whose study, and what a command line grants ---------------------------------------------------------------------------
+
+
+def test_a_study_of_another_user_is_asked_for_by_run_and_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    study_of_every_kind(tmp_path / "runs", (Kind.OK,))
+    reader = os.geteuid() + 1
+    assert remembered_python(Request(study="s"), None) is None, "the reader's own"
+    assert remembered(Request(study="s"), None).job is not None
+    monkeypatch.setattr(os, "geteuid", lambda: reader)
+    for accepting in (remembered_python, remembered):
+        with pytest.raises(UserError, match=r"study of another user: .*study\.db"):
+            accepting(Request(study="s"), None)
+        with pytest.raises(UserError, match="not trusted"):
+            accepting(Request(study="s"), lambda text: "another user" not in text)
+        accepting(Request(study="s", trust=True), None)
+
+
+def test_a_linked_folder_of_a_study_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    study_of_every_kind(tmp_path / "runs", (Kind.OK,))
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs" / "s" / "logs").symlink_to(tmp_path / "disk")
+    with pytest.raises(UserError, match=r"linked folder runs/s/logs to .*disk"):
+        remembered_python(Request(study="s"), None)
+    remembered_python(Request(study="s"), lambda text: True)
+    remembered_python(Request(study="s"), None)
+
+
+def test_what_a_command_line_named_is_launched_without_a_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trap = lay(tmp_path)
+    monkeypatch.chdir(trap.folder)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    store = StudyStore.load("s")
+    with pytest.raises(UserError, match="names code"):
+        store.job.order()
+    with pytest.raises(UserError, match="remote code"):
+        remembered(Request(study="s"), None)
+    tried = [*(one.candidate for one in store.records()), *(rung.candidate for rung in stored_ladder(trap.study, "s"))]
+    grant([*named_by(store.job, store.python), *knob_names(tried)])
+    accepted = remembered(Request(study="s"), None).job
+    assert accepted is not None
+    assert accepted.order()["workload"] == "evil_workload:build"
+    (tmp_path / "state" / "autotune" / "trusted").chmod(0o777)  # another user could have put the grants there
+    with pytest.raises(UserError, match="remote code"):
+        remembered(Request(study="s"), None)

@@ -12,7 +12,7 @@ from autotune.commands.python import VARIABLE
 from autotune.commands.request import Request
 from autotune.commands.setup import Setup
 from autotune.commands.trust import Ask, accept, accept_job, named_by, owner_of
-from autotune.errors import UserError
+from autotune.errors import UserError, readable
 from autotune.problem.job import Job
 from autotune.problem.recorded import Named, knob_names
 from autotune.problem.typed import declared
@@ -37,15 +37,19 @@ def remembered_python(request: Request, ask: Ask | None) -> str | None:
     """Return the Python in which `run` goes on with the study of a request. All else that `run` starts is typed.
 
     Raises:
-        UserError: the study names one that the reader does not accept.
+        UserError: the reader does not accept the Python that the study names, its owner or its linked folders.
     """
-    store = _store(request)
-    if store is None or store.python is None or _names_python(request):
-        return None
-    accept(f"study {store.name}", [Named("Python", str(store.python))], trust=request.trust, ask=ask)
-    return store.python.shown
+    with readable("the study"):
+        store = _store(request)
+        if store is None:
+            return None
+        python = None if _names_python(request) else store.python
+        beside = [Named("Python", str(python))] if python is not None else []
+        accept(f"study {store.name}", [*_origin(store), *beside], trust=request.trust, ask=ask)
+        return python.shown if python is not None else None
 
 
+@readable("the study")
 def remembered(request: Request, ask: Ask | None) -> Remembered:
     """Return what `launch` takes of the study of a request.
 
@@ -56,12 +60,10 @@ def remembered(request: Request, ask: Ask | None) -> Remembered:
     if store is None:
         return Remembered()
     job, python = store.job, None if _names_python(request) else store.python
-    files = [store.folder / file for file in DATABASES] if store.folder else []
-    owners = owner_of(next((file for file in files if file.exists()), None))
     typed = [Named("option", text) for text in request.maps]
     rungs = stored_ladder(store.folder, store.name) if store.folder else []
     tried = [*(record.candidate for record in store.records()), *(rung.candidate for rung in rungs)]
-    named = [*owners, *(one for one in named_by(job, python) if one not in typed), *knob_names(tried)]
+    named = [*_origin(store), *(one for one in named_by(job, python) if one not in typed), *knob_names(tried)]
     accepted = accept_job(f"study {store.name}", job, trust=request.trust, ask=ask, besides=named)
     maps = declared(job.script) if job.script is not None else ()
     return Remembered(python.shown if python else None, maps, accepted)
@@ -85,6 +87,15 @@ def _store(request: Request) -> StudyStore | None:
         with suppress(UserError):
             return StudyStore.load(request.study, request.storage)
     return None
+
+
+def _origin(store: StudyStore) -> list[Named]:
+    """Return the owner of a study's file, if that is another user than the reader, and linked folders that trials write to."""
+    if store.folder is None or not store.folder.is_dir():
+        return []
+    links = [entry for entry in sorted(store.folder.iterdir()) if entry.is_symlink() and entry.is_dir()]
+    owners = owner_of(next((store.folder / file for file in DATABASES if (store.folder / file).exists()), None))
+    return [*owners, *(Named("linked folder", f"{link} to {link.resolve()}") for link in links)]
 
 
 def _names_python(request: Request) -> bool:

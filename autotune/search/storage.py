@@ -56,7 +56,7 @@ def make_study_folder(folder: Path) -> None:
     """Makes `runs/NAME` and writes to it once.
 
     Raises:
-        UserError: it cannot be made or written.
+        UserError: it cannot be made or written, or has links.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,6 +67,7 @@ def make_study_folder(folder: Path) -> None:
         raise UserError(
             f"{folder} cannot be written ({error.strerror}): free or unlock it, or change directory"
         ) from None
+    check_no_links(folder)
 
 
 def output_folder(folder: Path | None) -> Path:
@@ -90,11 +91,13 @@ def output_file(folder: Path | None, name: str) -> Path:
 def check_no_links(folder: Path) -> None:
     """Check that no file directly in a study's folder is a link: autotune makes none there, and would write through it.
 
+    Linked folders are accepted by `commands.remembered`: users keep checkpoints on other disks.
+
     Raises:
         UserError: one is.
     """
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if entry.is_symlink():
+        if entry.is_symlink() and not entry.is_dir():
             raise UserError(f"{entry} is a link, and files are written there: remove it, or name a file with --out")
 
 
