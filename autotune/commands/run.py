@@ -25,7 +25,7 @@ from autotune.commands.report import write_study
 from autotune.commands.request import Request, run_setup
 from autotune.commands.setup import Setup
 from autotune.commands.trust import Ask, grant, named_by
-from autotune.errors import NothingFits, UserError, one_line
+from autotune.errors import NothingFits, UserError, one_line, readable
 from autotune.executors.base import Executor
 from autotune.executors.local import LocalExecutor
 from autotune.executors.nodes.hostfile import hostfile_of, hostfile_text
@@ -220,7 +220,8 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver) -> 
     """The study, said; a script's own config is a trial of it where it was measured."""
     storage = setup.storage or default_storage(setup.folder)
     of, shared = (setup.name, storage, setup.folder, setup.job, setup.hardware, setup.space), setup.storage is not None
-    store, resumed = StudyStore.create_or_resume(*of, force=setup.force, shared=shared)
+    with readable("the study"):
+        store, resumed = StudyStore.create_or_resume(*of, force=setup.force, shared=shared)
     if setup.landscape is None:
         grant([*named_by(setup.job, other_python()), *knob_names(setup.candidates)])
     if shared:
