@@ -116,7 +116,7 @@ faults: setup  # an hour and a half; goes on where it was stopped
 
 gallery: setup  # docs/gallery.md, gallery/schema.json and what predictions begin with, of what lies in gallery/entries
 	$(BIN)/python -m autotune.gallery.page
-	$(BIN)/python -m autotune.gallery.rates
+	$(BIN)/python -m autotune.gallery.taught
 
 mutants: setup
 	$(BIN)/python benchmarks/mutants.py --json benchmarks/results/mutants.json

@@ -96,8 +96,8 @@ def launch(study: str, command: list[str], **options: Any) -> LaunchSummary:
     Args:
         study: name of the study, or its folder.
         command: the script and its arguments.
-        options: `max_restarts`, `hang_timeout`, `memory_cap`, `maps`, `storage`, `python`, `convert` and `global_batch_size`,
-            as the command takes them; `say` takes a line for people (default: print).
+        options: `max_restarts`, `hang_timeout`, `memory_cap`, `maps`, `storage`, `python`, `trust`, `convert` and
+            `global_batch_size`, as the command takes them; `say` takes a line for people (default: print).
 
     Raises:
         autotune.errors.UserError: bad input, or a study that is not of this script.

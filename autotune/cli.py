@@ -71,6 +71,7 @@ from autotune.cli_options import (
     Task,
     Tokens,
     Tolerance,
+    Trust,
     TrustRemoteCode,
     Unprotected,
     WinnerFile,
@@ -81,6 +82,7 @@ from autotune.cli_options import (
 from autotune.cli_parts import (
     STORAGE_VARIABLE,
     Json,
+    asking,
     console,
     emit,
     fail,
@@ -177,6 +179,7 @@ def run(
     no_gallery: NoGallery = False,
     force: Force = False,
     unprotected: Unprotected = False,
+    trust: Trust = False,
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
@@ -204,8 +207,9 @@ def _in_one_job(request: Request, **where: Any) -> None:
 def _tune(request: Request, yes: bool, as_json: bool) -> None:
     from autotune.commands.run import run_study
 
-    ask = None if yes or as_json or not is_watched(sys.stdin) else (lambda text: typer.confirm(text, default=True))
-    summary = run_study(request, console(stderr=as_json), quiet=as_json, confirm=ask)
+    confirm = None if yes or as_json or not is_watched(sys.stdin) else (lambda text: typer.confirm(text, default=True))
+    shown = console(stderr=as_json)
+    summary = run_study(request, shown, quiet=as_json, confirm=confirm, ask=asking(as_json))
     if as_json:
         emit(summary.to_json())
     else:
@@ -295,6 +299,7 @@ def launch(
     memory_cap: MemoryCap = None,
     storage: Storage = None,
     python: Python = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Train your script under the winner, and bring it back with less memory when it runs out.
@@ -306,7 +311,7 @@ def launch(
     request = typed(locals())
     from autotune.commands.launch import launch_training
 
-    summary = launch_training(request, say)
+    summary = launch_training(request, say, ask=asking(as_json))
     if as_json:
         emit(summary.to_json())
     else:

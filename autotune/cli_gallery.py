@@ -9,10 +9,12 @@ import typer
 
 from autotune.cli_options import Storage, StudyArgument
 from autotune.cli_parts import Json, console, emit, option
+from autotune.errors import readable
 
 gallery_app = typer.Typer(no_args_is_help=True, help="What others have measured: listed and checked.")
 
 
+@readable("the study")
 def share(
     study: StudyArgument,
     out: Annotated[Path | None, option("File to write; default: share.json in the study's folder.")] = None,

@@ -120,6 +120,10 @@ Force = Annotated[bool, option("Go on with a study of another job or machine.", 
 Unprotected = Annotated[
     bool, option("Run the script even if this machine cannot keep its writes from your files.", "--unprotected")
 ]
+Trust = Annotated[
+    bool,
+    option("Run what a study or table of another user names: Python, workload, remote code, variables.", "--trust"),
+]
 
 # a plan, a launch
 Gpu = Annotated[Text, option("Name like rtx3090 or a100-80gb; default: the machine's own.")]

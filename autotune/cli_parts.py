@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -49,15 +50,25 @@ Json = Annotated[bool, option("One JSON object on stdout, nothing else.", "--jso
 
 
 def console(stderr: bool = False) -> Console:
-    from rich.console import Console
+    """Return a console that shows data as it is: no markup, no emoji, and no control characters but rich's own."""
+    from autotune.results.tables import DataConsole
 
-    make = partial(Console, stderr=stderr, markup=False, emoji=False)  # what we print is data: paths, errors, names
+    stream = sys.stderr if stderr else sys.stdout
+    make = partial(DataConsole, file=getattr(stream, "styled", stream), markup=False, emoji=False)
     found = make()
     return found if found.is_terminal else make(width=140)
 
 
+def asking(as_json: bool = False) -> Callable[[str], bool] | None:
+    """Return a question to the reader whose answer is no unless typed otherwise; None without a terminal."""
+    from autotune.streams import is_watched
+
+    return None if as_json or not is_watched(sys.stdin) else lambda text: typer.confirm(text, err=True)
+
+
 def emit(data: Any) -> None:
-    print(json.dumps(masked_data(json.loads(json.dumps(data, default=str))), indent=2))
+    text = json.dumps(masked_data(json.loads(json.dumps(data, default=str))), indent=2)
+    print(text.replace("\x7f", "\\u007f"))
 
 
 def typed_command() -> str:

@@ -8,8 +8,10 @@ from typing import Annotated
 
 from autotune.cli_options import Storage, StudyArgument
 from autotune.cli_parts import Json, console, emit, load_numpy, option
+from autotune.errors import readable
 
 
+@readable("the study")
 def show(study: StudyArgument, storage: Storage = None, as_json: Json = False) -> None:
     """A study's trials with their reasons, and its winner."""
     load_numpy()
@@ -23,6 +25,7 @@ def show(study: StudyArgument, storage: Storage = None, as_json: Json = False) -
         show_study(store, console())
 
 
+@readable("the study")
 def report(
     study: StudyArgument,
     out: Annotated[Path | None, option("File to write; default: NAME.html in the study's folder.")] = None,
@@ -44,6 +47,7 @@ def report(
         print(f"autotune: no browser was found: open {written.resolve()} in one", file=sys.stderr)
 
 
+@readable("the study")
 def export(
     study: StudyArgument,
     style: Annotated[str, option("deepspeed, accelerate, hf or sbatch.", "--format")] = "deepspeed",
@@ -63,6 +67,7 @@ def export(
         print(*(f"wrote {path}" for path in files), *secrets_note(files), sep="\n")
 
 
+@readable("the study")
 def record(
     study: StudyArgument,
     out: Annotated[Path | None, option("Table to write; default: NAME.table.csv.gz in the study's folder.")] = None,

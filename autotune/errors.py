@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from autotune.masking import masked
 from autotune.versions import StrEnum
@@ -60,6 +61,31 @@ def near(word: str, known: Iterable[str]) -> str:
     """`; did you mean A or B?` for a misspelt word, or an empty string."""
     matches = difflib.get_close_matches(word.lower(), list(known), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
+
+
+@contextmanager
+def readable(what: str) -> Iterator[None]:
+    """Turn the failures that malformed stored values cause into one line. A study may be a stranger's, with any JSON in it.
+
+    Args:
+        what: is read: "the study".
+
+    Raises:
+        UserError: a value has a type or size that nothing can be done with.
+    """
+    try:
+        yield
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        AssertionError,
+        RecursionError,
+    ) as error:
+        why = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(f"{what} cannot be read ({why}): restore a copy of it, or choose another") from error
 
 
 def one_line(error: BaseException) -> str:

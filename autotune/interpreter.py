@@ -202,16 +202,20 @@ def which(command: str) -> str | None:
     return shutil.which(command)
 
 
-def launched(words: Sequence[str]) -> list[str]:
-    """A launcher's command line as a person types it who has not activated the environment of the ranks: the launcher by its
-    path, or as a module where the environment has no such script."""
-    if not _current.beside:
+def launched(words: Sequence[str], python: str | None) -> list[str]:
+    """Return a launcher's command line as a person types it who has not activated the environment of the ranks: the launcher by
+    its path, or as a module if the environment has no such script.
+
+    Args:
+        python: of the ranks; None: the tuner's own.
+    """
+    if python is None:
         return list(words)
     if words[0] == "python":
-        return [_current.path, *words[1:]]
-    module, script = _LAUNCHERS.get(words[0]), Path(_current.path).parent / words[0]
+        return [python, *words[1:]]
+    module, script = _LAUNCHERS.get(words[0]), Path(python).parent / words[0]
     if not script.is_file():
-        return [_current.path, "-m", module, *words[1:]] if module else list(words)
+        return [python, "-m", module, *words[1:]] if module else list(words)
     found = shutil.which(words[0])
     return [words[0] if found is not None and os.path.samefile(found, script) else str(script), *words[1:]]
 

@@ -12,20 +12,38 @@ from typing import Any, TextIO, cast
 
 from autotune.masking import masked
 
+# C0, DEL and C1 (ISO 6429), but for tab and newline, and the characters that reorder text (Unicode's property Bidi_Control).
+_HIDDEN = [*range(32), *range(127, 160), 0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_SHOWN = {one: f"\\u{one:04x}" for one in _HIDDEN if chr(one) not in "\t\n"}
 _GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)  # a pipe without reader, a terminal that hung up
 
 
-class Lasting:
-    """A text stream that holds no secrets, and of which a reader that has gone is no error: from then on it writes to nowhere."""
+def printable(text: str) -> str:
+    """Return the text with each character that moves a cursor, recolours a terminal or reorders text as its escape, `\\u001b`."""
+    return text.replace("\r\n", "\n").translate(_SHOWN)
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+
+class Lasting:
+    """A text stream of which a reader that has gone is no error: from then on it writes to nowhere. It passes no control
+    characters on: what is printed may come from a stranger's study.
+
+    Args:
+        styled: pass them on; rich writes its own, into texts that it has made printable (`cli_parts.console`).
+    """
+
+    def __init__(self, stream: TextIO, *, styled: bool = False) -> None:
+        self._stream, self._shown = stream, (lambda text: text) if styled else printable
+
+    @property
+    def styled(self) -> Lasting:
+        """The same stream for rich."""
+        return Lasting(self._stream, styled=True)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        text = masked(text)
+        text = self._shown(masked(text))
         with self._outlasting():
             try:
                 self._stream.write(text)

@@ -17,7 +17,7 @@ from common import HERE, command_line, parse, print_table, write_json
 
 from autotune.executors.replay import Landscape, load_landscape
 from autotune.predict.constants import QUIRKS, TIME, time_priors
-from autotune.predict.predictor import Predictor
+from autotune.predict.traced import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind, Measurement, Outcome
 
@@ -40,7 +40,7 @@ def errors(path: Path, slower: float = 1.0) -> tuple[list[Candidate], Any, Any]:
     rows = landscape.rows.items()
     seconds = {c: slower * row.step_seconds for c, row in rows if row.step_seconds and not c.offloaded}
     own = sorted((c for c in seconds if c.stage == 0), key=lambda c: (c.micro_batch, str(c)))
-    predictor = Predictor(landscape.job(), landscape.hardware())
+    predictor = traced_predictor(landscape.job(), landscape.hardware())
     for candidate in (own[0], own[len(own) // 2], own[-1]):
         predictor.observe(candidate, measured(landscape, seconds[candidate], candidate))
     others = [candidate for candidate in seconds if candidate.stage > 0]

@@ -29,6 +29,7 @@ from autotune.executors.replay import load_landscape
 from autotune.predict.passes import Trace
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
+from autotune.predict.traced import traced_predictor
 from autotune.predict.tracer import trace_model
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
@@ -199,7 +200,7 @@ def speed(amount: Amount) -> list[dict[str, Any]]:
     """Seconds of 10,000 predictions after tracing."""
     job = Job(resolve_model("tiny-gemma-2"), 2, 64, "fp32")
     candidates = load_space("default").candidates(job)[: amount.candidates]
-    predictor = Predictor(job, detect("cpu", 2))
+    predictor = traced_predictor(job, detect("cpu", 2))
     predictor.table(candidates[:10])
     began = time.perf_counter()
     predictor.table(candidates)

@@ -16,6 +16,7 @@ from autotune.predict.knobs import columns_of
 from autotune.predict.predictor import Predictor
 from autotune.predict.roofline import Work, spend, work
 from autotune.predict.trace import trace_job
+from autotune.predict.traced import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, named_gpu
 from autotune.problem.job import Job
@@ -161,4 +162,4 @@ def granite_tokens() -> float:
             "overlap_comm": True,
         }
     )
-    return Predictor(job, hardware).predict(granite).samples_per_second * 4096 / 4
+    return traced_predictor(job, hardware).predict(granite).samples_per_second * 4096 / 4

@@ -21,7 +21,7 @@ from common import HERE, command_line, parse, print_table, write_json
 from autotune.commands.report import write_study
 from autotune.executors.base import SEARCH
 from autotune.executors.replay import Landscape, ReplayExecutor, load_landscape
-from autotune.predict.predictor import Predictor
+from autotune.predict.traced import traced_predictor
 from autotune.results.report.gather import Searched
 from autotune.search.study import StudyStore
 
@@ -56,7 +56,7 @@ def seconds(does: Callable[[], object]) -> tuple[float, float]:
 def row(table: Landscape, trials: int, repeats: int, folder: Path) -> dict[str, Any]:
     store = study(table, trials, folder)
     url = f"journal:{folder / store.name / 'study.journal'}"
-    predictor = Predictor(store.job, store.hardware)
+    predictor = traced_predictor(store.job, store.hardware)
     searched = Searched(table.space(), tuple(table.rows))
     out = folder / f"{trials}.html"
 

@@ -179,15 +179,14 @@ def test_a_link_of_a_tuner_that_has_moved_is_made_anew(tmp_path: Path) -> None:
 
 def test_a_launcher_is_printed_as_a_shell_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["torchrun", "--nproc-per-node", "2"]
-    assert launched(words) == words, "in the tuner's own environment by its name"
+    assert launched(words, None) == words, "in the tuner's own environment by its name"
     python = stand_in(tmp_path / "bin/python")
-    with running_in(interpreter_at(str(python), "--python")):
-        assert launched(words) == [str(python), "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        script = program(tmp_path / "bin/torchrun", "")
-        assert launched(words)[0] == str(script)
-        monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
-        assert launched(words) == words, "its environment is active"
-        assert launched(["mine"]) == ["mine"]
+    assert launched(words, str(python)) == [str(python), "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    script = program(tmp_path / "bin/torchrun", "")
+    assert launched(words, str(python))[0] == str(script)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
+    assert launched(words, str(python)) == words, "its environment is active"
+    assert launched(["mine"], str(python)) == ["mine"]
 
 
 def test_a_command_is_looked_for_beside_the_interpreter_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from autotune.results.targets import check_out
 from autotune.search.proposer import Proposer
 from autotune.search.records import AS_IS
 from autotune.search.start import Start
-from autotune.search.storage import failures_in_one_line, output_folder
+from autotune.search.storage import failures_in_one_line, output_file
 from autotune.search.study import StudyStore
 
 NOTE = "the gallery's nearest"  # why such a trial is made
@@ -67,7 +67,7 @@ def share_study(study: str, storage: str | None, out: Path | None) -> Shared:
         UserError: there is no such study, it has measured nothing, or the file cannot be written.
     """
     store = StudyStore.load(study, storage)
-    out = out or output_folder(store.folder) / "share.json"
+    out = out or output_file(store.folder, "share.json")
     if out.is_dir():
         raise UserError(f"--out {out} is a folder; expected a file")
     check_out(out, makes_folders=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,20 +14,21 @@ from autotune.commands.python import TRAINING, ranks_python
 from autotune.commands.remembered import remembered
 from autotune.commands.request import Request, launch_setup
 from autotune.commands.setup import LaunchSetup, PlanSetup
+from autotune.commands.trust import Ask
 from autotune.errors import NothingFits, UserError, one_line
 from autotune.group.locks import held_gpus
-from autotune.predict.predictor import Predictor
+from autotune.predict.traced import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect
 from autotune.problem.job import Job, Script
 from autotune.problem.script import half_told, line_of
 from autotune.problem.sources import SOURCES
 from autotune.problem.typed import launchers_config
-from autotune.recovery.ladder import Rung, ladder_path, recovery_ladder, write_ladder
+from autotune.recovery.ladder import Rung, ladder_path, recovery_ladder, stored_ladder, write_ladder
 from autotune.recovery.supervisor import LaunchSummary, Supervisor, check_script
 from autotune.results.report.page import training_page, write_page
 from autotune.results.report.training import AttemptShown, TrainingReport
-from autotune.search.storage import make_study_folder, output_folder
+from autotune.search.storage import check_no_links, make_study_folder, output_folder
 from autotune.search.study import StudyStore
 from autotune.version import __version__
 
@@ -44,12 +44,13 @@ class _Training:
     threads: int | None = None  # a rank was measured with; None where nothing was measured
 
 
-def launch_training(request: Request, say: Callable[[str], None] = print) -> LaunchSummary:
+def launch_training(request: Request, say: Callable[[str], None] = print, *, ask: Ask | None = None) -> LaunchSummary:
     """Trains a script to its end under a study's winner, or without a study under the best of a plan.
 
     Args:
         request: its `study` or its `model`, and its `script`.
         say: takes a line for people.
+        ask: asks the reader a question; None without a terminal.
 
     Raises:
         UserError: bad input, or a study that is not of this script.
@@ -57,18 +58,20 @@ def launch_training(request: Request, say: Callable[[str], None] = print) -> Lau
     """
     if request.executor not in ("local", *SCHEDULERS):
         raise UserError(f"--executor {request.executor}: expected local, slurm or ray")
-    known = remembered(request)
+    known = remembered(request, ask)
     request = dataclasses.replace(request, maps=known.maps_under(request.maps))
     with (
         ranks_python(request.python, say, needed=TRAINING, remembered=known.python),
         named_nodes(request, say) as nodes,
     ):
-        return _launch(launch_setup(request, nodes), nodes, say)
+        return _launch(launch_setup(request, nodes), nodes, known.job, say)
 
 
-def _launch(setup: LaunchSetup, nodes: Nodes | None, say: Callable[[str], None]) -> LaunchSummary:
+def _launch(setup: LaunchSetup, nodes: Nodes | None, accepted: Job | None, say: Callable[[str], None]) -> LaunchSummary:
     if setup.study is not None:
-        training = _from_study(setup, StudyStore.load(setup.study, setup.storage), say)
+        store = StudyStore.load(setup.study, setup.storage)  # complains here if there is none
+        assert accepted is not None
+        training = _from_study(setup, store, accepted, say)
     else:
         training = _from_plan(setup)
     found = _machines(training.hardware, setup.memory_cap_bytes, nodes)
@@ -151,9 +154,9 @@ def _write_page(summary: LaunchSummary, training: _Training, hardware: Hardware,
     say(f"wrote {path}")
 
 
-def _from_study(setup: LaunchSetup, store: StudyStore, say: Callable[[str], None]) -> _Training:
-    """Under a study's winner, with what the study knows of the script."""
-    job, script = store.job, setup.script
+def _from_study(setup: LaunchSetup, store: StudyStore, job: Job, say: Callable[[str], None]) -> _Training:
+    """Under a study's winner, with what the study knows of the script and the reader accepted (`job`)."""
+    script, tuned = setup.script, job
     check_script(store.name, job, script.target)
     if setup.ranks not in (None, store.hardware.per_node):
         each = " on each node" if store.hardware.nodes > 1 else ""
@@ -177,14 +180,21 @@ def _from_study(setup: LaunchSetup, store: StudyStore, say: Callable[[str], None
         say(line)
     if line := about_variables(store.name, store.fingerprint, winner.candidate):
         say(line)
-    ladder = ladder_of(store, winner.candidate, setup.convert)
-    return _Training(
-        dataclasses.replace(job, script=script),
-        store.hardware,
-        ladder,
-        store.folder if store.folder and output_folder(store.folder) == store.folder else Path("runs") / store.name,
-        store.threads,
-    )
+    ladder = ladder_of(store, tuned, winner.candidate, setup.convert)
+    return _Training(dataclasses.replace(job, script=script), store.hardware, ladder, _folder_of(store), store.threads)
+
+
+def _folder_of(store: StudyStore) -> Path:
+    """Return the folder that the training writes to: the study's, or if that is another user's one in the current folder.
+
+    Raises:
+        UserError: it has links.
+    """
+    folder = store.folder
+    if folder is None or output_folder(folder) != folder:
+        return Path("runs") / store.name
+    check_no_links(folder)
+    return folder
 
 
 def _config_beside(known: Script, script: Script) -> str | None:
@@ -194,27 +204,27 @@ def _config_beside(known: Script, script: Script) -> str | None:
     return known.ds_config if given else script.ds_config or known.ds_config
 
 
-def ladder_of(store: StudyStore, top: Candidate, convert: bool) -> list[Rung]:
+def ladder_of(store: StudyStore, job: Job, top: Candidate, convert: bool) -> list[Rung]:
     """The recovery ladder of a study's winner: as `run` wrote it, or made anew where it wrote none for this winner."""
     path = ladder_path(store.folder, store.name) if store.folder else None
-    if not convert and path is not None and path.exists():
-        known = [Rung.from_json(one) for one in json.loads(path.read_text(encoding="utf-8"))]
+    if not convert and store.folder is not None:
+        known = stored_ladder(store.folder, store.name)
         if known and known[0].candidate == top:
             return known
-    ladder = make_ladder(store, top, convert)
+    ladder = make_ladder(store, job, top, convert)
     if not convert and path is not None and output_folder(store.folder) == store.folder:
-        write_ladder(path, ladder, store.job)
+        write_ladder(path, ladder, job)
     return ladder
 
 
-def make_ladder(store: StudyStore, top: Candidate, convert: bool = False) -> list[Rung]:
+def make_ladder(store: StudyStore, job: Job, top: Candidate, convert: bool = False) -> list[Rung]:
     """A ladder from what the study measured, and from predictions that its outcomes have calibrated."""
-    predictor = Predictor(store.job, store.hardware)
+    predictor = traced_predictor(job, store.hardware)
     for record in store.records():
         if record.outcome is not None:
             predictor.observe(record.candidate, record.outcome)
     space = store.searched_space()
-    return recovery_ladder(top, space, store.job, predictor, store.measured(), store.failed(), convert=convert)
+    return recovery_ladder(top, space, job, predictor, store.measured(), store.failed(), convert=convert)
 
 
 def _from_plan(setup: LaunchSetup) -> _Training:
@@ -228,7 +238,7 @@ def _from_plan(setup: LaunchSetup) -> _Training:
 
 
 def _planned_ladder(plan: PlanSetup, convert: bool) -> list[Rung]:
-    predictor = Predictor(plan.job, plan.hardware)
+    predictor = traced_predictor(plan.job, plan.hardware)
     candidates, _ = predictor.buildable(plan.space.candidates(plan.job))
     ranked = predictor.ranked(predictor.table(candidates))
     if not ranked:

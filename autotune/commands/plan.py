@@ -16,8 +16,9 @@ from autotune.commands.setup import PlanSetup
 from autotune.errors import UserError
 from autotune.predict.elsewhere import PLENTY, Elsewhere, host_bytes_per_node
 from autotune.predict.known_error import known_errors
+from autotune.predict.passes import Trace
 from autotune.predict.predictor import Prediction, Predictor, Table
-from autotune.predict.trace import Trace
+from autotune.predict.traced import traced_predictor
 from autotune.problem.candidate import CHECKPOINTING, Candidate
 from autotune.problem.hardware import gpu_table
 from autotune.results.plan import HostNeed, Plan, StagePlan
@@ -40,7 +41,7 @@ def plans(request: Request, gpus: Sequence[str | None], say: Callable[[str], Non
     traces: dict[str, Trace] = {}  # by precision: one trace serves all GPUs
     with ranks_python(request.python, say, named=NAMED_MODEL):  # without torch the plan is a rougher one
         for setup in plan_setups(request, gpus):
-            predictor = Predictor(setup.job, setup.hardware, traces.get(setup.job.precision))
+            predictor = traced_predictor(setup.job, setup.hardware, traces.get(setup.job.precision))
             traces[setup.job.precision] = predictor.trace
             made.append(make_plan(setup, predictor, elsewhere=len(gpus) == 1))
     return made
@@ -109,7 +110,9 @@ def _host_needs(setup: PlanSetup, predictor: Predictor, candidates: list[Candida
     if not smallest:
         return ()
     hardware, ways = setup.hardware, sorted(smallest)
-    roomy = Predictor(setup.job, dataclasses.replace(hardware, host_memory_bytes=PLENTY), predictor.trace)
+    roomy = Predictor(
+        setup.job, dataclasses.replace(hardware, host_memory_bytes=PLENTY), predictor.trace, predictor.tracer
+    )
     return tuple(
         HostNeed(stage, parameters, host_bytes_per_node(one.host_bytes, hardware), one.sure)
         for (stage, parameters), one in zip(ways, roomy.predict_many([smallest[way] for way in ways]), strict=True)
@@ -177,7 +180,7 @@ def _unlocks(wanted: Prediction, setup: PlanSetup, predictor: Predictor) -> list
         more = dataclasses.replace(job, ranks=job.ranks + step)
         nodes = hardware.nodes + (hardware.nodes > 1)
         grown = dataclasses.replace(hardware, count=hardware.count + step, nodes=nodes)
-        if Predictor(more, grown, predictor.trace).predict(candidate).sure:
+        if Predictor(more, grown, predictor.trace, predictor.tracer).predict(candidate).sure:
             found.append("one more GPU" if hardware.nodes == 1 else "one more node")
     missing = wanted.sure_bytes - hardware.ceiling_bytes
     if hardware.device == "cuda" and missing > 0:

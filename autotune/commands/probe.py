@@ -12,6 +12,7 @@ from typing import Any
 
 from autotune.commands.obedience import batch_note
 from autotune.commands.setup import Setup
+from autotune.commands.trust import grant, is_granted
 from autotune.errors import Stopped, UserError
 from autotune.executors.base import Effort
 from autotune.executors.local import LocalExecutor
@@ -23,6 +24,7 @@ from autotune.problem.fitting import fitted
 from autotune.problem.job import Script
 from autotune.problem.needs import steps_on_gpu
 from autotune.problem.outcome import Kind, Outcome, Source
+from autotune.problem.recorded import Named, profile_names
 from autotune.problem.script_job import (
     CALL,
     EARLIER,
@@ -60,6 +62,9 @@ _UNREACHED = re.compile(  # types of exceptions
 )
 
 
+_FIRST_RUN = "first run"  # kind of a grant: this user has written that memory of one
+
+
 @dataclasses.dataclass(frozen=True)
 class Probe:
     """What a script showed."""
@@ -79,10 +84,12 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
     memory = folder / MEMORY
     key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.memory_cap_bytes}"
     if memory.exists():
-        known = json.loads(memory.read_text(encoding="utf-8"))
+        text = memory.read_text(encoding="utf-8")
+        known = json.loads(text)
         profile = known["profile"]
+        believed = not profile_names(profile) or is_granted(Named(_FIRST_RUN, text))
         changed = edited_since(profile.get(SOURCES, {}), script.cwd)
-        if known["key"] == key and not changed and not _counted_otherwise(profile):
+        if known["key"] == key and believed and not changed and not _counted_otherwise(profile):
             baseline = Outcome.from_json(known["baseline"]) if known["baseline"] else None
             return Probe(dataclasses.replace(script, profile=profile), baseline)
     say(f"running {script.name} as it is, to learn what it trains")
@@ -129,6 +136,7 @@ def remember(probed: Probe, folder: Path) -> None:
     changes nothing."""
     if probed.kept:
         write_atomically(folder / MEMORY, probed.kept, private=True)
+        grant([Named(_FIRST_RUN, probed.kept)])
 
 
 def _at_its_thriftiest(executor: LocalExecutor, script: Script, optimizer: str, seconds: float) -> dict[str, Any]:

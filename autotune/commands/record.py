@@ -12,7 +12,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind
 from autotune.problem.tasks import CAUSAL
 from autotune.search.records import RESUME, SEARCH
-from autotune.search.storage import output_folder
+from autotune.search.storage import output_file
 from autotune.search.study import StudyStore
 from autotune.units import GIB
 
@@ -36,7 +36,7 @@ def record_study(study: str, storage: str | None, out: Path | None) -> tuple[Pat
             f"study {store.name} is of a slice: a table holds what was measured, and the other nodes' communication is "
             "predicted; record a study of all nodes, or of one alone"
         )
-    out = out or output_folder(store.folder) / f"{store.name}.table.csv.gz"  # NAME.json is the winner's
+    out = out or output_file(store.folder, f"{store.name}.table.csv.gz")  # NAME.json is the winner's
     rows = _rows(store)
     if not any(row.kind is Kind.OK for row in rows.values()):
         raise UserError(f"study {store.name} has measured nothing that could be replayed: run it first")

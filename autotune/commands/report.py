@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import webbrowser
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from autotune.commands.remembered import python_of
 from autotune.errors import UserError
-from autotune.interpreter import running_in
 from autotune.predict.predictor import Predictor
+from autotune.predict.trace_cache import stored_trace
 from autotune.results.plan import Plan
 from autotune.results.report.confidential import confidential, without_secrets
 from autotune.results.report.gather import Searched, study_report
@@ -17,7 +17,7 @@ from autotune.results.report.page import plan_page, study_page, write_page
 from autotune.results.report.planned import plan_report
 from autotune.results.targets import check_out
 from autotune.search.records import uncollected
-from autotune.search.storage import failures_in_one_line, output_folder
+from autotune.search.storage import failures_in_one_line, output_file
 from autotune.search.study import StudyStore
 
 
@@ -33,9 +33,9 @@ def report_study(study: str, storage: str | None, out: Path | None, *, hide: boo
     """
     store = StudyStore.load(study, storage)
     name = "confidential" if hide else store.name
-    out = out or output_folder(store.folder) / f"{name}.html"
+    out = out or output_file(store.folder, f"{name}.html")
     check_out(out)
-    with failures_in_one_line(), running_in(python_of(store)):
+    with failures_in_one_line():
         write_study(store, out, hide=hide)
     return out
 
@@ -66,11 +66,14 @@ def write_study(
 
 
 def _predictor(store: StudyStore, trace_of: Predictor | None) -> tuple[Predictor | None, str]:
-    """(a predictor that has seen nothing, why there is none)."""
+    """Return a predictor that has seen nothing, or None and the reason. It runs no code of the study: there is no prediction
+    without a stored trace."""
     if not any(record.outcome for record in store.records()):
         return None, ""
+    job, hardware = store.job, store.hardware
+    tracer = trace_of.tracer if trace_of else partial(stored_trace, versions=store.versions)
     try:
-        return Predictor(store.job, store.hardware, trace_of.trace if trace_of else None), ""
+        return Predictor(job, hardware, trace_of.trace if trace_of else tracer(job, device=hardware.device), tracer), ""
     except UserError as error:
         return None, f"There is no prediction: {error}"
 

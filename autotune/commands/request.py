@@ -64,6 +64,7 @@ class Request:
     unprotected: bool = False
     isolation: str = "fork"
     trust_remote_code: bool = False
+    trust: bool = False  # of what a study or a table names
     tolerance: str = "1%"
     exhaustive: bool = False
     executor: str = "local"
@@ -378,8 +379,7 @@ def _named_job(request: Request, hardware: Hardware) -> Job:
     )
     for option, value in (("--lora", job.lora), ("--attn", job.attention)):
         if package := missing_package(value):
-            lacks = f"{option} {value} needs the package {package}, which is not installed"
-            raise UserError(f"{lacks}: install it or leave it out")
+            raise UserError(f"{option} {value} needs the package {package}: install it, or leave {option} out")
     return job
 
 
@@ -398,5 +398,5 @@ def _model(request: Request) -> ModelSpec:
         return workload_spec(request.workload)
     if request.model:
         return resolve_model(request.model, trust_remote_code=request.trust_remote_code)
-    others = "or --workload, or your script after `--`"
-    raise UserError(f"--model is missing: give a shipped name (`autotune models`), a folder, or a Hub id; {others}")
+    others = "a folder, or a Hub id; or --workload, or your script after `--`"
+    raise UserError(f"--model is missing: give a shipped name (`autotune models`), {others}")

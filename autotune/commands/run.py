@@ -21,21 +21,25 @@ from autotune.commands.grounds import executors_beside, first_executor, place, w
 from autotune.commands.nodes import named_nodes
 from autotune.commands.probe import Probe, after_probe, probe, remember
 from autotune.commands.python import NAMED_MODEL, TRAINING, ranks_python
-from autotune.commands.remembered import remembered
+from autotune.commands.remembered import accepted_table, remembered_python
 from autotune.commands.report import write_study
 from autotune.commands.request import Request, run_setup
 from autotune.commands.setup import Setup
-from autotune.errors import NothingFits, UserError, one_line
+from autotune.commands.trust import Ask, grant, named_by
+from autotune.errors import NothingFits, UserError, one_line, readable
 from autotune.executors.base import Executor
 from autotune.executors.local import LocalExecutor
 from autotune.executors.nodes.hostfile import hostfile_of, hostfile_text
 from autotune.executors.slice import Rest
 from autotune.files import write_atomically
 from autotune.group.locks import held_gpus
+from autotune.interpreter import other_python
 from autotune.masking import hide_password
 from autotune.predict.predictor import Predictor
+from autotune.predict.traced import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind
+from autotune.problem.recorded import knob_names
 from autotune.problem.script_job import own_candidate
 from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
 from autotune.results.console import PlainObserver, make_observer, record_json
@@ -85,12 +89,13 @@ class RunSummary:
 
 
 def run_study(
-    request: Request, console: Console, *, quiet: bool = False, confirm: Callable[[str], bool] | None = None
+    request: Request, console: Console, *, quiet: bool = False, confirm: Ask | None = None, ask: Ask | None = None
 ) -> RunSummary:
     """Tunes, verifies and exports.
 
     Args:
         confirm: asks a person a question; None where nobody is there to answer.
+        ask: the same, before what a study or a table names is run.
 
     Raises:
         UserError: bad input, or a job that fails by itself.
@@ -105,12 +110,12 @@ def run_study(
         if not quiet:
             console.print(text, soft_wrap=True, markup=False, emoji=False, highlight=False)  # a path is not cut in two
 
-    known = remembered(request).python if local else None
+    known = remembered_python(request, ask) if local else None
     with (
         ranks_python(request.python, say, needed=needed, remembered=known),
         named_nodes(request, say, request.budget) as nodes,
     ):
-        return _run(run_setup(request, nodes), console, quiet, confirm)
+        return _run(accepted_table(run_setup(request, nodes), request, ask), console, quiet, confirm)
 
 
 def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], bool] | None) -> RunSummary:
@@ -153,7 +158,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             kept.callback(store.leave)
             if probed is not None:
                 remember(probed, work)
-            predictor = Predictor(setup.job, setup.hardware)
+            predictor = traced_predictor(setup.job, setup.hardware)
             begin_with_rates(setup, store, predictor, observer.say)
             candidates, left_out = predictor.buildable(setup.candidates)
             wider = [f"{note}; predictions are wider for it" for note in predictor.notes()]
@@ -219,8 +224,11 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, fai
     """The study, said; a script's own config is a trial of it where it was measured."""
     storage = setup.storage or default_storage(setup.folder)
     of, shared = (setup.name, storage, setup.folder, setup.job, setup.hardware, setup.space), setup.storage is not None
-    store, resumed = StudyStore.create_or_resume(*of, force=setup.force, shared=shared)
+    with readable("the study"):
+        store, resumed = StudyStore.create_or_resume(*of, force=setup.force, shared=shared)
     failing.ask(partial(store.measured_here.what_is_left, store.name, storage))
+    if setup.landscape is None:
+        grant([*named_by(setup.job, other_python()), *knob_names(setup.candidates)])
     if shared:
         store.share(observer.say)
         agree_on_memory(store, setup.hardware, force=setup.force)
@@ -340,7 +348,7 @@ def _summary(
         given = (store.threads, environment_of(store, found.winner.candidate))
         nodes, hostfile = store.hardware.nodes, None if store.hardware.sliced else hostfile_of(setup.folder)
         about = (found.winner.candidate, store.job, store.name, files[0], *given)
-        lines += train_with(*about, nodes=nodes, hostfile=hostfile).lines()
+        lines += train_with(*about, nodes=nodes, hostfile=hostfile, python=other_python()).lines()
         if setup.storage is not None:
             told = hide_password(setup.storage)
             lines.append(f"  the study is in {told}: launch, report and export need AUTOTUNE_STORAGE or --storage, too")

@@ -149,7 +149,7 @@ class LocalExecutor:
 
     def _check(self) -> None:
         spec = {
-            "job": self.job.to_json(),
+            "job": self.job.order(),
             "device": self.hardware.device,
             "cap_bytes": None,
             "threads": self.threads,
@@ -342,7 +342,7 @@ class LocalSession:
                 what["sandbox"] = trial_sandbox(executor.folder, job, candidate, executor.study, **how).to_json()
         return {
             **what,
-            "job": under(job, candidate).to_json(),
+            "job": under(job, candidate).order(),
             "device": executor.hardware.device,
             "cap_bytes": executor.hardware.memory_cap_bytes,
             "seed": executor.seed,

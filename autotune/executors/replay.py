@@ -28,6 +28,7 @@ from autotune.problem.job import Job, Lora
 from autotune.problem.knob_values import knob_value
 from autotune.problem.models import ModelSpec, resolve_model
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
+from autotune.problem.recorded import recorded_job
 from autotune.problem.space import Domain, SearchSpace
 from autotune.problem.tasks import CAUSAL
 from autotune.units import GIB
@@ -71,7 +72,7 @@ class Landscape:
     def job(self) -> Job:
         facts = self.facts
         if "job" in facts:
-            return Job.from_json(facts["job"])
+            return recorded_job(facts["job"])
         config, name = facts.get("model_config"), str(facts["model"])
         model = ModelSpec(name, config, "the table's JSON") if isinstance(config, dict) else resolve_model(name)
         batch = facts.get("global_batch_size")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from autotune.predict.constants import overhead_prior
-from autotune.predict.predictor import Predictor
+from autotune.predict.traced import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
@@ -25,7 +25,7 @@ class Rest:
     """
 
     def __init__(self, job: Job, hardware: Hardware) -> None:
-        self._predictor = Predictor(job, hardware)
+        self._predictor = traced_predictor(job, hardware)
         alone, together = overhead_prior(hardware, 1).mean, overhead_prior(hardware, hardware.count).mean
         self._nccl_bytes = int((together - alone) * GIB)
 

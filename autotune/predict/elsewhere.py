@@ -71,7 +71,9 @@ class Elsewhere:
         candidates = self.candidates(job)
         if not candidates:
             return None
-        predictor = Predictor(job, dataclasses.replace(hardware, host_memory_bytes=PLENTY), self.first.trace)
+        predictor = Predictor(
+            job, dataclasses.replace(hardware, host_memory_bytes=PLENTY), self.first.trace, self.first.tracer
+        )
         return Tried(hardware, predictor, candidates, predictor.table(candidates))
 
 

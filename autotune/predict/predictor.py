@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -31,7 +32,6 @@ from autotune.predict.passes import Trace
 from autotune.predict.prediction import SURE_SIGMAS, Breakdowns, Prediction, Table
 from autotune.predict.prepared import Prepared
 from autotune.predict.roofline import Spent, host_limit_bytes, spend
-from autotune.predict.trace import trace_job
 from autotune.predict.unread import unread_keys
 from autotune.predict.versions import unknown_newer
 from autotune.problem.candidate import ATTENTION, LIGER, TRACED_KNOBS, Candidate, under
@@ -47,12 +47,33 @@ _LATEST = slice(-128, None)
 _MOST_OBSERVATIONS = 512  # of the latest; the constants are known by then
 
 
-class Predictor:
-    """Predicts for one job on one machine. The model is traced when the Predictor is made, unless a trace is given."""
+class Tracer(Protocol):
+    """Returns the trace of a job."""
 
-    def __init__(self, job: Job, hardware: Hardware, trace: Trace | None = None) -> None:
-        self.job, self.hardware = job, hardware
-        self.trace = trace if trace is not None else trace_job(job, device=hardware.device)
+    def __call__(self, job: Job, *, device: str) -> Trace: ...
+
+
+def untraced(job: Job, *, device: str) -> Trace:
+    """Trace nothing.
+
+    Raises:
+        UserError: always.
+    """
+    raise UserError("not traced")
+
+
+class Predictor:
+    """Predicts for one job on one machine.
+
+    Args:
+        trace: of the job's model.
+        tracer: traces other ways of making the model, like another attention. It may run the job's code, so the commands that
+            read a study pass `trace_cache.stored_trace`; `predict.traced.traced_predictor` passes `trace.trace_job`.
+    """
+
+    def __init__(self, job: Job, hardware: Hardware, trace: Trace, tracer: Tracer = untraced) -> None:
+        self.job, self.hardware, self.tracer = job, hardware, tracer
+        self.trace = trace
         self._traces: dict[tuple[object, ...], Trace] = {_way(job, {}): self.trace}
         self._refused: dict[tuple[object, ...], str] = {}  # ways of making the model that cannot be, and why
         widen = 1.0 if self.trace.exact else UNTRACED
@@ -257,7 +278,7 @@ class Predictor:
         """The trace of a way of making the model, of which the candidate is one; the job's own where it cannot be made."""
         if way not in self._traces:
             try:
-                self._traces[way] = trace_job(under(self.job, candidate), device=self.hardware.device)
+                self._traces[way] = self.tracer(under(self.job, candidate), device=self.hardware.device)
             except UserError as error:
                 self._refused[way] = str(error)
                 self._traces[way] = self.trace

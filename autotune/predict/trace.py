@@ -6,13 +6,10 @@ The tuner's process never imports torch, so nothing here does.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
 import json
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +17,16 @@ import psutil
 
 from autotune.entry_points import TRACER
 from autotune.errors import UserError
-from autotune.files import cache_root, write_atomically
+from autotune.files import write_atomically
 from autotune.group.launchers import IMPORT_SECONDS
 from autotune.interpreter import current, module_command
 from autotune.predict.closed_form import closed_form_trace, profile_trace, told_by_shape
 from autotune.predict.passes import IMPORTED, Trace
+from autotune.predict.trace_cache import RUNS_IT, cache_path, cached, runnable, traceable
 from autotune.problem.job import Job
-from autotune.problem.tasks import CAUSAL, IMAGE_TEXT
+from autotune.problem.tasks import IMAGE_TEXT
 
-__all__ = ["LOSSES", "VERSION", "Trace", "cache_folder", "cache_key", "trace_job", "trace_jobs", "traceable"]
+__all__ = ["LOSSES", "Trace", "trace_job", "trace_jobs"]
 
 # How a decoder's loss is taken: as transformers does it (32-bit logits); from the 16-bit logits in place, as fused cross-entropy
 # kernels do, or in place of their 32-bit copy; chunk by chunk, as kernels do that hold the head too and never all logits, each
@@ -38,42 +36,10 @@ __all__ = ["LOSSES", "VERSION", "Trace", "cache_folder", "cache_key", "trace_job
 # done, as loops written by hand do and transformers' Trainer does not.
 LOSSES = ("own", "fused", "fused32", "chunked", "chunked-apart", "shifted32", "held32", "shifted16", "shifted-cast")
 
-_RUNS_IT = ("torch", "transformers")
 _LOOK_SECONDS = 0.5  # between looks at what the tracer says
 _OWN_SHARE = 0.5  # of a core, below which a trace that does not come tells of the machine and not of the model
-VERSION = 8  # of what the tracer finds: raise it when that changes
 
 
-def cache_folder() -> Path:
-    return cache_root() / "traces"
-
-
-def cache_key(job: Job, loss: str = "own", device: str = "cuda") -> str:
-    """A hash of all that decides a trace: model, sequence length, precision, task, and the versions of what runs it."""
-    versions = {name: current().version(name) for name in _RUNS_IT}
-    parts = {
-        "model": asdict(job.model),
-        "seq_len": job.seq_len,
-        "precision": job.precision,
-        "versions": versions,
-        "version": VERSION,
-        **({"loss": loss} if loss != "own" else {}),
-        **({"device": device} if device != "cuda" else {}),
-        **({"lora": job.lora.to_json()} if job.lora else {}),
-        **({"plain": True} if job.lora and job.lora.fp32 and job.plain else {}),
-        **({"autocast": job.autocast} if job.autocast else {}),
-        **({"attention": job.attention} if job.attention else {}),
-        **({"task": job.task} if job.task != CAUSAL else {}),
-        **({"image_size": job.image_size} if job.image_size else {}),
-        **({"liger": current().version("liger_kernel")} if job.liger else {}),
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
-
-
-# Attention that can be run without a GPU. All other kernels (FlashAttention 2 and 3, compiled flex attention, those of the
-# Hub) keep for backward what `sdpa` keeps: query, key, value, output and a logarithm a row (Dao 2023, algorithm 2;
-# transformers' integrations/flash_attention.py adds nothing where batches are not padded).
-_RUNS_ANYWHERE = (None, "eager", "sdpa")
 _SIXTEEN_BITS = ("flash_attention_2", "flash_attention_3")  # "FlashAttention only support fp16 and bf16 data type"
 
 
@@ -107,14 +73,14 @@ def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seco
         )
     if job.script and not traceable(job.script.profile):
         return profile_trace(job)
-    if missing := [name for name in _RUNS_IT if current().version(name) is None]:
+    if missing := [name for name in RUNS_IT if current().version(name) is None]:
         return closed_form_trace(
             job, f"{' and '.join(missing)} not installed; --python names an environment that has them"
         )
-    job, replaced = _runnable(job)
-    path = _cache_path(job, loss, device)
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return Trace.from_json(json.loads(path.read_text(encoding="utf-8")))
+    job, replaced = runnable(job)
+    path = cache_path(job, loss, device)
+    if (known := cached(path)) is not None:
+        return known
     options = _loss_options(loss) + ["--cpu"] * (device == "cpu")
     if job.task == IMAGE_TEXT:
         timeout_seconds *= 3  # windows of an image are looked at one by one
@@ -146,18 +112,6 @@ def _known_late(path: Path, timeout_seconds: float) -> dict[str, Any] | None:
     return None
 
 
-def _runnable(job: Job) -> tuple[Job, bool]:
-    """(the job with an attention that runs without a GPU, whether that is another than its own)."""
-    asked = job.attention or job.model.config.get("attn_implementation")
-    if asked in _RUNS_ANYWHERE:
-        return job, False
-    return dataclasses.replace(job, attention="sdpa"), True
-
-
-def _cache_path(job: Job, loss: str, device: str = "cuda") -> Path:
-    return cache_folder() / f"{cache_key(job, loss, device)}.json"
-
-
 def trace_jobs(jobs: Sequence[tuple[Job, str]], told: Callable[[int, int], None] | None = None) -> None:
     """Fills the cache for many (job, loss) at once: torch is imported once, and both cores trace.
 
@@ -168,10 +122,10 @@ def trace_jobs(jobs: Sequence[tuple[Job, str]], told: Callable[[int, int], None]
     """
     missing = {}
     for job, loss in jobs:
-        job, _ = _runnable(job)
-        path = _cache_path(job, loss)
+        job, _ = runnable(job)
+        path = cache_path(job, loss)
         if not path.exists():
-            missing[path] = {"job": job.to_json(), "options": _loss_options(loss)}
+            missing[path] = {"job": job.order(), "options": _loss_options(loss)}
     if not missing:
         return
     paths = list(missing)
@@ -216,7 +170,7 @@ def _ask_tracer(job: Job, options: list[str], timeout_seconds: float) -> dict[st
     It sees no GPU, unless only sizes are asked for: those of a model that insists on one.
     """
     try:
-        said, complaint = _run_tracer(options, json.dumps(job.to_json()), timeout_seconds)
+        said, complaint = _run_tracer(options, json.dumps(job.order()), timeout_seconds)
     except _TooLong as error:
         late = {"late_seconds": timeout_seconds} if error.worked else {}
         return {"untraceable": str(error), **late, **_last_answer(error.said)}
@@ -294,9 +248,3 @@ def _worked_seconds(pid: int) -> float:
             with contextlib.suppress(psutil.Error):
                 worked += sum(process.cpu_times()[:4])  # and its children's that have ended
     return worked
-
-
-def traceable(profile: dict[str, Any]) -> bool:
-    """Whether a script trains what a trace runs: the whole of a causal model, on the model's own loss."""
-    one_row = profile.get("rows_per_sample") == 1 or profile.get("counted") == "tokens"  # those are packed end to end
-    return bool(profile.get("causal") and not profile.get("frozen") and one_row)

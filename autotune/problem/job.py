@@ -243,6 +243,10 @@ class Job:
             del data["task"]
         return data
 
+    def order(self) -> dict[str, Any]:
+        """Return the job as a process receives it that builds its model. All such processes are started with this."""
+        return self.to_json()
+
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Job:
         known = {f.name for f in dataclasses.fields(cls)}

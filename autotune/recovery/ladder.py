@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,13 @@ def _compatible(top: Candidate, space: SearchSpace, job: Job, convert: bool) -> 
 
 def _others(family: dict[str, Value]) -> dict[str, Value]:
     return {name: value for name, value in family.items() if name not in CROSSED and not name.startswith(_STAGE3)}
+
+
+def stored_ladder(folder: Path, study: str) -> list[Rung]:
+    """Return the ladder that `run` wrote into a study's folder; none if it wrote none that can be read."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        return [Rung.from_json(one) for one in json.loads(ladder_path(folder, study).read_text())]
+    return []
 
 
 def ladder_path(folder: Path, study: str) -> Path:

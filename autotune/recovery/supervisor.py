@@ -306,7 +306,7 @@ class Supervisor:
             on_message=take,
         )
         spec = {
-            "job": self.job.to_json(),
+            "job": self.job.order(),
             "device": self.hardware.device,
             "cap_bytes": self.hardware.memory_cap_bytes,
             "candidate": rung.candidate.as_dict,

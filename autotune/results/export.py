@@ -31,7 +31,7 @@ from autotune.results.sliced import slice_line
 from autotune.results.targets import beside, check_out, secrets_note
 from autotune.search.fingerprint import measured_under
 from autotune.search.records import VERIFY, Record, resumed_peak_bytes
-from autotune.search.storage import output_folder
+from autotune.search.storage import output_file
 from autotune.search.study import StudyStore
 from autotune.version import __version__
 
@@ -353,7 +353,7 @@ def export_study(study: str, storage: str | None, style: str, out: Path | None, 
             f"study {store.name} has no winner yet: `autotune run --study {shlex.quote(store.name)} …` goes on"
         )
     name = store.name if trial is None else f"{store.name}.trial{trial}"
-    target = out or output_folder(store.folder) / f"{name}{FORMATS[style]}"
+    target = out or output_file(store.folder, f"{name}{FORMATS[style]}")
     return export_record(store, record, target, style, record.role == VERIFY)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from autotune.group.environment import assignments
 from autotune.masking import names_secret, shell_text
 from autotune.problem.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, options_without, started, take_apart
+from autotune.streams import printable
 
 PORT = 29500  # torchrun's own default (torch/distributed/run.py)
 
@@ -72,12 +73,12 @@ srun torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-id "$SLURM_JOB
   --rdzv-endpoint "$first:$((20000 + SLURM_JOB_ID % 12000))"
 """
     start = meet.rstrip() if nodes > 1 else f"srun torchrun --standalone --nproc-per-node {per_node}"
-    return f"""#!/bin/bash
-#SBATCH --job-name={shlex.quote(name)}
+    return printable(f"""#!/bin/bash
+#SBATCH --job-name={shlex.quote(" ".join(name.split()))}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
 {gpus}# add what your cluster asks for: --partition, --account, --time, --cpus-per-task
 set -euo pipefail
 cd {shlex.quote(cwd)}
 {exports}{start} {trained}
-"""
+""")

@@ -1,4 +1,4 @@
-"""Tables of data: what rich takes for markup or an emoji in a text that it is given is there what it is."""
+"""Consoles and tables of data: what rich takes for markup or an emoji in a text that it is given is there what it is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.segment import Segment
 from rich.style import Style
@@ -14,10 +14,19 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from autotune.masking import masked
+from autotune.streams import printable
 
 _FEW_ROWS = 100  # that rich lays out in a few milliseconds
 
 _Lines = list[list[Segment]]
+
+
+class DataConsole(Console):
+    """A Console that lets no control characters of a text reach the terminal."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
 class DataTable(Table):

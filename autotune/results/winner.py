@@ -137,6 +137,7 @@ def train_with(
     *,
     nodes: int = 1,
     hostfile: Path | None = None,
+    python: str | None = None,
 ) -> HowToTrain:
     """How to train the study's script with its winner, whose DeepSpeed config is in the file; nothing without a script.
 
@@ -145,6 +146,7 @@ def train_with(
             and give several ranks one each where it says nothing.
         environment: what the training needs set besides, see `results.export.environment_of`.
         nodes: machines that it was tuned on, which the hostfile names.
+        python: that its ranks ran in, to be shown; None: the tuner's own.
     """
     if job.script is None:
         return HowToTrain()
@@ -152,7 +154,7 @@ def train_with(
     words, each = training_command(job.script, winner, per_node, path), False
     if nodes > 1:
         words, each = over_nodes(words, nodes, per_node, hostfile)
-    words = launched(words)
+    words = launched(words, python)
     variables = {**variables_of(winner, threads, environment), **variables_for(job.script, per_node)}
     plain = f"{assignments(masked_data(variables))} {shlex.join(masked_words(words))}"
     where = f" --hostfile {shlex.quote(str(hostfile or 'HOSTFILE'))}" if nodes > 1 else ""

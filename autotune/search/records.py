@@ -93,8 +93,8 @@ def record_of(trial: optuna.trial.FrozenTrial, *, claims: bool = False) -> Recor
         trial.number,
         Candidate(tuple(sorted(knobs.items()))),
         Outcome.from_json(stored) if stored else None,
-        trial.user_attrs.get(ROLE, SEARCH),
-        trial.user_attrs.get("note", ""),
+        str(trial.user_attrs.get(ROLE, SEARCH)),
+        str(trial.user_attrs.get("note", "")),
         trial.user_attrs.get(TUNER),
     )
 

@@ -13,7 +13,7 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import optuna
@@ -32,6 +32,9 @@ _SQLITE, _JOURNAL = "sqlite:///", "journal:"  # beginnings of a URL
 DATABASES = ("study.db", "study.journal")  # files in a study's folder; the first that is there counts
 BUSY_SECONDS = 60.0  # that SQLite waits for another process's write; then the call ends
 _DISK_FAILS = re.compile("disk I/O error|is full")  # SQLite's words
+_JOURNAL_MAGIC = bytes.fromhex(
+    "d9d505f920a163d7"
+)  # a journal begins with it, and ends with it if it names a super-journal
 _FOUNDERS = 4  # that may make the tables of a new database at once
 
 
@@ -57,7 +60,7 @@ def make_study_folder(folder: Path) -> None:
     """Makes `runs/NAME` and writes to it once.
 
     Raises:
-        UserError: it cannot be made or written.
+        UserError: it cannot be made or written, or has links.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,11 +69,38 @@ def make_study_folder(folder: Path) -> None:
             written.flush()
     except OSError as error:
         raise cannot_write(folder, error, "free or unlock it, or change directory") from None
+    check_no_links(folder)
 
 
 def output_folder(folder: Path | None) -> Path:
     """Where what is made of a study goes: into its folder, or where that is somebody else's into the current one."""
     return folder if folder is not None and os.access(folder, os.W_OK) else Path()
+
+
+def output_file(folder: Path | None, name: str) -> Path:
+    """Return the file of that name where what is made of a study goes. The study may be a stranger's, and its folder hold links
+    to files of the reader: only a file that the reader names is written through a link.
+
+    Raises:
+        UserError: the folder has links.
+    """
+    out = output_folder(folder)
+    if out == folder:
+        check_no_links(folder)
+    return out / name
+
+
+def check_no_links(folder: Path) -> None:
+    """Check that no file directly in a study's folder is a link: autotune makes none there, and would write through it.
+
+    Linked folders are accepted by `commands.remembered`: users keep checkpoints on other disks.
+
+    Raises:
+        UserError: one is.
+    """
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if entry.is_symlink() and not entry.is_dir():
+            raise UserError(f"{entry} is a link, and files are written there: remove it, or name a file with --out")
 
 
 def open_storage(url: str, *, reading: bool = False) -> optuna.storages.BaseStorage:
@@ -151,6 +181,7 @@ def _unreadable(path: Path, what: str, error: Exception) -> UserError:
 def _check_sqlite(path: Path, reading: bool) -> None:
     """Raises a UserError that says what is wrong with an SQLite file before Optuna makes one or fails in its own words."""
     _check_file(path, f"--storage {_SQLITE}{path}", reading)
+    _check_rollback_journal(path)
     if path.exists() and path.stat().st_size:
         try:
             # never `mode=ro`: what a killed process had half written is undone by whoever opens it next, who has to write
@@ -183,6 +214,20 @@ class Failing:
     def line(self, what: str, remedy: str) -> str:
         """Return one line: what fails, what to do, and what is left."""
         return f"{what}: {remedy}{f'; {left}' if (left := self._left()) else ''}"
+
+
+def _check_rollback_journal(path: Path) -> None:
+    """Check that the journal beside an SQLite file names no other file: SQLite would delete that one once it has rolled back
+    ("super-journal", https://www.sqlite.org/fileformat.html). A study's own transactions are of one file, and name none.
+
+    Raises:
+        UserError: it names one.
+    """
+    journal = Path(f"{os.path.realpath(path)}-journal")
+    with suppress(OSError), journal.open("rb") as file:
+        file.seek(-len(_JOURNAL_MAGIC), os.SEEK_END)
+        if file.read() == _JOURNAL_MAGIC:
+            raise UserError(f"{journal} would have SQLite delete another file, and no autotune wrote it: remove it")
 
 
 @contextmanager

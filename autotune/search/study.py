@@ -20,6 +20,7 @@ from autotune.problem.fitting import fitted
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome
+from autotune.problem.recorded import RecordedPython, recorded_job
 from autotune.problem.space import SearchSpace
 from autotune.problem.space_file import parse_space
 from autotune.search.attributes import attributes, set_attribute
@@ -119,7 +120,7 @@ class StudyStore:
             store._set("space", space.text)
         if not shared:
             store.note_hardware(hardware)
-        if store.python != other_python():
+        if store.attributes.get("python") != other_python():
             store._set("python", other_python())
         return store, True
 
@@ -163,7 +164,7 @@ class StudyStore:
 
     @property
     def job(self) -> Job:
-        return Job.from_json(self.fingerprint["job"])
+        return recorded_job(self.fingerprint["job"])
 
     @property
     def hardware(self) -> Hardware:
@@ -177,10 +178,10 @@ class StudyStore:
         return dict(self.fingerprint["versions"])
 
     @property
-    def python(self) -> str | None:
+    def python(self) -> RecordedPython | None:
         """The Python that its ranks ran in, where that was not the tuner's own."""
         found = self.attributes.get("python")
-        return str(found) if found else None
+        return RecordedPython(str(found)) if found else None
 
     @property
     def threads(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from ranks import opened
 
 from autotune.group.gauge import Meter, Peaks
-from autotune.predict.predictor import Predictor
+from autotune.predict.traced import traced_predictor
 from autotune.problem.candidate import Candidate
 from gpu.ground import EXPECTED, Ground, Row
 from gpu.rows import DEADLINE_SECONDS, as_row, beside, candidate, effort, trial
@@ -76,7 +76,7 @@ def of_optimizers(ground: Ground) -> Iterator[Row]:
     for name, (section, bytes_each) in list(OWN_OPTIMIZERS.items())[ground.choose(0, -1) :]:
         job = ground.job(MODEL, SEQ_LEN, base_config={"optimizer": section})
         one = candidate(ground, 0, 1)  # the step's peak is the highest
-        predictor = Predictor(job, ground.hardware())
+        predictor = traced_predictor(job, ground.hardware())
         parameters = sum(predictor.trace.parameters)
         with opened(job, ground.hardware(), ground.folder / section["type"], [one]) as executor:
             outcome = trial(executor, one, effort(ground))

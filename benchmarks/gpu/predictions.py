@@ -12,7 +12,7 @@ from typing import Any
 from ranks import opened
 
 from autotune.executors.base import Effort
-from autotune.predict.predictor import Predictor
+from autotune.predict.traced import traced_predictor
 from autotune.problem.job import Lora
 from autotune.problem.outcome import Kind
 from gpu.ground import EXPECTED, Ground, Row
@@ -55,7 +55,7 @@ def predicted(
         job = ground.job(one_job.model, one_job.tokens, lora=Lora(rank) if rank else None)
         hardware = ground.hardware(cap_bytes)
         candidates = [candidate(ground, stage, size, **knobs) for stage, size, knobs in one_job.knobs]
-        predictor = Predictor(job, hardware)
+        predictor = traced_predictor(job, hardware)
         first = predictor.predict_many(candidates)
         with opened(job, hardware, ground.folder / str(place), candidates) as executor:
             for one, prior in zip(candidates, first, strict=True):

@@ -14,7 +14,7 @@ from contextlib import closing
 from ranks import LocalExecutor, opened
 
 from autotune.executors.base import Effort
-from autotune.predict.predictor import Predictor
+from autotune.predict.traced import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.outcome import Kind, Outcome
@@ -74,7 +74,7 @@ class Trials:
 def run(ground: Ground) -> Iterator[Row]:
     hardware = dataclasses.replace(ground.hardware(), memory_cap_bytes=ground.choose(None, _REHEARSAL_CAP_BYTES))
     job, small = ground.job(MODEL, TOKENS), candidate(ground, 2, 4)
-    predictor = Predictor(job, ground.choose(hardware, named_hardware("h200", 1)))
+    predictor = traced_predictor(job, ground.choose(hardware, named_hardware("h200", 1)))
     with opened(job, hardware, ground.folder, [small]) as executor:
         trials = Trials(ground, executor, predictor, small)
         yield trials.good("a trial")

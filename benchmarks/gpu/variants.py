@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ranks import opened
 
-from autotune.predict.predictor import Predictor
+from autotune.predict.traced import traced_predictor
 from gpu.ground import EXPECTED, Ground, Row
 from gpu.rows import as_row, beside, candidate, effort, trial
 
@@ -32,7 +32,7 @@ def measured(ground: Ground, attention: str | None, of: tuple[str, str], knobs: 
     job, hardware = ground.job(MODEL, SEQ_LEN, attention=attention), ground.hardware()
     both = ground.choose((False, True), (False,))
     tried = [candidate(ground, 2, 4, activation_checkpointing=on, **knobs) for on in both]
-    predictor = Predictor(job, hardware)
+    predictor = traced_predictor(job, hardware)
     with opened(job, hardware, ground.folder / "-".join(of), tried) as executor:
         for one in tried:
             outcome = trial(executor, one, effort(ground))

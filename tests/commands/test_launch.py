@@ -10,7 +10,7 @@ import pytest
 
 from autotune.commands import launch, run
 from autotune.commands.launched_command import about_variables
-from autotune.predict.predictor import Predictor
+from autotune.predict.traced import traced_predictor
 from autotune.problem.candidate import ALLOCATOR_VARIABLES
 from autotune.problem.hardware import detect
 from autotune.problem.space_file import load_space
@@ -121,7 +121,7 @@ def test_the_ladder_of_a_run_whose_winner_went_elsewhere_is_the_one(
         landscape=None,
     )
     found = SearchSummary(store.winner, True, "budget used", False, 1.0)
-    files = run._summary(setup, store, found, [], Predictor(store.job, store.hardware), lambda line: None).files
+    files = run._summary(setup, store, found, [], traced_predictor(store.job, store.hardware), lambda line: None).files
     assert files[0] == tmp_path / "elsewhere/best.json"
     (ladder,) = [path for path in files if path.name.endswith(".ladder.json")]
     written = json.loads(ladder.read_text())

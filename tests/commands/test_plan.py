@@ -9,7 +9,7 @@ from autotune.commands.plan import make_plan, plans
 from autotune.commands.request import Request
 from autotune.commands.setup import PlanSetup
 from autotune.errors import UserError
-from autotune.predict.predictor import Predictor
+from autotune.predict.traced import traced_predictor
 from autotune.problem.hardware import gpu_table, named_hardware
 from autotune.problem.prices import price_table
 from autotune.problem.space_file import parse_space
@@ -89,7 +89,7 @@ def test_a_variant_that_cannot_be_made_is_left_out_and_said() -> None:
     space = parse_space(
         "knobs: {zero_stage: [2], attention: [sdpa, flash_attention_3], train_micro_batch_size_per_gpu: [1]}"
     )
-    plan = make_plan(PlanSetup(job=job, hardware=hardware, space=space), Predictor(job, hardware))
+    plan = make_plan(PlanSetup(job=job, hardware=hardware, space=space), traced_predictor(job, hardware))
     assert {one.candidate.get("attention") for one in plan.best} == {"sdpa"}
     assert plan.note.startswith("--attn flash_attention_3 computes in 16 bits")
     assert plan.note.endswith(": left out")

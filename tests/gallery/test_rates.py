@@ -13,10 +13,12 @@ from autotune.commands.gallery import begin_with_rates
 from autotune.gallery import rates
 from autotune.gallery.entry import Entry
 from autotune.gallery.folder import shipped_entries
-from autotune.gallery.rates import rates_for, shipped_rates, taught
+from autotune.gallery.rates import rates_for, shipped_rates
+from autotune.gallery.taught import taught
 from autotune.predict.closed_form import closed_form_trace
 from autotune.predict.fit import Evidence
 from autotune.predict.predictor import Predictor
+from autotune.predict.traced import traced_predictor
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Measurement, Outcome
@@ -46,7 +48,7 @@ def alone(job: Job, hardware: Hardware) -> Predictor:
 @pytest.fixture
 def learnt(entry: Entry, job: Job, hardware: Hardware, monkeypatch: pytest.MonkeyPatch) -> Evidence:
     """What the entry teaches a predictor whose trace costs no time."""
-    monkeypatch.setattr(rates, "Predictor", alone)
+    monkeypatch.setattr("autotune.gallery.taught.traced_predictor", alone)
     found = taught(entry)
     assert found is not None
     return found
@@ -69,13 +71,13 @@ def test_the_rates_that_ship_are_what_the_entry_teaches(entry: Entry, job: Job, 
     [tried], learnt = entry.candidates, taught(entry)
     assert learnt is not None
     assert tried.step_seconds is not None
-    anew, shipped = Predictor(job, hardware), Predictor(job, hardware)
+    anew, shipped = traced_predictor(job, hardware), traced_predictor(job, hardware)
     anew.begin_with(learnt)
     shipped.begin_with(shipped_rates()[SLOWER])
     a, b = (one.predict(tried.candidate) for one in (anew, shipped))
     assert b.step_seconds == pytest.approx(a.step_seconds, rel=0.01), "`make gallery` writes them anew"
     assert b.step_interval == pytest.approx(a.step_interval, rel=0.01)
-    without = Predictor(job, hardware).predict(tried.candidate)
+    without = traced_predictor(job, hardware).predict(tried.candidate)
     assert without.step_seconds < b.step_seconds < tried.step_seconds
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from autotune.predict.host import fit_host
 from autotune.predict.predictor import Predictor
+from autotune.predict.traced import traced_predictor
 from autotune.problem.hardware import named_hardware
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.units import GIB
@@ -41,7 +42,7 @@ def test_what_ranks_held_counts_with_what_they_pinned() -> None:
 
 def test_the_predictor_learns_of_it() -> None:
     job, candidate = make_job(), make_candidate(3, 1, offload_optimizer="cpu")
-    predictor = Predictor(job, named_hardware("a100-80gb", job.ranks))
+    predictor = traced_predictor(job, named_hardware("a100-80gb", job.ranks))
     before = predictor.table([candidate]).host[0]
     small = dataclasses.replace(predictor.hardware, host_memory_bytes=int(4 * before) + 4 * GIB)
     for kind, more in ((Kind.OOM_HOST, True), (Kind.OOM_DEVICE, False)):

@@ -15,6 +15,7 @@ from autotune.predict.knobs import padded_tokens
 from autotune.predict.passes import Trace
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
+from autotune.predict.traced import traced_predictor
 from autotune.problem.candidate import Candidate, under
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job
@@ -146,7 +147,7 @@ def test_a_wrong_prediction_widens_the_interval(landscape: Landscape) -> None:
 
 def test_breakdowns_add_up() -> None:
     job = make_job(model="gemma-2-2b", precision="bf16", seq_len=512)
-    predictor = Predictor(job, named_hardware("rtx3090", 2))
+    predictor = traced_predictor(job, named_hardware("rtx3090", 2))
     for candidate in (make_candidate(0), make_candidate(2, 2, 4), make_candidate(3, offload_optimizer="cpu")):
         one = predictor.predict(candidate)
         assert sum(one.memory.values()) == pytest.approx(one.peak_bytes, rel=1e-6)
@@ -159,7 +160,7 @@ def test_breakdowns_add_up() -> None:
 
 
 def test_a_candidate_more_costs_little_beside_the_first() -> None:
-    predictor = Predictor(make_job(), named_hardware("rtx4090", 2))
+    predictor = traced_predictor(make_job(), named_hardware("rtx4090", 2))
     many = [make_candidate(stage, 1 + i) for stage in range(4) for i in range(250)]
     predictor.table(many[:10])
 
@@ -209,10 +210,10 @@ def test_adapters_are_predicted_by_their_own_trace_and_packing_by_its_full_rows(
     candidates = [
         make_candidate(2, 4, lora=kind, packing=packed) for kind in ("none", "r=8", "r=64") for packed in (False, True)
     ]
-    table = Predictor(job, hardware).table(candidates)
+    table = traced_predictor(job, hardware).table(candidates)
     for i, candidate in enumerate(candidates):
         made = under(job, candidate)
-        alone = Predictor(made, hardware).table([make_candidate(2, 4)])
+        alone = traced_predictor(made, hardware).table([make_candidate(2, 4)])
         assert table.peak[i] == pytest.approx(alone.peak[0])
         assert table.step[i] == pytest.approx(alone.step[0])
         assert table.samples[i] == pytest.approx(alone.samples[0])
@@ -232,10 +233,10 @@ def test_each_attention_is_predicted_by_its_own_trace() -> None:
     job, hardware = make_job(seq_len=512), named_hardware("rtx4090", 2)
     kinds = ["eager", "sdpa", "eager", "sdpa", "sdpa"]
     candidates = [make_candidate(i % 4, 2 + i, attention=kind) for i, kind in enumerate(kinds)]
-    predictor = Predictor(job, hardware)
+    predictor = traced_predictor(job, hardware)
     table = predictor.table(candidates)
     for i, (candidate, kind) in enumerate(zip(candidates, kinds, strict=True)):
-        alone = Predictor(dataclasses.replace(job, attention=kind), hardware).table([candidate])
+        alone = traced_predictor(dataclasses.replace(job, attention=kind), hardware).table([candidate])
         assert table.peak[i] == pytest.approx(alone.peak[0])
         assert table.step[i] == pytest.approx(alone.step[0])
     assert (
@@ -256,7 +257,7 @@ def test_a_way_of_making_the_model_that_cannot_be_is_left_out_and_said() -> None
         {"lora": "r=4,targets=nosuch"},
     ]
     candidates = [make_candidate(2, 2, **way) for way in ways]
-    predictor = Predictor(job, hardware)
+    predictor = traced_predictor(job, hardware)
     left, lines = predictor.buildable(candidates)
     assert left == [candidates[i] for i in (0, 1, 3)]
     assert lines[0].startswith("--attn flash_attention_2 computes in 16 bits")
@@ -264,7 +265,7 @@ def test_a_way_of_making_the_model_that_cannot_be_is_left_out_and_said() -> None
     assert all(line.endswith(": left out") for line in lines)
     assert np.isfinite(predictor.table(candidates).peak).all(), "who does not ask is not stopped"
     with pytest.raises(UserError, match="16 bits"):
-        Predictor(job, hardware).buildable(candidates[2:3])
+        traced_predictor(job, hardware).buildable(candidates[2:3])
 
 
 def test_a_way_that_can_only_be_estimated_is_predicted_wider(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,9 +275,9 @@ def test_a_way_that_can_only_be_estimated_is_predicted_wider(monkeypatch: pytest
     def only_sdpa(job: Job, **_: object) -> Trace:
         return closed_form_trace(job, "a test") if job.attention == "eager" else trace_job(job)
 
-    sure = Predictor(job, hardware).table(candidates)
+    sure = traced_predictor(job, hardware).table(candidates)
     monkeypatch.setattr(predictor_module, "trace_job", only_sdpa)
-    predictor = Predictor(job, hardware)
+    predictor = traced_predictor(job, hardware)
     table = predictor.table(candidates)
     assert predictor.notes() == [untraced_note("a test")]
     assert [one.exact for one in predictor.predict_many(candidates)] == [True, False]
@@ -328,7 +329,9 @@ def test_blocks_that_wait_for_another_stream_are_within_the_intervals(stage: int
     """With a stream of its own, communication holds on to what was freed until an event: one more bucket at stages 1 and
     2 (the copy that is reduced, stage_1_and_2.py, allreduced.record_stream), one more prefetch at stage 3."""
     job, hardware = make_job(model="llama-3.2-1b", precision="bf16"), named_hardware("a100", 2)
-    prepared = Predictor(job, hardware).prepare([make_candidate(stage, 1, overlap_comm=True, reduce_bucket_size=10**8)])
+    prepared = traced_predictor(job, hardware).prepare(
+        [make_candidate(stage, 1, overlap_comm=True, reduce_bucket_size=10**8)]
+    )
     b, c = prepared.bill, prepared.columns
     waiting = 2 * (c.reduce_bucket[0] if stage < 3 else c.prefetch[0])
     at = [i for i, name in enumerate(b.moments) if name == "backward" and b.buckets[i, 0] > 0]

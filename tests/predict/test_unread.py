@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from autotune.predict import unread
-from autotune.predict.predictor import Predictor
+from autotune.predict.traced import traced_predictor
 from autotune.predict.unread import unread_keys, unread_knobs
 from autotune.predict.versions import READ, installed_deepspeed, pins_unless_told
 from autotune.problem.candidate import ZERO_DEFAULTS
@@ -56,8 +56,8 @@ def test_where_such_a_key_is_set_states_are_less_certain() -> None:
     knobs = {ZERO + "zero_quantized_weights": True}
     plain, own = make_candidate(3, 1), make_candidate(3, 1, **knobs)
     base = {"zero_optimization": {"zero_quantized_weights": True}}
-    known = Predictor(make_job(model="llama-3.2-1b", precision="bf16"), hardware)
-    unknown = Predictor(make_job(model="llama-3.2-1b", precision="bf16", base_config=base), hardware)
+    known = traced_predictor(make_job(model="llama-3.2-1b", precision="bf16"), hardware)
+    unknown = traced_predictor(make_job(model="llama-3.2-1b", precision="bf16", base_config=base), hardware)
     by_candidate, by_base = known.table([plain, own]), unknown.table([plain])
     assert by_candidate.peak_sigma[1] > 1.3 * by_candidate.peak_sigma[0]
     assert by_base.peak_sigma[0] > 1.3 * by_candidate.peak_sigma[0]
@@ -67,7 +67,9 @@ def test_where_such_a_key_is_set_states_are_less_certain() -> None:
 
 def test_an_unknown_optimizer_is_uncertain_too() -> None:
     job = make_job(precision="bf16", base_config={"optimizer": {"type": "Shampoo"}})
-    assert Predictor(job, named_hardware("rtx4090", 2)).notes() == ["optimizer shampoo is not part of the memory model"]
+    assert traced_predictor(job, named_hardware("rtx4090", 2)).notes() == [
+        "optimizer shampoo is not part of the memory model"
+    ]
 
 
 # -- against the installed DeepSpeed -------------------------------------------------------------------------------------

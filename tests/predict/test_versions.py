@@ -7,6 +7,7 @@ import pytest
 from autotune.predict import predictor as predicting
 from autotune.predict.knobs import columns_of
 from autotune.predict.predictor import Predictor
+from autotune.predict.traced import traced_predictor
 from autotune.predict.versions import READ, Release, installed_deepspeed
 from autotune.predict.zero import bill
 from autotune.problem.hardware import named_hardware
@@ -70,7 +71,7 @@ def test_low_masters_are_not_read_before_0_18_3() -> None:
 def test_a_newer_library_makes_predictions_wider_and_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     job, hardware = make_job(model="llama-3.2-1b", precision="bf16"), named_hardware("rtx4090", 2)
     candidates = [make_candidate(2), make_candidate(3)]
-    known = Predictor(job, hardware)
+    known = traced_predictor(job, hardware)
     monkeypatch.setattr(predicting, "unknown_newer", lambda: ["deepspeed 0.20.0 is newer than 0.19"])
     unknown = Predictor(job, hardware, known.trace)
     ours, theirs = known.table(candidates), unknown.table(candidates)

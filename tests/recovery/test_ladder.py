@@ -3,7 +3,7 @@
 import itertools
 from pathlib import Path
 
-from autotune.predict.predictor import Predictor
+from autotune.predict.traced import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.outcome import Measurement
@@ -30,7 +30,7 @@ TOP = Candidate.of(
 
 
 def make(measured: dict[Candidate, Measurement] | None = None) -> list[Rung]:
-    return recovery_ladder(TOP, load_space("default"), JOB, Predictor(JOB, HARDWARE), measured or {})
+    return recovery_ladder(TOP, load_space("default"), JOB, traced_predictor(JOB, HARDWARE), measured or {})
 
 
 def test_every_rung_trains_the_same_with_less_memory() -> None:
@@ -46,14 +46,14 @@ def test_every_rung_trains_the_same_with_less_memory() -> None:
 
 def test_stages_are_crossed_as_far_as_checkpoints_allow() -> None:
     assert {rung.candidate.stage for rung in make()} <= {1, 2}
-    far = recovery_ladder(TOP, load_space("default"), JOB, Predictor(JOB, HARDWARE), {}, convert=True)
+    far = recovery_ladder(TOP, load_space("default"), JOB, traced_predictor(JOB, HARDWARE), {}, convert=True)
     assert far[-1].candidate.stage == 3
     assert far[-1].peak_bytes < make()[-1].peak_bytes
 
 
 def test_what_failed_in_the_study_is_no_rung() -> None:
     failed = {rung.candidate for rung in make()[1:]}
-    again = recovery_ladder(TOP, load_space("default"), JOB, Predictor(JOB, HARDWARE), {}, failed)
+    again = recovery_ladder(TOP, load_space("default"), JOB, traced_predictor(JOB, HARDWARE), {}, failed)
     assert len(again) > 1
     assert not failed & {rung.candidate for rung in again}
 

@@ -9,7 +9,7 @@ from autotune.commands.plan import make_plan, plans
 from autotune.commands.request import Request
 from autotune.commands.setup import PlanSetup
 from autotune.predict.known_error import JobKind, KnownError, KnownErrors
-from autotune.predict.predictor import Predictor
+from autotune.predict.traced import traced_predictor
 from autotune.problem.hardware import named_hardware
 from autotune.problem.prices import Price
 from autotune.problem.space_file import load_space
@@ -29,7 +29,7 @@ def test_what_is_shown() -> None:
     job = make_job(model="llama-3.2-1b", precision="bf16", seq_len=1024)
     hardware = named_hardware("rtx4090", 2)
     setup = PlanSetup(job=job, hardware=hardware, space=load_space("default"))
-    plan = make_plan(setup, Predictor(job, hardware))
+    plan = make_plan(setup, traced_predictor(job, hardware))
     text = shown(plan)
     assert "largest micro-batch by stage" in text
     for stage in range(4):

@@ -6,6 +6,7 @@ import pytest
 from autotune.executors.replay import Landscape, load_landscape
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
+from autotune.predict.traced import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
@@ -78,7 +79,7 @@ def test_a_kernel_that_crashes_everywhere_is_given_up() -> None:
         "knobs: {zero_stage: [1, 2], train_micro_batch_size_per_gpu: [1, 2], "
         "attention: [sdpa, flex_attention], overlap_comm: [true, false]}"
     )
-    proposer = Proposer(space.candidates(job), space, job, hardware, 0, Predictor(job, hardware))
+    proposer = Proposer(space.candidates(job), space, job, hardware, 0, traced_predictor(job, hardware))
     crashed = Outcome(
         Kind.CRASH, Phase.FORWARD, reason="no such kernel", evidence="exception RuntimeError", source=Source.EXCEPTION
     )
@@ -215,7 +216,7 @@ def small_space(buckets: str = "[50000000, 500000000]") -> Proposer:
         "knobs: {zero_stage: [0, 1, 2, 3], train_micro_batch_size_per_gpu: [1, 2, 4], "
         f"activation_checkpointing: [true, false], reduce_bucket_size: {buckets}, overlap_comm: [true, false]}}"
     )
-    return Proposer(space.candidates(job), space, job, hardware, 0, Predictor(job, hardware))
+    return Proposer(space.candidates(job), space, job, hardware, 0, traced_predictor(job, hardware))
 
 
 def test_what_matters_most_is_seen_at_every_level_before_anything_else_is_turned() -> None:

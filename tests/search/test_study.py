@@ -7,7 +7,7 @@ import optuna
 import pytest
 
 from autotune.errors import UserError
-from autotune.predict.predictor import Predictor
+from autotune.predict.traced import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect, named_hardware
 from autotune.problem.job import Script
@@ -105,7 +105,7 @@ def test_what_killed_the_tuner_twice_is_not_tried_again(tmp_path: Path) -> None:
             store.job,
             store.hardware,
             0,
-            Predictor(store.job, store.hardware),
+            traced_predictor(store.job, store.hardware),
         )
         for record in store.records():
             assert record.outcome is not None

@@ -212,7 +212,9 @@ def _verdict(
         given = (store.threads, environment_of(store, winner.candidate))
         nodes = store.hardware.nodes
         hostfile = None if store.hardware.sliced else hostfile_of(store.folder or Path())  # no nodes were named
-        how = train_with(winner.candidate, job, store.name, config, *given, nodes=nodes, hostfile=hostfile)
+        python = str(store.python) if store.python else None
+        about = (winner.candidate, job, store.name, config, *given)
+        how = train_with(*about, nodes=nodes, hostfile=hostfile, python=python)
         commands, instead, hints = how.commands, how.instead, how.hints
     else:
         watched = ["autotune", "launch", store.name, "--", "train.py", "--deepspeed", str(config)]

@@ -23,6 +23,7 @@ from autotune.results.report.mattered import shown
 from autotune.results.report.planned import PlanReport
 from autotune.results.report.training import TrainingReport, over_time
 from autotune.results.targets import check_out
+from autotune.streams import printable
 from autotune.units import format_bytes, format_duration
 
 _SYMBOLS = {  # of the memory map: told without colour
@@ -208,6 +209,7 @@ def write_page(html: str, out: Path) -> None:
     """
     check_out(out)
     try:
-        write_atomically(out, html.encode(errors="replace").decode())  # a name may hold bytes that are no text
+        # a name may hold bytes that are no text, or move a terminal's cursor
+        write_atomically(out, printable(html.encode(errors="replace").decode()))
     except OSError as error:
         raise cannot_write(out, error, "name another file") from None

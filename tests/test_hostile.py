@@ -1,0 +1,333 @@
+"""A stranger's study, table, gallery entry and space: reading them runs nothing, and shows texts as texts."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import sqlite3
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from autotune.commands.remembered import remembered, remembered_python
+from autotune.commands.request import Request
+from autotune.commands.trust import grant, named_by
+from autotune.errors import UserError
+from autotune.problem.models import resolve_model
+from autotune.problem.outcome import Kind
+from autotune.problem.recorded import knob_names
+from autotune.recovery.ladder import stored_ladder
+from autotune.search.study import StudyStore
+from tests.cli_call import call
+from tests.hostile import SHADOWS, TEXT, Trap, controls, lay, live, space, table
+from tests.studies import study_of_every_kind
+
+READING = [
+    ("show", "s"),
+    ("show", "s", "--json"),
+    ("report", "s"),
+    ("report", "s", "--confidential"),
+    ("export", "s"),
+    ("export", "s", "--format", "accelerate"),
+    ("export", "s", "--format", "hf"),
+    ("export", "s", "--format", "sbatch"),
+    ("record", "s"),
+    ("share", "s"),
+]
+
+
+@pytest.fixture(scope="module")
+def trap(tmp_path_factory: pytest.TempPathFactory) -> Trap:
+    return lay(tmp_path_factory.mktemp("hostile"))
+
+
+@pytest.mark.parametrize("words", READING, ids=" ".join)
+def test_reading_a_hostile_study_runs_nothing_and_prints_no_control_character(
+    trap: Trap, words: tuple[str, ...]
+) -> None:
+    before = set(trap.folder.rglob("*"))
+    done = trap.call(*words)
+    assert trap.executed == []
+    assert trap.started() == []
+    assert controls(done.stdout + done.stderr) == []
+    assert done.returncode == (2 if words[0] in _REFUSED else 0), done.stderr
+    assert "Traceback" not in done.stderr
+    for path in set(trap.folder.rglob("*")) - before:
+        if path.is_file() and path.suffix != ".gz":
+            assert controls(path.read_text()) == [], path
+        if path.suffix == ".html":
+            assert list(live(path.read_text())) == []
+            assert ("left out" if "--confidential" in words else "not traced") in path.read_text()
+
+
+_REFUSED = ("share",)  # a name with tags is none for the gallery
+
+
+def test_the_page_shows_the_tags_as_text(trap: Trap) -> None:
+    trap.call("report", "s", "--out", "shown.html")
+    html = (trap.folder / "shown.html").read_text()
+    assert "&lt;img src=x onerror=owned()&gt;" in html
+    assert "\\u001b]0;owned" in html
+
+
+def test_a_terminal_with_colours_gets_none_of_the_studys(trap: Trap) -> None:
+    done = trap.call("show", "s", env={"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "150"})
+    assert "\x1b[" in done.stdout, "rich's own"
+    assert controls(re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)) == []
+
+
+LAUNCH = ("launch", "s", "--", "train.py", "--deepspeed", "c.json")
+
+
+def test_a_launch_without_a_terminal_names_what_would_run_and_ends(trap: Trap) -> None:
+    done = trap.call(*LAUNCH)
+    assert (done.returncode, trap.executed, trap.started()) == (2, [], [])
+    assert len(done.stderr.strip().splitlines()) == 1
+    for named in ("Python", "evil/python", "workload evil_workload:build", "remote code of", "--trust"):
+        assert named in done.stderr
+
+
+def test_a_run_with_a_hostile_study_does_not_take_its_python(trap: Trap) -> None:
+    done = trap.call("run", "--study", "s", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--yes")
+    assert (done.returncode, trap.executed, trap.started()) == (2, [], [])
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "evil/python" in done.stderr
+    assert "--trust" in done.stderr
+
+
+@pytest.mark.parametrize(("answer", "ran"), [("n", []), ("\n", []), ("y", ["python"])])
+def test_a_launch_at_a_terminal_asks_first(tmp_path: Path, answer: str, ran: list[str]) -> None:
+    trap = lay(tmp_path)
+    said = at_a_terminal(trap, LAUNCH, answer)
+    assert "evil/python" in said
+    assert "run with it? [y/N]" in said
+    assert "csv_monitor.output_path" in said, "of its ladder"
+    assert trap.executed == ran
+    if ran:  # the answer is remembered: the same things are not asked again
+        assert "[y/N]" not in at_a_terminal(trap, LAUNCH, "n")
+
+
+def test_trust_on_the_command_line_runs_it(tmp_path: Path) -> None:
+    """That the trap snaps."""
+    trap = lay(tmp_path)
+    trap.call(*LAUNCH, "--trust") if LAUNCH[-1] == "--trust" else trap.call("launch", "--trust", *LAUNCH[1:])
+    assert trap.executed == ["python"]
+    assert any("evil/python" in line for line in trap.started())
+
+
+def at_a_terminal(trap: Trap, words: tuple[str, ...], answer: str) -> str:
+    """What the command prints at a terminal where the question is answered so."""
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "XDG_STATE_HOME": str(trap.hooks / "state"), "AUTOTUNE_CACHE": str(trap.hooks / "cache")}
+    command = [sys.executable, "-m", "autotune", *words]
+    process = subprocess.Popen(command, cwd=trap.folder, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    said, answered, until = "", False, time.monotonic() + 100
+    while time.monotonic() < until:
+        if select.select([ours], [], [], 0.2)[0]:
+            try:
+                said += os.read(ours, 1 << 16).decode(errors="replace")
+            except OSError:
+                break
+        if not answered and "[y/N]" in said:
+            os.write(ours, answer.strip().encode() + b"\n")
+            answered = True
+    process.wait(timeout=60)
+    os.close(ours)
+    return said
+
+
+# -- tables, entries, spaces -----------------------------------------------------------------------------------------------
+
+
+def test_a_tables_workload_is_not_traced(trap: Trap) -> None:
+    found = table(trap.folder, trap.marks)
+    done = trap.call("run", "--executor", f"replay:{found}", "--study", "replayed", "--budget", "1m")
+    assert (done.returncode, trap.executed, trap.started()) == (2, [], [])
+    assert "workload evil_workload:build" in done.stderr
+    assert controls(done.stdout + done.stderr) == []
+
+
+def test_a_hostile_entry_and_space_are_refused_in_one_line(trap: Trap) -> None:
+    (trap.folder / "entry.json").write_text(json.dumps({"job": TEXT, "machine": TEXT, TEXT: 1}))
+    (trap.folder / "space.yaml").write_text(space(trap.marks))
+    for words in (
+        ("gallery", "check", "entry.json"),
+        ("spaces", "check", "space.yaml"),
+        ("spaces", "show", "space.yaml"),
+    ):
+        done = trap.call(*words)
+        assert (done.returncode, trap.executed, trap.started()) == (2, [], []), words
+        assert controls(done.stdout + done.stderr) == []
+        assert "Traceback" not in done.stderr
+
+
+def test_a_plans_page_of_a_hostile_model_shows_texts(trap: Trap) -> None:
+    model = trap.folder / "<img src=x onerror=owned()>"
+    model.mkdir()
+    config = {**resolve_model("tiny-llama").config, "x": TEXT}
+    (model / "config.json").write_text(json.dumps(config))
+    words = ("plan", "--model", str(model), "--gpu", "rtx3090", "--global-batch-size", "8", "--seq-len", "16")
+    done = trap.call(*words, "--html", "plan.html")
+    assert trap.executed == []
+    assert controls(done.stdout + done.stderr) == []
+    assert list(live((trap.folder / "plan.html").read_text())) == [], done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [("report", "s"), ("export", "s", "--format", "sbatch"), ("record", "s"), ("share", "s")]
+)
+def test_no_file_of_the_reader_is_written_through_a_link_in_the_studys_folder(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    trap, mine = lay(tmp_path), tmp_path / "bashrc"
+    mine.write_text("mine")
+    for name in ("s.html", "s.sbatch", "s.sbatch.meta.json", "s.table.csv.gz", "share.json"):
+        (trap.study / name).symlink_to(mine)
+    done = trap.call(*words)
+    assert (done.returncode, mine.read_text()) == (2, "mine")
+    assert "is a link" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_planted_journal_deletes_no_file_of_the_reader(tmp_path: Path) -> None:
+    """SQLite deletes the file that a rollback journal names as its super-journal."""
+    trap, mine = lay(tmp_path), tmp_path / "thesis"
+    mine.write_text("mine")
+    base, name, magic = trap.study / "study.db", os.fsencode(mine), bytes.fromhex("d9d505f920a163d7")
+    page_bytes = int.from_bytes(base.read_bytes()[16:18], "big")
+    head = magic + struct.pack(">IIIII", 0, 1, base.stat().st_size // page_bytes, 512, page_bytes)
+    tail = struct.pack(">I", 0x40000000 // page_bytes + 1) + name + struct.pack(">II", len(name), sum(name)) + magic
+    journal = Path(f"{base}-journal")
+    journal.write_bytes(head.ljust(512, b"\0") + tail)
+    done = trap.call("show", "s")
+    assert (done.returncode, mine.read_text()) == (2, "mine")
+    assert "would have SQLite delete another file" in done.stderr
+    with closing(sqlite3.connect(base)) as connection:  # that the trap snaps
+        connection.execute("select count(*) from sqlite_master").fetchone()
+    assert not mine.exists()
+
+
+def test_every_shadow_would_be_imported_by_a_program_in_the_folder(trap: Trap, tmp_path: Path) -> None:
+    """That the planted modules leave marks."""
+    subprocess.run([sys.executable, "-c", "import yaml"], cwd=trap.folder, check=True)
+    assert trap.executed == ["yaml"]
+    (trap.marks / "yaml").unlink()
+    assert "yaml" in SHADOWS
+
+
+# -- values of any type ----------------------------------------------------------------------------------------------------
+
+MALFORMED = ("null", "-1", '"x"', "[1]", '{"a": 1}', "NaN")
+COMMANDS = (("show", "s"), ("show", "s", "--json"), ("report", "s"), ("export", "s"), ("record", "s"), ("share", "s"))
+
+
+@pytest.mark.parametrize("owner", ["study", "trial"])
+@pytest.mark.parametrize("nested", [False, True], ids=["values", "values-in-values"])
+def test_a_malformed_value_of_a_study_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], owner: str, nested: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    study_of_every_kind(tmp_path / "runs", (Kind.OK, Kind.CRASH))
+    base, refused = tmp_path / "runs" / "s" / "study.db", 0
+    good = base.read_bytes()
+    with closing(sqlite3.connect(base)) as connection:
+        stored = dict(connection.execute(f"select key, value_json from {owner}_user_attributes"))
+    for at, (key, value) in enumerate(_malformed(stored, nested)):
+        base.write_bytes(good)
+        with closing(sqlite3.connect(base)) as connection:
+            connection.execute(f"update {owner}_user_attributes set value_json = ? where key = ?", (value, key))
+            connection.commit()
+        code, _, err = call(monkeypatch, capsys, *COMMANDS[at % len(COMMANDS)])
+        assert code in (0, 2), (key, value, err)
+        assert len(err.strip().splitlines()) == (code == 2), (key, value, err)
+        refused += code == 2
+    assert refused > 5
+
+
+def test_a_deeply_nested_value_of_a_study_is_one_line(tmp_path: Path) -> None:
+    trap = lay(tmp_path)
+    deep = "[" * 5000 + "]" * 5000
+    with closing(sqlite3.connect(trap.study / "study.db")) as connection:
+        connection.execute("update study_user_attributes set value_json = ? where key = 'hardware'", (deep,))
+        connection.commit()
+    done = trap.call("show", "s")
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "RecursionError" in done.stderr
+
+
+def _malformed(stored: dict[str, str], nested: bool) -> Iterator[tuple[str, str]]:
+    """Yield (key, value in JSON): each value, or each value of each object, replaced by each malformed one."""
+    for key, text in stored.items():
+        value = json.loads(text)
+        for bad in MALFORMED:
+            if not nested:
+                yield key, bad
+            elif isinstance(value, dict):
+                for name in value:
+                    kept = json.dumps({other: one for other, one in value.items() if other != name})
+                    yield key, f'{kept[:-1]}{"," * (len(value) > 1)} "{name}": {bad}}}'
+
+
+# -- whose study, and what a command line grants ---------------------------------------------------------------------------
+
+
+def test_a_study_of_another_user_is_asked_for_by_run_and_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    study_of_every_kind(tmp_path / "runs", (Kind.OK,))
+    reader = os.geteuid() + 1
+    assert remembered_python(Request(study="s"), None) is None, "the reader's own"
+    assert remembered(Request(study="s"), None).job is not None
+    monkeypatch.setattr(os, "geteuid", lambda: reader)
+    for accepting in (remembered_python, remembered):
+        with pytest.raises(UserError, match=r"study of another user: .*study\.db"):
+            accepting(Request(study="s"), None)
+        with pytest.raises(UserError, match="not trusted"):
+            accepting(Request(study="s"), lambda text: "another user" not in text)
+        accepting(Request(study="s", trust=True), None)
+
+
+def test_a_linked_folder_of_a_study_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    study_of_every_kind(tmp_path / "runs", (Kind.OK,))
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs" / "s" / "logs").symlink_to(tmp_path / "disk")
+    with pytest.raises(UserError, match=r"linked folder runs/s/logs to .*disk"):
+        remembered_python(Request(study="s"), None)
+    remembered_python(Request(study="s"), lambda text: True)
+    remembered_python(Request(study="s"), None)
+
+
+def test_what_a_command_line_named_is_launched_without_a_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trap = lay(tmp_path)
+    monkeypatch.chdir(trap.folder)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    store = StudyStore.load("s")
+    with pytest.raises(UserError, match="names code"):
+        store.job.order()
+    with pytest.raises(UserError, match="remote code"):
+        remembered(Request(study="s"), None)
+    tried = [*(one.candidate for one in store.records()), *(rung.candidate for rung in stored_ladder(trap.study, "s"))]
+    grant([*named_by(store.job, store.python), *knob_names(tried)])
+    accepted = remembered(Request(study="s"), None).job
+    assert accepted is not None
+    assert accepted.order()["workload"] == "evil_workload:build"
+    (tmp_path / "state" / "autotune" / "trusted").chmod(0o777)  # another user could have put the grants there
+    with pytest.raises(UserError, match="remote code"):
+        remembered(Request(study="s"), None)
