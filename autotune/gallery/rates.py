@@ -1,8 +1,8 @@
-"""What the steps of the gallery's entries teach of a card: with what predictions begin for a job that is near one of them.
+"""Card rates that the gallery's entries teach. Predictions for a job near an entry start from them.
 
-`python -m autotune.gallery.rates` has a predictor observe each entry and writes what it has learnt to
-`data/gallery_rates.json`: to trace an entry's model takes longer than a run may wait. It is of steps alone, since what
-memory takes is not the card's.
+`python -m autotune.gallery.rates` lets a predictor observe each entry and writes the learnt rates to
+`data/gallery_rates.json`, as tracing an entry's model takes longer than a run may wait. Only step times are learnt, since
+memory use does not depend on the card.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ FILE = "gallery_rates.json"
 
 @dataclass(frozen=True)
 class Rates:
-    """What one entry teaches."""
+    """Rates learnt from one entry."""
 
-    entry: str  # its name
+    entry: str  # name of the entry
     learnt: Evidence
-    why: str  # for people: whose, on what, from where
+    why: str  # for the user: source, job and machine
 
 
 def rates_for(entries: Mapping[str, Entry], job: Job, hardware: Hardware) -> Rates | None:
-    """Of the nearest entry on the same card; None where none is near."""
+    """Return the rates of the nearest entry on the same card; None if none is near."""
     known = shipped_rates()
     for _, name in nearest(entries, job, hardware):
         entry = entries[name]
@@ -52,23 +52,23 @@ def rates_for(entries: Mapping[str, Entry], job: Job, hardware: Hardware) -> Rat
 
 @cache
 def shipped_rates() -> dict[str, Evidence]:
-    """By the name of the entry; none where they are of another predictor's constants, or cannot be read."""
+    """Read the learnt rates by entry name. The result is empty if they belong to other constants, or cannot be read."""
     try:
         data = json.loads(resources.files("autotune.data").joinpath(FILE).read_text(encoding="utf-8"))
         learnt = {name: Evidence(**one) for name, one in data["entries"].items()}
         return learnt if data["constants"] == constants() else {}
-    except Exception:  # none of them is needed, and nobody's run ends by what lies there
+    except Exception:  # rates are optional, so reading them may not end a run
         return {}
 
 
 def constants() -> str:
-    """A digest of the constants that the rates are of, as they are before anything is measured."""
+    """Return a digest of the predictor's prior constants, which identifies the rates that fit them."""
     priors = [(name, float(prior.mean), float(prior.sigma)) for name, prior in TIME.items()]
     return hashlib.sha256(json.dumps([priors, list(QUIRKS.items())]).encode()).hexdigest()[:16]
 
 
 def taught(entry: Entry) -> Evidence | None:
-    """What a predictor learns of the entry's steps; None of one that is not of a GPU, or whose model its sizes do not make."""
+    """Let a predictor learn from an entry's steps. None if the entry has no known GPU, or its sizes do not define a model."""
     tried = [one for one in entry.candidates if one.step_seconds is not None]
     if entry.machine.gpu is None or not tried:
         return None
@@ -77,7 +77,7 @@ def taught(entry: Entry) -> Evidence | None:
     except UserError:
         return None
     before = predictor.table([one.candidate for one in tried])
-    for one, peak in zip(tried, before.peak, strict=True):  # the peak as predicted: it teaches nothing
+    for one, peak in zip(tried, before.peak, strict=True):  # the peak is the predicted one, so that it teaches nothing
         assert one.step_seconds is not None
         measured = Measurement(one.step_seconds, one.spread or 0.0, 4, 1.0, 1.0, int(peak))
         predictor.observe(one.candidate, Outcome(Kind.OK, measurement=measured))
