@@ -316,32 +316,33 @@ def _host(t: _Terms) -> Floats:
     by_group = full * of_optimizer(t.master * t.sub_group) + of_optimizer(t.master * rest)
     of_three = (np.where(on_host, masters, 0.0) + by_group) * share + of_optimizer(t.accumulated * t.part)
     host = np.where(t.out, np.where(t.three, of_three, of_two) + states, 0.0)
-    # while gradients are pinned their unpinned original is there too, and the states are not yet
+    # While gradients are pinned, their unpinned original is still allocated, and the states are not yet.
     original = np.where(t.out & on_host & t.on_gpu, np.maximum(t.master, t.accumulated) * t.part, 0.0)
     host = host + np.maximum(0.0, original - states)
-    # parameters are pinned one by one, then moved into one flat buffer; the allocator keeps the first blocks
+    # Parameters are pinned one by one, then moved into one flat buffer; the allocator keeps the first blocks.
     one_by_one = (c.pinned_param > 0) & t.on_gpu
     flat = pinned(t.width * t.part, c.pinned_param)
     left = np.where(one_by_one, _sum_of_blocks(t.trace.parameters, t.width / t.ranks), 0.0)
-    # frozen ones stay where they were pinned (stage3.py, _create_fp16_partitions_with_defragmentation)
+    # Frozen parameters stay in the blocks where they were pinned (stage3.py,
+    # _create_fp16_partitions_with_defragmentation).
     shares = _sum_of_blocks(t.trace.every_frozen_size, t.width / t.ranks)
     frozen = np.where(one_by_one, shares, t.frozen_width * t.trace.frozen / t.ranks)
     return np.asarray(host + np.where(t.parameters_out, flat + left + frozen, 0.0), dtype=np.float64)
 
 
 def _sum_of_blocks(sizes: list[int], width: float) -> float:
-    """Bytes of a pinned block for every parameter of these elements, of `width` bytes an element."""
+    """Return the bytes of one pinned block per parameter, at `width` bytes per element."""
     return float(pinned_bytes(width * np.array(sizes, dtype=np.float64)).sum())
 
 
 def _points(run: Pass, phase: int) -> list[tuple[float, float, float, float]]:
-    """(fixed, per sequence, gradients, parameters in use) in bytes of every entry of one phase."""
+    """Return (fixed, per sequence, gradients, parameters in use) in bytes of every entry of one phase."""
     rows = zip(run.fixed, run.per_sequence, run.gradients, run.in_use, run.phase, strict=True)
     return [(fixed, each, grads, used) for fixed, each, grads, used, at in rows if at == phase]
 
 
 def _pending(t: _Terms, grads: float, done: bool = False) -> tuple[Floats, Floats]:
-    """(gradients held, buckets) in bytes once backward has made `grads` bytes of gradients; `done` after the last.
+    """Return (gradients held, buckets) in bytes once backward has made `grads` bytes of gradients; `done` after the last.
 
     No bucket exists before the first gradient. A bucket that is copied flat is copied when it is full, or at the end.
     """
@@ -351,11 +352,11 @@ def _pending(t: _Terms, grads: float, done: bool = False) -> tuple[Floats, Float
         return nothing, nothing
     stage, contiguous = c.stage, t.contiguous
     elements = grads / t.width
-    waiting = np.minimum(elements, c.reduce_bucket)  # until the bucket is full
+    waiting = np.minimum(elements, c.reduce_bucket)  # elements in the bucket until it is full
     first = t.bucket_width * waiting
     full = (elements >= c.reduce_bucket) | done
     own = t.own * min(elements, t.part)
-    # offloaded (and then always contiguous), a gradient's norm is taken in 64 bits when it is there
+    # With offload (then always contiguous), a gradient's norm is computed in 64 bits as soon as it exists.
     norm = np.where(t.out, 8.0 * min(t.largest, t.part, elements), 0.0) if t.width < 4 else nothing
     accumulated = np.where(t.accumulates & ~t.out & ~t.compact, t.width * t.part + t.across, 0.0)
     held = np.select(
@@ -370,30 +371,31 @@ def _pending(t: _Terms, grads: float, done: bool = False) -> tuple[Floats, Float
         ],
         np.where(contiguous, 0.0, first),
     )
-    # What is sent in another dtype is copied for it. A bucket whose parts are added to a flat buffer is cut into many
-    # slices, and copied to be one again.
+    # Gradients sent in another dtype are copied. A bucket whose parts are added to a flat buffer is cut into many
+    # slices, and copied to be contiguous again.
     converted = np.where(t.sent != np.where(t.three, t.width, t.bucket_width), t.sent * waiting, 0.0)
     recut = np.where(t.compact, first, 0.0)
     scattered = (first + np.where(t.accumulated != t.sent, t.accumulated * waiting, 0.0)) / t.ranks
     flat = np.select(
         [t.zero0 | t.bf16_optimizer, (stage < 3) & contiguous, ~full, stage < 3],
         [nothing, t.ipg + np.where(full, converted + recut, 0.0), nothing, first + converted],
-        first + converted + scattered,  # stage 3: the flat bucket, and what is scattered out of it
+        first + converted + scattered,  # stage 3: the flat bucket, and the scattered result
     )
     return held, flat
 
 
 def _shards(t: _Terms, grads: float, stepping: bool = False) -> Floats:
-    """Bytes of gradients that FSDP has reduced when backward has made `grads`: a unit waits until it is whole."""
+    """Return the bytes of gradients that FSDP has reduced when backward has made `grads`. A unit is reduced when it is
+    complete."""
     waiting = 0.0 if stepping else t.columns.reduce_bucket
     done = np.maximum(0.0, grads / t.width - waiting)
     return np.where(t.fsdp & ~t.out & ~t.accumulates, t.shard * done / t.ranks, 0.0)
 
 
 def bypassing(trace: Trace, c: Columns, width: float | Floats, grads: float | Floats, where: Any) -> Floats:
-    """Bytes of gradients of parameters larger than the bucket, where `where` is true: they are reduced in place, and
-    stage 1 keeps them until the step."""
+    """Return the bytes of gradients of parameters larger than the bucket, where `where` is true. They are reduced in place,
+    and stage 1 keeps them until the step."""
     sizes = np.sort(np.array(trace.parameters, dtype=np.float64))
-    above = np.concatenate([np.cumsum(sizes[::-1])[::-1], [0.0]])  # elements in parameters from each size upwards
+    above = np.concatenate([np.cumsum(sizes[::-1])[::-1], [0.0]])  # elements in parameters of at least each size
     over = above[np.searchsorted(sizes, c.reduce_bucket, side="right")]
     return np.where(where, np.minimum(grads, width * over), 0.0)
