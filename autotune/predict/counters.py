@@ -140,9 +140,9 @@ def follow_encoder(encoder: Any, counters: Counters) -> None:
 class _ModuleUse:
     """Count a module's own parameters as in use while stage 3 keeps them gathered.
 
-    Stage 3 gathers them for the module's forward. In backward it gathers them at the gradient of the output and releases them
-    when the gradients of the parameters are made, or of the inputs if the parameters are frozen (deepspeed 0.19.8,
-    parameter_offload.py: PreBackwardFunctionForModule and PostBackwardFunctionModule). Parameters that a checkpoint gathers
+    Stage 3 gathers them for the module's forward, and again in backward at the gradient of the output. It releases them when
+    the gradients of the parameters are made, or of the inputs if the parameters are frozen. Source: deepspeed 0.19.8,
+    parameter_offload.py: PreBackwardFunctionForModule and PostBackwardFunctionModule. Parameters that a checkpoint gathers
     again in backward stay until the module's own backward: `max_reuse_distance` keeps them, and so do the tensors that
     autograd saved.
     """

@@ -9,7 +9,7 @@ from autotune.problem.tasks import CAUSAL, DECODED, IMAGE_TEXT, MASKED, SEQ2SEQ,
 
 Config = dict[str, Any]
 
-# Architectures whose MLP has two matrices; others add a third as a gate.
+# Architectures whose MLP has two matrices. All other architectures add a third as a gate.
 _UNGATED = frozenset(
     (
         "gpt2",

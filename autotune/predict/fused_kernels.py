@@ -198,10 +198,10 @@ class LossInPlace(torch.autograd.Function):
 class FusedLinear(torch.autograd.Function):
     """A head and its loss, computed for a part of the tokens at a time; forward already makes the gradients of both.
 
-    A part's logits are `chunk` times as large as the hidden states. Running one part is enough, as the others reuse its
-    memory. `losses.Uncounted` counts their FLOPs and bytes: `depth.extrapolate` would take repeated operators without an
-    allocation for layers. The kernel rounds the rows of a part up to a power of two, up to twice as many. Two micro-batches
-    cannot show growth in such steps, so this is the lower bound.
+    A part's logits are `chunk` times as large as the hidden states. Only one part runs here, as each part reuses the same
+    memory. `losses.Uncounted` counts FLOPs and bytes of the remaining parts: `depth.extrapolate` would take repeated
+    operators without an allocation for layers. The kernel rounds the rows of a part up to a power of two, up to twice as
+    many. Two micro-batches cannot show growth in such steps, so this is the lower bound.
 
     Some versions make a part's gradient of the head apart in 32 bits (`apart`). With 32-bit logits all versions do. All do so
     on cards before Ampere, too, which is not counted.

@@ -36,7 +36,7 @@ class Stepper:
     state_bytes: float
     temporary_bytes: float  # on CUDA, during the step
     flattens: bool
-    # Adagrad's constructor makes states for the model's own parameters. DeepSpeed then makes another for its
+    # Adagrad's constructor makes states for the model's own parameters. DeepSpeed then makes another Adagrad for its
     # partitions (stage_1_and_2.py and stage3.py, initialize_optimizer_states), and the engine keeps the first.
     stray_share: float = 0.0
     known: bool = True  # False: an unknown type, whose states are assumed to be Adam's

@@ -130,7 +130,7 @@ class Work:
     loop: Floats
     hides: Floats  # 1 if communication overlaps computation
     adam_beside: Floats  # 1 if the host's Adam overlaps computation
-    queued: Floats  # 1 if kernels start while others run; a CPU rank does both itself
+    queued: Floats  # 1 if kernels start while earlier ones run; a CPU rank does both itself
 
 
 def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:

@@ -266,7 +266,7 @@ def _in_place_of(module: Any, name: str, make: Callable[[Any], Any]) -> Iterator
 
 @contextlib.contextmanager
 def plain_conversion() -> Iterator[None]:
-    """Make `module.to(…)` create new parameters, shared where the old ones were.
+    """Make `module.to(…)` create new parameters, shared like the old ones.
 
     torch would swap fake tensors in place. It refuses to if anything holds a weak reference to one, as a fake mode does.
     """

@@ -93,9 +93,9 @@ def _tracer_environment(sees_gpus: bool = False) -> dict[str, str]:
 def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seconds: float = 300.0) -> Trace:
     """Return the job's trace from the cache, or make it in a separate process.
 
-    A model that cannot be traced here gets an estimate: a kernel may need a GPU, an operator values, or the process died. The
-    estimate is not cached, as a later version may trace the model. A timeout is cached: these versions are not tried again
-    for the same time limit. If the machine was busy, the next call tries again.
+    A model that cannot be traced here gets an estimate. Causes are a kernel that needs a GPU, an operator that needs values,
+    or a process that died. The estimate is not cached, as a later version may trace the model. A timeout is cached: these
+    versions are not tried again for the same time limit. If the machine was busy, the next call tries again.
 
     Args:
         loss: one of LOSSES.

@@ -52,8 +52,8 @@ class Bill:
     activations: Floats  # tensors of the model's own forward and backward
     sent: Floats  # included above: what FSDP gathers and reduces, in segments of the streams that do it
     host: Floats  # pinned and plain host memory of one rank
-    # Blocks that the optimizer's step has freed and cannot reuse: flat 16-bit gradients. The 32-bit copy is larger
-    # than they were, and torch's intermediates are as large as that copy. The allocator keeps the blocks.
+    # Blocks that the optimizer's step has freed and cannot reuse: flat 16-bit gradients, smaller than their 32-bit
+    # copy and torch's intermediates. The allocator keeps the blocks.
     left: Floats
     holes: Floats  # between partitions of frozen parameters, left by the whole parameters while the model was made
 
@@ -190,8 +190,7 @@ def _resident(t: _Terms) -> tuple[Floats, Floats, Floats]:
     # to the host.
     staged = np.where(t.two & t.out, t.width * t.largest, 0.0)
     at_three = np.where(t.out, t.stays * t.master, np.where(t.fsdp, t.shard * t.accumulates, t.accumulated)) * t.part
-    # torch's DistributedDataParallel copies gradients into its own buckets (gradient_as_bucket_view is off by
-    # default).
+    # torch's DistributedDataParallel copies gradients into its buckets (gradient_as_bucket_view is off by default).
     copied = np.where(t.zero0 & (t.plain | t.torch_alone) & (t.ranks > 1), t.whole, 0.0)
     gradients = np.select([t.three, t.bf16_optimizer], [at_three, t.accumulated * t.total], staged + copied)
     return parameters, gradients, optimizer
@@ -233,9 +232,8 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
 
 
 def _kept_inputs(t: _Terms, run: Pass, each: float) -> Floats:
-    """Return the bytes of inputs of frozen linear layers that DeepSpeed's own linear keeps at stage 3
-    (runtime/zero/linear.py, LinearFunctionForZeroStage3.forward), at a point where a sequence holds `each` bytes of
-    activations."""
+    """Return the input bytes that DeepSpeed's own linear keeps for frozen layers at stage 3 (runtime/zero/linear.py,
+    LinearFunctionForZeroStage3.forward). A sequence holds `each` bytes of activations at that point."""
     fixed, per_sequence = run.frozen_only
     share = min(1.0, max(0.0, each / run.after_forward[1])) if run.after_forward[1] > 0 else 1.0
     return np.where(t.three & (t.columns.own_linear > 0), share * (fixed + per_sequence * t.columns.micro_batch), 0.0)
@@ -393,8 +391,8 @@ def _shards(t: _Terms, grads: float, stepping: bool = False) -> Floats:
 
 
 def bypassing(trace: Trace, c: Columns, width: float | Floats, grads: float | Floats, where: Any) -> Floats:
-    """Return the bytes of gradients of parameters larger than the bucket, where `where` is true. They are reduced in place,
-    and stage 1 keeps them until the step."""
+    """Return the gradient bytes of parameters larger than the bucket, if `where` is true. They are reduced in place; stage 1
+    keeps them until the step."""
     sizes = np.sort(np.array(trace.parameters, dtype=np.float64))
     above = np.concatenate([np.cumsum(sizes[::-1])[::-1], [0.0]])  # elements in parameters of at least each size
     over = above[np.searchsorted(sizes, c.reduce_bucket, side="right")]

@@ -38,13 +38,13 @@ class Descent:
         self._origins: set[str] = set()
 
     def got_on(self, resumed_from: str) -> bool:
-        """Record an attempt's start. Return True if it resumed from a checkpoint that no earlier attempt resumed from."""
+        """Record the checkpoint that an attempt resumed from. Return True if no earlier attempt resumed from it."""
         newer = bool(resumed_from) and resumed_from not in self._origins
         self._origins.add(resumed_from)
         return newer
 
     def after(self, kind: Kind, steps: int, words: str = "", origin: str | None = None) -> bool:
-        """Record an attempt's end. Return True if its config needs too much memory, so that the next rung is due.
+        """Record an attempt's end. Return True if the failure is attributable to its config, so that the next rung is due.
 
         An infrastructure failure or GPU contention affects all configs alike, so it is followed by a pause and a retry.
 

@@ -157,8 +157,8 @@ class CardPlan:
     """One kind of card: the smallest sufficient number, and the number with the lowest cost per token."""
 
     gpu: str
-    fewest: Outlook | None  # that hold everything; None: none of those tried do
-    fewest_offloading: Outlook | None  # smallest number with offload, whatever main memory that takes
+    fewest: Outlook | None  # smallest number that holds everything; None: no tried number does
+    fewest_offloading: Outlook | None  # smallest number with offload, with unlimited main memory
     best: Outlook | None  # cheapest, or without a price fastest per GPU, of 1 to 8, or of more if those are too few
 
 

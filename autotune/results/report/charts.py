@@ -19,7 +19,7 @@ MOST_LABELLED = 6
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about `count` round numbers between two others."""
+    """Return about `count` round numbers between `low` and `high`."""
     if not high > low:
         return [low]
     rough = (high - low) / count
