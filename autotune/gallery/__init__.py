@@ -1,1 +1,1 @@
-"""The gallery: measurements that users share as entries. It checks and shows them, and starts a search from the nearest one."""
+"""The gallery: measurements that users share as entries. This package checks and shows them, and starts a search near one."""

@@ -1,4 +1,4 @@
-"""A gallery entry in JSON: one job on one machine, its candidates and their outcomes. It has no field for free text.
+"""A gallery entry in JSON: one job on one machine, its candidates and their outcomes. Free text has no field.
 
 Every string is in a list here or in `values.py`, or matches a pattern that excludes paths, host names and secrets. Writing
 and reading use the same models for validation; `gallery/schema.json` is generated from them.

@@ -2,7 +2,7 @@
 installed.
 
 Only the tracer imports this module. A loop over 2048 tokens takes fake tensors minutes a layer. The stand-in keeps as many
-bytes for backward and counts the loop's kernels and bytes. It matches a training without `mamba_ssm`.
+bytes for backward and counts the loop's kernels and bytes. The result matches a training without `mamba_ssm`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OF_SCAN, _OF_LINEAR = (4.0, 12.6, 8.0), (6.0, 14.5, 6.0)
 
 
 class _Recurrence(torch.autograd.Function):
-    """state[t] = decay[t] * state[t - 1] + input[t] along a dimension. It keeps the decays and all states."""
+    """state[t] = decay[t] * state[t - 1] + input[t] along a dimension. Keeps the decays and all states."""
 
     @staticmethod
     def forward(ctx: Any, decay: Any, given: Any, tokens: int, run: Counters, cost: tuple[float, float, float]) -> Any:

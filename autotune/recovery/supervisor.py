@@ -206,7 +206,7 @@ class Supervisor:
                 return LaunchSummary(128 + self._signal, attempts)
 
     def _sets_aside(self, end: End, *, first: bool) -> bool:
-        """Check whether the restart failed to load its checkpoint, so that the next attempt must use an older one. This
+        """Check that the restart failed to load its checkpoint, so that the next attempt must use an older one. This
         happens once per checkpoint, and for few in a row, as more point to another cause."""
         if end.steps:
             self._bad.clear()
