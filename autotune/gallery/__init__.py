@@ -1,1 +1,1 @@
-"""What others have measured: entries that anybody may send, checked, shown, and the start of a search nearby."""
+"""The gallery: measurements that users share as entries. This package checks and shows them, and starts a search near one."""

@@ -1,7 +1,7 @@
-"""A gallery's entry: one job on one machine, its candidates and how each ended, as JSON. It has no place for free text.
+"""A gallery entry in JSON: one job on one machine, its candidates and their outcomes. Free text has no field.
 
-Whatever a string may be is listed here or in `values.py`, or matches a pattern that no path, host name or secret does. What
-is written is checked by the same models that read it; `gallery/schema.json` is made of them.
+Every string is in a list here or in `values.py`, or matches a pattern that excludes paths, host names and secrets. Writing
+and reading use the same models for validation; `gallery/schema.json` is generated from them.
 """
 
 from __future__ import annotations
@@ -44,21 +44,22 @@ Shape = Annotated[dict[str, bool | int | float], AfterValidator(known_sizes)]
 
 
 class Part(BaseModel):
-    """What has no field of its own is refused, and so is a number where a text stands."""
+    """Base of all parts: unknown fields are refused, and so is a number in place of a string."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True, allow_inf_nan=False)
 
 
 class Origin(Part):
-    """Where the figures are from."""
+    """Source of the figures."""
 
-    kind: Literal["study", "recorded", "published"]  # sent by a user; recorded by the project; read in public
+    # study: shared by a user; recorded: by the project; published: in a public place
+    kind: Literal["study", "recorded", "published"]
     source: (
         Annotated[str, Field(pattern=r"^(github\.com|gist\.github\.com|arxiv\.org|huggingface\.co)/[\w./-]{1,120}$")]
         | None
-    ) = None  # of what is published: its address without https://
+    ) = None  # address of published figures, without https://
     date: Annotated[str, Field(pattern=r"^20\d\d(-(0[1-9]|1[0-2]))?$")] | None = None  # month or year of the figures
-    autotune: Annotated[str, Field(pattern=VERSION)] | None = None  # the version that wrote the entry
+    autotune: Annotated[str, Field(pattern=VERSION)] | None = None  # version that wrote the entry
 
     @model_validator(mode="after")
     def _published_somewhere(self) -> Origin:
@@ -68,17 +69,17 @@ class Origin(Part):
 
 
 class Machine(Part):
-    """The devices, all alike; memory in GiB of one of them."""
+    """The devices, all alike; memory in GiB of each."""
 
     device: Literal["cuda", "cpu"]
-    gpu: Annotated[str, Field(pattern=NAME)] | None  # a name of `autotune plan --gpu`; null: not in its table
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ()@.+-]{0,79}$")]  # as the driver calls it
-    count: Annotated[int, Field(ge=1, le=65536)]  # of all nodes together
+    gpu: Annotated[str, Field(pattern=NAME)] | None  # a name for `autotune plan --gpu`; null: not in its table
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ()@.+-]{0,79}$")]  # as the driver reports it
+    count: Annotated[int, Field(ge=1, le=65536)]  # all nodes together
     nodes: Annotated[int, Field(ge=1, le=8192)] = 1
     memory_gib: Annotated[float, Field(gt=0, le=4096)]
-    capacity_gib: Annotated[float, Field(gt=0, le=4096)]  # what a rank could have of it
+    capacity_gib: Annotated[float, Field(gt=0, le=4096)]  # GiB available to a rank
     headroom: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share that the winner leaves free
-    host_memory_gib: Annotated[float, Field(gt=0, le=1e6)] | None = None  # of one node
+    host_memory_gib: Annotated[float, Field(gt=0, le=1e6)] | None = None  # GiB of one node
 
     @model_validator(mode="after")
     def _consistent(self) -> Machine:
@@ -107,13 +108,13 @@ class Machine(Part):
 
 
 class Trained(Part):
-    """The job: a model as its sizes, and what is done with it."""
+    """The job: sizes of the model, and settings of the training."""
 
-    model: Annotated[str, Field(pattern=NAME)] | None  # a public model's name; null: not one that autotune ships
+    model: Annotated[str, Field(pattern=NAME)] | None  # name of a public model; null: not shipped with autotune
     architecture: Annotated[str, Field(pattern=NAME)] | None  # transformers' model_type; null: not public
     parameters: Annotated[int, Field(ge=1000, le=10**14)] | None
     shape: Shape
-    vision: Shape | None = None  # of its tower
+    vision: Shape | None = None  # shape of its tower
     task: Annotated[str, _listed(*TASKS)] = CAUSAL
     seq_len: Annotated[int, Field(ge=1, le=10_000_000)]
     tokens_per_sample: Finite  # without padding
@@ -126,12 +127,12 @@ class Trained(Part):
     packed: bool = False
 
     def config(self) -> dict[str, Any]:
-        """As a transformers configuration, as far as its sizes go."""
+        """Return a transformers configuration with the known sizes."""
         vision = {"vision_config": dict(self.vision)} if self.vision else {}
         return {"model_type": self.architecture or "unknown", **self.shape, **vision}
 
     def job(self, ranks: int) -> Job:
-        """Of the lengths only the longest is kept, and of the model its sizes: nothing here can be built."""
+        """Build a Job for predictions. Only the longest length and the model's sizes are known, so the model cannot be built."""
         name = self.model or self.architecture or "a model"
         return Job(
             ModelSpec(name, self.config(), "the gallery", self.parameters),
@@ -147,18 +148,18 @@ class Trained(Part):
 
 
 class Tried(Part):
-    """A candidate and how it ended. A peak is that of the process, of a GPU as NVML shows it, unless `peak_of` says else."""
+    """A candidate and its outcome. The peak is the process's, on a GPU as NVML shows it, unless `peak_of` differs."""
 
     knobs: Knobs
     outcome: Annotated[str, _listed(*(kind.value for kind in Kind if kind.says_something_of_the_candidate))]
-    phase: Annotated[str, _listed(*(phase.value for phase in Phase))] | None = None  # in which it failed
+    phase: Annotated[str, _listed(*(phase.value for phase in Phase))] | None = None  # phase of the failure
     step_seconds: Finite | None = None
     spread: Annotated[float, Field(ge=0, le=10)] | None = None  # half the 95 % interval, as a share
-    samples_per_second: Finite | None = None  # of all ranks
-    tokens_per_second: Finite | None = None  # of all ranks
+    samples_per_second: Finite | None = None  # all ranks together
+    tokens_per_second: Finite | None = None  # all ranks together
     peak_gib: Finite | None = None
     peak_of: PeakOf = "process"
-    missing_gib: Annotated[float, Field(ge=0, lt=1e6)] | None = None  # by which an allocation failed
+    missing_gib: Annotated[float, Field(ge=0, lt=1e6)] | None = None  # GiB by which an allocation failed
 
     @model_validator(mode="after")
     def _whole(self) -> Tried:
@@ -177,7 +178,7 @@ class Tried(Part):
 
 
 class Versions(Part):
-    """Of what the ranks ran with."""
+    """Library versions of the ranks."""
 
     torch: Annotated[str, Field(pattern=VERSION)] | None = None
     deepspeed: Annotated[str, Field(pattern=VERSION)] | None = None
@@ -194,9 +195,9 @@ class Entry(Part):
     versions: Versions = Versions()
     space: Annotated[
         dict[str, list[bool | int | float | str]], AfterValidator(known_domains)
-    ] = {}  # knobs and values tried
+    ] = {}  # knobs and the values tried
     candidates: Annotated[list[Tried], Field(min_length=1, max_length=5000)]
-    winner: Annotated[int, Field(ge=0)] | None = None  # its place among the candidates
+    winner: Annotated[int, Field(ge=0)] | None = None  # index among the candidates
     verified: bool = False  # in a fresh process
 
     @model_validator(mode="after")
@@ -212,7 +213,7 @@ class Entry(Part):
         return None if self.winner is None else self.candidates[self.winner]
 
     def text(self) -> str:
-        """The entry as its file: a candidate a line, what is at its default left out."""
+        """Return the entry's file content: one candidate per line, without fields at their default."""
         data = self.model_dump(exclude_defaults=True) | {"format": self.format}
         lines = [json.dumps(one) for one in data.pop("candidates")]
         head = {key: data[key] for key in ("format", "origin", "machine", "job", "versions", "space") if key in data}
@@ -224,15 +225,15 @@ class Entry(Part):
 
 
 def schema() -> str:
-    """The JSON schema of an entry."""
+    """Return the JSON schema of an entry."""
     return json.dumps(Entry.model_json_schema(), indent=1) + "\n"
 
 
 def read_entry(path: Path) -> Entry:
-    """The entry in a file, of the right form; whether its figures can be is another question (`plausible.py`).
+    """Read an entry and check its form. `plausible.py` checks its figures.
 
     Raises:
-        UserError: it cannot be read, or breaks the schema; the message names the field.
+        UserError: the file cannot be read, or breaks the schema; the message names the field.
     """
     try:
         data = path.read_bytes()
@@ -251,7 +252,7 @@ def read_entry(path: Path) -> Entry:
 
 
 def _in_one_line(error: ValidationError) -> str:
-    """The first thing that is wrong, with its field as one would write it, and how many more there are."""
+    """Describe the first error, with its field in dotted notation, and the number of further errors."""
     first, *more = error.errors(include_url=False, include_input=False, include_context=False)
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
     message = " ".join(first["msg"].removeprefix("Value error, ").split())[:300]

@@ -1,4 +1,4 @@
-"""Where the gallery's entries lie, and all of them read."""
+"""Folder of the gallery's entries, and the function that reads them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autotune.gallery.plausible import check
 
 
 def entries_folder() -> Path:
-    """Inside the package when installed, at the top of the repository otherwise."""
+    """Return the folder: inside the package if installed, otherwise at the top of the repository."""
     package = Path(__file__).parents[1]
     inside = package / "gallery_entries"
     return inside if inside.is_dir() else package.parent / "gallery" / "entries"
@@ -19,21 +19,21 @@ def entries_folder() -> Path:
 
 @cache
 def shipped_entries() -> dict[str, Entry]:
-    """The entries that came with this version, by name; one that it cannot read is left out: it decides nothing."""
+    """Read the entries of this version, by name. An unreadable entry is left out, as no decision depends on it."""
     found = {}
     for path in sorted(entries_folder().glob("*.json")):
         try:
             found[path.stem] = checked(path)
-        except Exception:  # none of them is needed, and nobody's run ends by what lies there
+        except Exception:  # entries are optional, so none of them may end a run
             continue
     return found
 
 
 def checked(path: Path) -> Entry:
-    """The entry in a file.
+    """Read an entry and check its figures.
 
     Raises:
-        UserError: it breaks the schema, or a figure of it cannot be; the message names file and field.
+        UserError: the entry breaks the schema, or a figure is impossible; the message names file and field.
     """
     entry = read_entry(path)
     try:

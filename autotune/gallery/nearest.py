@@ -1,7 +1,8 @@
-"""The gallery's entry nearest to a job, and the candidate of a study that its winner comes to.
+"""Find the gallery entry nearest to a job, and the candidate that matches its winner.
 
-Distances are in doublings: two jobs whose models differ by a factor of two, all else equal, are 2 apart. What decides which
-configs fit and which of them is fast counts most: the card, the weights a rank holds, and whether these are trained.
+Distances are in doublings: two jobs whose models differ by a factor of two, all else equal, are 2 apart. The largest weights
+belong to the properties that decide which configs fit and which is fast: the card, the weights a rank holds, and whether
+these are trained.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Kind
 from autotune.search.distances import Distances
 
-NEAR_ENOUGH = 3.0  # beyond it an entry says nothing of the job
-PARAMETERS, MEMORY, SPEED, RANKS, LENGTH = 2.0, 3.0, 1.0, 1.0, 1.0  # of a doubling of each
+NEAR_ENOUGH = 3.0  # beyond it an entry gives no information about the job
+PARAMETERS, MEMORY, SPEED, RANKS, LENGTH = 2.0, 3.0, 1.0, 1.0, 1.0  # weight of each doubling
 OTHER_LORA, OTHER_PRECISION, OTHER_OPTIMIZER, OTHER_TASK, OTHER_ARCHITECTURE = 4.0, 3.0, 0.5, 1.5, 0.25
-# Knobs in which a start must be what the entry's winner is: with another of these it is another config.
+# Knobs that a start must share with the entry's winner. A difference in one of them makes it another config.
 DECIDING = ("zero_stage", "offload_optimizer", "offload_param", CHECKPOINTING)
-MOST_BATCH_TIMES = 2.0  # between the micro-batch of the winner and that of the start
+MOST_BATCH_TIMES = 2.0  # largest factor between the micro-batches of winner and start
 
 
 @dataclass(frozen=True)
 class Near:
-    """A candidate to begin with, and whose it was."""
+    """A candidate to begin with, and its source."""
 
     candidate: Candidate
-    entry: str  # its name
-    why: str  # for people: whose winner, on what, from where
+    entry: str  # name of the entry
+    why: str  # for the user: source of the winner, its job and its machine
 
 
 def nearest(entries: Mapping[str, Entry], job: Job, hardware: Hardware) -> list[tuple[float, str]]:
-    """(distance, name) of the entries with a winner that are near enough, the nearest first."""
+    """Return (distance, name) of the entries with a winner that are near enough, the nearest first."""
     found = []
     for name, entry in entries.items():
         away = distance(entry, job, hardware) if entry.winner is not None else math.inf
@@ -46,7 +47,7 @@ def nearest(entries: Mapping[str, Entry], job: Job, hardware: Hardware) -> list[
 
 
 def distance(entry: Entry, job: Job, hardware: Hardware) -> float:
-    """How unlike what the entry is of and a job on its machine are; infinite where nothing can be said."""
+    """Return the distance between an entry and a job on its machine; infinite if they cannot be compared."""
     if entry.machine.device != hardware.device:
         return math.inf
     return _between_machines(entry.machine, hardware) + _between_jobs(entry.job, job)
@@ -79,7 +80,8 @@ def _between_jobs(trained: Trained, job: Job) -> float:
 
 
 def _sizes(trained: Trained, job: Job) -> tuple[float, float] | None:
-    """Of the entry's model and of the job's, the same of both: what their shapes multiply by, else all their weights."""
+    """Return a comparable size of the entry's model and of the job's: parameters in matrix products, else all parameters.
+    None if neither is known for both."""
     multiplied = matmul_parameters(trained.config(), trained.task), matmul_parameters(job.model.config, job.task)
     for theirs, ours in (multiplied, (trained.parameters, job.model.parameters)):
         if theirs and ours:
@@ -94,7 +96,8 @@ def _doublings(one: float, other: float) -> float:
 def start_from(
     entries: Mapping[str, Entry], job: Job, hardware: Hardware, candidates: Sequence[Candidate]
 ) -> Near | None:
-    """The candidate that the winner of the nearest entry comes to; None where no entry is near, or no candidate is like it."""
+    """Return the candidate that matches the winner of the nearest entry. None if no entry is near, or no candidate is
+    similar."""
     for _, name in nearest(entries, job, hardware):
         entry = entries[name]
         assert entry.best is not None
@@ -116,12 +119,12 @@ def _alike(winner: Candidate, candidate: Candidate) -> bool:
 
 
 def _plainly(value: object) -> object:
-    """A knob that is not said is off."""
+    """Map an unset knob and its "off" values to None."""
     return value if value not in (None, False, "none", 0) else None
 
 
 def whose(entry: Entry) -> str:
-    """For people: of what, on what, from where."""
+    """Describe an entry for the user: model, machine and source."""
     model = entry.job.model or entry.job.architecture or "a model of its size"
     where = f"published at {entry.origin.source}" if entry.origin.source else _KINDS[entry.origin.kind]
     return f"{model} on {entry.machine.count} x {entry.machine.gpu or entry.machine.name} ({where})"

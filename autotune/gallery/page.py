@@ -1,4 +1,4 @@
-"""`python -m autotune.gallery.page`: writes the page of winners and the schema, `docs/gallery.md` and `gallery/schema.json`."""
+"""`python -m autotune.gallery.page`: write the page of winners and the schema, `docs/gallery.md` and `gallery/schema.json`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from autotune.gallery.folder import shipped_entries
 from autotune.gallery.nearest import DECIDING
 from autotune.problem.candidate import ATTENTION, COMPILED, LORA, PACKING, RUNG_KNOBS, describe
 
-ROOT = Path(__file__).parents[2]  # of the repository
+ROOT = Path(__file__).parents[2]  # root of the repository
 PAGE, SCHEMA = Path("docs/gallery.md"), Path("gallery/schema.json")
-SHOWN = (*DECIDING, *RUNG_KNOBS, ATTENTION, COMPILED, LORA, PACKING)  # the file has the others
+SHOWN = (*DECIDING, *RUNG_KNOBS, ATTENTION, COMPILED, LORA, PACKING)  # the entry's file has the other knobs
 BEGIN, END = "<!-- gallery: written by `make gallery` -->", "<!-- gallery ends -->"
 
 
 def rows() -> list[dict[str, Any]]:
-    """The winner of each entry, by model and card."""
+    """Return the winner of each entry, sorted by model and card."""
     found = [_row(name, entry) for name, entry in shipped_entries().items() if entry.best is not None]
     return sorted(found, key=lambda row: (row["model"], row["machine"], row["seq_len"], row["entry"]))
 
@@ -51,7 +51,7 @@ def _peak(best: Tried) -> str:
 
 
 def table(found: Iterable[dict[str, Any]]) -> str:
-    """The winners as Markdown."""
+    """Format the winners as a Markdown table."""
     lines = [
         "| model | on | tokens | trains | fastest config | tokens/s | peak | of | from |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -69,7 +69,7 @@ def table(found: Iterable[dict[str, Any]]) -> str:
 
 
 def page(before: str) -> str:
-    """The page with its table written anew; the words around it are kept."""
+    """Replace the table in the page, and keep the text around it."""
     head, _, rest = before.partition(BEGIN)
     return f"{head}{BEGIN}\n{table(rows())}\n{END}{rest.partition(END)[2]}"
 

@@ -1,4 +1,5 @@
-"""Whether an entry's figures can be: no card computes faster than its peak, holds more than its memory or counts otherwise."""
+"""Check that an entry's figures are possible: no card computes faster than its peak or holds more than its memory, and
+figures of one trial agree."""
 
 from __future__ import annotations
 
@@ -10,19 +11,22 @@ from autotune.problem.hardware import gpu_table
 from autotune.problem.outcome import Kind
 from autotune.problem.tasks import CAUSAL
 
-COUNTED_ALIKE = 0.05  # by how much figures of one trial may differ: a step is a median, speeds may be means
-OTHER_LENGTHS = 3.0  # times as long as others a script's batches of a few steps may be
-ABOVE_MEMORY = 1.02  # drivers' GiB are not all alike
-CPU_TFLOPS = 200.0  # more than any rank on a processor gives
-FORWARD_AND_BACKWARD = 4.0  # FLOPs of a parameter and token at least, where a model's shape is not known
-ALL_BUT_EMBEDDINGS = 0.3  # share of the parameters that compute at least, of a model whose shape is not known
-FITTING_SHARES = (0.2, 1.5)  # of a model's own count, what its shape multiplies by; tied ends count twice
+# relative difference allowed between figures of one trial: a step is a median, speeds may be means
+COUNTED_ALIKE = 0.05
+OTHER_LENGTHS = 3.0  # factor by which a script's batches of a few steps may be longer than average
+ABOVE_MEMORY = 1.02  # drivers differ slightly in the GiB they report
+CPU_TFLOPS = 200.0  # more than any CPU rank reaches
+FORWARD_AND_BACKWARD = 4.0  # least FLOPs per parameter and token, if a model's shape is unknown
+ALL_BUT_EMBEDDINGS = 0.3  # least share of the parameters that compute, if a model's shape is unknown
+# allowed ratio of parameters in matrix products to a model's own count; tied embeddings count twice
+FITTING_SHARES = (0.2, 1.5)
 
 
 def check(entry: Entry) -> None:
-    """
+    """Check all figures of an entry.
+
     Raises:
-        UserError: a figure cannot be, or there is no winner; the message names the field.
+        UserError: a figure is impossible, or there is no winner; the message names the field.
     """
     if entry.winner is None:
         raise UserError("winner: there is none; the gallery takes what fits and is fastest, beside what was tried")
@@ -46,7 +50,7 @@ def _check_memory(entry: Entry) -> None:
 
 
 def _check_shape(entry: Entry) -> None:
-    """A model's own count of parameters and its sizes must speak of one model: peaks are judged by the sizes."""
+    """Check that the parameter count and the sizes describe one model, as peaks are judged by the sizes."""
     trained, config = entry.job, entry.job.config()
     if trained.parameters is None or trained.task != CAUSAL or any("expert" in key for key in trained.shape):
         return
@@ -60,7 +64,7 @@ def _check_shape(entry: Entry) -> None:
 
 
 def _trouble(entry: Entry, one: Tried) -> str | None:
-    """The field that cannot be, and why; None where all can."""
+    """Return the impossible field and the reason, or None."""
     if one.peak_gib is not None and one.outcome == Kind.OK and one.peak_gib > ABOVE_MEMORY * entry.machine.memory_gib:
         return f"peak_gib: {one.peak_gib:g} GiB are more than the card's {entry.machine.memory_gib:g}, and it ran"
     if one.step_seconds is None or one.tokens_per_second is None or one.samples_per_second is None:
@@ -71,7 +75,7 @@ def _trouble(entry: Entry, one: Tried) -> str | None:
     flops = model_flops_per_token(job) or _least_flops(entry)
     if flops is None:
         return None
-    # work counts padding, which tokens a second do not
+    # Padding counts as work, but not in tokens per second.
     tokens = one.tokens_per_second / (job.ranks * 1e12)
     used, peak = flops * tokens, _peak_tflops(entry)
     if used > peak:
@@ -110,7 +114,8 @@ def _least_flops(entry: Entry) -> float | None:
 
 
 def _peak_tflops(entry: Entry) -> float:
-    """Of 16-bit arithmetic, which 32-bit matrices may use too (TF32); of a card that is not known the fastest known."""
+    """Return the peak of 16-bit arithmetic, which 32-bit matrices may use too (TF32). An unknown card gets the peak of the
+    fastest known one."""
     if entry.machine.device == "cpu":
         return CPU_TFLOPS
     facts = entry.machine.facts

@@ -1,4 +1,4 @@
-"""What the steps of the gallery's entries teach of a card: with what predictions begin for a job that is near one of them.
+"""Card rates that the gallery's entries teach. Predictions for a job near an entry start from them.
 
 `python -m autotune.gallery.taught` has a predictor observe each entry and writes what it has learnt to
 `data/gallery_rates.json`: to trace an entry's model takes longer than a run may wait. It is of steps alone, since what
@@ -26,15 +26,15 @@ FILE = "gallery_rates.json"
 
 @dataclass(frozen=True)
 class Rates:
-    """What one entry teaches."""
+    """Rates learnt from one entry."""
 
-    entry: str  # its name
+    entry: str  # name of the entry
     learnt: Evidence
-    why: str  # for people: whose, on what, from where
+    why: str  # for the user: source, job and machine
 
 
 def rates_for(entries: Mapping[str, Entry], job: Job, hardware: Hardware) -> Rates | None:
-    """Of the nearest entry on the same card; None where none is near."""
+    """Return the rates of the nearest entry on the same card; None if none is near."""
     known = shipped_rates()
     for _, name in nearest(entries, job, hardware):
         entry = entries[name]
@@ -45,16 +45,16 @@ def rates_for(entries: Mapping[str, Entry], job: Job, hardware: Hardware) -> Rat
 
 @cache
 def shipped_rates() -> dict[str, Evidence]:
-    """By the name of the entry; none where they are of another predictor's constants, or cannot be read."""
+    """Read the learnt rates by entry name. The result is empty if they belong to other constants, or cannot be read."""
     try:
         data = json.loads(resources.files("autotune.data").joinpath(FILE).read_text(encoding="utf-8"))
         learnt = {name: Evidence(**one) for name, one in data["entries"].items()}
         return learnt if data["constants"] == constants() else {}
-    except Exception:  # none of them is needed, and nobody's run ends by what lies there
+    except Exception:  # rates are optional, so reading them may not end a run
         return {}
 
 
 def constants() -> str:
-    """A digest of the constants that the rates are of, as they are before anything is measured."""
+    """Return a digest of the predictor's prior constants, which identifies the rates that fit them."""
     priors = [(name, float(prior.mean), float(prior.sigma)) for name, prior in TIME.items()]
     return hashlib.sha256(json.dumps([priors, list(QUIRKS.items())]).encode()).hexdigest()[:16]

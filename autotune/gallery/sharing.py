@@ -1,4 +1,4 @@
-"""A study as a gallery's entry: figures, sizes and names that everybody knows, nothing of whose they are."""
+"""Convert a study to a gallery entry: figures, sizes and public names, without anything that identifies the user."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from autotune.version import __version__
 
 
 def entry_of(store: StudyStore) -> Entry:
-    """The study as an entry. Each candidate has its latest trial that says something of it; a winner's is that of the winner.
+    """Return the study as an entry. Each candidate gets its latest attributable trial; the winner gets the trial that won.
 
     Raises:
-        UserError: it has measured nothing.
+        UserError: the study has measured nothing.
     """
     if store.table:
         raise UserError(f"study {store.name} searches a recorded table: only what was measured can be shared")
@@ -55,13 +55,13 @@ def entry_of(store: StudyStore) -> Entry:
             winner=kept.index(winner.candidate) if winner is not None and winner.candidate in kept else None,
             verified=winner is not None and winner.role == VERIFY and winner.candidate in kept,
         )
-    except ValidationError as error:  # what a study holds and nobody thought of: it is not written
+    except ValidationError as error:  # a study may hold unforeseen values, which are not written
         fields = ".".join(str(part) for part in error.errors()[0]["loc"])
         raise UserError(f"study {store.name} cannot be shared: its {fields} has no place in a gallery entry") from None
 
 
 def _told(records: list[Record], winner: Record | None) -> dict[Candidate, Outcome]:
-    """How each candidate ended; one that ran out of memory when it was verified or resumed ran out."""
+    """Return the outcome of each candidate. An OOM during verification or resume replaces an earlier success."""
     told: dict[Candidate, Outcome] = {}
     for record in records:
         outcome = record.outcome
@@ -76,7 +76,7 @@ def _told(records: list[Record], winner: Record | None) -> dict[Candidate, Outco
 
 
 def _public_knobs(candidate: Candidate) -> dict[str, Value] | None:
-    """The candidate's knobs that have a place in an entry; None where what is left out decides what it is."""
+    """Return the candidate's knobs that an entry may contain; None if a knob that must be left out defines the candidate."""
     kept: dict[str, Value] = {}
     for name, value in candidate.knobs:
         if name == LORA and value != "none":
@@ -89,7 +89,7 @@ def _public_knobs(candidate: Candidate) -> dict[str, Value] | None:
 
 
 def public_lora(text: str) -> str:
-    """The LoRA without names of layers that are in no public architecture: they are told as all linear ones."""
+    """Replace targets that exist in no public architecture by `all-linear`."""
     lora = parse_lora(text)
     targets = lora.targets if set(lora.targets) <= PUBLIC_TARGETS else ("all-linear",)
     saved = tuple(name for name in lora.saved if name in PUBLIC_TARGETS)
@@ -138,7 +138,7 @@ def _machine(hardware: Hardware) -> Machine:
 
 
 def _trained(job: Job) -> Trained:
-    """The job; its model by its sizes, and by name where every size is that of a model that everybody knows."""
+    """Return the job with its model as sizes. The model's name is added if every size matches a public model."""
     config = job.model.config
     known = next((name for name, spec in shipped_models().items() if _alike(spec.config, config)), None)
     architecture = str(config.get("model_type", ""))
@@ -164,14 +164,14 @@ def _trained(job: Job) -> Trained:
 
 
 def shape_of(config: dict[str, Any]) -> dict[str, bool | int | float]:
-    """What of a configuration says how large a model is."""
+    """Return the keys of a configuration that determine a model's size."""
     text = config.get("text_config")
     text = {**config, **text} if isinstance(text, dict) else config
     return {key: text[key] for key in sorted(SHAPE_KEYS & text.keys()) if size_trouble(key, text[key]) is None}
 
 
 def _alike(known: dict[str, Any], config: dict[str, Any]) -> bool:
-    """Whether a configuration is of the same sizes as a published one, whatever it is called."""
+    """Check that a configuration has the same sizes as a published one, under any name."""
     same = known.get("model_type") == config.get("model_type")
     ours, theirs = shape_of(known), shape_of(config)
     return (
@@ -184,7 +184,7 @@ def _alike(known: dict[str, Any], config: dict[str, Any]) -> bool:
 
 @cache
 def public_architectures() -> frozenset[str]:
-    """transformers' own names of architectures."""
+    """Return transformers' own names of architectures."""
     tasks = json.loads((resources.files("autotune") / "data" / "tasks.json").read_text(encoding="utf-8"))
     names = {spec.config.get("model_type") for spec in shipped_models().values()}
     for listed in tasks.values():
@@ -199,7 +199,7 @@ def _versions(versions: dict[str, str]) -> Versions:
 
 
 def _version(text: str) -> str | None:
-    """A version without what somebody's own build adds to it."""
+    """Return a version without the suffix of a custom build."""
     return next((one for one in (text, text.partition("+")[0]) if re.fullmatch(VERSION, one)), None)
 
 

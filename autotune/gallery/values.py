@@ -1,4 +1,4 @@
-"""What a knob, a LoRA and a model's size may be in an entry of the gallery."""
+"""Values that a knob, a LoRA and a model's size may have in a gallery entry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autotune.problem.knobs import Knob
 from autotune.problem.model_sizes import SHAPE_KEYS, size_trouble
 from autotune.problem.space_file import DS_TOP_LEVEL, DS_ZERO_KEYS
 
-# Names of layers in public architectures; a LoRA on others is told as one on all of them.
+# Names of layers in public architectures. A LoRA on other layers is recorded as one on all layers.
 PUBLIC_TARGETS = frozenset(
     (
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens"),
@@ -36,7 +36,7 @@ MOST_NUMBER = 2**63  # DeepSpeed's "no limit" is one less
 
 
 def knob_trouble(name: str, value: Value) -> str | None:
-    """Why a knob's name or value has no place in an entry, or None. A text has one only where it is one of a list."""
+    """Return the reason why a knob is not allowed in an entry, or None. A string is only allowed if it is in a list."""
     knob = KNOBS.get(name)
     if knob is None:
         return _key_trouble(name, value)
@@ -52,7 +52,7 @@ def knob_trouble(name: str, value: Value) -> str | None:
 
 
 def _key_trouble(name: str, value: Value) -> str | None:
-    """Of what is no knob: a key of DeepSpeed's with a number or a switch has a place."""
+    """Check a name that is no knob: a DeepSpeed key with a number or a switch is allowed."""
     head, _, leaf = name.partition(".")
     known = name in DS_TOP_LEVEL or (head in DS_TOP_LEVEL and re.fullmatch(r"[a-z0-9_.]{1,80}", leaf))
     if head == "zero_optimization" and leaf.split(".")[0] not in DS_ZERO_KEYS:
@@ -73,11 +73,12 @@ def _number_trouble(knob: Knob, value: Value) -> str | None:
 
 
 def _is_number(value: Value) -> bool:
-    return isinstance(value, int | float) and abs(value) <= MOST_NUMBER  # not NaN
+    return isinstance(value, int | float) and abs(value) <= MOST_NUMBER  # false for NaN
 
 
 def lora_trouble(value: Value) -> str | None:
-    """Why a LoRA has no place in an entry, or None: its layers are those of public architectures, and it says nothing else."""
+    """Return the reason why a LoRA is not allowed in an entry, or None. Its layers must exist in public architectures, and no
+    part may appear twice."""
     if not isinstance(value, str):
         return f"expected none, or r=16,targets=all-linear, found {value!r}"
     try:

@@ -1,4 +1,4 @@
-"""Activations and arithmetic from the configuration alone, where fake tensors cannot run a model."""
+"""Activations and FLOPs from the configuration alone, for models that cannot run on fake tensors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from autotune.problem.job import Job
 from autotune.problem.liger import loss_in_kernel
 from autotune.problem.tasks import CAUSAL, IMAGE_TEXT, SEQ2SEQ
 
-_KEPT_BY_CHECKPOINTS = 0.15  # of what a forward saves: inputs of layers and the head, by the shipped models' traces
+# share of what a forward saves: layer inputs and the head; from the traces of the shipped models
+_KEPT_BY_CHECKPOINTS = 0.15
 
 
-Sizes = tuple[list[int], int]  # elements of each trainable parameter, and of all frozen ones
+Sizes = tuple[list[int], int]  # elements of each trainable parameter, and of all frozen parameters together
 
 
 def untraced_note(why: str, counted: bool = False) -> str:
-    """What stands in for a trace, and at what price: a lower one where the parameters' sizes were `counted`."""
+    """Describe the closed-form estimate and its wider intervals; FLOPs stay exact if the parameters were `counted`."""
     times = "of computing times" if counted else "times"
     return (
         f"not traced ({why}): closed form, what a dense model of these sizes keeps and computes; intervals of activations "
@@ -31,19 +32,20 @@ def untraced_note(why: str, counted: bool = False) -> str:
 
 
 def _of_the_loss(job: Job, text: dict[str, Any]) -> tuple[float, bool]:
-    """(bytes kept of a logit, whether the head's gradient is made in forward and waits)."""
+    """Return (bytes kept per logit, whether forward makes the head's gradient and keeps it until backward)."""
     width, trains_head = job.element_bytes, not job.lora or "lm_head" in job.lora.saved
     installed = current().version("liger_kernel")
     loss = loss_in_kernel(text.get("model_type"), installed) if job.liger and job.task == CAUSAL else "own"
-    copies = {"own": width + 4 + 4, "fused32": width + 4}  # of the logits: in 32 bits, and as log-softmax
+    copies = {"own": width + 4 + 4, "fused32": width + 4}  # copies of the logits: in 32 bits, and the log-softmax
     return float(copies.get(loss, 0)), trains_head and loss not in copies
 
 
 def closed_form_trace(job: Job, why: str, sizes: Sizes | None = None) -> Trace:
-    """A Trace without running the model, and `why`. `exact` is False: the predictor widens its intervals.
+    """Estimate a Trace without running the model, for the reason `why`.
 
-    Of a dense decoder it counts what its layers keep (Korthikanti et al. 2022, section 4.1, generalised to grouped heads
-    and gated MLPs, attention by a kernel that keeps no score matrix); of any other it goes by the parameters' `sizes`.
+    `exact` is False, so the predictor widens its intervals. For a dense decoder the estimate counts what its layers keep
+    (Korthikanti et al. 2022, section 4.1, generalised to grouped heads and gated MLPs; the attention kernel keeps no score
+    matrix). Any other model is estimated from the parameters' `sizes`.
 
     Raises:
         UserError: neither the configuration's shape nor the sizes are known.
@@ -62,14 +64,15 @@ def closed_form_trace(job: Job, why: str, sizes: Sizes | None = None) -> Trace:
     key_value = attention // heads * (text.get("num_key_value_heads") or heads)
     inner = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
     width, tokens = job.element_bytes, job.seq_len
-    # a layer: two norms (input kept in 32 bits by most), q k v, attention's output, two residuals, MLP's inner values
+    # A layer holds two norms (most keep their input in 32 bits), q k v, attention's output, two residuals, and the
+    # MLP's inner values.
     layer = tokens * (width * (4 * hidden + 3 * attention + 2 * key_value + 4 * inner) + 4 * 2 * hidden)
     per_logit, waits = _of_the_loss(job, text)
     head = tokens * vocabulary * per_logit
-    block = tokens * hidden * width  # what a checkpointed layer keeps: its input
+    block = tokens * hidden * width  # bytes that a checkpointed layer keeps: its input
     flops, scores = 2.0 * products * tokens, 4.0 * layers * attention * tokens * tokens
     tied = bool(text.get("tie_word_embeddings", True))
-    # of adapters only the sizes tell how little is trained
+    # With adapters, only the sizes show how little is trained.
     parameters, frozen = sizes or ([products // layers] * layers + ([] if tied else [hidden * vocabulary]), 0)
     gradients = float(width * sum(parameters))
     waiting = width * hidden * vocabulary * waits
@@ -102,9 +105,10 @@ def closed_form_trace(job: Job, why: str, sizes: Sizes | None = None) -> Trace:
 
 
 def _trace_of_sizes(job: Job, why: str, sizes: Sizes | None, saved: float | None) -> Trace:
-    """
+    """Build a Trace from the parameters' sizes.
+
     Args:
-        saved: bytes that a forward saves, where they are known.
+        saved: bytes that a forward saves, or None if unknown.
 
     Raises:
         UserError: the sizes are not known.
@@ -118,7 +122,7 @@ def _trace_of_sizes(job: Job, why: str, sizes: Sizes | None, saved: float | None
 
 
 def told_by_shape(job: Job) -> bool:
-    """Whether the configuration alone tells what the layers keep: a dense decoder's, with heads."""
+    """Check that the configuration is a dense decoder's, so that it alone determines what the layers keep."""
     text: dict[str, Any] = job.model.config.get("text_config") or job.model.config
     hidden = text.get("hidden_size", text.get("n_embd"))
     known = dense_shape(job.model.config) is not None and matmul_parameters(job.model.config, job.task) is not None
@@ -126,11 +130,11 @@ def told_by_shape(job: Job) -> bool:
 
 
 def profile_trace(job: Job) -> Trace:
-    """A Trace from what a user's script showed when it ran as it is: the sizes of its parameters, and the bytes that one
-    forward saved for its backward. `exact` is False.
+    """Build a Trace from the probe run of a user's script: parameter sizes, and bytes that one forward saved for backward.
+    `exact` is False.
 
     Raises:
-        UserError: it showed nothing.
+        UserError: the probe run found no trained parameters.
     """
     seen: dict[str, Any] = job.script.profile if job.script else {}
     if not seen.get("trained"):
@@ -144,14 +148,14 @@ def profile_trace(job: Job) -> Trace:
 
 
 def _saved_by(elements: int, tokens: float) -> float:
-    """Bytes that a forward saves, of a model of which no more is known: 34 a token and unit of width (Korthikanti et al.
-    2022, equation 2), in one layer of 12 x width^2 elements."""
+    """Estimate the bytes that a forward saves from the parameter count alone: 34 per token and unit of width (Korthikanti et
+    al. 2022, equation 2), in one layer of 12 x width^2 elements."""
     return 34 * tokens * math.sqrt(elements / 12)
 
 
 def _saved_by_layers(text: dict[str, Any], tokens: float) -> float | None:
-    """The same of a model without attention, whose configuration has layers and their width; with 10 bytes a logit. None: it
-    has not."""
+    """Estimate the bytes that a forward of a model without attention saves, from its layers and width, with 10 bytes a logit.
+    Return None if the configuration has no layer count or width."""
     layers, hidden, vocabulary = (text.get(name) for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
     if not isinstance(layers, int) or not isinstance(hidden, int):
         return None
@@ -159,11 +163,11 @@ def _saved_by_layers(text: dict[str, Any], tokens: float) -> float | None:
 
 
 def _of_sizes(job: Job, trained: list[int], frozen: int, tokens: float, saved: float, note: str) -> Trace:
-    """A Trace of a model of which only the parameters are known, the `tokens` of a sample and the bytes it `saved`."""
+    """Build a Trace from parameter sizes, the `tokens` of a sample and the bytes `saved` by a forward."""
     total = sum(trained, frozen)
     kept = _KEPT_BY_CHECKPOINTS * saved
     flops = 2.0 * total * tokens
-    backward = flops * (1 + sum(trained) / total)  # of frozen weights no gradient is made
+    backward = flops * (1 + sum(trained) / total)  # frozen weights get no gradient
     gradients = job.element_bytes * sum(trained)
 
     def one(left: float, recompute: float, again: float) -> Pass:

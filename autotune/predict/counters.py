@@ -1,4 +1,4 @@
-"""What is counted while a model runs forward and backward once, and how two such runs make a Pass.
+"""Counters of one forward and backward, and the Pass that two such runs make.
 
 Models, modules and parameters are torch's, but nothing here imports torch.
 """
@@ -15,49 +15,49 @@ from autotune.predict.passes import BACKWARD, FORWARD, Pass
 
 
 class Counters:
-    """Counters of one forward and backward; pairs hold an entry a phase."""
+    """Counters of one forward and backward; pairs hold one entry per phase."""
 
     def __init__(self) -> None:
         self.phase = FORWARD
-        self.gradients = 0.0  # bytes that parameters hold by now
+        self.gradients = 0.0  # bytes of gradients that parameters hold now
         self.in_use = 0.0  # bytes of parameters that running modules use
         self.base = 0.0  # bytes alive before the run: parameters and buffers
-        self.section = 0  # of the model: what runs before an encoder's end, after it, and its own backward
-        # phase, bytes beside gradients, gradients, in use, section
+        self.section = 0  # index of the section: before an encoder's end, after it, and its own backward
+        # phase, bytes besides gradients, gradients, in use, section
         self.events: list[tuple[int, float, float, float, int]] = []
         self.flops = [0.0, 0.0]
         self.attention = [0.0, 0.0]
         self.moved = [0.0, 0.0]
         self.operators = [0, 0]
         self.after_forward = 0.0
-        self.frozen_inputs: dict[int, tuple[Any, float]] = {}  # by storage: a weak reference to it, bytes
-        self.frozen_only = 0.0  # bytes that only frozen linear layers have read, as `dropped_inputs` tells them
+        self.frozen_inputs: dict[int, tuple[Any, float]] = {}  # (weak reference to the storage, bytes) by storage
+        self.frozen_only = 0.0  # bytes that only frozen linear layers have read, from `dropped_inputs`
         self.last = 0
         self.allocations: list[tuple[int, int]] = []
-        # gives a tensor on, and calls a function once its gradient is there; torch's, so the tracer sets it
+        # returns the tensor and calls the function once its gradient exists; set by the tracer, as it needs torch
         self.passed: Callable[[Any, Callable[..., None]], Any] = lambda tensor, made: tensor
 
     def forget_operators(self) -> None:
-        """What building the model did is no part of a step."""
+        """Reset the operators, bytes moved and FLOPs after the model is built, as building is no part of a step."""
         self.operators, self.moved, self.flops = [0, 0], [0.0, 0.0], [0.0, 0.0]
 
     def add(self, more: Any) -> None:
-        """What was done besides, of a `losses.Uncounted`."""
+        """Add the work counted by a `losses.Uncounted`."""
         self.flops[self.phase] += more.flops
         self.moved[self.phase] += more.moved
         self.operators[self.phase] += more.operators
 
     def read(self, tensor: Any) -> None:
-        """Hears what a frozen linear layer reads in forward."""
+        """Record the input of a frozen linear layer in forward."""
         storage = tensor.untyped_storage()
         self.frozen_inputs[storage._cdata] = (weakref.ref(storage), float(storage.nbytes()))
 
     def dropped_inputs(self) -> float:
-        """Bytes that frozen linear layers have read and that are gone by now; call it when forward ends."""
+        """Return the bytes that frozen linear layers have read and that are freed by now. Call it when forward ends."""
         return sum(size for reference, size in self.frozen_inputs.values() if reference() is None)
 
     def saw(self, alive: int) -> None:
-        """Hears the bytes alive after every change; only growth can be a peak."""
+        """Record the bytes alive after a change. Only growth can be a peak."""
         grew, self.last = alive > self.last, alive
         if not grew:
             return
@@ -65,7 +65,7 @@ class Counters:
 
 
 def joined(two: Counters, three: Counters) -> Pass:
-    """The Pass of a model, from runs with micro-batches of two and three sequences, allocation by allocation."""
+    """Join runs with micro-batches of two and three sequences into a Pass, allocation by allocation."""
     events = [np.array(run.events, dtype=float) for run in (two, three)]
     if events[0].shape != events[1].shape or (events[0][:, [0, 4]] != events[1][:, [0, 4]]).any():
         events = [_phase_peaks(table) for table in events]
@@ -93,7 +93,7 @@ def joined(two: Counters, three: Counters) -> Pass:
 
 
 def _phase_peaks(table: Any) -> Any:
-    """The highest entry of each phase, for two runs whose allocations cannot be matched one to one."""
+    """Return the highest entry of each phase, for two runs whose allocations do not match one to one."""
     rows = [table[table[:, 0] == phase] for phase in (FORWARD, BACKWARD)]
     highest = np.array([row[(row[:, 1] + row[:, 2]).argmax()] for row in rows])
     highest[:, 4] = 0.0
@@ -101,8 +101,7 @@ def _phase_peaks(table: Any) -> Any:
 
 
 def follow(model: Any, counters: Counters) -> None:
-    """Tells the counters which parameters the running modules use, which gradients parameters hold already, and where an
-    encoder ends."""
+    """Hook the model so that the counters track parameters in use, accumulated gradients and the end of an encoder."""
 
     def accumulated(parameter: Any) -> None:
         counters.gradients += _bytes(parameter)
@@ -117,7 +116,7 @@ def follow(model: Any, counters: Counters) -> None:
 
 
 def follow_encoder(encoder: Any, counters: Counters) -> None:
-    """Begins a section after the encoder's forward, and another once the gradient of an output is there."""
+    """Begin a section after the encoder's forward, and another when the gradient of an output exists."""
 
     awaited = False
 
@@ -139,12 +138,13 @@ def follow_encoder(encoder: Any, counters: Counters) -> None:
 
 
 class _ModuleUse:
-    """Counts a module's own parameters as in use where stage 3 has gathered them.
+    """Count a module's own parameters as in use while stage 3 keeps them gathered.
 
-    That is during its forward, and from the gradient of its output until the gradients of its parameters are made, or of
-    its inputs where its own parameters are frozen (deepspeed 0.19.8, parameter_offload.py: PreBackwardFunctionForModule and
-    PostBackwardFunctionModule). What a checkpoint runs again in backward stays until the module's own backward:
-    `max_reuse_distance` keeps it, and the tensors that autograd saved would anyway.
+    Stage 3 gathers them for the module's forward, and again in backward at the gradient of the output. It releases them when
+    the gradients of the parameters are made, or of the inputs if the parameters are frozen. Source: deepspeed 0.19.8,
+    parameter_offload.py: PreBackwardFunctionForModule and PostBackwardFunctionModule. Parameters that a checkpoint gathers
+    again in backward stay until the module's own backward: `max_reuse_distance` keeps them, and so do the tensors that
+    autograd saved.
     """
 
     def __init__(self, module: Any, own: list[Any], counters: Counters) -> None:
@@ -154,7 +154,7 @@ class _ModuleUse:
         self._trained = len(trained)
         self._awaited = 0  # gradients that backward has yet to make
         self._inputs = 0  # tensors whose gradients the backward of a frozen module makes
-        self._expected = False  # backward will come, and end
+        self._expected = False  # backward will run, and will release
         self._gathered = False
         if not trained:
             module.register_forward_pre_hook(self._watch_inputs)
@@ -178,7 +178,7 @@ class _ModuleUse:
             return None
         wanted = [getattr(one, "requires_grad", False) for one in args]
         self._inputs = sum(wanted)
-        if type(module).__name__ == "Linear":  # torch's own, which calls torch.nn.functional.linear
+        if type(module).__name__ == "Linear":  # torch's own class, which calls torch.nn.functional.linear
             self._counters.read(args[0])
         return tuple(
             self._counters.passed(one, self._made_gradient) if yes else one

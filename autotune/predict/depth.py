@@ -1,6 +1,6 @@
-"""A deep model's pass from those of shallow ones: layers repeat, so each adds what the one before it added.
+"""Extrapolate a deep model's pass from those of shallow models: each repeated layer adds as much as the one before.
 
-A model has one stack of layers or two, an encoder's and a decoder's. Nothing here imports torch: configurations are any
+A model has one stack of layers, or two: an encoder's and a decoder's. Nothing here imports torch: configurations are any
 objects with transformers' attributes.
 """
 
@@ -13,26 +13,28 @@ from typing import Any, NamedTuple
 from autotune.predict.passes import Pass
 
 _STACKS = ("ModuleList", "Sequential")
-Depths = dict[str, int]  # layers by the attribute that counts them, of each stack
+Depths = dict[str, int]  # number of layers of each stack, by the attribute that counts them
 
-# The attributes that count an encoder-decoder's layers (T5's and BART's families).
+# Attributes that count an encoder-decoder's layers (T5's and BART's families).
 _TWO_STACKS = (("num_layers", "num_decoder_layers"), ("encoder_layers", "decoder_layers"))
 
 
 class Extrapolation(NamedTuple):
-    """Which shallow models stand for a deep one."""
+    """Shallow models that represent a deep model."""
 
     short: Depths
-    longer: list[tuple[Depths, float]]  # what has grown from `short`, and how many times it grows once more
+    # (depths that have grown from `short`, how many more times that growth is added)
+    longer: list[tuple[Depths, float]]
 
 
 def extrapolation(config: Any, model: Any = None) -> Extrapolation | None:
-    """The shallow models whose passes give that of the configuration; None where all layers must be run.
+    """Return the shallow models whose passes give that of the configuration; None if all layers must run.
 
-    An encoder-decoder's two stacks grow together where they are equally deep.
+    An encoder-decoder's two stacks grow together if they are equally deep.
 
     Args:
-        model: built whole, on whatever device: which of its layers are alike. Without it the configuration's lists say that.
+        model: the whole model, on any device, which shows which layers are alike. Without it the configuration's lists
+            decide.
     """
     deep = depths_of(config)
     if deep is None:
@@ -49,7 +51,7 @@ def extrapolation(config: Any, model: Any = None) -> Extrapolation | None:
 
 
 def depths_of(config: Any) -> Depths | None:
-    """The layers of a configuration's stacks, of a model with images those of its text; None for other kinds of models."""
+    """Return the layer counts of a configuration's stacks, for a model with images those of its text; None for other models."""
     text = config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         for names in _TWO_STACKS:
@@ -65,9 +67,9 @@ def depths_of(config: Any) -> Depths | None:
 
 
 def _tower_depths(config: Any) -> Depths:
-    """Of a tower for images, where its layers do the same whichever they are."""
+    """Return the depth of a tower for images, if its layers all do the same work."""
     vision = getattr(config, "vision_config", None)
-    taken = getattr(config, "vision_feature_layer", -1)  # which layer's output is used, from the end
+    taken = getattr(config, "vision_feature_layer", -1)  # index, from the end, of the layer whose output is used
     if getattr(vision, "deepstack_visual_indexes", None) or not isinstance(taken, int) or taken >= 0:
         return {}
     names = [name for name in ("depth", "num_hidden_layers") if isinstance(getattr(vision, name, None), int)]
@@ -75,7 +77,7 @@ def _tower_depths(config: Any) -> Depths:
 
 
 def _place(config: Any, name: str) -> tuple[Any, str]:
-    """The part of a configuration that has the attribute of a stack, and the attribute."""
+    """Return the part of a configuration that has the attribute of a stack, and the attribute."""
     part, dot, attribute = name.rpartition(".")
     if dot:
         return getattr(config, part), attribute
@@ -83,19 +85,18 @@ def _place(config: Any, name: str) -> tuple[Any, str]:
 
 
 def _least_layers(config: Any, name: str) -> int:
-    """Of the layers of a text the first may take features of an image each (Qwen3-VL), of a tower the last may be unused;
-    two more are alike."""
+    """Return the fewest layers of a shallow stack. A text's first layers may take features of an image each (Qwen3-VL), and
+    two more are alike. A tower's last layers may be unused."""
     if "." in name:
         return 1 - int(getattr(config, "vision_feature_layer", -1)) + 1
     return 2 + len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
 
 
 def layer_kinds(model: Any, layers: int) -> list[Any]:
-    """For each layer what tells it from those that differ: the modules in it, their sizes and switches. Empty where the model has
-    no list of so many.
+    """Return a value per layer that is equal for equal layers: their modules, sizes and switches.
 
-    Configurations name their patterns in many ways (lists of kinds, lists of indices, a period and an offset): the model that
-    comes of them has one.
+    Configurations name their patterns in many ways (lists of kinds, lists of indices, a period and an offset), but the built
+    model always shows the pattern. The list is empty if the model has no list of so many layers.
     """
     stacks = [one for one in model.modules() if type(one).__name__ in _STACKS and len(one) == layers]
     return list(zip(*([_kind(layer) for layer in stack] for stack in stacks), strict=True))
@@ -114,24 +115,24 @@ def _kind(layer: Any) -> tuple[Any, ...]:
 
 
 def _switch(value: Any) -> Any:
-    """Flags and names, and whether there is anything: numbers may count the layers, and names with digits, too."""
+    """Keep flags and names, and reduce other values to their presence. Numbers, and names with digits, may count the layers."""
     plain = isinstance(value, bool) or (isinstance(value, str) and not any(map(str.isdigit, value)))
     return value if plain else value is None
 
 
 def _small_depths(text: Any, name: str, least: int, kinds: Sequence[Any] | None = None) -> tuple[int, int] | None:
-    """Two depths whose difference is whole periods of the layers' pattern, or None where all layers must be run, as where they
-    make more layers together than the whole has.
+    """Return two depths that differ by whole periods of the layers' pattern. Return None if all layers must run, for example
+    if the two have more layers together than the whole model.
 
     Args:
-        kinds: of the layers, in the model itself; None: not known.
+        kinds: value per layer from `layer_kinds`; None if unknown.
     """
     deep = getattr(text, name)
     if getattr(text, "num_kv_shared_layers", 0) or getattr(text, "mlp_only_layers", None):
         return None
     if getattr(text, "first_k_dense_replace", 0) or (getattr(text, "decoder_sparse_step", 1) or 1) > 1:
         return None
-    if getattr(text, "sparse_step", 0) or getattr(text, "encoder_sparse_step", 0):  # experts in some layers alone
+    if getattr(text, "sparse_step", 0) or getattr(text, "encoder_sparse_step", 0):  # only some layers have experts
         return None
     patterns = [list(value) for value in vars(text).values() if isinstance(value, list | tuple) and len(value) == deep]
     if _whole_blocks(text):
@@ -145,8 +146,11 @@ def _small_depths(text: Any, name: str, least: int, kinds: Sequence[Any] | None 
 
 
 def _depths_of_period(kinds: Sequence[Any], period: int, least: int) -> tuple[int, int] | None:
-    """The two depths, if layers repeat after so many. The first ones may be of kinds of their own: the shallow model has them,
-    too, and its second half is the end of the deeper one's and of the whole's."""
+    """Return the two depths if layers repeat after `period`, else None.
+
+    The first layers may differ from the rest: the shallow model has them, too. Its second half equals the end of the deeper
+    model and of the whole.
+    """
     deep = len(kinds)
     for short in range(deep % period + period, deep, period):
         long = short + period
@@ -159,12 +163,12 @@ def _depths_of_period(kinds: Sequence[Any], period: int, least: int) -> tuple[in
 
 
 def _whole_blocks(vision: Any) -> list[int]:
-    """The layers of a tower whose attention spans the image; the others' spans windows (Qwen2.5-VL)."""
+    """Return the layers of a tower whose attention spans the image; the other layers attend to windows (Qwen2.5-VL)."""
     return list(getattr(vision, "fullatt_block_indexes", None) or ())
 
 
 def at_depth(config: Any, depths: Depths) -> Any:
-    """A copy of a transformers configuration with fewer layers, lists of one entry a layer cut to it."""
+    """Copy a transformers configuration with fewer layers, and cut its lists of one entry per layer."""
     changed = copy.deepcopy(config)
     for stack, layers in depths.items():
         part, name = _place(changed, stack)
@@ -179,17 +183,16 @@ def at_depth(config: Any, depths: Depths) -> Any:
 
 
 def extrapolate(short: Pass, longer: Sequence[tuple[Pass, float]]) -> Pass:
-    """The pass of a deep model from that of a shallow one, and from those of deeper ones with the times that what they add
-    is added once more.
+    """Extrapolate the pass of a deep model from a shallow one and from deeper ones, each with the times its growth is added.
 
-    Allocations are matched section by section of each phase (a model's stacks and what surrounds them): the first half from
-    the section's beginning and the second half from its end. What lies between are whole layers more of the same.
+    Allocations are matched by section of each phase (a model's stacks and their surroundings): the first half from the
+    section's beginning, the second half from its end. The allocations between are whole layers.
     """
     names = ("fixed", "per_sequence", "gradients", "in_use")
     places = [_matched(short, long) for long, _ in longer]
 
     def further(of_short: float, of_longer: Sequence[float]) -> float:
-        # the last of several has all that the short one has, too: only what each adds is multiplied
+        # Each longer model includes all of the short one, so only its growth is multiplied.
         return of_short + sum(
             (more - of_short) * (factor + 1) for more, (_, factor) in zip(of_longer, longer, strict=True)
         )
@@ -225,7 +228,7 @@ def extrapolate(short: Pass, longer: Sequence[tuple[Pass, float]]) -> Pass:
 
 
 def _matched(short: Pass, long: Pass) -> list[int]:
-    """For each allocation of the shallow model the one of the deeper model that it stands for."""
+    """Map each allocation of the shallow model to the matching one of the deeper model."""
     found = [0] * len(short.phase)
     of_mine, of_theirs = _sections(short), _sections(long)
     for section in dict.fromkeys(of_mine):
@@ -238,5 +241,5 @@ def _matched(short: Pass, long: Pass) -> list[int]:
 
 
 def _sections(run: Pass) -> list[tuple[int, int]]:
-    """(phase, section) of each allocation."""
+    """Return (phase, section) of each allocation."""
     return list(zip(run.phase, run.section or [0] * len(run.phase), strict=True))

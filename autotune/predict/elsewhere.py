@@ -1,4 +1,4 @@
-"""The same job on other machines: predictions from one trace and a space thinned to what decides."""
+"""Predictions of one job on other machines, from one trace and a thinned space."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.space import SearchSpace
 
-PLENTY = 2**50  # bytes of main memory that hold whatever is offloaded
+PLENTY = 2**50  # bytes of main memory that hold any offload
 _DECIDING = ("zero_stage", CHECKPOINTING, "offload_optimizer", "offload_param", *TRACED_KNOBS)
 Family = tuple[tuple[str, Value], ...]
 
 
 class Elsewhere:
-    """Predicts one job on machines other than the one it was first predicted for.
+    """Predict one job on machines other than the first.
 
-    Of the space's families it keeps, for each stage, checkpointing and offload, the one that was fastest on the first
-    machine and the one that took the least memory there: what is left out moves a prediction by a few per cent.
+    For each stage, checkpointing and offload it keeps two of the space's families: the fastest on the first machine, and the
+    one that took the least memory there. The families left out move a prediction by a few per cent.
     """
 
     def __init__(self, space: SearchSpace, predictor: Predictor, candidates: Sequence[Candidate], table: Table) -> None:
@@ -34,10 +34,10 @@ class Elsewhere:
         self._known: dict[int | None, list[Candidate]] = {}  # by a rank's share of the global batch
 
     def candidates(self, job: Job) -> list[Candidate]:
-        """What is tried of the space for this job; none where its global batch cannot be split.
+        """Return the candidates to try for this job; none if its global batch cannot be split.
 
-        Without a global batch those of the most micro-batches a step, which are fastest, and of the fewest, which take the
-        least memory, only those of the fewest sequences: they decide what fits at all.
+        Without a global batch two kinds remain: the most micro-batches a step, which are fastest, and the fewest, which take
+        the least memory. The latter have only the fewest sequences, as these decide what fits at all.
         """
         share = None if job.global_batch_size is None else job.global_batch_size // job.ranks
         if share not in self._known:
@@ -59,10 +59,10 @@ class Elsewhere:
         ]
 
     def on(self, hardware: Hardware, job: Job | None = None) -> Tried | None:
-        """Everything that is tried, on this hardware, of the job (default: the first one) with as many ranks.
+        """Predict all candidates on this hardware, for the job (default: the first one) with as many ranks.
 
-        None where the global batch cannot be split over so many. Precision changes no sizes between bf16 and fp16, so the
-        first machine's trace serves cards without bf16 too.
+        None if the global batch cannot be split over so many ranks. Sizes are equal in bf16 and fp16, so the first machine's
+        trace serves cards without bf16 too.
         """
         try:
             job = dataclasses.replace(job or self.first.job, ranks=hardware.count)
@@ -78,7 +78,7 @@ class Elsewhere:
 
 
 class Tried:
-    """Predictions of one job on one machine, main memory left out of what fits until it is asked for."""
+    """Predictions of one job on one machine. Main memory limits nothing until a method checks it."""
 
     def __init__(self, hardware: Hardware, predictor: Predictor, candidates: list[Candidate], table: Table) -> None:
         self.hardware, self.job, self.table = hardware, predictor.job, table
@@ -87,11 +87,11 @@ class Tried:
         self._told: dict[int, Prediction] = {}
 
     def fastest(self, *, offload: bool = True, any_host: bool = False) -> int | None:
-        """The place of the fastest that fits with the probability SURE, or None.
+        """Return the index of the fastest candidate that fits with the probability SURE, or None.
 
         Args:
-            offload: whether it may offload to the host.
-            any_host: take it that main memory holds whatever is offloaded.
+            offload: allow candidates that offload to the host.
+            any_host: assume that main memory holds any offload.
         """
         fits = self._sure
         if not offload:
@@ -101,20 +101,20 @@ class Tried:
         return int(np.where(fits, self.table.samples, -np.inf).argmax()) if fits.any() else None
 
     def prediction(self, place: int) -> Prediction:
-        """With its breakdowns."""
+        """Return the prediction of one candidate with its breakdowns."""
         if place not in self._told:
             self._told[place] = self._predictor.predict(self._candidates[place])
         return self._told[place]
 
 
 def host_bytes_per_node(host_bytes_per_rank: float, hardware: Hardware) -> float:
-    """Main memory that a node needs: what its ranks offload, pinning included, and what their processes hold besides."""
+    """Return the main memory that a node needs: offload of its ranks, pinning included, and the processes' own memory."""
     own = PLENTY - host_limit_bytes(dataclasses.replace(hardware, host_memory_bytes=PLENTY))
     return host_bytes_per_rank * hardware.per_node + own
 
 
 def _families(candidates: Sequence[Candidate], table: Table) -> list[Family]:
-    """Of the candidates' families, per stage, checkpointing, offload and way of making the model: fastest and smallest."""
+    """Return the fastest and the smallest family per stage, checkpointing, offload and way of making the model."""
     speed: dict[Family, float] = {}
     size: dict[Family, float] = {}
     for candidate, samples, peak in zip(candidates, table.samples.tolist(), table.peak.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""A robust fit of a few constants with priors: one observation already helps, a wrong one cannot wreck it."""
+"""A robust fit of a few constants with priors. One observation already helps, and a wrong one cannot dominate."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 from autotune.predict.knobs import Floats
 
-DEGREES = 4.0  # of Student's t: an observation far off counts little
+DEGREES = 4.0  # degrees of freedom of Student's t: a far outlier counts little
 
 
 @dataclass(frozen=True)
 class Prior:
-    """Of one constant: normal around `mean`."""
+    """Normal prior of one constant."""
 
     mean: float
     sigma: float
@@ -23,24 +23,25 @@ class Prior:
 
 @dataclass
 class Posterior:
-    """Constants after a fit, with what is not known of them."""
+    """Constants after a fit, with their uncertainty."""
 
     mean: Floats  # (constants,)
     covariance: Floats  # (constants, constants)
-    noise: float  # of one observation, in the residual's unit
+    noise: float  # standard deviation of one observation, in the residual's unit
 
     def spread(self, jacobian: Floats) -> Floats:
-        """(n,) standard deviations that the constants leave to predictions with these derivatives (n, constants)."""
+        """Return (n,) standard deviations that the constants leave to predictions with the derivatives `jacobian` (n,
+        constants)."""
         square = np.einsum("ij,ij->i", jacobian @ self.covariance, jacobian)
         return np.asarray(np.sqrt(np.maximum(square, 0.0)))
 
 
-_BLOCK = 1024  # points whose arrays stay in a processor's cache
-SETTLED = 1e-4  # constants are logarithms or shares: less of a change decides nothing
+_BLOCK = 1024  # points per block, so that its arrays stay in a processor's cache
+SETTLED = 1e-4  # largest step at convergence; constants are logarithms or shares, so smaller changes decide nothing
 
 
 def jacobian_of(model: Callable[[Floats], Floats], at: Floats) -> Floats:
-    """(n, constants) derivatives by central differences; the model is asked once, with (2 constants, constants)."""
+    """Return (n, constants) derivatives by central differences. The model is called once, with (2 constants, constants)."""
     h = 1e-4 * np.maximum(1.0, abs(at))
     up, down = np.split(model(np.vstack([at + np.diag(h), at - np.diag(h)])), 2)
     return np.asarray((up - down).T / (2 * h))
@@ -54,13 +55,13 @@ def fit(
     noise_weight: float = 4.0,
     rounds: int = 8,
 ) -> Posterior:
-    """Gauss-Newton towards the most probable constants, observations weighted as Student's t has it.
+    """Find the most probable constants by Gauss-Newton, with Student's t weights for the observations.
 
     Args:
-        priors: of each constant, or what an earlier fit has left known of them.
-        residuals: (..., observations) at constants (..., constants); a censored one is zero where it agrees.
-        noise: standard deviation of one residual as expected before anything is seen.
-        noise_weight: how many observations that expectation is worth.
+        priors: prior of each constant, or the posterior of an earlier fit.
+        residuals: (..., observations) at constants (..., constants); a censored residual is zero if it agrees.
+        noise: expected standard deviation of one residual before any observation.
+        noise_weight: number of observations that this expectation counts for.
     """
     if isinstance(priors, Posterior):
         mean, precision = priors.mean, np.linalg.inv(priors.covariance)
@@ -84,17 +85,17 @@ def fit(
         if np.abs(step).max() < SETTLED:
             break
     r = residuals(mean)
-    # what the fit could not explain widens every interval, outliers included
+    # Residuals that the fit could not explain widen every interval, outliers included.
     wide = np.sqrt((noise_weight * noise**2 + float(np.sum(r**2))) / (noise_weight + len(r)))
     return Posterior(mean, np.linalg.inv(hessian), float(max(wide, 0.5 * noise)))
 
 
 @dataclass
 class Neighbours:
-    """What the fit leaves unexplained, shared among similar points: kriging of its residuals.
+    """Kriging of the fit's residuals: similar points share what the fit leaves unexplained.
 
-    A point close to measured ones takes over their residual and is as certain as they are; one far from all keeps the
-    fit's value and its noise.
+    A point close to measured ones takes over their residual and their certainty. A point far from all keeps the fit's value
+    and its noise.
     """
 
     at: Floats  # (seen, features)
@@ -104,13 +105,20 @@ class Neighbours:
 
     @classmethod
     def of(cls, at: Floats, residuals: Floats, amplitude: float, repeat: float) -> Neighbours:
-        """`amplitude` of what is unexplained, `repeat` of the same point measured twice; both standard deviations."""
+        """Build from residuals.
+
+        Args:
+            at: (seen, features) points that were measured.
+            residuals: (seen,).
+            amplitude: standard deviation of the unexplained part.
+            repeat: standard deviation of the same point measured twice.
+        """
         kernel = amplitude**2 * _closeness(at, at) + np.diag(np.full(len(at), repeat**2))
         inverse: Floats = np.asarray(np.linalg.inv(kernel), dtype=np.float64)
         return cls(at, inverse @ residuals, inverse, amplitude)
 
     def shift(self, points: Floats) -> tuple[Floats, Floats]:
-        """(residual expected, its standard deviation) at every point (n, features)."""
+        """Return (expected residual, its standard deviation) at every point (n, features)."""
         shift, spread = np.empty(len(points)), np.empty(len(points))
         for block in range(0, len(points), _BLOCK):
             rows = slice(block, block + _BLOCK)
@@ -123,7 +131,7 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What observations have told of constants, beside any priors: small enough for a file."""
+    """Information that observations gave about constants, without any priors. Small enough for a file."""
 
     mean: list[float]  # (constants,) after the fit
     information: list[
@@ -137,10 +145,10 @@ class Evidence:
         return cls(_short(posterior.mean), _short((vectors[:, told] * np.sqrt(values[told])).T))
 
     def posterior(self, priors: Sequence[Prior], noise: float) -> Posterior:
-        """What is known with it.
+        """Return the posterior of these priors with this evidence.
 
         Raises:
-            ValueError: it is of other constants than the priors.
+            ValueError: the number of constants differs.
         """
         mean, rows = np.array(self.mean), np.array(self.information).reshape(-1, len(priors))
         if len(mean) != len(priors):
@@ -148,7 +156,7 @@ class Evidence:
         return Posterior(mean, np.linalg.inv(_precision(priors) + rows.T @ rows), noise)
 
 
-_NOTHING = 1e-6  # of the largest: smaller ones are rounding
+_NOTHING = 1e-6  # share of the largest eigenvalue; smaller ones are rounding
 
 
 def _precision(priors: Sequence[Prior]) -> Floats:
@@ -156,13 +164,13 @@ def _precision(priors: Sequence[Prior]) -> Floats:
 
 
 def _short(numbers: Floats) -> list[Any]:
-    """With five digits."""
+    """Round to five digits."""
     text = np.array([f"{one:.5g}" for one in numbers.ravel()], dtype=float)
     return list(text.reshape(numbers.shape).tolist())
 
 
 def _closeness(a: Floats, b: Floats) -> Floats:
-    """(len(a), len(b)): 1 for equal points, falling with the square of their distance."""
+    """Return (len(a), len(b)) similarities: 1 for equal points, falling with the square of their distance."""
     square = a @ b.T
     square -= 0.5 * (a**2).sum(1)[:, None]
     square -= 0.5 * (b**2).sum(1)[None, :]

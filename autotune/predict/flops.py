@@ -1,4 +1,4 @@
-"""Arithmetic of a training step from the configuration alone."""
+"""FLOPs of a training step from the configuration alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autotune.problem.tasks import CAUSAL, DECODED, IMAGE_TEXT, MASKED, SEQ2SEQ,
 
 Config = dict[str, Any]
 
-# Architectures whose MLP has two matrices; others gate it by a third.
+# Architectures whose MLP has two matrices. All other architectures add a third as a gate.
 _UNGATED = frozenset(
     (
         "gpt2",
@@ -53,8 +53,7 @@ def _first(config: Config, names: tuple[str, ...]) -> int | None:
 
 
 def dense_shape(config: Config) -> tuple[int, int, int] | None:
-    """(layers, attention width = heads x head size, vocabulary) of a decoder or an encoder, or None where the keys are
-    unknown."""
+    """Return (layers, attention width = heads x head size, vocabulary) of a decoder or encoder; None if the keys are unknown."""
     text: Config = config.get("text_config") or config
     layers, hidden, heads = _first(text, _LAYERS), _first(text, _HIDDEN), _first(text, _HEADS)
     vocabulary = text.get("vocab_size")
@@ -65,8 +64,8 @@ def dense_shape(config: Config) -> tuple[int, int, int] | None:
 
 
 def matmul_parameters(config: Config, task: str = CAUSAL) -> int | None:
-    """Parameters in a matrix product for every token: all but the embedding look-up, of experts those that a token goes to,
-    and the head where it is as wide as the vocabulary."""
+    """Return the parameters in a matrix product for every token: all but the embedding look-up. Only the experts that a token
+    uses count, and the head only if it is as wide as the vocabulary."""
     text = config.get("text_config") or config
     shape = dense_shape(config)
     hidden = _first(text, _HIDDEN)
@@ -77,12 +76,12 @@ def matmul_parameters(config: Config, task: str = CAUSAL) -> int | None:
     key_value = text.get("num_key_value_heads") or heads
     projections = hidden * attention * 2 + hidden * (attention // heads * key_value) * 2
     head = hidden * vocabulary if task in (*DECODED, MASKED, SEQ2SEQ) else 0
-    head += hidden * hidden if task == MASKED else 0  # a masked head's own layer
+    head += hidden * hidden if task == MASKED else 0  # layer of a masked head
     return int(layers * projections + _mlp_parameters(text, hidden, layers) + head)
 
 
 def _mlp_parameters(text: Config, hidden: int, layers: int) -> int:
-    """Of all layers, as far as one token uses them."""
+    """Return the MLP parameters of all layers that one token uses."""
     inner = _first(text, _INNER) or 4 * hidden
     ungated = text.get("model_type") in _UNGATED
     if text.get("model_type") in ("t5", "mt5", "umt5"):
@@ -102,10 +101,13 @@ def _mlp_parameters(text: Config, hidden: int, layers: int) -> int:
 
 
 def model_flops_per_token(job: Job) -> float | None:
-    """FLOPs of forward and backward a token: 6 x matmul parameters + 12 x layers x attention width x sequence
-    (Chowdhery et al. 2022, PaLM, appendix B; recomputation is not counted); frozen weights take 4, as they have no
-    gradients of their own. An image's tower is shared out among the tokens of its sequence, and an encoder-decoder's two
-    stacks among those of source and target. None for a shape that is not known."""
+    """Return the FLOPs of forward and backward per token: 6 x matmul parameters + 12 x layers x attention width x sequence
+    (Chowdhery et al. 2022, PaLM, appendix B).
+
+    Recomputation is not counted. Frozen weights take 4 instead of 6, as they have no gradients. An image tower's FLOPs are
+    divided among the tokens of its sequence. The two stacks of an encoder-decoder are divided among the tokens of source and
+    target. None for an unknown shape.
+    """
     config = job.model.config
     shape, parameters = dense_shape(config), matmul_parameters(config, job.task)
     if shape is None or parameters is None:
@@ -121,7 +123,7 @@ def model_flops_per_token(job: Job) -> float | None:
 
 
 def _flops_of_two_stacks(job: Job, parameters: int, times: float) -> float | None:
-    """The mean of a token of the source, which the encoder sees, and one of the target."""
+    """Return the mean FLOPs of a source token, which the encoder processes, and a target token."""
     config = job.model.config
     hidden, shape = _first(config, _HIDDEN), dense_shape(config)
     if hidden is None or shape is None:
@@ -129,14 +131,14 @@ def _flops_of_two_stacks(job: Job, parameters: int, times: float) -> float | Non
     layers, attention, vocabulary = shape
     deep = _first(config, ("num_decoder_layers", "decoder_layers")) or layers
     one_layer = (parameters - hidden * vocabulary) / layers
-    crossing = 4 * hidden * attention  # projections, of source and target alike
+    crossing = 4 * hidden * attention  # projections, for source and target alike
     products = one_layer * (layers + deep) + crossing * deep + hidden * vocabulary
     scores = 12.0 * (layers + 2 * deep) * attention * job.seq_len
     return (times * products + scores) / 2
 
 
 def _tower_flops(job: Job, times: float) -> float | None:
-    """FLOPs of one image in its tower; None where the configuration does not tell its shape."""
+    """Return the FLOPs of one image in its tower; None if the configuration does not give its shape."""
     vision = job.model.config.get("vision_config")
     size = job.image_size or told_image_size(job.model.config)
     patch = vision.get("patch_size") if isinstance(vision, dict) else None

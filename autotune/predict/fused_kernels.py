@@ -1,9 +1,9 @@
-"""Stand-ins for Liger's kernels, which need a GPU to run: they allocate, keep for backward and move what those do. A part of
-the tracer: only it imports this.
+"""Stand-ins for Liger's kernels, which need a GPU. They allocate, keep for backward and move as much. Only the tracer imports
+this module.
 
 Source: liger-kernel 0.8.5, `ops/rms_norm.py`, `ops/swiglu.py`, `ops/geglu.py`, `ops/rope.py`, `ops/fused_moe.py` and
-`ops/fused_linear_cross_entropy.py`. A kernel is an operator or two of torch's that read and write as much; none computes what
-the kernel would.
+`ops/fused_linear_cross_entropy.py`. One or two torch operators replace a kernel and read and write as much. None computes the
+kernel's result.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from autotune.predict.stand_ins import replaced
 from autotune.problem.liger import Kernels, is_known, kernels_of
 from autotune.versions import release, version_of
 
-_TRAINED_WHOLE = re.compile(r"\.(original_module|modules_to_save\.[^.]+)$")  # peft's, of a module beside adapters
-# Before, a layer's experts were modules of their own, or had other shapes, and Liger left all of them at once alone
+# peft's name of a module that is trained next to adapters
+_TRAINED_WHOLE = re.compile(r"\.(original_module|modules_to_save\.[^.]+)$")
+# Older versions made a layer's experts separate modules, or gave them other shapes. Liger replaces none of those.
 _AT_ONCE = release(version_of("transformers")) >= (5,)
 
 
 @contextlib.contextmanager
 def liger_kernels(model: torch.nn.Module, version: str | None = None) -> Iterator[None]:
-    """The model runs as it would with a version of Liger's kernels, or the newest; whatever they do not know runs as it is, and
-    so does a decoder that they know in a model that they do not."""
+    """Replace parts of the model with stand-ins for a version of Liger (default: the newest). Parts that Liger does not know
+    stay. A known decoder inside an unknown model stays, too."""
     with contextlib.ExitStack() as stack:
         for part in model.modules() if is_known(_type_of(model), version) else ():
             kernels = kernels_of(_type_of(part), version)
@@ -52,11 +53,11 @@ def _replace_modules(decoder: torch.nn.Module, kernels: Kernels) -> None:
     }
     for path, module in decoder.named_modules():
         if path in beside_experts:
-            continue  # Gemma 4's, as it was
+            continue  # Gemma 4's MLP next to experts stays
         name = _TRAINED_WHOLE.sub("", path).rpartition(".")[2]
         if name in kernels.norms and type(module).__name__.endswith("RMSNorm"):
             if module._parameters.get("weight") is None:
-                continue  # Gemma 4's router has one that scales nothing
+                continue  # Gemma 4's router has a norm that scales nothing
             module.forward = _normalised(module, kernels.in_place)  # type: ignore[method-assign]
         elif hasattr(module, "down_proj"):
             joined = getattr(module, "gate_up_proj", None)
@@ -94,7 +95,7 @@ def _rotated(query: Any, key: Any, cosine: Any, sine: Any, *_: Any, **__: Any) -
 
 
 class _Norm(torch.autograd.Function):
-    """Keeps its input and one 32-bit number a row."""
+    """RMS norm: keeps its input and one 32-bit number per row."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Any, weight: Any, in_place: bool) -> Any:
@@ -112,7 +113,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Gate(torch.autograd.Function):
-    """Keeps its two operands, and writes their gradients over them; what it has made, `down_proj` keeps."""
+    """Gated activation: keeps its two operands and writes their gradients over them. `down_proj` keeps its output."""
 
     @staticmethod
     def forward(ctx: Any, gate: Any, up: Any) -> Any:
@@ -128,7 +129,7 @@ class _Gate(torch.autograd.Function):
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotates query and key where they are, and their gradients too, once a row has its heads side by side in memory."""
+    """Rotary embedding: rotates query and key in place, and their gradients too, once a row's heads are contiguous."""
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, cosine: Any, sine: Any) -> Any:
@@ -141,14 +142,16 @@ class _Rotation(torch.autograd.Function):
 
 
 def _turned(heads: Any) -> Any:
-    """(batch, heads, rows, width), as it is or as a copy."""
+    """Return (batch, heads, rows, width), negated in place, or a copy if the heads were not contiguous."""
     return heads.transpose(1, 2).contiguous().neg_().transpose(1, 2)
 
 
 class _Experts(torch.autograd.Function):
-    """Keeps the rows as they came, gate and up of each expert that a row chose, and the choices; an expert's own rows are
-    gathered in the kernel. Every product is that of all chosen rows with one expert's weights: as many FLOPs. Gradients of
-    weights are made of frozen ones, too."""
+    """Mixture of experts: keeps the input rows, gate and up of each expert that a row chose, and the choices.
+
+    The kernel gathers an expert's rows itself. Every product multiplies all chosen rows with one expert's weights, which
+    takes as many FLOPs. Gradients of frozen weights are made, too.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Any, gate_up: Any, down: Any, weights: Any) -> Any:
@@ -158,7 +161,7 @@ class _Experts(torch.autograd.Function):
         _multiply(_chosen(rows, chosen), gate_up[0].t(), gates)
         made = rows.new_empty(chosen, rows.shape[1])
         _multiply(active, down[0].t(), made)
-        places = rows.new_empty(3 * chosen, dtype=torch.int32)  # where each chosen row is, comes from and goes to
+        places = rows.new_empty(3 * chosen, dtype=torch.int32)  # positions, sources and destinations of the chosen rows
         ctx.save_for_backward(rows, gate_up, down, gates, weights, places)
         return rows.neg()
 
@@ -180,7 +183,7 @@ class _Experts(torch.autograd.Function):
 
 
 class LossInPlace(torch.autograd.Function):
-    """Cross entropy whose gradient takes the place of the logits."""
+    """Cross entropy whose gradient overwrites the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Any) -> Any:
@@ -193,13 +196,15 @@ class LossInPlace(torch.autograd.Function):
 
 
 class FusedLinear(torch.autograd.Function):
-    """A head and its loss: logits of as many tokens at a time as make them `chunk` times as large as the hidden states, and the
-    gradients of both in forward already. One chunk is enough: the others take its memory. What they compute and move is
-    `losses.Uncounted`: without an allocation, `depth.extrapolate` would take them for layers. The kernel's chunks have a power
-    of two of rows, up to twice as many: what grows in such steps two micro-batches cannot tell, and this is the least.
+    """A head and its loss, computed for a part of the tokens at a time; forward already makes the gradients of both.
 
-    What a chunk adds to the head's gradient is made apart in 32 bits by some versions (`apart`), of 32-bit logits by all, and on
-    cards before Ampere, which is not counted.
+    A part's logits are `chunk` times as large as the hidden states. Only one part runs here, as each part reuses the same
+    memory. `losses.Uncounted` counts FLOPs and bytes of the remaining parts: `depth.extrapolate` would take repeated
+    operators without an allocation for layers. The kernel rounds the rows of a part up to a power of two, up to twice as
+    many. Two micro-batches cannot show growth in such steps, so this is the lower bound.
+
+    Some versions make a part's gradient of the head apart in 32 bits (`apart`). With 32-bit logits all versions do. All do so
+    on cards before Ampere, too, which is not counted.
     """
 
     @staticmethod
@@ -214,7 +219,7 @@ class FusedLinear(torch.autograd.Function):
         if of_weight is not None and (apart or logits.dtype == torch.float32):
             of_weight.add_((logits.t() @ part).float())
         elif of_weight is not None:
-            # torch has no such product into 32 bits on CPUs: as much of the sum's memory as 16 bits take
+            # torch has no such product into 32 bits on CPUs, so the sum is made in 16 bits inside the same memory.
             sums = of_weight.view(logits.dtype)[:, :width]
             torch.addmm(sums, logits.t(), part.to(logits.dtype), out=sums)
         del logits
@@ -227,12 +232,12 @@ class FusedLinear(torch.autograd.Function):
 
 
 def _chosen(rows: Any, count: int) -> Any:
-    """(count, width), without memory of its own."""
+    """Return (count, width) without allocating memory."""
     return rows[:1].expand(count, -1)
 
 
 def _multiply(left: Any, right: Any, into: Any) -> None:
-    """A product into memory that is there. Kernels convert what they read; torch, under autocast, makes a copy."""
+    """Multiply into existing memory. Kernels convert what they read; torch, under autocast, makes a copy."""
     if left.dtype == right.dtype == into.dtype:
         torch.mm(left, right, out=into)
     else:

@@ -27,7 +27,7 @@ from autotune.problem.liger import is_known
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
-Places = NDArray[np.intp]  # which of them
+Places = NDArray[np.intp]  # indices of candidates
 _WIDTHS = {"fp32": 4.0, "float32": 4.0, "float": 4.0, "fp16": 2.0, "float16": 2.0, "half": 2.0} | dict.fromkeys(
     ("bf16", "bfloat16"), 2.0
 )  # bytes of DeepSpeed's names of dtypes (runtime/config.py, DtypeEnum)
@@ -36,7 +36,7 @@ PLACES = {"none": 0.0, "cpu": 1.0, "nvme": 2.0}
 
 @dataclass(frozen=True)
 class Columns:
-    """One entry a candidate; sizes in elements, places as in PLACES."""
+    """Knobs of candidates, one entry per candidate. Sizes are in elements, places as in PLACES."""
 
     stage: Floats
     micro_batch: Floats
@@ -52,40 +52,42 @@ class Columns:
     max_live: Floats
     max_reuse: Floats
     persistence: Floats
-    attention: Floats  # which of ATTENTIONS; -1 for transformers' choice
+    attention: Floats  # index in ATTENTIONS; -1 for transformers' choice
     compiled: Floats
-    lora: Floats  # the adapters' rank; 0 for full training
+    lora: Floats  # rank of the adapters; 0 for full training
     packed: Floats
-    many_lengths: Floats  # whether batches differ in length, and segments of the allocator cannot grow
-    tokens: Floats  # of a row, padding included, on average
+    many_lengths: Floats  # 1 if batches differ in length and the allocator's segments cannot grow
+    tokens: Floats  # mean of a row, padding included
     accumulated: (
-        Floats  # bytes an element of gradients that are kept, as are the next two of what is sent and of masters
+        Floats  # bytes per element of accumulated gradients; the next two: of gradients sent, of master weights
     )
     communicated: Floats
     master: Floats
-    state_share: Floats  # of an optimizer's states in 32 bits; those of plain torch are as wide as its weights
+    state_share: Floats  # size of an optimizer's states relative to 32 bits; plain torch's are as wide as its weights
     secondary: Floats  # ranks over which hpZ keeps a second set of parameters; 1 for none
-    offload_ratio: Floats  # of the sub-groups whose states are on the host where the optimizer is offloaded
+    offload_ratio: Floats  # share of the sub-groups whose states are on the host if the optimizer is offloaded
     pinned_optimizer: Floats
     pinned_param: Floats
     round_robin: Floats
-    own_linear: Floats  # stage 3 replaces torch's linear by one that saves its input even where the weight is frozen
+    own_linear: Floats  # stage 3 replaces torch's linear by one that saves its input even if the weight is frozen
     immediate: Floats  # BF16_Optimizer adds each gradient to its 32-bit sum as soon as it is made
     early_buckets: Floats  # stages 1 and 2 make their buckets before backward, not with its first gradient
-    keeps_gradients: Floats  # they are set to zero after a step, and stay
+    keeps_gradients: Floats  # gradients are set to zero after a step, and stay allocated
     allgather_bucket: Floats
-    multi_rank: Floats  # stages 1 and 2 all-reduce buckets whose parts belong to several ranks; else each part to its rank alone
+    multi_rank: (
+        Floats  # stages 1 and 2 all-reduce buckets that span several ranks; otherwise each part goes to its rank alone
+    )
     narrow_weights: Floats  # ZeRO++: parameters travel in 8 bits
-    narrow_gradients: Floats  # and gradients in 4
-    adam_beside: Floats  # DeepSpeed's CPU Adam steps sub-groups while backward goes on (SuperOffload)
-    liger: Floats  # its kernels stand in the model's place
+    narrow_gradients: Floats  # ZeRO++: gradients travel in 4 bits
+    adam_beside: Floats  # DeepSpeed's CPU Adam steps sub-groups during backward (SuperOffload)
+    liger: Floats  # Liger's kernels replace parts of the model
 
     def __len__(self) -> int:
         return len(self.stage)
 
     @property
     def fused_by_compiling(self) -> Flags:
-        """Whose kernels torch.compile fuses; those of Liger are fused already."""
+        """Select the candidates that torch.compile fuses. Liger's kernels are fused already."""
         return np.asarray((self.compiled > 0) & (self.liger == 0))
 
 
@@ -98,10 +100,11 @@ _STAGE3 = (
 
 
 def columns_of(candidates: Sequence[Candidate], job: Job, deepspeed: Release = READ) -> Columns:
-    """What decides memory and time, with DeepSpeed's defaults or the user's own config where a candidate is silent.
+    """Return the knobs that decide memory and time. Missing ones come from the user's own config, then from DeepSpeed's
+    defaults.
 
     Args:
-        deepspeed: the version whose defaults these are.
+        deepspeed: version whose defaults apply.
     """
     own = _own_values(job.base_config)
     zero = "zero_optimization."
@@ -161,18 +164,19 @@ def _lora_ranks(raws: list[dict[str, Any]], job: Job) -> Floats:
 
 
 def _of_old_stage_0(columns: Columns, deepspeed: Release) -> Columns:
-    """What stage 0 in bf16 is under an older DeepSpeed."""
+    """Adjust stage 0 in bf16 to an older DeepSpeed."""
     zero0 = columns.stage == 0
     if keeps_gradients_at_stage_0(deepspeed):
         columns = dataclasses.replace(columns, keeps_gradients=zero0.astype(np.float64))
-    if sums_in_32_bits(deepspeed):  # it is what stage 1 is with such sums
+    if sums_in_32_bits(deepspeed):  # such a stage 0 behaves like stage 1
         stage, accumulated = np.where(zero0, 1.0, columns.stage), np.where(zero0, 4.0, columns.accumulated)
         columns = dataclasses.replace(columns, stage=stage, accumulated=accumulated)
     return columns
 
 
 def _precisions(raws: list[dict[str, Any]], job: Job, deepspeed: Release) -> dict[str, Floats]:
-    """Columns of the dtypes that DeepSpeed keeps things in (deepspeed 0.19.8, engine.get_data_types, base_optimizer.py)."""
+    """Return the columns of the dtypes that DeepSpeed keeps values in (deepspeed 0.19.8, engine.get_data_types,
+    base_optimizer.py)."""
     width = job.element_bytes
 
     def of(path: str) -> Floats:
@@ -192,7 +196,7 @@ def _precisions(raws: list[dict[str, Any]], job: Job, deepspeed: Release) -> dic
 
 
 def _placement(raws: list[dict[str, Any]], job: Job, deepspeed: Release) -> dict[str, Floats]:
-    """Columns of where things lie: hpZ's second partition, Twin-Flow's ratio, what is pinned (runtime/zero/config.py)."""
+    """Return the columns of where data lies: hpZ's second partition, Twin-Flow's ratio, pinning (runtime/zero/config.py)."""
     zero = "zero_optimization."
 
     def numbers(path: str, default: float) -> Floats:
@@ -212,7 +216,7 @@ def _placement(raws: list[dict[str, Any]], job: Job, deepspeed: Release) -> dict
 
 
 def _sending(raws: list[dict[str, Any]], job: Job) -> dict[str, Floats]:
-    """Columns of how and when things travel, and of how the model is made."""
+    """Return the columns of how and when data travels, and of Liger."""
     zero = "zero_optimization."
     own, default = value_at(job.base_config, zero + "allgather_bucket_size"), ZERO_DEFAULTS["allgather_bucket_size"]
     sizes = [raw.get("allgather_bucket_size", own) for raw in raws]
@@ -228,14 +232,14 @@ def _sending(raws: list[dict[str, Any]], job: Job) -> dict[str, Floats]:
 
 
 def value_at(config: Any, path: str) -> Any:
-    """What a DeepSpeed config has at a dotted path; None where it has nothing."""
+    """Return the value at a dotted path of a DeepSpeed config, or None."""
     for part in path.split("."):
         config = config.get(part) if isinstance(config, dict) else None
     return config
 
 
 def _set(raws: list[dict[str, Any]], job: Job, path: str) -> list[Any]:
-    """What each candidate, or else the user's own config, sets a key to; None where neither does."""
+    """Return the value of a key in each candidate, else in the user's own config; None if both lack it."""
     own = value_at(job.base_config, path)
     return [raw.get(path, own) for raw in raws]
 
@@ -245,7 +249,8 @@ def _flags(raws: list[dict[str, Any]], job: Job, path: str, default: bool = Fals
 
 
 def padded_tokens(lengths: Sequence[tuple[int, int]], micro_batch: Floats) -> Floats:
-    """Mean of the longest of `micro_batch` sequences drawn from (tokens, how often): what a collator pads to."""
+    """Return the mean of the longest of `micro_batch` sequences, to which a collator pads. They are drawn from (tokens,
+    count)."""
     tokens, counts = np.array(sorted(lengths), dtype=np.float64).T
     below = np.concatenate([[0.0], np.cumsum(counts) / counts.sum()])
     sizes, place = np.unique(micro_batch, return_inverse=True)

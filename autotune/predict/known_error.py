@@ -1,6 +1,6 @@
-"""How far predictions were from published measurements, by kind of job: `data/predictor_error.json`.
+"""Errors of predictions against published measurements, by kind of job: `data/predictor_error.json`.
 
-`python benchmarks/published_error.py` writes that file from what `benchmarks/published.py --json` found.
+`python benchmarks/published_error.py` writes that file from the output of `benchmarks/published.py --json`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ FIGURES = ("peak", "step")
 
 @dataclass(frozen=True)
 class JobKind:
-    """What the error of a prediction depends on most."""
+    """The properties of a job on which a prediction's error depends most."""
 
-    training: str  # full or lora
+    training: str  # "full" or "lora"
     stage: int
     offloaded: bool  # optimizer or parameters
-    devices: str  # one, several (in one machine) or nodes (of several machines)
+    devices: str  # "one", "several" (in one machine) or "nodes" (several machines)
 
     @classmethod
     def of(cls, job: Job, candidate: Candidate, hardware: Hardware) -> JobKind:
@@ -42,7 +42,7 @@ class JobKind:
 
 @dataclass(frozen=True)
 class KnownError:
-    """Errors of one figure, as shares of what was measured, before any calibration."""
+    """Errors of one figure, as shares of the measured value, before any calibration."""
 
     rows: int
     sources: int
@@ -52,16 +52,16 @@ class KnownError:
 
 @dataclass(frozen=True)
 class KnownErrors:
-    """What is known of one kind of job, by figure; None: nobody's measurement is of this kind."""
+    """Known errors of one kind of job, by figure; None if no published measurement has this kind."""
 
     kind: JobKind
     peak: KnownError | None
     step: KnownError | None
-    all_peak: KnownError | None  # of every kind together
+    all_peak: KnownError | None  # all kinds together
     all_step: KnownError | None
 
     def to_json(self) -> dict[str, Any]:
-        """For programs; null where there are no measured rows of the kind."""
+        """Return the errors for JSON; null if no measured rows have this kind."""
 
         def one(error: KnownError | None) -> dict[str, Any] | None:
             return vars(error) if error else None
@@ -75,14 +75,14 @@ class KnownErrors:
 
 
 def known_errors(job: Job, candidate: Candidate, hardware: Hardware) -> KnownErrors:
-    """The errors that were measured of jobs like this one."""
+    """Return the errors measured on jobs like this one."""
     kind, table = JobKind.of(job, candidate, hardware), _table()
     return KnownErrors(kind, *(table.get((of, figure)) for of in (kind, None) for figure in FIGURES))
 
 
 @cache
 def _table() -> dict[tuple[JobKind | None, str], KnownError]:
-    """By kind (None: all together) and figure."""
+    """Read the errors by kind (None: all together) and figure."""
     data = json.loads((resources.files("autotune") / "data" / "predictor_error.json").read_text(encoding="utf-8"))
     return {
         (JobKind(**row["kind"]) if row["kind"] else None, row["figure"]): KnownError(

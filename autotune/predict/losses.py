@@ -1,4 +1,4 @@
-"""The loss of a traced model, taken in one of the ways of `trace.LOSSES`. A part of the tracer: only it imports this."""
+"""Losses of a traced model, one for each of `trace.LOSSES`. Only the tracer imports this module."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ IN_CHUNKS = ("chunked", "chunked-apart")
 
 
 def autocast(job: Job) -> contextlib.AbstractContextManager[Any]:
-    """torch's autocast for CUDA, as far as the CPU's has the same operators: matrix products and attention in 16 bits."""
+    """Return torch's autocast for CUDA, as far as the CPU has the same operators: matrix products and attention in 16 bits."""
     if job.autocast is None:
         return contextlib.nullcontext()
     return torch.autocast("cpu", dtype=getattr(torch, job.autocast))
 
 
 def loss_of(job: Job, model: Any, batches: Any, micro_batch: int, loss: str, live: LiveTensors) -> Any:
-    """The scalar that backward begins with, of one micro-batch; `batches` are those of a workload of the user's own."""
+    """Return the scalar on which backward starts, for one micro-batch. `batches` come from the user's own workload."""
     if batches is not None:
         return forward(model, to_device(next(iter(batches(micro_batch))), torch.device("cpu")))
     batch = _counted_batch(job, model.config, micro_batch, live)
@@ -55,13 +55,13 @@ def loss_of(job: Job, model: Any, batches: Any, micro_batch: int, loss: str, liv
 
 
 def _chunked_loss(model: Any, batch: dict[str, Any], apart: bool) -> Any:
-    """Of a head and loss that are one kernel (liger-kernel, ops/fused_linear_cross_entropy.py; Hsu et al. 2024): logits of as
-    many tokens at a time as make them about as large as the hidden states, and the gradients of both in forward already."""
+    """Run a head and loss that are one kernel (liger-kernel, ops/fused_linear_cross_entropy.py; Hsu et al. 2024). Forward
+    handles a part of the tokens at a time, with logits about as large as the hidden states, and already makes both gradients."""
     head, read = model.get_output_embeddings(), []
 
     def forward_of_head(hidden: Any) -> Any:
         read.append(hidden)
-        return hidden[..., :1]  # what a model does to its logits, the kernel does: here to one column alone
+        return hidden[..., :1]  # the kernel also does what a model does to its logits, so only one column remains here
 
     head.forward = forward_of_head
     model(**batch)
@@ -75,8 +75,9 @@ def _chunk_of(model: Any) -> int:
 
 
 def bytes_of_head(job: Job, model: Any, loss: str) -> float:
-    """Of a head that the loss reads from outside its module, else none. ZeRO-3 takes it for a parameter of the whole model then
-    (`register_external_parameter`, runtime/zero/parameter_offload.py), and lets it go when that is through with a pass."""
+    """Return the bytes of a head that the loss reads from outside its module, else 0. ZeRO-3 then registers it as a parameter
+    of the whole model (`register_external_parameter`, runtime/zero/parameter_offload.py), and releases it when the model has
+    finished a pass."""
     if loss not in IN_CHUNKS or job.task not in DECODED:
         return 0.0
     weight = model.get_output_embeddings().weight
@@ -85,7 +86,7 @@ def bytes_of_head(job: Job, model: Any, loss: str) -> float:
 
 @dataclass(frozen=True)
 class Uncounted:
-    """What a loss does that a traced run does not: in forward."""
+    """Work of a loss in forward that a traced run does not do."""
 
     flops: float = 0.0
     moved: float = 0.0  # bytes
@@ -93,8 +94,8 @@ class Uncounted:
 
     @classmethod
     def of(cls, job: Job, model: Any, micro_batch: int, loss: str) -> Uncounted:
-        """Of a loss that a fused kernel takes: it reads the logits twice and writes their gradient once. In chunks also the
-        logits, and the gradients of both that they are made of, of all chunks but the one that runs."""
+        """Return the work of a fused kernel's loss, which reads the logits twice and writes their gradient once. In parts,
+        add logits and both gradients for all parts except the one that runs."""
         if loss not in (*IN_CHUNKS, "fused32") or job.task not in DECODED:
             return cls()
         weight = model.get_output_embeddings().weight
@@ -109,7 +110,7 @@ class Uncounted:
 
 
 def blank_batch(job: Job, config: Any, micro_batch: int) -> dict[str, Any]:
-    """The arguments of a named model's forward, zeros where values do not matter.
+    """Return the arguments of a named model's forward, with zeros if values do not matter.
 
     Raises:
         ValueError: no batch with images can be made for the model.
@@ -118,7 +119,7 @@ def blank_batch(job: Job, config: Any, micro_batch: int) -> dict[str, Any]:
 
 
 def _counted_batch(job: Job, config: Any, micro_batch: int, live: LiveTensors) -> dict[str, Any]:
-    """A blank batch under fake tensors; with images its values are known."""
+    """Return a blank batch under fake tensors; with images its values are known."""
     if job.task != IMAGE_TEXT:
         return blank_batch(job, config, micro_batch)
     batch = with_values(lambda: blank_batch(job, config, micro_batch))

@@ -1,10 +1,11 @@
-"""Device memory from ZeRO's bill and the constants of MEMORY_CONSTANTS: what torch allocates, and what NVML shows.
+"""Device memory from ZeRO's bill and the constants of MEMORY_CONSTANTS: bytes that torch allocates, and bytes that NVML
+shows.
 
-`allocated` is what torch's allocator has given out. NVML shows what the allocator has reserved of the device, with the blocks
-that it keeps for later (`cached`), and the overhead: the process's context, NCCL's buffers, kernels. Before memory runs out
-the allocator gives whole unused segments back (torch 2.13, c10/cuda/CUDACachingAllocator.cpp, `release_cached_blocks`), so
-what a candidate *needs* is what is allocated, the overhead, and the part of the cached blocks that sits between used ones.
-What NVML shows is at most the card, unless more is needed.
+`allocated` counts what torch's allocator has handed out. NVML shows what the allocator has reserved, including the blocks it
+keeps for later (`cached`), and the overhead: the process's context, NCCL's buffers, kernels. Before an OOM the allocator
+returns whole unused segments (torch 2.13, c10/cuda/CUDACachingAllocator.cpp, `release_cached_blocks`). A candidate therefore
+*needs* the allocated bytes, the overhead, and the cached blocks between used ones. NVML shows at most the card's capacity,
+unless more is needed.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from autotune.units import GIB
 
 @dataclass(frozen=True)
 class Peaks:
-    """Bytes of a rank, each at its own highest moment; (..., n) each."""
+    """Bytes of a rank, each at its own peak; (..., n) each."""
 
     allocated: Floats  # by torch
-    needed: Floats  # of the device, by all of the process
+    needed: Floats  # of the device, by the whole process
     shown: Floats  # by NVML
 
 
 def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, Floats, Floats]:
-    """(allocated, cached, uneven) in bytes: (..., moments, n) at constants (..., constants); `uneven` is cached, too, in whole
-    segments that only shorter batches use."""
+    """Return (allocated, cached, uneven) in bytes: (..., moments, n) at constants (..., constants). `uneven` is cached, too,
+    in whole segments that only shorter batches use."""
     k = {name: constants[..., i, None, None] for i, name in enumerate(MEMORY_CONSTANTS)}
     b = p.bill
     held = k["scale"] * k["states"] * (b.parameters + b.gradients + b.optimizer)
-    if hardware.device == "cpu":  # host and device are one
+    if hardware.device == "cpu":  # host and device share their memory
         held = held + b.host
     factor = k["activations"] * np.where(p.columns.checkpointing > 0, k["recomputed"], 1.0)
     passing = k["buckets"] * b.buckets + k["gathered"] * b.gathered + k["temporaries"] * b.temporaries
@@ -50,19 +51,19 @@ def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats
 
 
 def _elsewhere(b: Bill) -> Floats:
-    """(moments, n) bytes that FSDP gathers and reduces at other moments: what a stream has taken no other stream's tensors can
-    use (torch 2.13, CUDACachingAllocator.cpp, get_free_block; torch/distributed/fsdp, _runtime_utils.py)."""
+    """Return (moments, n) bytes that FSDP gathers and reduces at other moments. A stream's cached blocks are closed to other
+    streams (torch 2.13, CUDACachingAllocator.cpp, get_free_block; torch/distributed/fsdp, _runtime_utils.py)."""
     return np.asarray(b.sent.max(axis=0) - b.sent)
 
 
 def moments(p: Prepared, hardware: Hardware, constants: Floats) -> Floats:
-    """(..., moments, n) bytes that NVML would show on a card without end, at constants (..., constants)."""
+    """Return (..., moments, n) bytes that NVML would show on a card of unlimited memory, at constants (..., constants)."""
     allocated, cached, whole = _moments(p, hardware, constants)
     return np.asarray(allocated + cached + whole + GIB * constants[..., 0, None, None])
 
 
 def peaks(p: Prepared, hardware: Hardware, constants: Floats) -> Peaks:
-    """The peaks at constants (..., constants)."""
+    """Return the peaks at constants (..., constants)."""
     allocated, cached, whole = _moments(p, hardware, constants)
     overhead = GIB * constants[..., 0, None]
     needed = (allocated + STUCK * cached + STUCK_UNEVEN * whole).max(axis=-2) + overhead
@@ -72,9 +73,10 @@ def peaks(p: Prepared, hardware: Hardware, constants: Floats) -> Peaks:
 
 
 def slopes(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, Floats]:
-    """(n, constants) derivatives by the constants of what NVML would show on a card without end, and of what torch allocates.
+    """Return (n, constants) derivatives by the constants, first of NVML's bytes on a card of unlimited memory, then of the
+    bytes that torch allocates.
 
-    Both are linear in each constant, but for which moment it is.
+    Both are linear in each constant, except where another moment becomes the peak.
     """
     allocated, cached, whole = _moments(p, hardware, constants)
     k, b = dict(zip(MEMORY_CONSTANTS, constants, strict=True)), p.bill

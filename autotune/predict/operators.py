@@ -1,4 +1,4 @@
-"""What the operators of a traced run compute and move. A part of the tracer: only it imports this."""
+"""FLOPs and bytes moved by the operators of a traced run. Only the tracer imports this module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autotune.rank.live import LiveTensors
 
 
 class CountedTensors(LiveTensors):
-    """While active, counts what every operator computes and moves, beside the bytes alive."""
+    """Count every operator's FLOPs and bytes moved while active, in addition to the bytes alive."""
 
     def __init__(self, run: Counters) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class CountedTensors(LiveTensors):
         if view:
             return out
         run.operators[run.phase] += 1
-        if "flash_attention_for_cpu" in func.name():  # stands for every fused kernel; torch has no formula for it
+        if "flash_attention_for_cpu" in func.name():  # represents every fused kernel; torch has no formula for it
             run.attention[run.phase] += _attention_flops(func, args, kwargs or {})
             return out
         if flop_formula is not None:
@@ -40,7 +40,7 @@ class CountedTensors(LiveTensors):
         return out
 
     def _kind_of(self, func: Any) -> tuple[bool, Any]:
-        """(whether the operator starts no kernel, its FLOP formula or None)."""
+        """Return (the operator starts no kernel, its FLOP formula or None)."""
         if func not in self._kinds:
             returns = func._schema.returns
             view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
@@ -50,8 +50,8 @@ class CountedTensors(LiveTensors):
 
 
 def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:
-    """2 products forward; 5 backward, where scores are computed again (Dao 2023, FlashAttention-2). What no causal mask will
-    halve counts twice: see `Pass.attention`."""
+    """Return the FLOPs of attention: 2 products in forward, and 5 in backward, which computes the scores again (Dao 2023,
+    FlashAttention-2). Attention without a causal mask counts twice: see `Pass.attention`."""
     backward = "backward" in func.name()
     query, key = (args[1], args[2]) if backward else (args[0], args[1])
     batch, heads, length, width = query.shape
@@ -62,17 +62,17 @@ def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:
 
 
 def _routed_flops(rows: Any, other: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    """Of `grouped_mm`: every row meets the weights of one expert, the one that it was sorted to. With two matrices of rows,
-    as for the weights' gradient, each expert's share of the rows is summed over."""
+    """Return the FLOPs of `grouped_mm`: every row is multiplied with the weights of its expert. With two matrices of rows, as
+    for the weights' gradient, the sum runs over each expert's rows."""
     return int(2 * rows.shape[-2] * rows.shape[-1] * other.shape[-1])
 
 
 def _routed_backward_flops(rows: Any, weights: Any, *_: Any, **__: Any) -> int:
-    """The gradients of both."""
+    """Return the FLOPs of both gradients."""
     return 2 * _routed_flops(rows, weights)
 
 
-_MORE_FLOPS = {  # formulas that torch has not
+_MORE_FLOPS = {  # formulas that torch lacks
     "aten::_grouped_mm": _routed_flops,
     "transformers::grouped_mm_fallback": _routed_flops,
     "transformers::grouped_mm_fallback_backward": _routed_backward_flops,

@@ -1,4 +1,4 @@
-"""What a model's forward and backward allocate and compute: plain data, whether traced, extrapolated or estimated."""
+"""Allocations and FLOPs of a model's forward and backward: plain data, traced, extrapolated or estimated."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 
 FORWARD, BACKWARD = 0, 1
-IMPORTED = "autotune: imported"  # a line of the tracer's, from which on its time counts
+IMPORTED = "autotune: imported"  # a line that the tracer writes; its time limit counts from there
 
 
 @dataclass
 class Pass:
-    """One forward and backward; arrays hold one entry an allocation (or the few that can be a peak).
+    """One forward and backward. Arrays hold one entry per allocation (or only the few that can be a peak).
 
-    Bytes alive at an allocation are `fixed + per_sequence x micro_batch`, without parameters and without gradients that
-    a parameter already holds: those are `gradients`, the bytes of parameters in use by the running module `in_use`.
+    Bytes alive at an allocation are `fixed + per_sequence x micro_batch`. These exclude parameters, and gradients that a
+    parameter already holds. The latter are `gradients`; `in_use` holds the bytes of parameters that the running module uses.
     """
 
     phase: list[int]
@@ -24,19 +24,22 @@ class Pass:
     per_sequence: list[float]
     gradients: list[float]
     in_use: list[float]
-    after_forward: tuple[float, float]  # fixed, per sequence: what forward leaves for backward
-    flops: tuple[float, float]  # forward, backward with recomputation; of one sequence, matrix products
-    attention: tuple[float, float]  # of fused attention kernels; bidirectional ones twice, as a causal mask halves it
-    moved: tuple[tuple[float, float], tuple[float, float]]  # bytes of other operators: (fixed, a sequence) each phase
-    operators: tuple[float, float]  # how many kernels each phase starts
-    # fixed, per sequence: what only frozen linear layers read; torch drops it in forward, DeepSpeed's linear of stage 3 keeps it
+    after_forward: tuple[float, float]  # bytes that forward leaves for backward: (fixed, per sequence)
+    flops: tuple[float, float]  # FLOPs of one sequence in matrix products: (forward, backward with recomputation)
+    # FLOPs of fused attention kernels; bidirectional ones count twice, as a causal mask halves the work
+    attention: tuple[float, float]
+    # bytes of other operators in each phase: (fixed, per sequence)
+    moved: tuple[tuple[float, float], tuple[float, float]]
+    operators: tuple[float, float]  # number of kernels that each phase starts
+    # bytes that only frozen linear layers read: (fixed, per sequence); torch drops them in forward, DeepSpeed's
+    # linear of stage 3 keeps them
     frozen_only: tuple[float, float] = (0.0, 0.0)
-    # where in the model, as far as `depth.extrapolate` must know: before an encoder's end, after it, in its own backward
+    # position in the model, for `depth.extrapolate`: before an encoder's end, after it, in its own backward
     section: list[int] = field(default_factory=list)
 
     @property
     def act_bytes_per_sequence(self) -> float:
-        """By how much one more sequence raises the peak of the forward."""
+        """Return the bytes by which one more sequence raises the peak of forward."""
         return self._forward_peak(2) - self._forward_peak(1)
 
     def _forward_peak(self, micro_batch: int) -> float:
@@ -47,11 +50,12 @@ class Pass:
         )
 
     def reduced(self) -> Pass:
-        """Only the entries that can be the peak for some micro-batch, weight of gradients and of parameters in use."""
+        """Keep only the entries that can be the peak for some micro-batch, weight of gradients and weight of parameters in
+        use."""
         keep: list[int] = []
         values = np.array([self.fixed, self.per_sequence, self.gradients, self.in_use])
         phases = np.array(self.phase)
-        # DeepSpeed makes its buckets when the first gradient is there: moments before and after do not compete
+        # DeepSpeed makes its buckets when the first gradient exists, so moments before and after do not compete.
         for phase, started in ((FORWARD, False), (BACKWARD, False), (BACKWARD, True)):
             at = np.flatnonzero((phases == phase) & ((values[2] > 0) == started))
             if not len(at):
@@ -80,28 +84,28 @@ class Pass:
 
 @dataclass
 class Trace:
-    """What a job's model needs, whatever DeepSpeed does with it."""
+    """Memory and FLOPs of a job's model, independent of DeepSpeed."""
 
     parameters: list[int]  # elements of each trainable parameter, in the model's order
-    frozen: int  # elements of the others
+    frozen: int  # elements of all frozen parameters
     plain: Pass
     checkpointed: Pass | None
-    exact: bool = True  # False: a closed-form estimate, with a reason
+    exact: bool = True  # False: a closed-form estimate; `note` gives the reason
     note: str = ""
-    counted: bool = True  # False: so are the parameters' sizes
+    counted: bool = True  # False: the parameters' sizes are estimated, too
     largest: int = field(default=0)  # elements of the largest trainable parameter
     frozen_sizes: list[int] = field(
         default_factory=list
-    )  # elements of each frozen one; empty where only their sum is known
+    )  # elements of each frozen parameter; empty if only their sum is known
 
     @property
     def every_frozen_size(self) -> list[int]:
-        """Elements of each frozen parameter; their sum as one where that is all that is known."""
+        """Return the elements of each frozen parameter, or their sum as one entry if only that is known."""
         return self.frozen_sizes or ([self.frozen] if self.frozen else [])
 
     @property
     def every_size(self) -> list[int]:
-        """Elements of each parameter, trainable or frozen."""
+        """Return the elements of each parameter, trainable or frozen."""
         return [*self.parameters, *self.every_frozen_size]
 
     def of(self, checkpointing: bool) -> Pass:

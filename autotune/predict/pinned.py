@@ -1,4 +1,5 @@
-"""Main memory that pinning takes: torch's allocator of pinned memory gives blocks of powers of two and never returns them."""
+"""Main memory that pinning takes. torch's allocator of pinned memory rounds blocks up to powers of two and never returns
+them."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from autotune.units import MIB
 
 
 def pinned_bytes(size: Any) -> Floats:
-    """What `tensor.pin_memory()` takes of the host for tensors of these bytes.
+    """Return the bytes of host memory that `tensor.pin_memory()` takes for tensors of `size` bytes.
 
     Source: torch 2.13, ATen/core/CachingHostAllocator.h (`PowerOf2Ceil`), which rounds every block up to
-    `pinned_max_round_threshold_mb` of PYTORCH_ALLOC_CONF: by default all of them. DeepSpeed pins through torch, unless
-    DS_PIN_MEMORY_BACKEND=native (deepspeed 0.19.8, accelerator/abstract_accelerator.py and utils/pin_memory.py), which
-    locks pages and rounds nothing.
+    `pinned_max_round_threshold_mb` of PYTORCH_ALLOC_CONF; by default that is every block. DeepSpeed pins through torch,
+    unless DS_PIN_MEMORY_BACKEND=native locks pages without rounding (deepspeed 0.19.8, accelerator/abstract_accelerator.py
+    and utils/pin_memory.py).
     """
     exact = np.asarray(size, dtype=np.float64)
     if os.environ.get("DS_PIN_MEMORY_BACKEND", "torch").strip().lower() == "native":
@@ -29,7 +30,7 @@ def pinned_bytes(size: Any) -> Floats:
 
 
 def _threshold_bytes() -> float:
-    """Blocks larger than this are not rounded."""
+    """Return the size above which blocks are not rounded."""
     config = next((os.environ[name] for name in ALLOCATOR_VARIABLES if os.environ.get(name)), "")
     limits = re.findall(r"pinned_max_(?:round_threshold|cached_size)_mb\s*:\s*(\d+)", config)
     return min((float(limit) * MIB for limit in limits), default=float("inf"))

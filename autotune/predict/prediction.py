@@ -1,4 +1,4 @@
-"""Predictions as they are read: arrays of many candidates, and one candidate with what its memory and time are made of."""
+"""Predictions for their readers: arrays of many candidates, and one candidate with its memory and time broken down."""
 
 from __future__ import annotations
 
@@ -14,37 +14,38 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.units import GIB
 
-SIGMAS = 2.0  # half the width of an interval
-SURE = 0.9  # the least probability of fitting at which a config is recommended
-SURE_SIGMAS = 1.2816  # between what is expected and the ceiling, at that probability
+SIGMAS = 2.0  # half the width of an interval, in standard deviations
+SURE = 0.9  # smallest probability of fitting at which a config is recommended
+SURE_SIGMAS = 1.2816  # standard deviations between the expected need and the ceiling, at that probability
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is expected of one candidate; intervals hold 95 %."""
+    """Prediction of one candidate; intervals hold 95 %."""
 
     candidate: Candidate
-    peak_bytes: float  # as NVML shows it: no more than the card, unless more is needed
+    peak_bytes: float  # as NVML shows it: at most the card's capacity, unless more is needed
     peak_interval: tuple[float, float]
     allocated_bytes: float  # by torch
     allocated_interval: tuple[float, float]
-    needed_bytes: float  # what the card must have; what NVML shows beyond it is given back before memory runs out
-    sure_bytes: float  # the same, with the probability SURE
-    memory: dict[str, float]  # bytes by what they hold, at the peak
-    moment: str  # of the peak: forward, backward, step or init
+    # bytes that the card must have; the allocator returns the rest of what NVML shows before an OOM
+    needed_bytes: float
+    sure_bytes: float  # bytes that are enough with the probability SURE
+    memory: dict[str, float]  # bytes by content, at the peak
+    moment: str  # moment of the peak: forward, backward, step or init
     host_bytes: float  # of one rank
     step_seconds: float
     step_interval: tuple[float, float]
     time: dict[str, float]  # seconds by cause
     samples_per_second: float
-    binding: str  # what limits it
-    fits: bool  # as it is expected, at even odds
-    chance: float  # that it fits: that what it needs stays under the ceiling; 0 where main memory is too small
-    exact: bool  # False where the model could not be traced
+    binding: str  # the limit: device memory, host memory, or the largest cause of step time
+    fits: bool  # as expected, at even odds
+    chance: float  # probability that the need stays under the ceiling; 0 if main memory is too small
+    exact: bool  # False if the model could not be traced
 
     @property
     def sure(self) -> bool:
-        """Whether it fits with the probability SURE."""
+        """Check that it fits with the probability SURE."""
         return self.chance >= SURE - 1e-4
 
 
@@ -56,36 +57,36 @@ class Table:
     peak_sigma: Floats
     allocated: Floats  # by torch
     allocated_sigma: Floats
-    needed: Floats  # of the card
+    needed: Floats  # bytes of the card
     host: Floats
     step: Floats
-    step_sigma: Floats  # of the logarithm
-    samples: Floats  # a second, all ranks
+    step_sigma: Floats  # in the logarithm
+    samples: Floats  # per second, all ranks together
 
     @property
     def sure(self) -> Floats:
-        """Bytes of the card that are enough with the probability SURE."""
+        """Return the bytes of the card that are enough with the probability SURE."""
         return self.needed + SURE_SIGMAS * self.peak_sigma
 
 
 @dataclass(frozen=True)
 class Breakdowns:
-    """All that describing each of many candidates takes; arrays in the candidates' order."""
+    """Data needed to describe each of many candidates. Arrays are in the candidates' order."""
 
     hardware: Hardware
     ranks: int
     prepared: Prepared
     table: Table
     fits: Flags
-    margins: Floats  # as `Predictor.margins` gives them
-    moments: Floats  # (moments, n) bytes, as `memory.moments` gives them
+    margins: Floats  # standard deviations, from `Predictor.margins`
+    moments: Floats  # (moments, n) bytes, from `memory.moments`
     memory_constants: dict[str, float]
     spent: Spent
-    slower: Floats  # the table's step over that of `spent`
-    exact: list[bool]  # whether each candidate's model was traced
+    slower: Floats  # the table's step divided by that of `spent`
+    exact: list[bool]  # each candidate's model was traced
 
     def of(self, candidate: Candidate, i: int) -> Prediction:
-        """The prediction of the candidate at place `i`."""
+        """Return the prediction of the candidate at index `i`."""
         table, bill = self.table, self.prepared.bill
         at = int(self.moments[:, i].argmax())
         time = self._time(i)
@@ -113,12 +114,12 @@ class Breakdowns:
         )
 
     def _shown(self, peak: float, sigma: float, needed: float) -> tuple[float, float]:
-        """Of what NVML shows: no more than the card, but where more may be needed."""
+        """Return the interval of NVML's bytes, capped at the card's capacity unless more may be needed."""
         low, high = _interval(peak, sigma)
         return low, max(min(high, float(self.hardware.capacity_bytes)), needed + SIGMAS * sigma, peak)
 
     def _memory(self, candidate: Candidate, i: int, at: int) -> dict[str, float]:
-        """Bytes at moment `at` by what they hold; they add up to the peak. The allocator has what nothing else has."""
+        """Return the bytes at moment `at` by content; they add up to the peak. The allocator gets the rest."""
         k, b = self.memory_constants, self.prepared.bill
         memory = {
             "parameters": b.parameters[i],
@@ -133,17 +134,18 @@ class Breakdowns:
             memory["host"] = b.host[i]
         overhead = k["overhead"] * GIB
         tensors, whole = sum(float(size) for size in memory.values()), float(self.table.peak[i]) - overhead
-        less = min(1.0, whole / tensors) if tensors > 0 else 1.0  # a calibration may believe that all is a bit less
+        # a calibration may find slightly less than the tensors' sum
+        less = min(1.0, whole / tensors) if tensors > 0 else 1.0
         memory = {name: less * float(size) for name, size in memory.items()}
         return {**memory, "allocator": max(0.0, whole - tensors), "context and communication": float(overhead)}
 
     def _time(self, i: int) -> dict[str, float]:
-        """Seconds by cause, scaled to the step that the table predicts."""
+        """Return seconds by cause, scaled to the step that the table predicts."""
         causes = ("forward", "backward", "recompute", "communication", "optimizer", "offload", "loop")
         return {name: float(getattr(self.spent, name)[i]) * self.slower[i] for name in causes}
 
     def _binding(self, needed: float, host_of_all: float, time: dict[str, float], i: int) -> str:
-        """What limits the candidate: memory that it exceeds, or what its step spends most time on."""
+        """Return the limit of the candidate: memory that it exceeds, or the cause that takes most of its step."""
         if needed > self.hardware.ceiling_bytes:
             return "device memory"
         if host_of_all > host_limit_bytes(self.hardware):

@@ -1,4 +1,4 @@
-"""Peak memory and step time of any candidate without running it, corrected by what a study has measured."""
+"""Predict peak memory and step time of any candidate without running it, corrected by a study's measurements."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from autotune.units import GIB
 
 __all__ = ["Prediction", "Predictor", "Table"]
 
-# What the fit leaves unexplained is shared among candidates that are alike; more neighbours tell little and cost much.
+# Similar candidates share what the fit leaves unexplained. More neighbours add little and cost much.
 _LATEST = slice(-128, None)
-_MOST_OBSERVATIONS = 512  # of the latest; the constants are known by then
+_MOST_OBSERVATIONS = 512  # latest ones; the constants are known by then
 
 
 class Tracer(Protocol):
@@ -75,7 +75,8 @@ class Predictor:
         self.job, self.hardware, self.tracer = job, hardware, tracer
         self.trace = trace
         self._traces: dict[tuple[object, ...], Trace] = {_way(job, {}): self.trace}
-        self._refused: dict[tuple[object, ...], str] = {}  # ways of making the model that cannot be, and why
+        # reason for each way of making the model that cannot be built
+        self._refused: dict[tuple[object, ...], str] = {}
         widen = 1.0 if self.trace.exact else UNTRACED
         self._unread = unread_keys(job.base_config)
         self._newer = unknown_newer()
@@ -87,11 +88,13 @@ class Predictor:
         self._packed_rows = job.seq_len / job.tokens_per_sample
         self._memory_noise, self._time_noise = MEMORY_NOISE * widen, TIME_NOISE * widen
         self._seen: dict[Candidate, Outcome] = {}
-        self._host_seen: dict[Candidate, Outcome] = {}  # of those that offload
-        self._host = Posterior(np.array([HOST.mean]), np.array([[HOST.sigma**2]]), 0.0)  # of the bill's logarithm
+        self._host_seen: dict[Candidate, Outcome] = {}  # outcomes of candidates that offload
+        # logarithm of the factor on the bill
+        self._host = Posterior(np.array([HOST.mean]), np.array([[HOST.sigma**2]]), 0.0)
         self._stale = False
         self._memory = fit(self._memory_priors, None, noise=self._memory_noise)
-        self._time_known: Sequence[Prior] | Posterior = self._time_priors  # before anything is measured here
+        # priors before any measurement on this machine
+        self._time_known: Sequence[Prior] | Posterior = self._time_priors
         self._time = fit(self._time_known, None, noise=self._time_noise)
         self._memory_near: Neighbours | None = None
         self._time_near: Neighbours | None = None
@@ -99,7 +102,7 @@ class Predictor:
     # -- calibration -------------------------------------------------------------------------------------------------
 
     def observe(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Remembers an Outcome; the constants are fitted again when a prediction is next asked for."""
+        """Record an Outcome. The next prediction fits the constants again."""
         if outcome.measurement is not None or outcome.kind is Kind.OOM_DEVICE:
             self._seen[candidate] = outcome
             self._stale = True
@@ -109,9 +112,9 @@ class Predictor:
             self._stale = True
 
     def believe(self, memory: Predictor | None = None, time: Predictor | None = None) -> None:
-        """Takes over what predictors of other jobs on like machines have learnt; `observe` would begin anew.
+        """Adopt the posteriors of predictors for other jobs on similar machines. `observe` would start from the priors.
 
-        Their residuals count for as much as the jobs are alike (`prepared.job_features`).
+        The weight of their residuals depends on the similarity of the jobs (`prepared.job_features`).
         """
         self._stale = False
         if memory is not None:
@@ -122,17 +125,17 @@ class Predictor:
             self._time, self._time_near = time._time, time._time_near
 
     def begin_with(self, rates: Evidence) -> None:
-        """Adds what measured steps of a like job on such a card have told to what is known before any is measured here.
+        """Add rates measured on a like job and card to the priors.
 
         Raises:
-            ValueError: it is of other constants than this version's.
+            ValueError: the rates have other constants than this version.
         """
         self._time_known = rates.posterior(self._time_priors, self._time_noise)
         self._time, self._time_near = fit(self._time_known, None, noise=self._time_noise), None
         self._stale = bool(self._seen)
 
     def rates(self) -> Evidence | None:
-        """What the measured steps tell of the card to whoever has another job there; None: nothing was measured."""
+        """Return the card's rates from the measured steps, for other jobs on such a card; None without a measurement."""
         ran = {candidate: o.measurement for candidate, o in self._seen.items() if o.measurement}
         if not ran:
             return None
@@ -140,7 +143,7 @@ class Predictor:
         return Evidence.of(self._time_priors, fit(self._time_priors, residuals, noise=ELSEWHERE))
 
     def calibrate(self) -> None:
-        """Fits the constants to all Outcomes seen."""
+        """Fit the constants to all observed Outcomes."""
         if not self._stale:
             return
         self._stale = False
@@ -161,20 +164,20 @@ class Predictor:
         candidates = list(self._host_seen)[-_MOST_OBSERVATIONS:]
         bill = self.prepare(candidates).bill.host
         outcomes = [self._host_seen[c] for c in candidates]
-        offloaded = bill > 0  # else all of it is on the drive
+        offloaded = bill > 0  # otherwise all of it is on NVMe
         if offloaded.any():
             told = [o for o, one in zip(outcomes, offloaded, strict=True) if one]
             self._host = fit_host(bill[offloaded], told, self.hardware)
 
     @property
     def host_sigma(self) -> float:
-        """Standard deviation of the logarithm of what a candidate keeps in the host's memory."""
+        """Standard deviation of the logarithm of the host memory that a candidate keeps."""
         self.calibrate()
         return float(np.hypot(np.sqrt(self._host.covariance[0, 0]), self._host.noise))
 
     def _fit_memory(self, prepared: Prepared, outcomes: Sequence[Outcome], measured: Flags) -> None:
         seen = np.array([o.measurement.peak_bytes if o.measurement else self._lacked(o) for o in outcomes])
-        # what torch allocated says more than NVML, which shows what the allocator keeps, too; 0: not known
+        # Bytes allocated by torch are more precise than NVML's, which include the allocator's cache. 0: unknown.
         torchs = np.array([(o.measurement and o.measurement.torch_allocated_bytes) or 0 for o in outcomes], dtype=float)
         known = torchs > 0
 
@@ -182,23 +185,24 @@ class Predictor:
             at = peaks(prepared, self.hardware, constants)
             off = at.shown / seen - 1
             inside = np.where(known, at.allocated / np.where(known, torchs, 1.0) - 1, off)
-            # ran out: more is needed; agreeing is no evidence, so only a prediction below it pulls
+            # After an OOM more is needed than the card has. Only a prediction below the capacity pulls, as agreement
+            # is no evidence.
             off = np.where(measured, 0.5 * (off + inside), np.minimum(at.needed / seen - 1, 0.0))
             return np.asarray(off)
 
         self._memory = fit(self._with_measured_overhead(outcomes), residuals, noise=self._memory_noise)
         off = -residuals(self._memory.mean)
-        told = measured | (off > 0)  # an out-of-memory where enough was predicted says something too
+        told = measured | (off > 0)  # an OOM that was not predicted is informative, too
         self._memory_near = Neighbours.of(
             prepared.features[told][_LATEST], off[told][_LATEST], self._memory.noise, REPEAT_MEMORY
         )
 
     def _lacked(self, ran_out: Outcome) -> float:
-        """Bytes that were not enough."""
+        """Return the bytes that were not enough."""
         return (ran_out.capacity_bytes or self.hardware.capacity_bytes) + 0.5 * (ran_out.missing_bytes or 0)
 
     def _with_measured_overhead(self, outcomes: Sequence[Outcome]) -> list[Prior]:
-        """The priors, that of the overhead replaced by what ranks measured from inside, where they did."""
+        """Return the priors, with the overhead's replaced by the ranks' own measurement if there is one."""
         measured = [getattr(o.measurement, "overhead_bytes", None) for o in outcomes]
         gib = np.array([one for one in measured if one]) / GIB
         if not len(gib):
@@ -212,18 +216,18 @@ class Predictor:
         self._time_near = Neighbours.of(prepared.features[_LATEST], slower[_LATEST], self._time.noise, REPEAT_TIME)
 
     def _time_residuals(self, prepared: Prepared, measured: Sequence[Measurement]) -> Callable[[Floats], Floats]:
-        """Of the logarithms of predicted steps, at constants."""
+        """Return a function of the constants: logarithms of predicted steps less those measured."""
         seconds = np.log([one.step_seconds for one in measured])
         return lambda constants: self._log_step(prepared, constants) - seconds
 
     @property
     def time_noise(self) -> float:
-        """What the fit leaves unexplained of a step's logarithm: 0.1 is about 10 %."""
+        """Standard deviation of a step's logarithm that the fit leaves unexplained: 0.1 is about 10 %."""
         self.calibrate()
         return self._time.noise
 
     def constants(self) -> dict[str, float]:
-        """What the calibration believes: overhead in GiB, factors on full rates."""
+        """Return the calibrated constants: overhead in GiB, factors on full rates."""
         self.calibrate()
         memory = dict(zip(MEMORY_CONSTANTS, self._memory.mean, strict=True))
         quirks = dict(zip(QUIRKS, np.exp(self._time.mean[len(TIME) :]), strict=True))
@@ -233,11 +237,12 @@ class Predictor:
     # -- prediction --------------------------------------------------------------------------------------------------
 
     def table(self, candidates: Sequence[Candidate]) -> Table:
-        """Predictions of many candidates at once."""
+        """Predict many candidates at once."""
         return self.prepared_table(self.prepare(candidates))
 
     def prepare(self, candidates: Sequence[Candidate]) -> Prepared:
-        """What of predictions does not depend on the calibration. Knobs that change the model cost a trace each."""
+        """Compute the parts of predictions that do not depend on the calibration. Knobs that change the model cost a trace
+        each."""
         ways: dict[tuple[object, ...], list[int]] = {}
         for i, candidate in enumerate(candidates):
             ways.setdefault(_way(self.job, candidate), []).append(i)
@@ -254,10 +259,10 @@ class Predictor:
         return Prepared.of(self.job, self.hardware, trace, candidates, guessed=guessed)
 
     def buildable(self, candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[str]]:
-        """The candidates whose model can be made, and a line for each way of making it that is left out.
+        """Return the candidates whose model can be built, and a line for each way of building it that is left out.
 
         Raises:
-            UserError: none is left.
+            UserError: no candidate is left.
         """
         for candidate in candidates:
             self._trace(_way(self.job, candidate), candidate)
@@ -267,7 +272,7 @@ class Predictor:
         return left, [f"{why}: left out" for why in self._refused.values()]
 
     def notes(self) -> list[str]:
-        """A line for each thing that is not known, and for which predictions are wider."""
+        """Return a line for each unknown that widens the predictions."""
         unread = [f"{key} is not part of the memory model" for key in self._unread]
         facts = self.hardware.gpu_facts
         if facts is not None and facts.whence:
@@ -275,7 +280,8 @@ class Predictor:
         return [*self._newer, *unread, *dict.fromkeys(trace.note for trace in self._traces.values() if trace.note)]
 
     def _trace(self, way: tuple[object, ...], candidate: Candidate) -> Trace:
-        """The trace of a way of making the model, of which the candidate is one; the job's own where it cannot be made."""
+        """Return the trace for a way of making the model, or the job's own trace if the model cannot be built that way.
+        `candidate` is one example of that way."""
         if way not in self._traces:
             try:
                 self._traces[way] = self.tracer(under(self.job, candidate), device=self.hardware.device)
@@ -285,11 +291,11 @@ class Predictor:
         return self._traces[way]
 
     def prepared_table(self, prepared: Prepared) -> Table:
-        """Predictions of prepared candidates, by all that was observed so far."""
+        """Predict prepared candidates, using all observations so far."""
         self.calibrate()
         memory = self._memory_table(prepared)
         log_step = self._log_step(prepared, self._time.mean)
-        # one setting of the constants at a time: the arrays of ten thousand candidates stay in the cache
+        # The constants vary in turn, so that the arrays of ten thousand candidates stay in the cache.
         rates = jacobian_of(
             lambda many: np.array([np.log(self._spent(prepared, k).step) for k in many]), self._time.mean[: len(TIME)]
         )
@@ -303,7 +309,7 @@ class Predictor:
         return Table(*memory, host, np.exp(log_step), log_sigma, samples)
 
     def _memory_table(self, prepared: Prepared) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-        """(peak, its sigma, allocated, its sigma, needed) in bytes, corrected by measured neighbours."""
+        """Return (peak, its sigma, allocated, its sigma, needed) in bytes, corrected by measured neighbours."""
         mean = self._memory.mean
         at = peaks(prepared, self.hardware, mean)
         found: list[Floats] = []
@@ -317,19 +323,19 @@ class Predictor:
         return peak, found[1], found[2], found[3], needed
 
     def fits(self, table: Table) -> Flags:
-        """Which candidates are expected to stay under the device's ceiling and the host's limit."""
+        """Select the candidates that are expected to stay under the device's ceiling and the host's limit."""
         return self.margins(table) >= 0
 
     def margins(self, table: Table) -> Floats:
-        """By how many standard deviations each candidate is expected to stay under the device's ceiling; minus infinity where the
-        host's limit is too low."""
-        host_all = table.host * self.job.ranks / self.hardware.nodes  # of one node
+        """Return the standard deviations by which each candidate is expected to stay under the device's ceiling; minus
+        infinity if it exceeds the host's limit."""
+        host_all = table.host * self.job.ranks / self.hardware.nodes  # bytes of one node
         under_it = (self.hardware.ceiling_bytes - table.needed) / table.peak_sigma
         return np.where(host_all <= host_limit_bytes(self.hardware), under_it, -np.inf)
 
     def ranked(self, table: Table, among: Flags | bool = True) -> list[int]:
-        """Places of the candidates to recommend, the best first: the fastest of those that fit with the probability SURE; where
-        there is none, those that are expected to fit, the likeliest first."""
+        """Return the indices of the candidates to recommend, best first: the fastest that fit with the probability SURE. If
+        there are none, return those that are expected to fit, likeliest first."""
         margins = self.margins(table)
         sure = np.flatnonzero(among & (margins >= SURE_SIGMAS))
         if len(sure):
@@ -338,11 +344,11 @@ class Predictor:
         return [int(i) for i in likely[np.argsort(-margins[likely], kind="stable")]]
 
     def predict(self, candidate: Candidate) -> Prediction:
-        """One candidate, with its breakdowns."""
+        """Predict one candidate, with its breakdowns."""
         return self.predict_many([candidate])[0]
 
     def predict_many(self, candidates: Sequence[Candidate]) -> list[Prediction]:
-        """Each candidate with its breakdowns."""
+        """Predict each candidate, with its breakdowns."""
         prepared = self.prepare(candidates)
         table = self.prepared_table(prepared)
         spent = self._spent(prepared, self._time.mean)
@@ -362,7 +368,7 @@ class Predictor:
         return [breakdowns.of(candidate, i) for i, candidate in enumerate(candidates)]
 
     def _time_constants(self, constants: Floats) -> dict[str, Floats]:
-        """Factors on full rates, (..., 1) each, from constants (..., constants)."""
+        """Return factors on full rates, (..., 1) each, from constants (..., constants)."""
         k = {name: np.exp(constants[..., i, None]) for i, name in enumerate(TIME)}
         k["hidden"] = k["hidden"] / (1 + k["hidden"])
         return k
@@ -371,12 +377,12 @@ class Predictor:
         return spend(p.work, p.columns, self._time_constants(constants))
 
     def _log_step(self, p: Prepared, constants: Floats) -> Floats:
-        """(..., n) logarithms of a step's seconds at constants (..., constants)."""
+        """Return (..., n) logarithms of a step's seconds at constants (..., constants)."""
         return np.asarray(np.log(self._spent(p, constants).step) + constants[..., len(TIME) :] @ p.quirks.T)
 
 
 def _way(job: Job, knobs: Candidate | Mapping[str, object]) -> tuple[object, ...]:
-    """How a job's model is made with these knobs, as far as a trace can see it."""
+    """Return a key for the way of making the model with these knobs, limited to knobs that a trace depends on."""
     own = {ATTENTION: job.attention, LIGER: job.liger}
     return tuple(knobs.get(knob, own.get(knob)) for knob in TRACED_KNOBS)
 
@@ -384,8 +390,8 @@ def _way(job: Job, knobs: Candidate | Mapping[str, object]) -> tuple[object, ...
 def _corrected(
     posterior: Posterior, jacobian: Floats, near: Neighbours | None, features: Floats, doubt: Floats | float = 0.0
 ) -> tuple[Floats, Floats]:
-    """(shift, standard deviation) of predictions, by the constants, what none of them stands for (`doubt`) and measured
-    neighbours."""
+    """Return (shift, standard deviation) of predictions, from the constants, measured neighbours and `doubt`, which no
+    constant covers."""
     by_constants = np.hypot(posterior.spread(jacobian), doubt)
     if near is None:
         return np.zeros(len(features)), np.hypot(by_constants, posterior.noise)

@@ -1,4 +1,4 @@
-"""What of many predictions does not depend on the calibration, computed once."""
+"""The parts of many predictions that do not depend on the calibration, computed once."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from autotune.problem.job import Job
 
 @dataclass
 class Prepared:
-    """What of many predictions does not depend on the calibration; one entry or row a candidate, in their order."""
+    """The parts of many predictions that do not depend on the calibration; one entry or row per candidate, in their order."""
 
     columns: Columns
     bill: Bill
     work: Work
     quirks: Floats  # (n, quirks)
     features: Floats  # (n, features)
-    doubt: Floats  # (n,) bytes: standard deviation of peaks by what no constant stands for
-    uneven: Floats  # (n,) of the activations: what batches of many lengths leave behind
+    doubt: Floats  # (n,) bytes: standard deviation of peaks that no constant covers
+    uneven: Floats  # (n,) share of the activations that batches of many lengths leave behind
 
     @classmethod
     def of(
         cls, job: Job, hardware: Hardware, trace: Trace, candidates: Sequence[Candidate], *, guessed: bool = False
     ) -> Prepared:
-        """Candidates that all have this trace; `guessed`: unlike that of the others it is an estimate."""
+        """Prepare candidates that share this trace. `guessed`: the trace is an estimate, while the job's own is exact."""
         c = columns_of(candidates, job, installed_deepspeed())
         b = bill(job, trace, c, hardware.device)
         uneven, spread = uneven_shares(job, c, b.activations.max(axis=0))
@@ -49,7 +49,7 @@ class Prepared:
 
     @classmethod
     def joined(cls, parts: list[Prepared], at: list[list[int]]) -> Prepared:
-        """Parts with a trace each as one; `at` says which places the candidates of each part take."""
+        """Join parts with different traces; `at` holds the indices of each part's candidates."""
         order = np.argsort(np.concatenate([np.array(places) for places in at]))
 
         def beside(whole: list[Any], names: Sequence[str]) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Prepared:
             return kind(**beside(whole, [field.name for field in dataclasses.fields(kind)]))
 
         bills = [part.bill for part in parts]
-        moments = tuple(name for one in bills for name in one.moments)  # each part's are its own
+        moments = tuple(name for one in bills for name in one.moments)  # each part has its own moments
         tables = {name: _diagonal([getattr(one, name) for one in bills])[:, order] for name in TABLES}
         return cls(
             joined([part.columns for part in parts]),
@@ -70,7 +70,7 @@ class Prepared:
         )
 
     def rows(self, chosen: Flags | Places) -> Prepared:
-        """Only the candidates where `chosen` is true, or at these places."""
+        """Select the candidates where `chosen` is true, or at these indices."""
         columns = Columns(**{name: value[chosen] for name, value in vars(self.columns).items()})
         w = Work(**{name: value[chosen] for name, value in vars(self.work).items()})
         sums = {name: getattr(self.bill, name)[chosen] for name in SUMS}
@@ -81,7 +81,7 @@ class Prepared:
 
 
 def _diagonal(tables: list[Floats]) -> Floats:
-    """One table with these along its diagonal and zeros elsewhere."""
+    """Build one table with these along its diagonal and zeros elsewhere."""
     found = np.zeros((sum(len(one) for one in tables), sum(one.shape[1] for one in tables)))
     row = column = 0
     for one in tables:
@@ -91,9 +91,11 @@ def _diagonal(tables: list[Floats]) -> Floats:
 
 
 def doubt_of(b: Bill, c: Columns, candidates: Sequence[Candidate], ranks: int, guessed: bool, uneven: Floats) -> Floats:
-    """(n,) bytes by which peaks are uncertain: of candidates that set keys which no formula reads, of what is shared among
-    ranks, of guessed traces, and of batches of many lengths, whose order decides what they leave behind (`uneven` is its
-    deviation as a share of activations)."""
+    """Return (n,) bytes of uncertainty in the peaks.
+
+    Sources are keys that no formula reads, states shared among ranks, guessed traces, and batches of many lengths. The order
+    of such batches decides what they leave behind; `uneven` is its deviation as a share of activations.
+    """
     unread = np.array([bool(unread_knobs(candidate)) for candidate in candidates])
     of_states = np.where(unread, UNREAD_STATES * (b.parameters + b.gradients + b.optimizer), 0.0)
     shared = b.gradients + b.optimizer + (b.buckets + b.gathered + b.temporaries).max(axis=0)
@@ -103,7 +105,7 @@ def doubt_of(b: Bill, c: Columns, candidates: Sequence[Candidate], ranks: int, g
 
 
 def quirks_of(c: Columns, nodes: int = 1) -> Floats:
-    """(n, quirks): how far each of `constants.QUIRKS` applies to each candidate, in their order."""
+    """Return (n, quirks): the extent to which each of `constants.QUIRKS` applies to each candidate, in their order."""
     zero = c.stage > 0
     columns = {
         "machine": np.ones(len(c)),
@@ -128,7 +130,8 @@ def quirks_of(c: Columns, nodes: int = 1) -> Floats:
 
 
 def job_features(job: Job, hardware: Hardware, trace: Trace) -> Floats:
-    """(job features,): how alike two jobs and their machines are. Within a study they are all the same and change no distance."""
+    """Return (job features,): their distance measures the similarity of two jobs and machines. They are equal within a study
+    and change no distance there."""
     elements = max(sum(trace.parameters) + trace.frozen, 1)
     sizes = [0.5 * np.log2(elements), 0.3 * np.log2(job.seq_len), 0.3 * np.log2(job.ranks)]
     facts = hardware.gpu_facts
@@ -137,7 +140,7 @@ def job_features(job: Job, hardware: Hardware, trace: Trace) -> Floats:
 
 
 def features_of(c: Columns) -> Floats:
-    """(n, features): the distance between two rows says how alike two candidates are."""
+    """Return (n, features): the distance between two rows measures the similarity of two candidates."""
     zero = c.stage > 0
     columns = [
         1.5 * (c.stage == 0),

@@ -1,7 +1,8 @@
-"""Recurrences over a sequence that transformers runs token by token where no kernel is installed, at once and by shapes alone.
+"""Run recurrences over a sequence at once and by shapes alone. transformers runs them token by token if no kernel is
+installed.
 
-A part of the tracer: only it imports this. A loop over 2048 tokens takes fake tensors minutes a layer. What stands in for it
-keeps the same bytes for backward, and counts what the loop starts and moves: it is what a training without `mamba_ssm` runs.
+Only the tracer imports this module. A loop over 2048 tokens takes fake tensors minutes a layer. The stand-in keeps as many
+bytes for backward and counts the loop's kernels and bytes. The result matches a training without `mamba_ssm`.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ import torch
 from autotune.predict.counters import Counters
 from autotune.predict.passes import BACKWARD, FORWARD
 
-# A function of mamba, falcon_mamba and jamba; transformers wraps it where a kernel is installed.
+# A function of mamba, falcon_mamba and jamba. transformers wraps it if a kernel is installed.
 _SCAN = "mamba_selective_scan"
-_LINEAR = "_rnn_scan"  # a method of recurrent_gemma's
-# Kernels a token in forward and in backward, and how often backward moves the states of the whole sequence a token: each token's
-# gradient is put into zeros of all of it and added up (select_backward), so that bytes grow with the square of the length.
-# Counted in the loops of transformers 5 at 24 tokens.
+_LINEAR = "_rnn_scan"  # a method in recurrent_gemma
+# (kernels per token in forward, kernels per token in backward, times that backward moves all states per token).
+# Backward puts each token's gradient into zeros for the whole sequence and adds them up (select_backward), so bytes
+# grow with the square of the length. Counted in the loops of transformers 5 at 24 tokens.
 _OF_SCAN, _OF_LINEAR = (4.0, 12.6, 8.0), (6.0, 14.5, 6.0)
 
 
 class _Recurrence(torch.autograd.Function):
-    """state[t] = decay[t] * state[t - 1] + input[t] along a dimension: keeps the decays and all states."""
+    """state[t] = decay[t] * state[t - 1] + input[t] along a dimension. Keeps the decays and all states."""
 
     @staticmethod
     def forward(ctx: Any, decay: Any, given: Any, tokens: int, run: Counters, cost: tuple[float, float, float]) -> Any:
@@ -41,14 +42,14 @@ class _Recurrence(torch.autograd.Function):
         decay, states = ctx.saved_tensors
         tokens, run, cost = ctx.counted
         _count(run, BACKWARD, tokens * cost[1], cost[2] * tokens * _bytes(states))
-        spare = torch.empty_like(states)  # a token's gradient in zeros of the whole sequence
+        spare = torch.empty_like(states)  # one token's gradient, padded with zeros to the whole sequence
         made = torch.empty_like(decay), torch.empty_like(states), None, None, None
         del spare
         return made
 
 
 def _count(run: Counters, phase: int, starts: float, moved: float) -> None:
-    """Of the loop; a recomputation runs forward once more in the phase that it is in."""
+    """Count the loop. A recomputation runs forward again and counts in the phase in which it happens."""
     phase = run.phase if phase == FORWARD else phase
     run.operators[phase] += starts  # type: ignore[call-overload]
     run.moved[phase] += moved
@@ -59,7 +60,7 @@ def _bytes(tensor: Any) -> float:
 
 
 def _scan(run: Counters, original: Callable[..., Any]) -> Callable[..., Any]:
-    """As transformers' reference of Mamba's selective scan, its loop at once."""
+    """Replace the reference of Mamba's selective scan in transformers, without its loop."""
 
     def scan(
         hidden_states: Any,
@@ -94,7 +95,7 @@ def _scan(run: Counters, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _linear(run: Counters, original: Callable[..., Any]) -> Callable[..., Any]:
-    """As RecurrentGemma's recurrence, its loop at once."""
+    """Replace RecurrentGemma's recurrence, without its loop."""
 
     def scan(
         self: Any, hidden_states: Any, recurrent_gate: Any, reset: Any, recurrent_states: Any, acc_dtype: Any = None
@@ -111,7 +112,7 @@ def _linear(run: Counters, original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def at_once(run: Counters) -> Iterator[None]:
-    """The loops of models that are loaded stand at once; a model is loaded when its configuration is built."""
+    """Replace the loops of all loaded models. A model is loaded when its configuration is built."""
     with contextlib.ExitStack() as stack:
         for module in [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]:
             owners: list[tuple[Any, str, Any]] = [(module, _SCAN, _scan)]

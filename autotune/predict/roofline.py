@@ -16,61 +16,64 @@ from autotune.problem.hardware import GpuFacts, Hardware
 from autotune.problem.job import Job
 from autotune.units import GIB
 
-# Rates of a CPU rank until the first trial corrects them: flops, bytes and bytes a second of one rank on one core of the machine
-# of benchmarks/data/landscapes_real (an AMD EPYC), where 16 bits were as fast as 32. Cores without such instructions are several
-# times slower in them: CPU ranks' priors leave room for that.
+# Rates of a CPU rank before the first trial: FLOPs, bytes and link bytes per second of one rank on one core. Measured
+# on the machine of benchmarks/data/landscapes_real (an AMD EPYC), where 16 bits were as fast as 32. Cores without
+# 16-bit instructions are several times slower in them, and the priors of CPU ranks allow for that.
 CPU_TFLOPS, CPU_MEMORY_GB_PER_S, CPU_LINK_GB_PER_S = 0.2, 12.0, 1.0
-# DeepSpeed's CPU Adam is bound by the host's memory: masters and states read and written, a gradient read, a weight written
-# (30 bytes an element in 16 bits). 1e9 parameters took 0.23 s on the two sockets of a DGX-2 (Ren et al. 2021, ZeRO-Offload,
-# table 4). With few cores a rank, as where OMP_NUM_THREADS is 1, it takes many times as long: the prior is wide.
+# The host's memory limits DeepSpeed's CPU Adam: it reads and writes masters and states, reads a gradient and writes a
+# weight (30 bytes per element in 16 bits). 1e9 parameters took 0.23 s on the two sockets of a DGX-2 (Ren et al. 2021,
+# ZeRO-Offload, table 4). With few cores per rank, as with OMP_NUM_THREADS=1, it takes many times as long, so the
+# prior is wide.
 HOST_MEMORY_GB_PER_S = 120.0
-# A causal mask lets fused attention skip half of its work, at about 0.7 of the efficiency of a plain product
-# (Dao 2023, FlashAttention-2, figures 4 and 6).
+# A causal mask lets fused attention skip half of its work, at about 0.7 of a plain product's efficiency (Dao 2023,
+# FlashAttention-2, figures 4 and 6).
 ATTENTION_SHARE = 0.5 / 0.7
 NVME_GB_PER_S = 2.0
 BUCKET_SECONDS = 3e-5  # to start one collective within a node
-# A ring passes every rank: seconds a hop within a node and from node to node (NCCL's own table of latencies, tuning.cc,
-# protocol LL128: 1.9 us over NVLink and 4.0 us over the network, beside 14 us to start).
+# Seconds per hop of a ring through all ranks, within a node and between nodes (NCCL's own table of latencies,
+# tuning.cc, protocol LL128: 1.9 us over NVLink and 4.0 us over the network, plus 14 us to start).
 HOP_SECONDS, NODE_HOP_SECONDS = 1.9e-6, 4.0e-6
-# Two V100 or A100 share a PCIe switch with one way to the host (DGX-1 and DGX A100 topologies); from Hopper on each GPU
-# has its own.
+# Two V100 or A100 share a PCIe switch with one path to the host (DGX-1 and DGX A100 topologies). From Hopper on, each
+# GPU has its own path.
 _SHARED_UPLINK = ("v100", "a100", "a800")
-# Of the listed peak, what the best matrix products reach (maximum achievable matmul FLOPS: stas00/ml-engineering,
-# compute/accelerator; B200 there 1745 of 2250 TFLOP/s). GeForce and RTX cards are listed at their rated boost clock and run
-# above it.
+# Share of the listed peak that the best matrix products reach (maximum achievable matmul FLOPS:
+# stas00/ml-engineering, compute/accelerator; B200 there 1745 of 2250 TFLOP/s). GeForce and RTX cards run above the
+# rated boost clock for which they are listed.
 _ACHIEVABLE = {"a100": 0.86, "a800": 0.86, "h100": 0.80, "h800": 0.80, "h200": 0.80, "b200": 0.78, "rtx": 1.0}
 _ACHIEVABLE_ELSEWHERE = 0.85
-# What the processor does before a GPU can do anything, in seconds. An operator of an eager model: 10 us in forward and 8 in
-# backward of a Llama of 64 channels (torch 2.13, an EPYC core at 1 thread, no kernel to launch; with checkpointing 14 on
-# average), and 5 more to launch a CUDA kernel. A published floor agrees: Qwen 1.8B at 256 to 1024 tokens (QwenLM/Qwen).
+# Seconds of the processor per operator of an eager model, before the GPU starts: 10 us in forward and 8 in backward
+# of a Llama of 64 channels (torch 2.13, an EPYC core at 1 thread, no kernel to launch; with checkpointing 14 on
+# average), and 5 more to launch a CUDA kernel. A published lower bound agrees: Qwen 1.8B at 256 to 1024 tokens
+# (QwenLM/Qwen).
 OPERATOR_SECONDS = 1.8e-5
-# ZeRO-3's hooks around a module's forward, recomputation or backward (fetch_sub_module, release_sub_module and what they
-# wrap: partitioned_param_coordinator.py and parameter_offload.py of deepspeed 0.19.8): 110 to 150 us on the same core over
-# 4 ranks whose collectives do nothing, for Llama and for its adapters alike; about 250 in QwenLM/Qwen's rows of 2023.
+# Seconds of ZeRO-3's hooks around a module's forward, recomputation or backward (fetch_sub_module, release_sub_module
+# and their callees: partitioned_param_coordinator.py and parameter_offload.py of deepspeed 0.19.8). Measured: 110 to
+# 150 us on that core over 4 ranks whose collectives do nothing, for Llama and for its adapters alike; about 250 in
+# QwenLM/Qwen's rows of 2023.
 MODULE_SECONDS = 2e-4
-# Modules called for a kernel of forward: 162 for 483 in 12 layers of Llama. An adapter of peft has four more (dropout, A, B
-# and itself) and four kernels.
+# Modules called per kernel of forward: 162 for 483 in 12 layers of Llama. An adapter of peft adds four modules
+# (dropout, A, B and itself) and four kernels.
 MODULES_AN_OPERATOR = 0.335
-REDUCED_SECONDS = 2.5e-5  # ZeRO-1 and 2, a gradient: the hook that puts it into its bucket (same measurement)
-# Of an eager model's kernels and of the bytes they move, what is left when compiled: chains of pointwise operators (norms,
-# rotation, activation and gate) become one kernel each.
+REDUCED_SECONDS = 2.5e-5  # per gradient at ZeRO-1 and 2: the hook that puts it into its bucket (same measurement)
+# Share of an eager model's kernels, and of the bytes they move, that remains when compiled: each chain of pointwise
+# operators (norms, rotation, activation and gate) becomes one kernel.
 COMPILED_STARTS, COMPILED_MOVED = 0.3, 0.45
-# Data and the loop, by micro-batch (collating, copying, reading the loss: transformers' Trainer looks whether it is
-# finite every time) and by step (clipping, the schedule, zero_grad), and what an optimizer does a tensor in Python
-# (same measurement: plain data parallel 60 us, ZeRO's flat parts 20).
+# Seconds of data and loop per micro-batch (collating, copying, reading the loss, as transformers' Trainer checks that
+# it is finite every time) and per step (clipping, the schedule, zero_grad). The last two are the optimizer's Python
+# per tensor (same measurement: plain data parallel 60 us, ZeRO's flat parts 20).
 MICRO_SECONDS, STEP_SECONDS, TENSOR_SECONDS, PART_SECONDS = 4e-3, 1e-2, 6e-5, 2e-5
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Peaks of one device; bytes a second are one direction."""
+    """Peaks of one device; bytes per second in one direction."""
 
     flops: float
     memory: float
     link: float
     pcie: float
     operator_seconds: float  # to start one kernel
-    node_link: float  # within a node
+    node_link: float  # bytes per second within a node
 
     @classmethod
     def of(cls, hardware: Hardware, precision: str) -> Rates:
@@ -101,14 +104,14 @@ class Rates:
 
 @dataclass(frozen=True)
 class Work:
-    """What a candidate's step consists of, in seconds at full rates; one entry a candidate.
+    """Work of a candidate's step, in seconds at full rates; one entry per candidate.
 
-    Per micro-batch: products, their tail (products a token: what small batches waste), moved (other operators), starts
-    (what the processor does to start kernels), gather_micro and reduce_micro (communication), pcie_micro. Per step:
-    gather_step, reduce_step, optimizer, cpu_adam, pcie_step, nvme, collectives, loop (the training loop's own work).
+    Per micro-batch: products, their tail (products per token: the waste of small batches), moved (other operators), starts
+    (the processor's work to start kernels), gather_micro and reduce_micro (communication), pcie_micro. Per step: gather_step,
+    reduce_step, optimizer, cpu_adam, pcie_step, nvme, collectives, loop (the training loop's own work).
     """
 
-    forward_share: Floats  # of products, without recomputation
+    forward_share: Floats  # share of products, without recomputation
     recompute_share: Floats
     products: Floats
     tail: Floats
@@ -125,13 +128,13 @@ class Work:
     nvme: Floats
     collectives: Floats
     loop: Floats
-    hides: Floats  # 1 where communication runs beside computation
-    adam_beside: Floats  # 1 where the host's Adam does
-    queued: Floats  # 1 where kernels are started beside those that run: a CPU rank does both itself
+    hides: Floats  # 1 if communication overlaps computation
+    adam_beside: Floats  # 1 if the host's Adam overlaps computation
+    queued: Floats  # 1 if kernels start while earlier ones run; a CPU rank does both itself
 
 
 def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
-    """The work of every candidate."""
+    """Return the work of every candidate."""
     rates = Rates.of(hardware, {"float16": "fp16", "bfloat16": "bf16"}.get(job.autocast or "", job.precision))
     plain, again = trace.plain, trace.of(True)
 
@@ -155,7 +158,7 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
         loop=c.accumulation * MICRO_SECONDS
         + STEP_SECONDS
         + len(trace.parameters) * np.where(c.stage == 0, TENSOR_SECONDS, PART_SECONDS),
-        hides=np.where(c.overlap > 0, 1.0, 0.0),  # at every stage: without it one stream does both
+        hides=np.where(c.overlap > 0, 1.0, 0.0),  # at every stage; otherwise both use one stream
         queued=np.full(len(c), float(hardware.device == "cuda")),
         **_sent(job, hardware, trace, c, rates),
         **_stepped(job, hardware, trace, c, rates),
@@ -163,25 +166,26 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
 
 
 def _sent(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Rates) -> dict[str, Floats]:
-    """What ranks send each other, as fields of Work.
+    """Return the communication between ranks, as fields of Work.
 
-    Buckets are all-reduced at stages 0 to 2 (use_multi_rank_bucket_allreduce), 1 and 2 gather what was updated; stage 3
-    gathers for forward and, what it has not kept, for backward, frozen parameters too, and scatters the gradients, every
-    micro-batch.
+    Stages 0 to 2 all-reduce buckets (use_multi_rank_bucket_allreduce), and stages 1 and 2 gather the updated weights. In
+    every micro-batch, stage 3 gathers parameters for forward, frozen ones too. It gathers those that it has not kept again
+    for backward, and scatters the gradients.
     """
     ranks, width, total = float(job.ranks), job.element_bytes, float(sum(trace.parameters))
     held = total + trace.frozen
     one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
     others = (ranks - 1) / ranks / rates.link
     once = others * width * total
-    # gradients in the dtype that is sent; ZeRO++ sends 4 bits (coalesced_collectives.py, all_to_all_quant_reduce)
+    # Gradients use the dtype in which they are sent. ZeRO++ sends 4 bits (coalesced_collectives.py,
+    # all_to_all_quant_reduce).
     reduced = others * total * np.where(three & (c.narrow_gradients > 0), 0.5, c.communicated)
-    # all-reduced, or where that is turned off each part reduced to its rank
+    # Buckets are all-reduced; with that turned off, each part is reduced to its rank.
     to_its_rank = np.where((one | two) & (c.multi_rank == 0), 1.0, 2.0)
     carried = np.where(c.narrow_weights > 0, 1.0, width)  # 8 bits (partition_parameters.py, CUDAQuantizer)
     whole = persistent(trace, c)  # gathered after a step, and kept
     again = np.maximum(0.0, held - np.maximum(whole, kept_at_turn(trace, c)))
-    # hpZ keeps a second set of parameters in each node, from which backward gathers
+    # hpZ keeps a second set of parameters in each node, and backward gathers from it.
     size = c.secondary
     nearer = np.where(size > 1, (size - 1) / np.maximum(size, 1.0) / rates.node_link, others)
     fetched = carried * (others * (held - whole) + nearer * again)
@@ -201,19 +205,17 @@ def _sent(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Rates) 
 
 
 def _stepped(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Rates) -> dict[str, Floats]:
-    """The optimizer's step, and what offloading moves for it and for parameters, as fields of Work."""
+    """Return the optimizer's step and the traffic of offloading, as fields of Work."""
     width, states, total = job.element_bytes, stepper(job).state_bytes, float(sum(trace.parameters))
     part, held = total / job.ranks, (total + trace.frozen) / job.ranks
     one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
     out, parameters_out = c.offload_optimizer > 0, three & (c.offload_param > 0)
-    leaves = np.where(
-        out, 1 - staying(c, part, float(trace.largest), float(job.ranks)), 0.0
-    )  # the share that is offloaded
+    leaves = np.where(out, 1 - staying(c, part, float(trace.largest), float(job.ranks)), 0.0)  # share that is offloaded
     elements = np.where(c.stage == 0, total, part)
     low = c.master == 2
     step_bytes = (
         2 * np.where(low, 2 + states * c.state_share, 4 + states) + 4 + 2 * width
-    )  # master and states read and written, gradient read, weight written
+    )  # bytes per element: master and states read and written, gradient read, weight written
     host_bytes = 2 * (c.master + states * c.state_share) + 4 + width
     back = np.where(two | three, width * part, 0.0)  # gradients leave the device every micro-batch
     accumulating = np.where(two & (c.accumulation > 1), 2.0, 1.0)  # stage 2 fetches the sum back to add to it
@@ -229,19 +231,20 @@ def _stepped(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Rate
 
 
 def _hops_seconds(hardware: Hardware) -> float:
-    """What passing every rank adds to a collective beyond one node; that of a node is part of starting it."""
+    """Return the seconds that passing every rank adds to a collective beyond one node. Within a node, BUCKET_SECONDS includes
+    them."""
     extra = hardware.nodes - 1
     return extra * (NODE_HOP_SECONDS + (hardware.per_node - 1) * HOP_SECONDS)
 
 
 def _starts(trace: Trace, c: Columns, rates: Rates) -> Floats:
-    """Seconds of the processor to start a micro-batch's kernels, ZeRO's hooks included."""
+    """Return the processor's seconds to start a micro-batch's kernels, ZeRO's hooks included."""
     plain, again = trace.plain.operators, trace.of(True).operators
     checkpointing = c.checkpointing > 0
     fused = np.where(c.fused_by_compiling, COMPILED_STARTS, 1.0)
     operators = np.where(checkpointing, sum(again), sum(plain)) * fused
     tensors = float(len(trace.parameters))
-    adapters = np.where(c.lora > 0, 2 * tensors, 0.0)  # two trained tensors and four modules each
+    adapters = np.where(c.lora > 0, 2 * tensors, 0.0)  # two trained tensors and four modules per adapter
     modules = MODULES_AN_OPERATOR * np.maximum(plain[0] - adapters, 0.0) + adapters
     passes = np.where(checkpointing, 3.0, 2.0)
     hooks = np.select([c.stage == 3, c.stage > 0], [modules * passes * MODULE_SECONDS, tensors * REDUCED_SECONDS], 0.0)
@@ -250,17 +253,17 @@ def _starts(trace: Trace, c: Columns, rates: Rates) -> Floats:
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of one optimizer step by cause; one entry a candidate."""
+    """Seconds of one optimizer step by cause; one entry per candidate."""
 
     forward: Floats
     backward: Floats
     recompute: Floats
-    communication: Floats  # exposed
+    communication: Floats  # the part that computation does not hide
     optimizer: Floats
     offload: Floats
     loop: Floats  # data and the training loop itself
-    launch_bound: Floats  # 1 where starting kernels takes longer than running them
-    moved_share: Floats  # of computation: operators bound by memory bandwidth
+    launch_bound: Floats  # 1 if starting kernels takes longer than running them
+    moved_share: Floats  # share of computation: operators bound by memory bandwidth
 
     @property
     def step(self) -> Floats:
@@ -269,8 +272,11 @@ class Spent:
 
 
 def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
-    """Seconds from work and the constants `k`, all as factors on the work at full rates (`hidden` is the share of
-    communication that can run beside computation); (..., 1) constants give (..., n) seconds."""
+    """Return the seconds of a step from its work and the constants `k`.
+
+    All constants are factors on the work at full rates, except `hidden`: the share of communication that can overlap
+    computation. Constants of shape (..., 1) give (..., n) seconds.
+    """
     products = k["products"] * w.products + k["tail"] * w.tail
     moved = k["moved"] * w.moved
     starts = k["starts"] * w.starts
@@ -283,17 +289,17 @@ def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
         return np.where(w.queued > 0, _larger(running, starts), running + starts)
 
     compute = started(gpu)
-    # what the GPU waits for while it would compute; a processor that is slower than both hides it
+    # The GPU waits for this communication instead of computing. A processor slower than both hides it.
     waits = np.maximum(micro - hidden * gpu, (1 - hidden) * micro)
     exposed = (started(gpu + waits) - compute) * c.accumulation
-    # what a step sends once runs beside the last backward; the gathering of what was updated does not
+    # Communication that happens once a step overlaps the last backward. Gathering the updated weights does not.
     exposed = exposed + np.maximum(step - hidden * compute * 0.66, (1 - hidden * 0.66) * step)
     total = compute * c.accumulation
-    # ZeRO-3 fetches ahead and sends gradients on a stream of their own; ZeRO-2 waits for each to add to it
+    # ZeRO-3 prefetches and sends gradients on its own stream. ZeRO-2 waits for each gradient to add to it.
     lies_beside = hidden * (c.stage == 3)
     pcie = k["pcie"] * w.pcie_micro
     pcie = np.maximum(pcie - lies_beside * compute, (1 - lies_beside) * pcie)
-    # SuperOffload steps a sub-group as soon as the last backward has made its gradients (superoffload_stage3.py)
+    # SuperOffload steps a sub-group as soon as the last backward has made its gradients (superoffload_stage3.py).
     cpu_adam = k["cpu_adam"] * w.cpu_adam
     cpu_adam = np.maximum(cpu_adam - w.adam_beside * 0.66 * compute, (1 - w.adam_beside) * cpu_adam)
     offload = pcie * c.accumulation + k["pcie"] * w.pcie_step + cpu_adam + w.nvme
@@ -311,12 +317,12 @@ def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
 
 
 def _larger(a: Floats, b: Floats) -> Floats:
-    """The larger of two, smoothly: neither hides all of the other where they are alike."""
+    """Return a smooth maximum: if the two are similar, neither hides all of the other."""
     return np.asarray(np.sqrt(np.sqrt(np.square(a**2) + np.square(b**2))))
 
 
 def host_limit_bytes(hardware: Hardware) -> float:
-    """What the ranks of one node together may offload to its host: what it had left, less 2 GiB a rank and at least 4, for
-    what a process and its libraries hold whatever is offloaded."""
+    """Return the bytes that the ranks of one node together may offload to its host. The rest is for processes and their
+    libraries: 2 GiB per rank, and at least 4 GiB."""
     own = max(4, 2 * hardware.per_node) * GIB
     return max(0.0, hardware.host_memory_bytes - own) if hardware.device == "cuda" else np.inf

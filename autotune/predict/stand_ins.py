@@ -1,4 +1,4 @@
-"""What fake tensors cannot do, done without values: patches around a traced run, of torch and of transformers."""
+"""Patches of torch and transformers around a traced run, so that fake tensors can run without values."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from autotune.rank.versions import experts_module, looks_inside, masks_module
 
 @contextlib.contextmanager
 def shapes_alone(fused: bool) -> Iterator[None]:
-    """Models neither look at values, which fake tensors have not, nor check them.
+    """Patch models so that they neither read values, which fake tensors lack, nor check them.
 
     Args:
-        fused: attention with dropout or a learnt bias is one kernel, as on a GPU; else as on the CPU, which has none for it.
+        fused: run attention with dropout or a learnt bias as one kernel, as on a GPU. The CPU has no such kernel.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_plain_masks())
@@ -38,7 +38,7 @@ def shapes_alone(fused: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute of a module or class is `value` for as long."""
+    """Replace an attribute of a module or class while the context is active."""
     before = vars(owner)[name]
     setattr(owner, name, value)
     try:
@@ -48,8 +48,11 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def with_values(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The tensors that `make` returns as fake ones whose values are known: what is computed from these alone is known, too.
-    Models with images cut their features by the values of a batch."""
+    """Return the tensors that `make` returns as fake tensors with known values. Results computed only from these are known,
+    too.
+
+    Models with images cut their features by the values of a batch.
+    """
     with _disable_current_modes():
         real = make()
     mode = torch.empty(0).fake_mode  # type: ignore[attr-defined]
@@ -62,20 +65,20 @@ def with_values(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 _MOST_KNOWN = 2**25  # elements: the pixels of a few images
 
-_OF_GRIDS = (  # transformers.vision_utils: what depends on the values of the images' sizes
+_OF_GRIDS = (  # functions of transformers.vision_utils that depend on the values of the images' sizes
     "get_vision_cu_seqlens",
     "get_vision_attention_seqlens",
     "get_vision_position_ids",
     "get_vision_window_index",
     "get_vision_interpolation_indices_and_weights",
 )
-_POSITIONS = "get_rope_index"  # a method of Qwen2-VL and its heirs, token by token
-_WINDOWS = "get_window_index"  # a method of Qwen2.5-VL's tower before transformers 5, of the images' sizes
+_POSITIONS = "get_rope_index"  # a method of Qwen2-VL and its successors that works token by token
+_WINDOWS = "get_window_index"  # a method of Qwen2.5-VL's tower before transformers 5 that depends on the images' sizes
 
 
 @contextlib.contextmanager
 def _known_values() -> Iterator[None]:
-    """Values that are known stay so in tensors of more than one element, and functions of image sizes are computed."""
+    """Keep known values in tensors with more than one element, and compute functions of image sizes."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(fake_tensor, "CONSTANT_NUMEL_LIMIT", _MOST_KNOWN))
         for module in [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]:
@@ -91,7 +94,7 @@ def _known_values() -> Iterator[None]:
 
 
 def _blank_positions(_: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-    """(positions by time, height and width, their offsets)."""
+    """Return (positions by time, height and width; their offsets)."""
     return input_ids.new_zeros(3, *input_ids.shape), input_ids.new_zeros(len(input_ids), 1)
 
 
@@ -121,7 +124,7 @@ def _computed_method(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _without_checks() -> Iterator[None]:
-    """transformers' own switch: no comparing of how many image tokens there are with how many features."""
+    """Set transformers' own switch that skips comparing the number of image tokens with the number of features."""
     name = "TRANSFORMERS_DISABLE_TORCH_CHECK"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -134,7 +137,7 @@ def _without_checks() -> Iterator[None]:
 
 
 class _GradientOfBias(torch.autograd.Function):
-    """Gives an attention bias that is learnt (T5's) its gradient: one number a score, as the kernel writes them."""
+    """Give a learnt attention bias (T5's) its gradient: one number per score, as the kernel writes them."""
 
     @staticmethod
     def forward(ctx: Any, out: Any, bias: Any, shape: tuple[int, ...]) -> Any:
@@ -148,9 +151,12 @@ class _GradientOfBias(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Attention with dropout or with a learnt bias is one kernel, too. CUDA's memory-efficient one drops inside and keeps a
-    seed, and writes the bias's gradient (torch's `_efficient_attention_backward`); the CPU's takes neither, and torch would
-    fall back to products of whole score matrices."""
+    """Run attention with dropout or a learnt bias as one kernel.
+
+    CUDA's memory-efficient kernel applies dropout inside, keeps a seed, and writes the bias's gradient (torch's
+    `_efficient_attention_backward`). The CPU's kernel supports neither, so torch would fall back to products of whole score
+    matrices.
+    """
     functional = torch.nn.functional
     original = functional.scaled_dot_product_attention
 
@@ -168,8 +174,8 @@ def _fused_attention() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _grouped_products() -> Iterator[None]:
-    """Products of experts in other dtypes than bf16: torch runs these but has no shapes for them; transformers' own operator
-    for where torch has none gives the same."""
+    """Run products of experts in dtypes other than bf16. torch runs these but has no shapes for them, so transformers'
+    fallback operator replaces them with equal results."""
     with _in_place_of(
         experts_module(),
         "_can_use_grouped_mm",
@@ -180,8 +186,8 @@ def _grouped_products() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _even_experts() -> Iterator[None]:
-    """Older models run one expert after the other, each with the tokens that chose it, and learn these by `one_hot` of the
-    choices: here each is chosen as often as another."""
+    """Spread tokens evenly over experts. Older models run one expert after the other, each with the tokens that chose it, and
+    find these by `one_hot` of the choices."""
     functional = torch.nn.functional
     original = functional.one_hot
 
@@ -200,9 +206,12 @@ def _even_experts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _made_known() -> Iterator[None]:
-    """What models look into of their own making. A single random number says whether a layer is left out: here none is.
-    Older ones look into more: ones are the mask of a batch without one (weights that begin as ones have one dimension), a range
-    where each token stands. And they look for padding in the batch, to warn of it."""
+    """Give values to tensors that models create and then read.
+
+    A single random number decides whether a layer is skipped: here no layer is. Older models read more: ones are the mask of
+    a batch without one (weights that begin as ones have one dimension), and a range holds the position of each token. Older
+    models also search the batch for padding, to warn about it.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(torch, "rand", _known(torch.rand, lambda made: made.dim() == 0, torch.ones)))
         if looks_inside():
@@ -216,7 +225,7 @@ def _made_known() -> Iterator[None]:
 def _known(
     make: Callable[..., Any], wanted: Callable[[Any], bool], values: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """`make`, of whose tensors the wanted ones have known values: its own, or those that `values` makes."""
+    """Wrap `make` so that its wanted tensors have known values: its own, or those of `values`."""
 
     def made(*args: Any, **kwargs: Any) -> Any:
         tensor = make(*args, **kwargs)
@@ -235,10 +244,10 @@ def _is_unknown(tensor: Any) -> bool:
 
 @contextlib.contextmanager
 def _plain_masks() -> Iterator[None]:
-    """Tells transformers that batches are not packed.
+    """Make transformers assume that batches are not packed.
 
-    It would look at the values of position ids, which fake tensors have not, and build masks that real training does
-    without.
+    Otherwise it would read the values of position ids, which fake tensors lack, and build masks that real training does not
+    use.
     """
     with _in_place_of(masks_module(), "find_packed_sequence_indices", lambda before: lambda position_ids: None):
         yield
@@ -246,7 +255,7 @@ def _plain_masks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_place_of(module: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """What `make` makes of a module's function stands in its place; nothing is done where there is none."""
+    """Replace a module's function by what `make` returns for it. Do nothing if the function is missing."""
     before = getattr(module, name, None)
     if before is None:
         yield
@@ -257,10 +266,9 @@ def _in_place_of(module: Any, name: str, make: Callable[[Any], Any]) -> Iterator
 
 @contextlib.contextmanager
 def plain_conversion() -> Iterator[None]:
-    """`module.to(…)` makes new parameters, shared where the old ones were.
+    """Make `module.to(…)` create new parameters, shared like the old ones.
 
-    torch would swap fake tensors in place, which it refuses where anything holds a weak reference to one, as a fake mode
-    does.
+    torch would swap fake tensors in place. It refuses to if anything holds a weak reference to one, as a fake mode does.
     """
     made: dict[int, tuple[Any, Any]] = {}
 

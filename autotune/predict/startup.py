@@ -1,4 +1,5 @@
-"""How long an engine takes to start by its size alone: for limits, which must be generous, not for ranking candidates."""
+"""Estimate an engine's start time from its size alone. Limits use it, so it errs on the generous side; candidates are not
+ranked by it."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ from autotune.predict.flops import dense_shape, matmul_parameters
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job
 
-# Slow ends of what is seen, not typical values: one core filling random weights, or a disk they are read from; pages that
-# the kernel zeroes and cudaHostAlloc pins (1 to 3 GB/s a node); a swap file on a slow NVMe disk; NCCL's first rendezvous.
+# Slow ends of the observed rates, not typical values: one core that fills random weights, or a disk that they are
+# read from; pages that the kernel zeroes and cudaHostAlloc pins (1 to 3 GB/s per node); a swap file on a slow NVMe
+# disk; NCCL's first rendezvous.
 INITIALISED_PER_SECOND = 100e6  # parameters
-PINNED_BYTES_PER_SECOND = 1e9  # of all ranks together
+PINNED_BYTES_PER_SECOND = 1e9  # all ranks together
 SWAPPED_BYTES_PER_SECOND = 0.5e9
 SECONDS_PER_RANK = 0.5
 _OPTIMIZER_BYTES = 16  # fp32 weights, gradients and two moments of a parameter
@@ -17,7 +19,7 @@ _WEIGHT_BYTES = 2
 
 
 def parameter_count(job: Job) -> int:
-    """Parameters of the job's model, frozen ones included; 0 where nothing is known of it."""
+    """Return the parameters of the job's model, frozen ones included; 0 if unknown."""
     profile = job.script.profile if job.script else {}
     if profile.get("trained"):
         return int(sum(profile["trained"]) + profile["frozen"])
@@ -31,7 +33,8 @@ def parameter_count(job: Job) -> int:
 
 
 def size_seconds(job: Job, candidate: Candidate) -> float:
-    """Seconds that starting the candidate's engine takes for its size, beside importing and connecting."""
+    """Return the seconds that the candidate's engine needs to start because of its size. Importing and connecting are not
+    included."""
     parameters = parameter_count(job)
     seconds = parameters / INITIALISED_PER_SECOND + SECONDS_PER_RANK * job.ranks
     for place, element_bytes in (

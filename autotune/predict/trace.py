@@ -1,4 +1,4 @@
-"""The trace of a job: from the cache, or made by `autotune.predict.tracer` in a process of its own.
+"""The trace of a job, from the cache or from an `autotune.predict.tracer` process.
 
 The tuner's process never imports torch, so nothing here does.
 """
@@ -28,12 +28,13 @@ from autotune.problem.tasks import IMAGE_TEXT
 
 __all__ = ["LOSSES", "Trace", "trace_job", "trace_jobs"]
 
-# How a decoder's loss is taken: as transformers does it (32-bit logits); from the 16-bit logits in place, as fused cross-entropy
-# kernels do, or in place of their 32-bit copy; chunk by chunk, as kernels do that hold the head too and never all logits, each
-# chunk's part of the head's gradient added in place or made apart in 32 bits; and, as the code of models did it before 2025, from
-# a shifted copy of the logits: in 32 bits, in 16, or in 16 and cast by cross entropy itself, as it does under autocast (torch's
-# list of operators that autocast to float32). `held32` is `shifted32` in a loop that holds the model's outputs until backward is
-# done, as loops written by hand do and transformers' Trainer does not.
+# Ways to compute a decoder's loss. `own`: as transformers does (32-bit logits). `fused`: from the 16-bit logits in
+# place, as fused cross-entropy kernels do; `fused32`: in place of their 32-bit copy. `chunked`: chunk by chunk, as
+# kernels do that include the head and never hold all logits; each chunk adds its part of the head's gradient in
+# place, with `chunked-apart` apart in 32 bits. `shifted*`: from a shifted copy of the logits, as model code did
+# before 2025: in 32 bits, in 16, or in 16 with a cast by cross entropy itself, as under autocast (torch's list of
+# operators that autocast to float32). `held32` is `shifted32` in a loop that holds the model's outputs until backward
+# is done. Hand-written loops do that; transformers' Trainer does not.
 LOSSES = ("own", "fused", "fused32", "chunked", "chunked-apart", "shifted32", "held32", "shifted16", "shifted-cast")
 
 _LOOK_SECONDS = 0.5  # between looks at what the tracer says
@@ -44,7 +45,8 @@ _SIXTEEN_BITS = ("flash_attention_2", "flash_attention_3")  # "FlashAttention on
 
 
 _NO_GPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-# The tracer forks after it has made a batch of images; a child that finds OpenMP's threads gone waits for them for ever.
+# The tracer forks after it has made a batch of images. A child would wait forever for OpenMP's threads, which a fork
+# loses.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -54,18 +56,18 @@ def _tracer_environment(sees_gpus: bool = False) -> dict[str, str]:
 
 
 def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seconds: float = 300.0) -> Trace:
-    """The job's trace: from the cache, or made in a process of its own.
+    """Return the job's trace from the cache, or make it in a separate process.
 
-    A model that cannot be traced here (a kernel that needs a GPU, an operator that needs values, a process that died) gets
-    an estimate, which is not cached: a later version may trace it. That a trace took too long is: these versions are not asked
-    again for as many seconds. Where the machine was busy with something else, the next call tries again.
+    A model that cannot be traced here gets an estimate. Causes are a kernel that needs a GPU, an operator that needs values,
+    or a process that died. The estimate is not cached, as a later version may trace the model. A timeout is cached: these
+    versions are not tried again for the same time limit. If the machine was busy, the next call tries again.
 
     Args:
         loss: one of LOSSES.
-        device: whose kernels are counted; `cpu` has no fused attention with dropout.
+        device: device whose kernels are counted; `cpu` has no fused attention with dropout.
 
     Raises:
-        UserError: the configuration names no model that could be built anywhere.
+        UserError: no installation could build a model from the configuration.
     """
     if job.attention in _SIXTEEN_BITS and job.precision == "fp32":
         raise UserError(
@@ -83,7 +85,7 @@ def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seco
         return known
     options = _loss_options(loss) + ["--cpu"] * (device == "cpu")
     if job.task == IMAGE_TEXT:
-        timeout_seconds *= 3  # windows of an image are looked at one by one
+        timeout_seconds *= 3  # windows of an image are processed one by one
     late = path.with_suffix(".late.json")
     answer = _known_late(late, timeout_seconds) or _ask_tracer(job, options, timeout_seconds)
     if "late_seconds" in answer:
@@ -98,14 +100,14 @@ def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seco
     why = answer.get("impossible") or answer.get("untraceable") or "no answer"
     sizes = answer.get("sizes")
     if sizes is None and not told_by_shape(job):
-        # a workload's code may need the GPU that was hidden from it; of other models only sizes tell enough
+        # A workload's code may need the hidden GPU. For other models, only sizes allow an estimate.
         answer = _ask_tracer(job, ["--sizes"], timeout_seconds)
         sizes, why = answer.get("sizes"), answer.get("untraceable") or why
     return closed_form_trace(job, why, sizes)
 
 
 def _known_late(path: Path, timeout_seconds: float) -> dict[str, Any] | None:
-    """The answer of an earlier call whose trace did not come within as many seconds."""
+    """Return the cached answer of an earlier call whose trace timed out after at least as many seconds, or None."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return known if known["late_seconds"] >= timeout_seconds else None
@@ -113,9 +115,9 @@ def _known_late(path: Path, timeout_seconds: float) -> dict[str, Any] | None:
 
 
 def trace_jobs(jobs: Sequence[tuple[Job, str]], told: Callable[[int, int], None] | None = None) -> None:
-    """Fills the cache for many (job, loss) at once: torch is imported once, and both cores trace.
+    """Fill the cache for many (job, loss) at once. torch is imported once, and both cores trace.
 
-    A job that cannot be traced is left to `trace_job`, which says why.
+    A job that cannot be traced is skipped; `trace_job` reports the reason.
 
     Args:
         told: called with (traces made, traces to make) after each.
@@ -155,7 +157,7 @@ def _loss_options(loss: str) -> list[str]:
 
 
 def _json_lines(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The objects among lines: a model's code may print, too."""
+    """Yield the JSON objects among the lines. A model's code may print, too."""
     for line in lines:
         with contextlib.suppress(ValueError):
             found = json.loads(line)
@@ -164,10 +166,11 @@ def _json_lines(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def _ask_tracer(job: Job, options: list[str], timeout_seconds: float) -> dict[str, Any]:
-    """What the tracing process answers: `trace`; `untraceable` with the reason, and the parameters' `sizes` where they could
-    be told; or `impossible` with the configuration's error. A process that dies or hangs counts as `untraceable`.
+    """Run the tracer and return its answer.
 
-    It sees no GPU, unless only sizes are asked for: those of a model that insists on one.
+    The answer is `trace`; `untraceable` with the reason, and the parameters' `sizes` if known; or `impossible` with the
+    configuration's error. A process that dies or hangs counts as `untraceable`. The process sees no GPU, unless only sizes
+    are requested, as some models do not load without one.
     """
     try:
         said, complaint = _run_tracer(options, json.dumps(job.order()), timeout_seconds)
@@ -183,7 +186,7 @@ def _ask_tracer(job: Job, options: list[str], timeout_seconds: float) -> dict[st
 
 
 def _last_answer(said: str) -> dict[str, Any]:
-    """The last line, which is an object unless the model's code has printed, too; empty where it is none."""
+    """Parse the last line of output. Return an empty dict if it is not a JSON object, as the model's code may print, too."""
     with contextlib.suppress(ValueError, IndexError):
         answer = json.loads(said.strip().splitlines()[-1])
         if isinstance(answer, dict):
@@ -192,10 +195,10 @@ def _last_answer(said: str) -> dict[str, Any]:
 
 
 def _run_tracer(options: list[str], asked: str, timeout_seconds: float) -> tuple[str, str]:
-    """What a tracing process writes to its two outputs, given these options and a job.
+    """Run a tracer with these options and a job, and return its stdout and stderr.
 
     Raises:
-        TimeoutError: it does not end; in one line.
+        TimeoutError: it does not end; the message is one line.
     """
     with subprocess.Popen(
         module_command(current().path, TRACER, *options),
@@ -213,22 +216,22 @@ def _run_tracer(options: list[str], asked: str, timeout_seconds: float) -> tuple
 
 
 class _TooLong(TimeoutError):
-    """The model is there, and its trace does not come."""
+    """The tracer was ready but did not finish in time."""
 
     def __init__(self, timeout_seconds: float, said: str, worked: bool) -> None:
         super().__init__(f"no trace within {timeout_seconds:.0f} s" + (" of a busy machine" if not worked else ""))
-        self.said, self.worked = said, worked  # by then; whether it had a core for itself
+        self.said, self.worked = said, worked  # output so far; True if the tracer had a core for itself
 
 
 def _outputs(tracing: subprocess.Popen[str], asked: str | None, timeout_seconds: float) -> tuple[str, str]:
-    """What the process has written at its end. Its time begins once it has imported all: from a network's disk that takes
-    minutes, and says nothing of the model."""
+    """Return the process's output when it ends. The time limit starts after the imports, which take minutes from a network
+    disk."""
     imported, until = False, time.monotonic() + IMPORT_SECONDS
     while True:
         try:
             return tracing.communicate(asked, timeout=min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))
         except subprocess.TimeoutExpired as so_far:
-            asked = None  # it has been given
+            asked = None  # the input is sent only once
             if not imported and IMPORTED.encode() in (so_far.output or b"").splitlines():
                 imported, until = True, time.monotonic() + timeout_seconds
             elif time.monotonic() >= until:
@@ -240,11 +243,11 @@ def _outputs(tracing: subprocess.Popen[str], asked: str | None, timeout_seconds:
 
 
 def _worked_seconds(pid: int) -> float:
-    """What a tracer and the workers that it has forked have had of cores, in seconds."""
+    """Return the CPU seconds of a tracer and its forked workers."""
     worked = 0.0
     with contextlib.suppress(psutil.Error):
         tracer = psutil.Process(pid)
         for process in (tracer, *tracer.children(recursive=True)):
             with contextlib.suppress(psutil.Error):
-                worked += sum(process.cpu_times()[:4])  # and its children's that have ended
+                worked += sum(process.cpu_times()[:4])  # includes ended children
     return worked

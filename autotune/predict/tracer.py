@@ -1,12 +1,12 @@
-"""The process that traces a model: `python -m autotune.predict.tracer [--loss KIND] [--cpu] [--sizes] < JOB.json > ANSWER.json`;
-`--many` reads a list of jobs with their options and writes an answer a line.
+"""The process that traces a model: `python -m autotune.predict.tracer [--loss KIND] [--cpu] [--sizes] < JOB.json >
+ANSWER.json`; `--many` reads a list of jobs with their options and writes one answer per line.
 
-The model's forward and backward run under fake tensors: no memory is taken and nothing is computed, operators only work
-out shapes. Two runs, at micro-batches of two and three sequences, give every allocation as
-`fixed + per_sequence x micro_batch`. A deep model is traced at two small depths and extrapolated (`depth.py`).
+The model's forward and backward run under fake tensors: operators only derive shapes, and use no memory. Two runs, at
+micro-batches of two and three sequences, give every allocation as `fixed + per_sequence x micro_batch`. A deep model is
+traced at two small depths and extrapolated (`depth.py`).
 
-With its parts (`losses`, `operators`, `stand_ins`, `fused_kernels`, `recurrences`) this is all of `predict` that imports torch
-and transformers. The tuner's process never imports it.
+Within `predict`, only this module and its parts (`losses`, `operators`, `stand_ins`, `fused_kernels`, `recurrences`) import
+torch and transformers. The tuner's process never imports it.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from autotune.rank.versions import no_init_weights, refusals
 from autotune.rank.workload import own_workload
 from autotune.versions import version_of
 
-MOST_SECONDS = 300  # that one of many traces may take
+MOST_SECONDS = 300  # limit of each trace under --many
 
 
 class Untraceable(Exception):
-    """Fake tensors cannot run the model, or it cannot be built here; the message says why."""
+    """Fake tensors cannot run the model, or it cannot be built here. The message gives the reason."""
 
 
 class Impossible(Exception):
-    """The configuration is at fault: the model cannot be built anywhere."""
+    """The configuration is wrong: no installation can build the model."""
 
 
 @dataclass(frozen=True)
 class _Options:
-    """How the model is run."""
+    """Options of a traced run."""
 
     use_cache: bool = False
     loss: str = "own"
@@ -75,18 +75,18 @@ def trace_model(
     workers: int = 1,
     told: Callable[[tuple[list[int], int]], None] = lambda sizes: None,
 ) -> Trace:
-    """Traces the job's model.
+    """Trace the job's model.
 
     Args:
         use_cache: keep keys and values, as models do by default; training switches it off.
-        whole_depth: trace every layer instead of extrapolating over them.
+        whole_depth: trace every layer instead of extrapolating.
         loss: one of `trace.LOSSES`.
-        device: whose kernels are counted: `cpu` has no fused attention with dropout.
-        told: takes the sizes of the parameters as soon as they are known, as `sizes` of an answer has them.
-        workers: with 2, the runs with and without checkpointing are traced at the same time, in forked children.
+        device: device whose kernels are counted: `cpu` has no fused attention with dropout.
+        told: called with the parameters' sizes as soon as they are known, in the format of an answer's `sizes`.
+        workers: with 2, forked children trace with and without checkpointing at the same time.
 
     Raises:
-        Untraceable: an operator needs values, not shapes, or the model's code needs what is not here.
+        Untraceable: an operator needs values, not shapes, or the model's code needs something that is missing here.
         Impossible: transformers refuses the configuration.
     """
     config = _configuration(job)
@@ -102,7 +102,7 @@ def trace_model(
     options = _Options(use_cache, loss, device)
     both = [(job, config, depths, options, checkpointing) for checkpointing in (False, True)]
     if workers > 1:
-        # Forked before torch has run anything: each child has what is imported, and a core.
+        # The fork happens before torch has run anything: each child has the imports, and a core.
         with _children(workers) as pool:
             passes = pool.starmap(_one_pass, both)
     else:
@@ -113,18 +113,18 @@ def trace_model(
 
 
 def allocations(job: Job, checkpointing: bool, micro_batch: int, layers: int) -> list[tuple[int, int]]:
-    """(storage, bytes) of every allocation in a forward and backward of the job's model cut to `layers` layers; bytes
-    are negative where the storage is freed. A model of an allocator can replay it."""
+    """Return (storage, bytes) of every allocation in a forward and backward of the job's model cut to `layers` layers. Bytes
+    are negative when the storage is freed. A model of an allocator can replay the list."""
     config = transformers_config(job.model)
     config = at_depth(config, dict.fromkeys(depths_of(config) or (), layers))
     return _run(job, config, checkpointing, _Options(), micro_batch, keep_events=True).allocations
 
 
 def _configuration(job: Job) -> Any:
-    """The configuration as transformers has it; None for a workload of the user's own.
+    """Return transformers' configuration; None for the user's own workload.
 
     Raises:
-        Impossible: it is none.
+        Impossible: transformers refuses it.
         Untraceable: its code cannot be loaded here.
     """
     if job.workload:
@@ -133,35 +133,36 @@ def _configuration(job: Job) -> Any:
         return transformers_config(job.model)
     except refusals() as error:
         raise Impossible(_line(error)) from None
-    except Exception as error:  # whatever a configuration's own code needs and has not here
+    except Exception as error:  # a configuration's own code may need anything that is missing here
         raise Untraceable(_line(error)) from None
 
 
 def _built(job: Job, config: Any, device: str = "meta") -> Any:
-    """The whole model.
+    """Build the whole model.
 
     Raises:
         Impossible: transformers has no model of the job's task for the configuration.
-        Untraceable: the model's code needs what is not here: a package, a kernel, a GPU.
+        Untraceable: the model's code needs something that is missing here: a package, a kernel, a GPU.
     """
     try:
         with torch.device(device):
             model, _ = _build(job, config)
     except (ValueError, KeyError) as error:
         raise (Untraceable if job.workload else Impossible)(_line(error)) from None
-    except Exception as error:  # a builder of the user's own may raise anything
+    except Exception as error:  # a user's own builder may raise anything
         raise Untraceable(_line(error)) from None
     return model
 
 
 def _sizes_of(model: Any) -> tuple[list[int], list[int]]:
-    """(elements of each trainable parameter, elements of each frozen one)."""
+    """Return (elements of each trainable parameter, elements of each frozen one)."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return [n for n, trained in sizes if trained], [n for n, trained in sizes if not trained]
 
 
 def _try_batch(job: Job, config: Any) -> None:
-    """
+    """Check that a batch with images can be made.
+
     Raises:
         Impossible: no batch with images can be made for the model.
     """
@@ -175,10 +176,10 @@ def _try_batch(job: Job, config: Any) -> None:
 def _one_pass(
     job: Job, config: Any, depths: Extrapolation | None, options: _Options, checkpointing: bool
 ) -> Pass | None:
-    """The pass at full depth, from runs at small `depths` where there are any; None for a model without checkpointing.
+    """Return the pass at full depth, extrapolated from small `depths` if given; None for a model without checkpointing.
 
     Raises:
-        Untraceable: whatever happens, so that it can be sent from a forked child.
+        Untraceable: on any failure, as a forked child can send this class.
     """
     try:
         if depths is None:
@@ -195,9 +196,9 @@ def _one_pass(
 
 
 def _run_both(job: Job, config: Any, checkpointing: bool, options: _Options) -> Pass:
-    """Runs micro-batches of two and three sequences.
+    """Run micro-batches of two and three sequences.
 
-    One sequence would mislead: many operators make views there where they otherwise copy.
+    One sequence would mislead: many operators then make views instead of copies.
     """
     two, three = (_run(job, config, checkpointing, options, n) for n in (2, 3))
     return joined(two, three)
@@ -207,8 +208,8 @@ def _run_both(job: Job, config: Any, checkpointing: bool, options: _Options) -> 
 
 
 class _Passed(torch.autograd.Function):
-    """The same tensor; `made` is called when its gradient is made. As DeepSpeed's hooks do it, so that what one module
-    gives back is told from what others that read the same tensor do."""
+    """Pass a tensor through, and call `made` when its gradient is made. DeepSpeed's hooks do the same, which separates the
+    gradient of one module from those of other modules that read the tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, made: Any) -> Any:
@@ -224,7 +225,7 @@ class _Passed(torch.autograd.Function):
 def _run(
     job: Job, config: Any, checkpointing: bool, options: _Options, micro_batch: int, keep_events: bool = False
 ) -> Counters:
-    """One forward and backward under fake tensors.
+    """Run one forward and backward under fake tensors.
 
     Raises:
         Untraceable: an operator needs values.
@@ -268,7 +269,7 @@ def _run(
 
 
 def _model_to_train(job: Job, config: Any, checkpointing: bool, options: _Options) -> tuple[Any, Any]:
-    """The model in training mode and its batches, as `_build` gives them."""
+    """Return the model in training mode and its batches, from `_build`."""
     with plain_conversion():
         model, batches = _build(job, config)
     if job.workload is None:
@@ -282,7 +283,7 @@ def _model_to_train(job: Job, config: Any, checkpointing: bool, options: _Option
 
 
 def _encoder(model: Any, task: str) -> Any:
-    """Of an encoder-decoder, or the tower of a model with images; None of others."""
+    """Return the encoder of an encoder-decoder, or the tower of a model with images; None for other models."""
     if task == SEQ2SEQ:
         return without_adapters(model).get_encoder()
     if task == IMAGE_TEXT:
@@ -292,7 +293,7 @@ def _encoder(model: Any, task: str) -> Any:
 
 
 def _build(job: Job, config: Any) -> tuple[Any, Any]:
-    """The model, and the batches of a workload of the user's own (None for a named model)."""
+    """Return the model, and the batches of the user's own workload (None for a named model)."""
     if job.workload:
         model, batches = own_workload(job.workload)
         return model.to(DTYPES[job.precision]), batches
@@ -308,7 +309,7 @@ def _build(job: Job, config: Any) -> tuple[Any, Any]:
 def answer_to(
     job: Job, options: list[str], workers: int = 2, told: Callable[[tuple[list[int], int]], None] = lambda sizes: None
 ) -> dict[str, Any]:
-    """`trace`; `untraceable` with the reason, and `sizes` of the parameters where they can be told; or `impossible`."""
+    """Return `trace`; `untraceable` with the reason, and the parameters' `sizes` if known; or `impossible`."""
     try:
         if "--sizes" in options:
             return {"sizes": _sizes(job, "cpu" if job.workload else "meta")}
@@ -325,25 +326,26 @@ def answer_to(
 
 
 def _sizes(job: Job, device: str) -> tuple[list[int], int]:
-    """(elements of each trainable parameter, elements of all frozen ones)."""
+    """Return (elements of each trainable parameter, elements of all frozen ones)."""
     trained, frozen = _sizes_of(_built(job, _configuration(job), device))
     return trained, sum(frozen)
 
 
 def _line(error: BaseException) -> str:
-    said = " ".join(str(error).split())[:300]  # some say what is wrong in their second line
+    said = " ".join(str(error).split())[:300]  # some messages name the problem in their second line
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def answer_all(asked: list[dict[str, Any]], workers: int) -> Iterator[dict[str, Any]]:
-    """An answer for each `{"job", "options"}` as it is found, with its place as `at`. Each worker traces one job at a time:
-    torch and transformers are imported once for all."""
+    """Yield an answer for each `{"job", "options"}` as it arrives, with its index as `at`. Each worker traces one job at a
+    time; torch and transformers are imported once."""
     with _children(workers) as pool:
         yield from pool.imap_unordered(_answer_at, enumerate(asked))
 
 
 def _children(workers: int) -> Any:
-    """A pool of forked processes that end with this one: who gives a trace up ends only the process that it began."""
+    """Create a pool of forked processes that end with this one. A caller that gives up a trace only has to end the process
+    that it started."""
     return multiprocessing.get_context("fork").Pool(workers, die_with_parent, (os.getpid(),))
 
 
@@ -353,7 +355,7 @@ def _answer_at(one: tuple[int, dict[str, Any]]) -> dict[str, Any]:
     signal.alarm(MOST_SECONDS)
     try:
         return {"at": at, **answer_to(Job.from_json(asked["job"]), asked["options"], workers=1)}
-    except Exception as error:  # one model's code must not end the others
+    except Exception as error:  # one model's code must not end the other traces
         return {"at": at, "untraceable": _line(error)}
     finally:
         signal.alarm(0)
@@ -368,12 +370,12 @@ def main() -> None:
         for answer in answer_all(json.loads(sys.stdin.read()), workers=2):
             print(json.dumps(answer), flush=True)
         return
-    with contextlib.suppress(Exception):  # what fails is met again, and said, where it is needed
+    with contextlib.suppress(Exception):  # a failing import fails again, with a message, when it is needed
         importlib.import_module("transformers.modeling_utils")
     print(IMPORTED, flush=True)
     job = Job.from_json(json.loads(sys.stdin.read()))
 
-    def told(sizes: tuple[list[int], int]) -> None:  # whatever becomes of the trace
+    def told(sizes: tuple[list[int], int]) -> None:  # sizes are reported even if the trace fails
         print(json.dumps({"sizes": sizes}), flush=True)
 
     print(json.dumps(answer_to(job, sys.argv[1:], told=told)))

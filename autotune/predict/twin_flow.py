@@ -1,7 +1,7 @@
-"""Twin-Flow: which share of an offloaded optimizer stays on the device (`offload_optimizer.ratio`).
+"""Twin-Flow: the share of an offloaded optimizer that stays on the device (`offload_optimizer.ratio`).
 
-Source: deepspeed 0.19.8, `runtime/zero/stage3.py`, `_create_fp32_partitions`: the first `int((1 - ratio) * n)` of the n
-sub-groups of a rank, whole ones. With one sub-group, as `sub_group_size` of 1e9 makes of most models, a ratio changes nothing.
+Source: deepspeed 0.19.8, `runtime/zero/stage3.py`, `_create_fp32_partitions`: the first `int((1 - ratio) * n)` whole
+sub-groups of a rank's n. With one sub-group the ratio changes nothing; `sub_group_size` of 1e9 gives most models only one.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from autotune.predict.knobs import Columns, Floats
 
 
 def sub_groups(c: Columns, part: float, largest: float, ranks: float) -> Floats:
-    """Elements of a sub-group of a rank that has `part` elements; no parameter is cut, and the largest of all ranks has
-    `largest`."""
+    """Return the elements of a sub-group of a rank with `part` elements. No parameter is cut; the largest has `largest`
+    elements over all ranks."""
     return np.minimum(part, np.maximum(c.sub_group, largest / ranks))
 
 
 def staying(c: Columns, part: float, largest: float, ranks: float) -> Floats:
-    """The share of an offloaded optimizer that is on the device all the same, of each candidate."""
+    """Return the share of an offloaded optimizer that stays on the device, for each candidate."""
     groups = np.ceil(part / sub_groups(c, part, largest, ranks))
     return np.where(c.stage == 3, np.floor((1 - c.offload_ratio) * groups + 1e-9) / groups, 0.0)

@@ -1,10 +1,10 @@
-"""What the caching allocator keeps where batches differ in length: blocks of batches that were the longest so far.
+"""Memory that the caching allocator keeps if batches differ in length: blocks of batches that were the longest so far.
 
-A batch that is longer than all before finds no free block that is large enough, so the allocator takes a new one for each of
-its tensors and keeps the old ones, which now only shorter batches fill (torch, c10/cuda/CUDACachingAllocator.cpp: the smallest
-block that is large enough is split; segments never grow, unless they are `expandable_segments`). After many batches it holds
-the tensors of every record: as many times the longest batch as the records' lengths add up to. Replayed through the
-allocator's rules (`benchmarks/caching_allocator.py`), tensors of one size give exactly that.
+A batch longer than all before finds no free block of sufficient size. The allocator then takes a new block for each of its
+tensors and keeps the old ones, which only shorter batches can fill. The smallest sufficient block is split, and segments
+never grow unless they are `expandable_segments` (torch, c10/cuda/CUDACachingAllocator.cpp). After many batches the allocator
+holds the tensors of every record: as many times the longest batch as the records' lengths add up to. A replay with the
+allocator's rules (`benchmarks/caching_allocator.py`) gives exactly that for tensors of one size.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from autotune.predict.knobs import Columns, Floats
 from autotune.problem.job import Job
 from autotune.units import MIB
 
-BATCHES = 100  # of a training, before its memory is looked at: records are rare by then, and so is a chance to see them
-# Blocks from here on have a segment of their own; smaller ones share segments that any length can use.
+BATCHES = 100  # batches of a training before its memory is read; later records are rare and hardly ever observed
+# Blocks of at least this size have a segment of their own; smaller ones share segments that any length can use.
 OWN_SEGMENT_BYTES = 10 * MIB
-# A layer's blocks are of many sizes, and the larger ones of a shorter batch serve as smaller ones of a longer: replays of layers
-# alone keep 0.7 to 1.4 times what is in use where tensors of one size would keep 2.7.
+# A layer's blocks have many sizes, and the larger ones of a shorter batch serve as smaller ones of a longer batch.
+# Replays of layers alone keep 0.7 to 1.4 times the bytes in use; tensors of one size would keep 2.7.
 MIXED = 0.4
-# Bytes a token and entry of a vocabulary while the loss is taken: logits, their shifted copy, both in 32 bits, the softmax.
+# Bytes per token and vocabulary entry during the loss: logits, their shifted copy, both in 32 bits, the softmax.
 _LOSS_BYTES = 12.0
 
 
 def uneven_shares(job: Job, c: Columns, activations: Floats) -> tuple[Floats, Floats]:
-    """(mean, standard deviation), (n,) each: what is kept of the longest batches' blocks, as a share of `activations` (bytes
-    of the longest batch, (n,))."""
+    """Return (mean, standard deviation), (n,) each, of the kept blocks of the longest batches, as a share of `activations`
+    (bytes of the longest batch, (n,))."""
     if not c.many_lengths.any():
         return np.zeros(len(c)), np.zeros(len(c))
     large = c.many_lengths * _in_large_blocks(job, c, activations)
@@ -41,13 +41,14 @@ def uneven_shares(job: Job, c: Columns, activations: Floats) -> tuple[Floats, Fl
 def kept_records(
     lengths: Sequence[tuple[int, int]], micro_batch: Floats, batches: int = BATCHES
 ) -> tuple[Floats, Floats]:
-    """(mean, standard deviation), (n,) each, of the summed lengths of the records, in multiples of the longest length.
+    """Return (mean, standard deviation), (n,) each, of the summed lengths of the records, in multiples of the longest length.
 
-    A batch is as long as its longest row. A record is a batch that is longer than all before it; the longest of all is not
-    counted. A length is a record if the first batch that is at least as long is exactly as long, independently of others.
+    A batch is as long as its longest row. A record is a batch longer than all before it; the longest batch of all is not
+    counted. A length is a record if the first batch of at least that length has exactly that length, independently of other
+    lengths.
 
     Args:
-        lengths: (tokens, how often).
+        lengths: (tokens, count).
     """
     tokens, counts = np.array(sorted(lengths), dtype=np.float64).T
     sizes, place = np.unique(micro_batch, return_inverse=True)
@@ -60,8 +61,8 @@ def kept_records(
 
 
 def _in_large_blocks(job: Job, c: Columns, activations: Floats) -> Floats:
-    """(n,) the share of the activations that blocks of records cannot be used for again: of the loss all, of layers a part,
-    where they are too large to share a segment."""
+    """Return (n,) the share of the activations whose record blocks cannot be reused: all of the loss and a part of the
+    layers, if they are too large to share a segment."""
     shape = dense_shape(job.model.config)
     if shape is None:
         return np.full(len(c), MIXED)

@@ -1,6 +1,6 @@
-"""What the formulas here do not know of DeepSpeed: keys that change memory and that none reads.
+"""DeepSpeed keys that change memory and that no formula here reads.
 
-Where such a key is set less is certain, and predictions say so.
+Predictions are less certain if such a key is set, and report it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 from autotune.predict.knobs import value_at
 from autotune.problem.candidate import Candidate
 
-# Of `zero_optimization`: what the formulas read, and what changes no bytes that matter (deepspeed 0.19.8,
-# runtime/zero/config.py). Whatever else is set there, also by a newer DeepSpeed, is not understood.
+# Keys of `zero_optimization` that the formulas read, or that hardly change memory (deepspeed 0.19.8,
+# runtime/zero/config.py). Any other key, also of a newer DeepSpeed, counts as unread.
 _READ = {
     "stage",
     "contiguous_gradients",
@@ -36,7 +36,7 @@ _READ = {
     "stage3_gather_fp16_weights_on_model_save",
     "ignore_unused_parameters",
     "round_robin_gradients",
-    "parameter_alignment",  # 16 bytes a parameter
+    "parameter_alignment",  # 16 bytes per parameter
     "zero_hpz_partition_size",
     "memory_efficient_linear",
     "pipeline_loading_checkpoint",
@@ -46,7 +46,7 @@ _READ = {
 }
 _READ_OFFLOAD = {"device", "nvme_path", "pin_memory", "ratio", "buffer_count", "buffer_size", "max_in_cpu", "fast_init"}
 _READ_OFFLOAD |= {"pipeline", "pipeline_read", "pipeline_write"}
-# Sections beside it that change what is kept of a model, an activation or a state.
+# Other sections that change what is kept of a model, an activation or a state.
 _SECTIONS = (
     "torch_autocast",
     "tensor_parallel",
@@ -59,7 +59,7 @@ _SECTIONS = (
 
 
 def unread_keys(config: dict[str, Any]) -> list[str]:
-    """Dotted names of the keys that a config sets to something and that no formula reads."""
+    """Return the dotted names of the keys that a config sets and that no formula reads."""
     zero = config.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
     found = [f"zero_optimization.{key}" for key, value in zero.items() if key not in _READ and _is_set(value)]
@@ -72,7 +72,7 @@ def unread_keys(config: dict[str, Any]) -> list[str]:
 
 
 def unread_knobs(candidate: Candidate) -> list[str]:
-    """The same of what a candidate sets by dotted names."""
+    """Return the unread keys that a candidate sets by dotted names."""
     config: dict[str, Any] = {}
     for name, value in candidate.knobs:
         if "." in name:
@@ -85,7 +85,7 @@ def unread_knobs(candidate: Candidate) -> list[str]:
 
 
 def _is_set(value: Any) -> bool:
-    """Whether a value turns something on: a section by its `enabled`, a size by being above 1."""
+    """Check that a value turns something on: a section through `enabled`, a size if it is above 1."""
     if isinstance(value, dict):
         return bool(value) and value.get("enabled", True) is True
     if isinstance(value, bool) or value is None:

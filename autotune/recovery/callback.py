@@ -1,4 +1,4 @@
-"""A Trainer callback: real training, recorded into a study, so that the next tuning starts wiser.
+"""A Trainer callback that records real training in a study, so that later tuning has more evidence.
 
 trainer = Trainer(..., callbacks=[StudyCallback("my-study")])
 """
@@ -26,14 +26,14 @@ WARMUP_STEPS = 3
 
 
 class StudyCallback(TrainerCallback):  # type: ignore[misc]
-    """Records median step time and peak memory of a training with DeepSpeed into a study, when it ends.
+    """Record the median step time and peak memory of a DeepSpeed training in a study, when the training ends.
 
-    A study that is not there is said when training begins, as a UserError. What cannot be recorded at the end costs one line on
-    standard error: the model is not saved yet then, and hours of training count for more than a trial.
+    A missing study raises a UserError when training begins. A failure to record at the end only prints one line on standard
+    error. The model is not saved yet at that moment, and hours of training are worth more than a trial.
 
     Args:
-        study: its name or folder, as for `autotune show`.
-        storage: its database, where it is not in the folder.
+        study: name or folder of the study, as for `autotune show`.
+        storage: database of the study, if it is not in the folder.
     """
 
     def __init__(self, study: str, storage: str | None = None) -> None:
@@ -43,7 +43,7 @@ class StudyCallback(TrainerCallback):  # type: ignore[misc]
         self._peak = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:  # other machines need not have it
+        if state.is_world_process_zero:  # other machines need not have the study
             self._study()
 
     def _study(self) -> StudyStore:
@@ -55,9 +55,10 @@ class StudyCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         now = time.perf_counter()
-        self._seconds.append(now - self._began)  # from the end of the last step: its data and logging are in it
+        # measured from the end of the last step, so that data and logging are included
+        self._seconds.append(now - self._began)
         self._began = now
-        if not cuda.available():  # of a GPU torch keeps the peak itself
+        if not cuda.available():  # torch keeps a GPU's peak itself
             self._peak = max(self._peak, used_bytes())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -69,7 +70,7 @@ class StudyCallback(TrainerCallback):  # type: ignore[misc]
             self._peak = max(self._peak, used_bytes())
             store = self._study()
             store.finish(*self._entry(store, args, config, seconds))
-        except Exception as error:  # a database, a disk, a value that the study's space has not
+        except Exception as error:  # a database, a disk, or a value outside the study's space
             print(f"autotune: this training is not recorded in {self.study}: {one_line(error)}", file=sys.stderr)
 
     def _entry(self, store: StudyStore, args: Any, config: dict[str, Any], seconds: list[float]) -> tuple[int, Outcome]:

@@ -1,4 +1,4 @@
-"""Memory and steps over an attempt's time, kept in a bounded number of points however long it trains."""
+"""Memory and steps over an attempt's time, in a bounded number of points however long it trains."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 MOST_POINTS = 240
-FIRST_SECONDS = 1.0  # between points, doubled whenever there are too many
+FIRST_SECONDS = 1.0  # between points; doubled whenever there are too many
 
 Point = tuple[float, int, int]  # seconds since the attempt began, steps so far, bytes of the worst rank
 
@@ -20,7 +20,7 @@ class Course:
         self.points: list[Point] = []
 
     def note(self, steps: int, worst_bytes: Callable[[], int]) -> None:
-        """Keeps a point, where the last is long enough ago; only then memory is looked at."""
+        """Add a point if the last one is old enough. `worst_bytes` is only called then."""
         now = self._clock() - self._began
         if now < self._next:
             return

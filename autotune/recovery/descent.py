@@ -1,4 +1,4 @@
-"""Where on the ladder a training is: what an attempt's end says of its config, and what only of the machine."""
+"""Decide from an attempt's end whether training retries, steps down the recovery ladder or gives up."""
 
 from __future__ import annotations
 
@@ -6,49 +6,51 @@ import re
 
 from autotune.problem.outcome import Kind
 
-PAUSES_SECONDS = (10.0, 30.0, 60.0, 120.0, 300.0)  # before the next attempt in an outage, the last again and again
+PAUSES_SECONDS = (10.0, 30.0, 60.0, 120.0, 300.0)  # before the next attempt in an outage; the last one repeats
 _TOO_MUCH = (Kind.OOM_DEVICE, Kind.OOM_HOST, Kind.INVALID)
 _OUTAGES = (Kind.INFRASTRUCTURE, Kind.FOREIGN)
-_CHANGING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)  # addresses, ports, process ids: other ones each time
+_CHANGING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)  # addresses, ports and process ids differ each time
 _MOST_ALIKE = 3  # attempts that end at the same step after the same checkpoint
-_NEAR = 0.02  # of the steps, of which not each is told of: the same step
+_NEAR = 0.02  # share of the steps; not every step is reported, so steps this close count as equal
 _MOST_BARREN = 2  # attempts under one config that were killed or hung without a step
 
 
 class Descent:
-    """A training's way down the ladder.
+    """Position of a training on the recovery ladder.
 
     Attributes:
-        at: the rung that is tried.
-        pause_seconds: before the next attempt.
-        hopeless: why another attempt would end as the last; empty where it may not. Nothing has ever stepped, and the last two
-            have failed in the same words, which are then a mistake of the user's rather than an outage: a folder that cannot be
-            written to, a name that does not exist, too few GPUs. Or it comes to the same step again and again: a save into a
-            full disk, a batch at which it hangs.
+        at: index of the current rung.
+        pause_seconds: pause before the next attempt.
+        hopeless: reason why another attempt would end in the same way; empty if a retry may help. One case: no attempt has
+            ever stepped, and the last two failed with the same message. The user's mistake is then more likely than an
+            outage: a folder that cannot be written to, a name that does not exist, too few GPUs. The other case: attempts end
+            at the same step again and again, as with a save to a full disk or a batch that hangs.
     """
 
     def __init__(self) -> None:
         self.at = 0
         self.pause_seconds = 0.0
-        self._barren = self._outages = 0  # one after another
+        self._barren = self._outages = 0  # in a row
         self.hopeless, self._stepped = "", False
-        self._words = ""  # of the last attempt
-        self._alike = self._steps = 0  # of the last that has stepped
+        self._words = ""  # message of the last attempt
+        self._alike = self._steps = 0  # for the last attempt that has stepped
         self._place: tuple[Kind, str] | None = None
         self._origins: set[str] = set()
 
     def got_on(self, resumed_from: str) -> bool:
-        """Whether the training has got on, as an attempt has gone on from a checkpoint that none before it had."""
+        """Record the checkpoint that an attempt resumed from. Return True if no earlier attempt resumed from it."""
         newer = bool(resumed_from) and resumed_from not in self._origins
         self._origins.add(resumed_from)
         return newer
 
     def after(self, kind: Kind, steps: int, words: str = "", origin: str | None = None) -> bool:
-        """Whether the config is too much, as an attempt under it has ended so after so many steps: the next rung is the one to
-        try. A machine that fails, or that others have taken, is the same for all configs: it is waited for.
+        """Record an attempt's end. Return True if the failure is attributable to its config, so that the next rung is due.
+
+        An infrastructure failure or GPU contention affects all configs alike, so it is followed by a pause and a retry.
 
         Args:
-            words: in which a rank itself has told of a machine that fails; empty where none has.
+            steps: steps of the attempt.
+            words: message of a rank that reported a failing machine itself; empty if none did.
             origin: see `End.origin`.
         """
         words = _CHANGING.sub("#", words)
@@ -72,8 +74,8 @@ class Descent:
         return kind in _TOO_MUCH or self._barren >= _MOST_BARREN
 
     def _comes_alike(self, kind: Kind, steps: int, origin: str | None) -> bool:
-        """Whether enough attempts in a row have trained the same steps and ended in the same way; one that has not come to train
-        counts for nothing. Where nobody knows from where a script goes on, it may be elsewhere each time."""
+        """Check that enough attempts in a row ended at the same step in the same way. Attempts without a step do not count.
+        Without a known origin, a script may start from a different place each time."""
         if not steps or origin is None or kind in _TOO_MUCH:
             return False
         place, near = (kind, origin), abs(steps - self._steps) <= max(1.0, _NEAR * steps)
@@ -82,6 +84,6 @@ class Descent:
         return self._alike >= _MOST_ALIKE
 
     def down(self) -> None:
-        """Onto the next rung, which has attempts of its own."""
+        """Step down to the next rung and reset the counts of attempts."""
         self.at += 1
         self._barren = self._alike = 0

@@ -1,4 +1,4 @@
-"""What an attempt came to: the script's own end, or a failure after which training goes on."""
+"""Classify an attempt's end: the script's own end, or a failure after which training goes on."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from autotune.group.verdict import judge
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Kind, Source
 
-_NEAR_FULL = 0.97  # of the capacity: a hang this near to it is memory's
+_NEAR_FULL = 0.97  # share of the capacity; a hang above it counts as an OOM
 _GOES_ON = (Kind.OOM_DEVICE, Kind.OOM_HOST, Kind.INVALID, Kind.INFRASTRUCTURE, Kind.FOREIGN)
 
 
 @dataclass(frozen=True)
 class End:
-    """How an attempt ended."""
+    """End of an attempt."""
 
     code: int
-    kind: Kind | None  # None: the script's own end
+    kind: Kind | None  # None: the script ended by itself
     reason: str
     steps: int
     resumed_from: str
-    unloaded: str = ""  # a checkpoint upon loading which the script has failed
-    origin: str | None = None  # what it went on from, and when that was written; empty: began anew; None: nobody knows
-    words: str = ""  # in which a rank, or what starts one, has told itself that the machine fails
+    unloaded: str = ""  # checkpoint that the script failed to load
+    # checkpoint that it resumed from, and when that was written; empty: started from scratch; None: unknown
+    origin: str | None = None
+    words: str = ""  # message of a rank, or of the launcher, that reports a failing machine
 
 
 @dataclass
 class Heard:
-    """What the ranks of one attempt have said."""
+    """State collected from the messages of one attempt's ranks."""
 
     say: Callable[[str], None]
     steps: int = 0
@@ -44,13 +45,14 @@ class Heard:
     strayed: bool = False
     earlier: dict[str, dict[str, Any]] = field(
         default_factory=dict
-    )  # `rank.trainer_checkpoints.Ledger`s by output folder
+    )  # fields of `rank.trainer_checkpoints.Ledger` by output folder
     begun: set[str] = field(default_factory=set)  # output folders of Trainer's arguments
 
     def take(self, rank: int, message: Message) -> None:
         kind = message["type"]
         if kind == "resumed":
-            self.origin = f"{message['path']} {message.get('written')}"  # the last: a script may train in phases
+            # the last one counts, as a script may train in phases
+            self.origin = f"{message['path']} {message.get('written')}"
             if not self.resumed_from:
                 self.resumed_from = message["path"]
                 self.say(f"going on from {self.resumed_from}")
@@ -66,18 +68,18 @@ class Heard:
         self.steps = max(self.steps, int(message.get("steps") or 0))
 
     def end(self, code: int, kind: Kind | None, reason: str) -> End:
-        # of a script through Trainer's arguments each load is heard of; another may load by torch alone
+        # A script with Trainer's arguments reports each load. Other scripts may load through torch alone.
         origin = self.origin or ("" if self.begun else None)
         return End(code, kind, reason, self.steps, self.resumed_from, origin=origin)
 
     def broken(self, error: Exception) -> End:
-        """An attempt that this machine refuses to start."""
+        """Return the end of an attempt that this machine refuses to start."""
         words = one_line(error)
         return replace(self.end(1, Kind.INFRASTRUCTURE, words), words=words)
 
 
 def end_of(stop: Stop, group: Group, heard: Heard, hardware: Hardware) -> End:
-    """What an attempt came to that nobody has stopped; the group is ended after this."""
+    """Return the end of an attempt that was not stopped by a signal. The caller ends the group afterwards."""
     if stop is Stop.SILENT and group.greeted:
         return _hang(group, heard, hardware)
     if stop is Stop.ARRIVED:
@@ -90,11 +92,11 @@ def end_of(stop: Stop, group: Group, heard: Heard, hardware: Hardware) -> End:
     codes = [128 - status if status < 0 else status for status in evidence.statuses.values() if status]
     code = codes[0] if codes else 1
     verdict = judge(evidence)
-    if not group.greeted:  # nothing of the script or of its config has reached them
+    if not group.greeted:  # neither the script nor its config has reached the ranks
         end = heard.end(code, Kind.INFRASTRUCTURE, f"the ranks did not come up: {verdict.reason}")
-        broken = verdict.source is Source.EXIT  # as an environment that was upgraded by half ends each of them
+        broken = verdict.source is Source.EXIT  # a half-upgraded environment ends each rank like this
         return replace(end, words=verdict.reason if broken else "")
-    # by SIGABRT torch ends a rank whose collective has timed out
+    # torch ends a rank with SIGABRT when its collective times out.
     deadly = (signal.SIGKILL, signal.SIGABRT) if heard.steps else (signal.SIGKILL,)
     killed = verdict.kind is Kind.CRASH and verdict.signal in deadly
     if killed or verdict.kind in _GOES_ON:
@@ -105,7 +107,7 @@ def end_of(stop: Stop, group: Group, heard: Heard, hardware: Hardware) -> End:
 
 
 def _hang(group: Group, heard: Heard, hardware: Hardware) -> End:
-    """No rank shows life: memory's doing where a device or the host is as good as full."""
+    """Return the end of an attempt without a heartbeat: an OOM if a device or the host is nearly full."""
     if (code := group.scripts_code) is not None:
         heard.say("the script is over, and ranks do not leave: ended")
         return heard.end(code, None, "done")

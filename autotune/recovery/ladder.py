@@ -1,4 +1,4 @@
-"""The recovery ladder: what a training steps down to when memory runs out in the midst of it."""
+"""The recovery ladder: fallback configs after an OOM in training."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from autotune.problem.outcome import Measurement
 from autotune.problem.space import SearchSpace
 from autotune.rank.checkpoints import convertible, layout
 
-# What a rung may change; of these only stage, sub-groups and NVMe decide how checkpoints are laid out
-# (`autotune.rank.checkpoints.layout`). Others, like round_robin_gradients, are left as they are.
+# Knobs that a rung may change. Of these only stage, sub-groups and NVMe determine the layout of checkpoints
+# (`autotune.rank.checkpoints.layout`). Other knobs, like round_robin_gradients, stay fixed.
 CROSSED = (
     MICRO_BATCH,
     ACCUMULATION,
@@ -35,9 +35,9 @@ CROSSED = (
     "overlap_comm",
     EXPANDABLE,
 )
-LESS = 0.95  # of the peak above: a rung that frees less is no step
+LESS = 0.95  # share of the peak of the rung above; a rung must not exceed it
 MOST_RUNGS = 8
-_STAGE3 = "zero_optimization.stage3_"  # what stage 3 fetches and keeps, none of it in checkpoints
+_STAGE3 = "zero_optimization.stage3_"  # prefetching and persistence of stage 3, which checkpoints do not contain
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,11 @@ def recovery_ladder(
     *,
     convert: bool = False,
 ) -> list[Rung]:
-    """The config to start from, then ever less memory, at each step the fastest there is and at last the thriftiest.
+    """Return the config to start from, then rungs of decreasing memory: the fastest at each step, and the smallest at the
+    end.
 
-    Every rung keeps the global batch of `top` exactly and can load its checkpoints, with `convert` after they are
-    converted. Measured values stand where there are any, predicted ones elsewhere; what has `failed` is left out.
+    Every rung keeps the global batch of `top` exactly and can load its checkpoints; with `convert`, after a conversion.
+    Measured values take precedence over predicted ones. Candidates that have `failed` are left out.
     """
     candidates = sorted({top, *_compatible(top, space, job, convert)} - set(failed), key=str)
     table = predictor.table(candidates)
@@ -89,18 +90,18 @@ def recovery_ladder(
         rungs.append(Rung(candidate, peak, speed, seen is not None))
     ladder = [next(rung for rung in rungs if rung.candidate == top)]
     while below := [rung for rung in rungs if rung.peak_bytes <= LESS * ladder[-1].peak_bytes]:
-        if len(ladder) == MOST_RUNGS - 1:  # the last resort
+        if len(ladder) == MOST_RUNGS - 1:  # the last rung
             return [*ladder, min(below, key=lambda rung: rung.peak_bytes)]
         ladder.append(max(below, key=lambda rung: rung.samples_per_second))
     return ladder
 
 
 def _compatible(top: Candidate, space: SearchSpace, job: Job, convert: bool) -> list[Candidate]:
-    """Settings of the space that keep the global batch and can load what `top` saves."""
+    """Return settings of the space that keep the global batch and can load the checkpoints of `top`."""
     total = top.micro_batch * top.accumulation
     sizes = [size for size in range(1, total + 1) if total % size == 0]
     if job.script is not None and job.script.profile.get("batch_note"):
-        sizes = [top.micro_batch]  # the script does not obey another
+        sizes = [top.micro_batch]  # the script ignores any other batch size
     own, others, deepspeed = top.ds_config(job), _others(dict(top.family)), installed_deepspeed()
     mine = layout(own)
     found = []
@@ -129,10 +130,10 @@ def stored_ladder(folder: Path, study: str) -> list[Rung]:
 
 
 def ladder_path(folder: Path, study: str) -> Path:
-    """Where a study's ladder stands, wherever its winner was exported to: what `launch` reads is what `run` wrote."""
+    """Return the path of a study's ladder, wherever its winner was exported to. `run` writes it and `launch` reads it."""
     return folder / f"{study}.ladder.json"
 
 
 def write_ladder(path: Path, ladder: list[Rung], job: Job) -> None:
-    """`NAME.ladder.json`: the rungs, first to last."""
+    """Write `NAME.ladder.json`: the rungs, first to last."""
     write_atomically(path, json.dumps([rung.to_json(job) for rung in ladder], indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""`autotune launch`: the real training under a winner, watched, and brought back when memory runs out."""
+"""`autotune launch`: supervise the real training under a winner, and restart it after an OOM."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ from autotune.recovery.ends import End, Heard, end_of
 from autotune.recovery.ladder import Rung
 from autotune.units import format_bytes, format_duration
 
-HELLO_SECONDS = 60.0  # for a rank's interpreter to come up
-LEAVE_SECONDS = 30.0  # for ranks that show no life to end, after a signal was passed on
-SETTLE_SECONDS = 0.5  # after the first failure: the other ranks' reports
-MACHINES_CODE = 4  # of the command line, where the machine fails and no rank has ended
-MOST_UNLOADED = 2  # checkpoints that are set aside one after another
-_LOOK_SECONDS = 0.1  # between looks for a signal, in a pause
+HELLO_SECONDS = 60.0  # for a rank's interpreter to start
+LEAVE_SECONDS = 30.0  # for ranks without a heartbeat to end, after a signal was passed on
+SETTLE_SECONDS = 0.5  # after the first failure, for the other ranks' reports
+MACHINES_CODE = 4  # exit code of the command if the machine fails and no rank has ended
+MOST_UNLOADED = 2  # most checkpoints in a row that are skipped
+_LOOK_SECONDS = 0.1  # between checks for a signal, during a pause
 
 
 @dataclass
 class Attempt:
-    """One start of the training, to its end."""
+    """One start of the training, until its end."""
 
     rung: int
     candidate: str
@@ -60,13 +60,13 @@ class Attempt:
     seconds: float = 0.0
     ended: str = ""
     resumed_from: str = ""
-    peak_bytes: float = 0.0  # expected of its config, a rank
-    course: list[Point] = field(default_factory=list)  # memory and steps over its time
+    peak_bytes: float = 0.0  # expected for its config, per rank
+    course: list[Point] = field(default_factory=list)  # memory and steps over time
 
 
 @dataclass
 class LaunchSummary:
-    """How a launch went."""
+    """Result of a launch."""
 
     code: int
     attempts: list[Attempt] = field(default_factory=list)
@@ -87,18 +87,18 @@ class LaunchSummary:
 
 
 class Supervisor:
-    """Runs a script's ranks under the rungs of a ladder until it ends by itself.
+    """Run a script's ranks under the rungs of a ladder until the script ends by itself.
 
     Args:
-        max_restarts: after this many without a newer checkpoint the training is left as it ended.
-        silent_seconds: where no rank shows life for so long it hangs: no message, no step of a main thread, nothing
-            computed, read or written.
-        convert: whether checkpoints are converted for a rung that cannot load them as they are.
-        say: takes a line for people.
-        launcher: starts the ranks, and is the caller's to close; None: each is an interpreter of its own, which ends as
-            the script alone would.
-        threads: CPU threads a rank, as the study was measured with; None: a share of this machine's.
-        ground: the nodes to train on, which are the caller's to close; None: this machine.
+        max_restarts: number of restarts without a newer checkpoint after which training is not restarted again.
+        silent_seconds: time without a heartbeat from any rank that counts as a hang: no message, no step of a main thread,
+            nothing computed, read or written.
+        convert: convert checkpoints for a rung that cannot load them directly.
+        say: callback for one line of text to the user.
+        launcher: starts the ranks, and is closed by the caller; None: each rank is a separate interpreter, which ends as the
+            script alone would.
+        threads: CPU threads per rank, as the study was measured with; None: a share of this machine's.
+        ground: the nodes to train on, closed by the caller; None: this machine.
     """
 
     def __init__(
@@ -130,20 +130,20 @@ class Supervisor:
         self._needs = Needs(hardware.device, self.threads, training=True, cwd=job.script.cwd)
         self._signal: signal.Signals | None = None
         self._group: Group | None = None
-        self._earlier: dict[str, dict[str, Any]] = {}  # what ranks have last said of Trainer's output folders
+        self._earlier: dict[str, dict[str, Any]] = {}  # last messages about Trainer's output folders
         self._begun: set[str] = set()  # output folders into which an attempt may have written
         self._bad: list[str] = []  # folders of checkpoints that could not be loaded, since the last step
 
     def run(self) -> LaunchSummary:
-        """Trains; passes SIGINT, SIGTERM and SIGHUP on, and SIGUSR1 and SIGUSR2 to ranks that catch them."""
+        """Train until the end. Pass SIGINT, SIGTERM and SIGHUP on, and SIGUSR1 and SIGUSR2 to ranks that catch them."""
         passed = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        # a signal that is ignored stays so: nohup's trainings outlive their terminal
+        # An ignored signal stays ignored: under nohup, trainings outlive their terminal.
         before = {
             number: signal.signal(number, self._forward)
             for number in passed
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
         }
-        # nor does one that says something end the training, as Slurm's `--signal=USR1@600` would
+        # A notice must not end the training either, such as Slurm's `--signal=USR1@600`.
         notices = [number for number in NOTICES if signal.getsignal(number) is signal.SIG_DFL]
         before |= {number: signal.signal(number, self._notify) for number in notices}
         try:
@@ -160,7 +160,7 @@ class Supervisor:
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal has come that ends the training."""
+        """True once a signal that ends the training has arrived."""
         return self._signal is not None
 
     def say(self, text: str) -> None:
@@ -171,7 +171,7 @@ class Supervisor:
     def _run(self) -> LaunchSummary:
         way = Descent()
         attempts: list[Attempt] = []
-        tries = 0  # since the training has got on
+        tries = 0  # since the last newer checkpoint
         while True:
             rung = self.ladder[way.at]
             how = "measured" if rung.measured else "predicted"
@@ -206,8 +206,8 @@ class Supervisor:
                 return LaunchSummary(128 + self._signal, attempts)
 
     def _sets_aside(self, end: End, *, first: bool) -> bool:
-        """Whether the attempt could not load the checkpoint that a restart has begun with, and the next is to take an older one:
-        once a checkpoint, and of few in a row, since then it is not they that fail."""
+        """Check that the restart failed to load its checkpoint, so that the next attempt must use an older one. This
+        happens once per checkpoint, and for few in a row, as more point to another cause."""
         if end.steps:
             self._bad.clear()
         again = end.unloaded in self._bad or len(self._bad) >= MOST_UNLOADED
@@ -218,26 +218,26 @@ class Supervisor:
         return True
 
     def _wait(self, seconds: float) -> None:
-        """Lets so much time pass, or less where a signal ends the training."""
+        """Sleep for `seconds`, or until a signal ends the training."""
         until = time.monotonic() + seconds
         while self._signal is None and (left := until - time.monotonic()) > 0:
             time.sleep(min(left, _LOOK_SECONDS))
 
     def _timed(self, rung: Rung, attempt: Attempt, *, first: bool) -> End:
-        """One attempt, noted with its course.
+        """Run one attempt, and record its end and course.
 
         Raises:
-            UserError: it cannot be prepared, and is the first.
+            UserError: the first attempt cannot be prepared.
         """
         started, course, heard = time.monotonic(), Course(), Heard(self.say)
         try:
             end = self._prepare(rung, heard) or self._attempt(rung, course, heard)
-        except OSError as error:  # no memory, no process, no disk for it
+        except OSError as error:  # no memory, process or disk for it
             end = heard.broken(error)
         except UserError as error:
             if first:
                 raise
-            end = heard.broken(error)  # what was good once is no bad input
+            end = heard.broken(error)  # input that worked once is not bad input
         attempt.course = course.points
         attempt.steps, attempt.seconds = end.steps, time.monotonic() - started
         attempt.resumed_from = end.resumed_from
@@ -245,11 +245,14 @@ class Supervisor:
         return end
 
     def _prepare(self, rung: Rung, heard: Heard) -> End | None:
-        """Builds the ops that a rung needs and that are not there, which ranks would do in silence, and reaches nodes again that
-        were lost; how it ended where that was stopped, or cannot be done.
+        """Build the missing ops that a rung needs, and reconnect to lost nodes. Ranks would build the ops without any
+        message.
+
+        Returns:
+            The attempt's end if a signal stopped the preparation or it cannot be done; otherwise None.
 
         Raises:
-            UserError: what starts ranks or builds ops died, or hangs.
+            UserError: the process that starts ranks or builds ops died, or hangs.
             OSError: the machine refuses to start it.
         """
         try:
@@ -265,7 +268,8 @@ class Supervisor:
             return heard.end(MACHINES_CODE, Kind.INFRASTRUCTURE, str(trouble))
         failed = (self._ground.ops if self._ground is not None else self._ops).failed
         for builder in needed_ops([rung.candidate], self.job, self.hardware.device):
-            if builder in failed.keys() - DISPENSABLE:  # its ranks would end in an error that is nobody's memory
+            # its ranks would fail with an error that does not concern memory
+            if builder in failed.keys() - DISPENSABLE:
                 why = f"DeepSpeed's {op_name(builder)} cannot be built ({failed[builder]})"
                 return heard.end(1, Kind.INVALID, why)
         return None
@@ -282,7 +286,7 @@ class Supervisor:
         device = self.hardware.device
         folder = Path(os.environ.get(FOLDER) or own_folder(device))
         needed = all_ops([rung.candidate], self.job, device)
-        # whose folder an environment beside this one has is known there
+        # Only the launcher knows the ops folder of an environment next to this one.
         missing = [name for name in needed if current().beside or not is_built(name, folder)]
         if missing:
             log = self.folder / "server.log"
@@ -294,7 +298,7 @@ class Supervisor:
         def take(rank: int, message: Message) -> None:
             heard.take(rank, message)
             if message["type"] == "progress":
-                with suppress(Exception):  # a device that cannot be asked costs a point, not the training
+                with suppress(Exception):  # a device that cannot be queried costs a point, not the training
                     course.note(heard.steps, lambda: group.peaks().worst)
 
         group = self._group = Group(
@@ -319,7 +323,7 @@ class Supervisor:
             "convert": self.convert,
         }
         try:
-            if self._ground is None:  # a node writes its own
+            if self._ground is None:  # a node writes its own files
                 write_trial_files(self.job, rung.candidate, group.home, quiet=False)
             stop = group.start(TRAIN_RANK, self.job.ranks, spec)
             if stop is Stop.ARRIVED:
@@ -332,14 +336,14 @@ class Supervisor:
             self._begun |= heard.begun
 
     def _end(self, group: Group) -> None:
-        """Whatever the machine refuses at the end changes nothing of how the attempt ended."""
+        """End the group. An OSError here does not change how the attempt ended."""
         try:
             group.end()
         except OSError as error:
             self.say(f"the ranks' end: {one_line(error)}")
 
     def _leave(self, group: Group, heard: Heard) -> End:
-        """After a signal: the ranks have it too, and some time to end in their own way."""
+        """Pass a signal on and give the ranks time to end in their own way."""
         assert self._signal is not None
         group.signal(self._signal)
         if group.greeted:
@@ -364,10 +368,10 @@ class Supervisor:
 
 
 def check_script(study: str, job: Job, target: str) -> None:
-    """Whether a study is of this script.
+    """Check that a study was made for this script.
 
     Raises:
-        UserError: it is of another.
+        UserError: the study was made for another script.
     """
     if job.script is None:
         return

@@ -1,4 +1,4 @@
-"""What people see: the live view of a run, and tables of a study."""
+"""Terminal output: the live view of a run, and tables of a study."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _STYLE = {
 
 
 def outcome_line(outcome: Outcome) -> str:
-    """One line: speed and peak, or what went wrong."""
+    """Format an outcome in one line: speed and peak, or the failure."""
     if outcome.measurement is not None:
         measured = outcome.measurement
         retries = f", {measured.alloc_retries} allocator retries" if measured.alloc_retries else ""
@@ -49,7 +49,7 @@ def outcome_line(outcome: Outcome) -> str:
 
 
 class PlainObserver:
-    """Plain lines, for logs and pipes."""
+    """Observer that prints plain lines, for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -64,7 +64,7 @@ class PlainObserver:
         pass
 
     def doing(self, text: str) -> None:
-        """What takes long just now, besides a trial; empty when it is done."""
+        """Show a long operation other than a trial; an empty text ends it."""
 
     def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None:
         pass
@@ -85,7 +85,7 @@ class PlainObserver:
 
 
 class LiveObserver(PlainObserver):
-    """The live view: budget, counts, the best so far, what runs and in which phase, the last failures."""
+    """Live view: budget, counts, the best so far, running trials with their phase, the last failures."""
 
     def __init__(self, console: Console, hardware: Hardware, budget_seconds: float) -> None:
         super().__init__(console)
@@ -93,9 +93,9 @@ class LiveObserver(PlainObserver):
         self._began = time.monotonic()
         self._counts: Counter[Kind] = Counter()
         self._best: tuple[float, Candidate, Outcome] | None = None
-        self._running: dict[int, str] = {}  # by the trial's number
+        self._running: dict[int, str] = {}  # by trial number
         self._phase = ""
-        self._doing: tuple[str, float] | None = None  # since when
+        self._doing: tuple[str, float] | None = None  # (text, start time)
         self._searching = False
         self._failures: list[str] = []
         self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render, transient=True)
@@ -110,7 +110,7 @@ class LiveObserver(PlainObserver):
 
     def doing(self, text: str) -> None:
         self._doing = (text, time.monotonic()) if text else None
-        if not self._searching:  # before it there is no view yet
+        if not self._searching:  # before the search there is no view yet
             (self._live.start if text else self._live.stop)()
 
     def phase(self, name: str) -> None:
@@ -159,7 +159,7 @@ def make_observer(hardware: Hardware, budget_seconds: float, console: Console, q
 
 
 def trials_table(records: list[Record]) -> DataTable:
-    """Every trial with its result or reason."""
+    """Build a table of every trial with its result or reason."""
     table = DataTable(box=None, pad_edge=False, header_style="bold")
     for heading in ("#", "candidate", "outcome", "samples/s", "step", "peak", "why tried / what happened"):
         table.add_column(
@@ -187,7 +187,7 @@ def trials_table(records: list[Record]) -> DataTable:
 
 
 def study_json(store: StudyStore) -> dict[str, Any]:
-    """Everything `show` knows, for programs."""
+    """Return everything that `show` prints, for JSON."""
     winner = store.winner
     return {
         "study": store.name,
@@ -213,7 +213,7 @@ def record_json(record: Record) -> dict[str, Any]:
 
 @uncollected()
 def show_study(store: StudyStore, out: Console) -> None:
-    """Prints a study's trials with their reasons, what was not tried and why, its calls, and its winner."""
+    """Print a study's trials with their reasons, what was not tried and why, its calls, and its winner."""
     records, calls = store.records(), store.calls()
     out.print(trials_table(records))
     for reason, count in sorted(store.skips.items(), key=lambda item: -item[1])[:12]:

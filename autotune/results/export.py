@@ -1,4 +1,4 @@
-"""The winner as files that a training takes as they are. They hold only what was tuned or what the user asked for."""
+"""Write the winner as files that a training can use directly. They hold only tuned settings and the user's own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from autotune.search.storage import output_file
 from autotune.search.study import StudyStore
 from autotune.version import __version__
 
-# their suffixes
+# file suffix of each format
 FORMATS = {
     "deepspeed": ".json",
     "accelerate": ".accelerate.yaml",
@@ -45,12 +45,13 @@ FORMATS = {
 
 
 def deepspeed_config(candidate: Candidate, job: Job) -> dict[str, Any]:
-    """The plain DeepSpeed config. Optimizer and schedule come from the user's own config or stay the caller's."""
+    """Return the plain DeepSpeed config. Optimizer and schedule come from the user's own config, or the caller sets them."""
     return candidate.ds_config(job)
 
 
-# Where Trainer has a value of its own and refuses a config that says another (transformers 5.23,
-# integrations/deepspeed.py, each `fill_match`). It fills nothing else: `"auto"` anywhere else reaches DeepSpeed as a word.
+# Keys for which Trainer has a value itself and refuses a config with another (transformers 5.23,
+# integrations/deepspeed.py, each `fill_match`). Trainer fills nothing else: `"auto"` in any other key reaches
+# DeepSpeed as a string.
 _TRAINERS_OWN = {
     "": ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     "bf16": ("enabled",),
@@ -61,7 +62,7 @@ _TRAINERS_OWN = {
 
 
 def hf_deepspeed_config(candidate: Candidate, job: Job) -> dict[str, Any]:
-    """The DeepSpeed config for Trainer: `"auto"` where Trainer insists on its own arguments' values."""
+    """Return the DeepSpeed config for Trainer, with `"auto"` for keys that must match Trainer's arguments."""
     config = candidate.ds_config(job)
     for path, keys in _TRAINERS_OWN.items():
         section: Any = config
@@ -69,13 +70,13 @@ def hf_deepspeed_config(candidate: Candidate, job: Job) -> dict[str, Any]:
             section = section.get(part) if isinstance(section, dict) else None
         if isinstance(section, dict):
             section.update(dict.fromkeys(section.keys() & set(keys), "auto"))
-    if not job.base_config:  # one of the user's own says whether it clips; else Trainer's max_grad_norm does
+    if not job.base_config:  # the user's own config sets clipping; without one, Trainer's max_grad_norm does
         config["gradient_clipping"] = "auto"
     return config
 
 
 def training_arguments(candidate: Candidate, job: Job, device: str = "cuda") -> dict[str, Any]:
-    """Keyword arguments of transformers.TrainingArguments: what was tuned, and nothing of learning rate or schedule."""
+    """Return keyword arguments of transformers.TrainingArguments: the tuned settings, without learning rate or schedule."""
     batch = {
         "per_device_train_batch_size": candidate.micro_batch,
         "gradient_accumulation_steps": candidate.accumulation,
@@ -101,13 +102,13 @@ def training_arguments(candidate: Candidate, job: Job, device: str = "cuda") -> 
 def accelerate_config(
     candidate: Candidate, job: Job, ds_config_file: str, device: str = "cuda", nodes: int = 1
 ) -> dict[str, Any]:
-    """What `accelerate launch --config_file` reads; the DeepSpeed keys stay in the file it points at.
+    """Return the content of the file for `accelerate launch --config_file`. The DeepSpeed keys stay in the file it points to.
 
     Args:
-        ds_config_file: accelerate opens it from the folder in which the training is started, not from the YAML's own
+        ds_config_file: accelerate resolves it from the folder in which the training is started, not from the YAML's
             (accelerate 1.15, utils/deepspeed.py, `HfDeepSpeedConfig`).
     """
-    # "standard": started on each machine, with --machine_rank and --main_process_ip
+    # "standard": the user starts each machine, with --machine_rank and --main_process_ip.
     several = {"deepspeed_multinode_launcher": "standard"} if nodes > 1 else {}
     about = {"deepspeed_config_file": ds_config_file, "zero3_init_flag": candidate.stage == 3, **several}
     return {
@@ -125,7 +126,7 @@ def accelerate_config(
 
 
 def lightnings_own(candidate: Candidate) -> str:
-    """What a training under Lightning takes from no config."""
+    """Describe the setting that Lightning does not read from any config."""
     return f"with accumulate_grad_batches={candidate.accumulation} in its Trainer, which takes it from no config"
 
 
@@ -137,13 +138,14 @@ WITH_CHECKPOINTING = (
 
 
 def with_checkpointing(job: Job) -> str:
-    """What a training must do that has it, where nothing carries it there."""
+    """Describe how to switch activation checkpointing on, if no argument does."""
     call = job.script.profile.get(CALL) if job.script is not None else None
     return f"have model.{call} in your script's code: {_MEASURED_WITH}" if call else WITH_CHECKPOINTING
 
 
 def without_checkpointing(candidate: Candidate, job: Job) -> str:
-    """What a script must leave that switches activation checkpointing on, where the candidate is without; else empty."""
+    """Describe how to remove activation checkpointing from the script's code, if the candidate has none; else return an empty
+    string."""
     if job.script is None or not job.script.profile.get("checkpointed") or candidate.get(CHECKPOINTING) is not False:
         return ""
     if call := job.script.profile.get(CALL):
@@ -156,7 +158,8 @@ def without_checkpointing(candidate: Candidate, job: Job) -> str:
 
 
 def without_zero_init(candidate: Candidate, job: Job) -> str:
-    """What a script must leave that makes its model in parts, where the candidate's stage trains whole ones; else empty."""
+    """Describe how to remove deepspeed.zero.Init from the script's code, if the candidate's stage trains whole models; else
+    return an empty string."""
     if job.script is None or not job.script.profile.get(ZERO_INIT) or candidate.stage == 3:
         return ""
     return (
@@ -166,10 +169,10 @@ def without_zero_init(candidate: Candidate, job: Job) -> str:
 
 
 def needs(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[str]:
-    """What the training must do beside taking the config, since a DeepSpeed config cannot say it; one line each.
+    """List the changes a training needs that a DeepSpeed config cannot carry, one per line.
 
     Args:
-        variables: of the environment that it was measured under.
+        variables: environment of the measurement.
     """
     lines = [f"start it with {assignments(variables)}: it was measured so"]
     if other := other_batch(candidate, job):
@@ -223,12 +226,12 @@ def meta(
     environment: Mapping[str, str] = MappingProxyType({}),
     resume_peak_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """What stands beside the config: what it was measured at, on what, by which study and trial.
+    """Return the metadata of an exported config: measurement, machine, study and trial.
 
     Args:
-        threads: CPU threads a rank that it was measured with.
-        environment: what the training needs set besides, see `environment_of`.
-        resume_peak_bytes: of the worst rank while a fresh group went on from a checkpoint; None where that was not tried.
+        threads: CPU threads per rank during the measurement.
+        environment: further variables the training needs, see `environment_of`.
+        resume_peak_bytes: peak of the worst rank while a fresh group resumed from a checkpoint; None if not tried.
     """
     variables = variables_of(candidate, threads, environment)
     samples, tokens = measurement.per_gpu(job.ranks)
@@ -266,9 +269,9 @@ def write_export(
     device: str = "cuda",
     nodes: int = 1,
 ) -> list[Path]:
-    """Writes the files of a format and its `.meta.json` beside them; returns their paths."""
+    """Write the files of a format and their `.meta.json`, and return their paths."""
     meta_path = beside(out, style, "meta.json")
-    remove_file(meta_path)  # figures of another export never stand beside this one's config
+    remove_file(meta_path)  # the metadata of an earlier export must not remain next to this config
     written = [out]
     if style == "deepspeed":
         written += _write_config(candidate, job, out)
@@ -280,7 +283,7 @@ def write_export(
         write_atomically(out, _config_json(training_arguments(candidate, job, device)))
     else:
         config = beside(out, style, "deepspeed.json")
-        # a loop of accelerate's own has its batch sizes from the config, Trainer from its arguments
+        # A script's own accelerate loop reads batch sizes from the config, Trainer from its arguments.
         made = hf_deepspeed_config if job.script and job.script.profile.get("through_arguments") else deepspeed_config
         write_atomically(config, _config_json(made(candidate, job)))
         launched = yaml.safe_dump(accelerate_config(candidate, job, str(config), device, nodes), sort_keys=False)
@@ -293,7 +296,7 @@ def write_export(
 
 
 def _write_config(candidate: Candidate, job: Job, out: Path) -> list[Path]:
-    """Writes the DeepSpeed config, and copies of the script's argument files with the winner in them; returns their paths."""
+    """Write the DeepSpeed config and copies of the script's argument files with the winner, and return their paths."""
     write_atomically(out, _config_json(deepspeed_config(candidate, job)))
     copies = winners_files(job.script, candidate, out) if job.script else {}
     for path, text in copies.items():
@@ -304,7 +307,7 @@ def _write_config(candidate: Candidate, job: Job, out: Path) -> list[Path]:
 def _batch_script(
     candidate: Candidate, job: Job, config: Path, meta_data: dict[str, Any], device: str, nodes: int
 ) -> str:
-    """A batch script that trains the study's script, or one to be put in where the study knows none."""
+    """Return a batch script that trains the study's script, or a placeholder if the study has none."""
     words, cwd = ["train.py", "--deepspeed", str(config.resolve())], "."
     if job.script is not None:
         words, cwd = command(job.script, candidate, str(config.resolve())), job.script.cwd
@@ -330,11 +333,12 @@ def _config_json(data: dict[str, Any]) -> str:
 
 
 def export_study(study: str, storage: str | None, style: str, out: Path | None, trial: int | None) -> list[Path]:
-    """Writes a study's winner, or the trial of a number, to `out` or into the study's folder; returns the paths. There a trial
-    that was asked for is NAME.trialN, and the winner's files are let alone.
+    """Write a study's winner, or one trial, to `out` or the study's folder, and return the paths.
+
+    In the study's folder a requested trial is named NAME.trialN, so the winner's files stay unchanged.
 
     Raises:
-        UserError: no such study or format, no winner yet, no measured trial of that number, or nothing can be written.
+        UserError: no such study or format, no winner yet, no measured trial with that number, or nothing can be written.
     """
     if style not in FORMATS:
         raise UserError(f"--format {style}: expected one of {', '.join(FORMATS)}")
@@ -358,15 +362,15 @@ def export_study(study: str, storage: str | None, style: str, out: Path | None, 
 
 
 def environment_of(store: StudyStore, candidate: Candidate) -> dict[str, str]:
-    """What a training needs set: the variables that the study was measured under, what gives it the GPUs that the study had,
-    and where DeepSpeed's ops are built where its config needs some."""
+    """Return the variables that a training needs: those of the measurement, those that select the study's GPUs, and the
+    folder of DeepSpeed's ops if the config needs some."""
     ops = store.extensions and all_ops([candidate], store.job, store.hardware.device)
     theirs = {**measured_under(store.fingerprint), **store.hardware.environment}
     return {**theirs, **({FOLDER: store.extensions} if ops else {})}
 
 
 def export_record(store: StudyStore, record: Record, out: Path, style: str, verified: bool) -> list[Path]:
-    """Writes a measured trial's config and its meta file; returns the paths.
+    """Write a measured trial's config and its meta file, and return the paths.
 
     Raises:
         UserError: they cannot be written.

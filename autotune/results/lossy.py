@@ -1,4 +1,4 @@
-"""What a candidate changes of what is computed, so that losses may differ: said wherever a winner is."""
+"""Settings of a candidate that change the computation, so that losses may differ. Every output of a winner lists them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autotune.problem.knobs import lossy_of
 
 
 def lossy_settings(candidate: Candidate, job: Job) -> list[str]:
-    """One line for each knob, to be put after "it"; nothing of what the user's own config says already."""
+    """Return one clause for each such knob, to follow "it". Settings in the user's own config are left out."""
     own = settings_of(job.base_config)
     return [
         f"changes what is computed by {name}={candidate.get(name)}: {how}; losses may differ from a training without it"

@@ -1,4 +1,4 @@
-"""A training over several nodes, as launchers and Slurm start it."""
+"""Commands that start a training over several nodes, through launchers and Slurm."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from autotune.masking import names_secret, shell_text
 from autotune.problem.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, options_without, started, take_apart
 from autotune.streams import printable
 
-PORT = 29500  # torchrun's own default (torch/distributed/run.py)
+PORT = 29500  # torchrun's default (torch/distributed/run.py)
 
 
 def first_host(hostfile: Path | None) -> str:
-    """Where the ranks meet: the first host of the file that `run` wrote beside its study, without the user as whom ssh logs in
-    there."""
+    """Return the host for the rendezvous: the first in the hostfile that `run` wrote next to its study, without ssh's user
+    name."""
     lines = hostfile.read_text(encoding="utf-8").split() if hostfile is not None and hostfile.is_file() else []
     return lines[0].rpartition("@")[2] if lines else "FIRST_NODE"
 
 
 def over_nodes(words: Sequence[str], nodes: int, per_node: int, hostfile: Path | None) -> tuple[list[str], bool]:
-    """A command of one machine with `per_node` ranks as one of `nodes` machines; whether it is to be started on each of them.
+    """Convert a command for one machine with `per_node` ranks to one of `nodes` machines. Also return True if each machine
+    must start it.
 
     Args:
         words: see `problem.script.training_command`.
@@ -51,12 +52,14 @@ def over_nodes(words: Sequence[str], nodes: int, per_node: int, hostfile: Path |
 def sbatch_script(
     words: Sequence[str], *, name: str, nodes: int, per_node: int, device: str, cwd: str, variables: Mapping[str, str]
 ) -> str:
-    """A batch script for Slurm: one torchrun a node, which meet at the allocation's first. Nodes are shared: at one port for all,
-    the second job there would join the first one's ranks, and die when they end.
+    """Return a Slurm batch script: one torchrun per node, with the rendezvous on the allocation's first node.
+
+    The port depends on the job. Nodes are shared, so with one port for all, a second job would join the first job's ranks and
+    die when these end.
 
     Args:
-        words: what each rank runs, the launcher left out.
-        variables: set for all of them.
+        words: command of each rank, without the launcher.
+        variables: environment of all ranks.
     """
     gpus = f"#SBATCH --gpus-per-node={per_node}\n" if device == "cuda" else ""
     asked: dict[str, tuple[str, str]] = {}
@@ -64,10 +67,10 @@ def sbatch_script(
     public = {name: value for name, value in variables.items() if not names_secret(name)}
     exports = f"export {assignments(public)}\n" if public else ""
     asked |= {name: (name, value) for name, value in variables.items() if name not in public}
-    if asked:  # sbatch hands on the environment in which it is called
+    if asked:  # sbatch passes on the environment in which it is called
         exports += "# secrets are not written here: export these variables before you call sbatch\n"
         exports += "".join(f': "${{{name}:?export it with the value of {of}}}"\n' for name, (of, _) in asked.items())
-    # below 32768, from where on Linux gives ports to whoever connects
+    # The port is below 32768, as Linux assigns ports from there on to outgoing connections.
     meet = f"""first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d \\
   --rdzv-endpoint "$first:$((20000 + SLURM_JOB_ID % 12000))"

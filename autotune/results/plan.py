@@ -1,4 +1,4 @@
-"""A plan: what is predicted to fit, how fast it would be and what it would cost, what limits it and what would help."""
+"""A plan: predictions of what fits, its speed and cost, what limits it and what would help."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.prices import Price
 
-TOKENS = 1e9  # what hours and costs are told for where nobody says
+TOKENS = 1e9  # default tokens for hours and costs
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a prediction means for a training of so many tokens. Intervals hold 95 % and come from the step's alone."""
+    """Speed, time and cost of a training over `tokens`, from a prediction. Intervals hold 95 % and reflect the step time
+    alone."""
 
     prediction: Prediction
     job: Job
@@ -30,20 +31,20 @@ class Outlook:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together, padding not counted."""
+        """All ranks together, padding not counted."""
         return self.prediction.samples_per_second * self.job.tokens_per_sample
 
     @property
     def tokens_interval(self) -> Interval:
-        """In tokens a second."""
+        """Interval in tokens per second."""
         fast, slow = self.prediction.step_interval
         step = self.prediction.step_seconds
         return self.tokens_per_second * step / slow, self.tokens_per_second * step / fast
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs over what the devices could compute, recomputation not counted; None where either is unknown or
-        only estimated."""
+        """Model FLOPs as a share of the devices' peak, recomputation not counted; None if either is unknown or only
+        estimated."""
         flops = model_flops_per_token(under(self.job, self.prediction.candidate))
         card = self.hardware.gpu_facts
         if not flops or card is None or card.doubt:
@@ -53,12 +54,12 @@ class Outlook:
 
     @property
     def mfu_interval(self) -> Interval | None:
-        """As shares, like `mfu`."""
+        """Interval as shares, like `mfu`."""
         return self._scaled(self.mfu)
 
     @property
     def hours(self) -> float:
-        """For all the tokens, without evaluations, saves and starts."""
+        """Hours for all tokens, without evaluations, saves and starts."""
         return self.tokens / self.tokens_per_second / 3600
 
     @property
@@ -68,12 +69,12 @@ class Outlook:
 
     @property
     def usd_per_hour(self) -> float | None:
-        """Of all GPUs."""
+        """Price of all GPUs."""
         return self.price.usd_per_hour * self.hardware.count if self.price else None
 
     @property
     def usd(self) -> float | None:
-        """For all the tokens; the price is taken as exact."""
+        """Cost of all tokens; the price is taken as exact."""
         return self.usd_per_hour * self.hours if self.usd_per_hour is not None else None
 
     @property
@@ -89,14 +90,14 @@ class Outlook:
         return host_bytes_per_node(self.prediction.host_bytes, self.hardware)
 
     def _scaled(self, value: float | None) -> Interval | None:
-        """The interval of what is proportional to speed."""
+        """Return the interval of a value proportional to speed."""
         if value is None:
             return None
         low, high = self.tokens_interval
         return value * low / self.tokens_per_second, value * high / self.tokens_per_second
 
     def to_json(self) -> dict[str, Any]:
-        """For programs; bytes, seconds, shares and dollars, null where something is not known."""
+        """Return the outlook for JSON: bytes, seconds, shares and dollars; null if unknown."""
         one = self.prediction
         return {
             "gpu": self.hardware.name,
@@ -124,58 +125,56 @@ class Outlook:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The largest micro-batch of one ZeRO stage that surely fits, with as little else as the space allows, and what would let
-    the next one fit."""
+    """Largest micro-batch of one ZeRO stage that surely fits with the fewest memory savers, and changes that would let the
+    next size fit."""
 
     stage: int
     fitting: Prediction | None  # None: not even one sequence fits
     smallest: Prediction  # at micro-batch 1
     unlocks: list[str]
     helped: Prediction | None = (
-        None  # where not even one does: the stage's best with checkpointing, offload and the like
+        None  # if not even one sequence fits: the stage's best with checkpointing, offload and the like
     )
 
     @property
     def shown(self) -> Prediction:
-        """What stands for the stage."""
+        """The prediction that represents the stage."""
         return self.fitting or self.helped or self.smallest
 
 
 @dataclass(frozen=True)
 class HostNeed:
-    """Main memory that a node needs where something is offloaded to it, at micro-batch 1."""
+    """Main memory that a node needs for offload, at micro-batch 1."""
 
     stage: int
-    parameters: bool  # too, not only the optimizer
+    parameters: bool  # parameters too, not only the optimizer
     bytes_per_node: float
-    fits_device: bool  # with so much main memory
+    fits_device: bool  # with that much main memory
 
 
 @dataclass(frozen=True)
 class CardPlan:
-    """One kind of card: the fewest of them that are enough, and the number that trains a token for the least money."""
+    """One kind of card: the smallest sufficient number, and the number with the lowest cost per token."""
 
     gpu: str
-    fewest: Outlook | None  # that hold it all; None: none of those tried do
-    fewest_offloading: Outlook | None  # the same with the help of main memory, however much that takes
-    best: (
-        Outlook | None
-    )  # cheapest, or without a price fastest per GPU, of 1 to 8 and, where those are too few, of more
+    fewest: Outlook | None  # smallest number that holds everything; None: no tried number does
+    fewest_offloading: Outlook | None  # smallest number with offload, with unlimited main memory
+    best: Outlook | None  # cheapest, or without a price fastest per GPU, of 1 to 8, or of more if those are too few
 
 
 @dataclass(frozen=True)
 class Gain:
-    """A change to machine or job, and the speed that is predicted with it over that without, minus one."""
+    """A change to machine or job: its predicted speed relative to the speed without it, minus one."""
 
     what: str
     share: float
-    usd_share: float | None = None  # the same of the cost a token
+    usd_share: float | None = None  # relative change of the cost per token
     detail: str = ""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is predicted for one job on one machine; `best` is fastest first, or likeliest where nothing surely fits."""
+    """Predictions for one job on one machine. `best` is fastest first, or likeliest first if nothing surely fits."""
 
     job: Job
     hardware: Hardware
@@ -186,14 +185,14 @@ class Plan:
     price: Price | None = None
     host: tuple[HostNeed, ...] = ()
     host_assumed: bool = False  # main memory was neither measured nor given
-    own: CardPlan | None = None  # of the card asked for, its `fewest` exact
-    cards: tuple[CardPlan, ...] = ()  # of all cards, cheapest first, those without a price last
+    own: CardPlan | None = None  # for the requested card, with an exact `fewest`
+    cards: tuple[CardPlan, ...] = ()  # all cards, cheapest first, those without a price last
     gains: tuple[Gain, ...] = ()  # best first
-    errors: KnownErrors | None = None  # of the fastest, or of the smallest that does not fit
+    errors: KnownErrors | None = None  # for the fastest, or for the smallest that does not fit
 
     @property
     def outlook(self) -> Outlook | None:
-        """Of the fastest that fits."""
+        """Outlook of the fastest that fits."""
         return Outlook(self.best[0], self.job, self.hardware, self.tokens, self.price) if self.best else None
 
     def to_json(self) -> dict[str, Any]:
@@ -232,13 +231,13 @@ class Plan:
 
 
 def card_json(card: CardPlan) -> dict[str, Any]:
-    """For programs; null is where nothing fits."""
+    """Return a CardPlan for JSON; null if nothing fits."""
     named = {"fewest": card.fewest, "fewest_offloading": card.fewest_offloading, "best": card.best}
     return {"gpu": card.gpu, **{name: one.to_json() if one else None for name, one in named.items()}}
 
 
 def prediction_json(one: Prediction, job: Job) -> dict[str, Any]:
-    """A Prediction for programs; bytes, seconds and samples a second."""
+    """Return a Prediction for JSON: bytes, seconds and samples per second."""
     return {
         "candidate": one.candidate.as_dict,
         "ds_config": one.candidate.ds_config(job),

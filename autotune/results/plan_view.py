@@ -1,4 +1,4 @@
-"""A plan as a person reads it: the answer first, then what limits it, what would help, and which machines would do."""
+"""Print a plan: the answer first, then what limits it, what would help, and which machines would do."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _SHORT = {  # in the legend
 _DECIDING = {*FIRST_ORDER, OFFLOAD_RATIO}
 WIDTH = 100  # columns at most
 BAR = 36  # characters for a device's whole memory
-CARDS = 8  # of the table of cards, besides the one asked for
-UNPRICED = 12  # of the cards without a price, by name; all are in --json
+CARDS = 8  # rows in the table of cards, besides the requested card
+UNPRICED = 12  # names of cards without a price; --json has all
 
 
 def show_plan(plan: Plan, out: Console) -> None:
-    """Prints one plan, at most 100 columns wide."""
+    """Print one plan, at most 100 columns wide."""
     _put(out, Text(plan.job.summary, style="bold"))
     _put(out, _machine(plan))
     if plan.note:
@@ -110,14 +110,14 @@ def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str]]:
 
 
 def _chance(one: Prediction) -> str:
-    """How surely it fits."""
+    """Format the probability that it fits."""
     if one.sure:
         return f"; fits: {min(one.chance, 0.99):.0%}"
     return f"; fits: only {one.chance:.0%}, and nothing is likelier: keep a smaller one at hand"
 
 
 def _show_enough(plan: Plan, out: Console) -> None:
-    """What would be enough, where the machine is not."""
+    """Print the config that comes closest to fitting, if the machine is too small."""
     stage = min(plan.stages, key=lambda one: one.smallest.peak_bytes)
     one = stage.smallest
     _put(
@@ -143,14 +143,14 @@ def _cost(outlook: Outlook) -> str:
 
 
 def _shares(one: Prediction) -> str:
-    """What a step spends its time on, most first, without what is under a hundredth."""
+    """Format the causes of step time, largest first, without those below 1 %."""
     whole = sum(one.time.values())
     parts = sorted(((seconds / whole, cause) for cause, seconds in one.time.items()), reverse=True)
     return ", ".join(f"{cause} {share:.0%}" for share, cause in parts if share >= 0.01)
 
 
 def describe_errors(errors: KnownErrors) -> str:
-    """The predictor's own error for this kind of job, or that nobody measured one."""
+    """Format the predictor's measured error for this kind of job, or a note that there is none."""
     if errors.peak is None and errors.step is None:
         text = f"no measured rows for this kind of job ({errors.kind})"
         every = _named_errors(errors.all_peak, errors.all_step)
@@ -223,7 +223,7 @@ def _show_stages(plan: Plan, out: Console) -> None:
         what = f"mb {one.candidate.micro_batch}" if may else "none fits"
         line = Text(f" ZeRO {stage.stage}  {what:<10}")
         line.append(bar(one, hardware))
-        speed = f", {token_speed(one, plan.job)}" if may else ""  # of what does not run there is none
+        speed = f", {token_speed(one, plan.job)}" if may else ""  # a config that does not run has no speed
         line.append(f"  {one.peak_bytes / GIB:.1f} GiB{speed}")
         _put(out, line)
         if may is not None and may is stage.helped:
@@ -241,7 +241,7 @@ def _show_stages(plan: Plan, out: Console) -> None:
 
 
 def bar(one: Prediction, hardware: Hardware) -> Text:
-    """The memory of a prediction by what it holds, scaled to the device; what is over it is marked."""
+    """Draw a prediction's memory by content, scaled to the device and with any excess marked."""
     text, drawn, total = Text(), 0, 0.0
     for name, size in one.memory.items():
         total += max(0.0, size)
@@ -331,7 +331,7 @@ def _count(outlook: Outlook | None) -> str:
 
 
 def show_comparison(plans: list[Plan], out: Console) -> None:
-    """Several GPUs side by side, the fastest config of each."""
+    """Print several GPUs side by side, with the fastest config of each."""
     table = _table(f"fastest on each; time and cost are of {format_count(plans[0].tokens)} tokens")
     table.add_column("machine", no_wrap=True)
     table.add_column("config", overflow="fold")
@@ -358,12 +358,12 @@ def show_comparison(plans: list[Plan], out: Console) -> None:
 
 
 def short(candidate: Candidate) -> str:
-    """The knobs that decide memory and speed, without buckets and the like."""
+    """Format the knobs that decide memory and speed, without buckets and the like."""
     return describe({name: value for name, value in candidate.knobs if name in _DECIDING})
 
 
 def token_speed(one: Prediction, job: Job) -> str:
-    """`12.3k tokens/s`, over all ranks."""
+    """Format `12.3k tokens/s`, over all ranks."""
     return f"{_rate(one.samples_per_second * job.tokens_per_sample)} tokens/s"
 
 
@@ -383,7 +383,7 @@ def _put(out: Console, what: Table | Text) -> None:
 
 
 def _rate(number: float) -> str:
-    """Tokens a second: `870`, `12.3k`, `1.23M`."""
+    """Format tokens per second: `870`, `12.3k`, `1.23M`."""
     for factor, suffix in ((1e6, "M"), (1e3, "k")):
         if number >= 0.9995 * factor:
             return f"{number / factor:.3g}{suffix}"

@@ -1,4 +1,4 @@
-"""What a study of a slice says of itself: which of its figures were measured, and which were not."""
+"""Note on a study of a node slice: which of its figures are measured and which are predicted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from autotune.problem.outcome import Measurement
 
 
 def slice_line(measured: Measurement, hardware: Hardware) -> str:
-    """What of a Measurement of a slice is measured, and what is predicted."""
+    """Describe the measured and the predicted part of a slice's Measurement."""
     share = (measured.predicted_seconds or 0.0) / measured.step_seconds
     return (
         f"a slice: memory and computation measured on {hardware.processes} of {hardware.count} ranks; {100 * share:.0f} % of the "

@@ -16,7 +16,7 @@ from rich.text import Text
 from autotune.masking import masked
 from autotune.streams import printable
 
-_FEW_ROWS = 100  # that rich lays out in a few milliseconds
+_FEW_ROWS = 100  # rows that rich lays out in a few milliseconds
 
 _Lines = list[list[Segment]]
 
@@ -30,10 +30,11 @@ class DataConsole(Console):
 
 
 class DataTable(Table):
-    """A Table whose cells are shown as they are: errors speak of `[enforce fail at alloc_cpu.cpp:117]` and `[/src/gloo]`.
+    """Table that shows its cells unchanged. Errors contain `[enforce fail at alloc_cpu.cpp:117]` and `[/src/gloo]`, which
+    look like markup.
 
-    A long one without borders is laid out here, as rich would: rich makes some ten objects of a cell, which takes 4 s for
-    5,000 rows.
+    A long table without borders is laid out here with the same result. rich creates about ten objects per cell, which takes 4
+    s for 5,000 rows.
     """
 
     def add_row(self, *cells: Any, **how: Any) -> None:
@@ -54,8 +55,7 @@ class DataTable(Table):
             yield from _side_by_side([column.cell(cell) for column, cell in zip(columns, row, strict=True)], columns)
 
     def _widths(self, console: Console, options: ConsoleOptions) -> list[int]:
-        """The columns' widths with padding, as rich finds them for the cells that decide them: those with the longest line and
-        the longest word of a column."""
+        """Return rich's column widths with padding. Only the cells with a column's longest line and longest word decide them."""
         deciding = DataTable(box=None, pad_edge=self.pad_edge, header_style=self.header_style, padding=self.padding)
         chosen = [_deciding(list(column.cells)) for column in self.columns]
         for column in self.columns:
@@ -72,7 +72,7 @@ def _deciding(cells: list[Any]) -> list[Any]:
 
 
 class _Column:
-    """One column of a table, whose width is known."""
+    """One column of a table, of known width."""
 
     def __init__(self, table: Table, column: Column, width: int, console: Console, options: ConsoleOptions) -> None:
         at, last = column._index, len(table.columns) - 1
@@ -90,21 +90,21 @@ class _Column:
             height=None,
             highlight=column.highlight,
         )
-        self._styled: dict[tuple[str, str], _Lines] = {}  # by text and style: outcomes are few
+        self._styled: dict[tuple[str, str], _Lines] = {}  # by text and style, as outcomes are few
         self.blank = [Segment(" " * width)]
 
     def header(self) -> _Lines:
         return self._by_rich(self.column.header, self._header_style)
 
     def cell(self, cell: Text) -> _Lines:
-        """The cell's lines, each as wide as the column."""
+        """Return the cell's lines, each as wide as the column."""
         if cell.style or cell.spans:
             key = cell.plain, str(cell.style)
             if cell.spans or key not in self._styled:
                 self._styled[key] = self._by_rich(cell, None)
             return self._styled[key]
         text, justify = cell.plain, self.column.justify
-        if not (text.isascii() and text.isprintable()):  # its width is not its length
+        if not (text.isascii() and text.isprintable()):  # its width may differ from its length
             return self._by_rich(cell, None)
         if len(text) > self._inner:
             folded = cell.wrap(
@@ -122,7 +122,7 @@ class _Column:
 
 
 def _side_by_side(cells: list[_Lines], columns: list[_Column], top: bool = True) -> Iterator[Segment]:
-    """Rows of segments of a table's row; cells that are lower than others have blank lines below, in a header above."""
+    """Yield the segments of a table row, line by line. Shorter cells get blank lines below, or above in a header."""
     height = max(map(len, cells))
     for at in range(height):
         for lines, column in zip(cells, columns, strict=True):

@@ -1,5 +1,4 @@
-"""Whether a file that was named can be written, asked before hours are spent on what is to be in it; and what stands beside
-it."""
+"""Check that a named file can be written, before hours are spent on its content; and name the files next to it."""
 
 from __future__ import annotations
 
@@ -9,20 +8,20 @@ from pathlib import Path
 from autotune.errors import UserError
 from autotune.masking import MASK
 
-# of files that are named; whatever else follows a dot belongs to the name
+# suffixes of named files; any other text after a dot belongs to the name
 _SUFFIXES = (".json", ".yaml", ".yml", ".sbatch", ".sh")
 
 
 def check_out(out: Path, *, makes_folders: bool = False) -> None:
-    """Whether a file can be written there, before it is made.
+    """Check that a file can be written to this path.
 
     Args:
-        makes_folders: folders that are missing are made by whoever writes.
+        makes_folders: the writer creates missing folders.
 
     Raises:
-        UserError: it cannot, or a study lies there.
+        UserError: it cannot be written, or a study is stored there.
     """
-    from autotune.search.storage import DATABASES  # imports optuna, which a plan need not wait for
+    from autotune.search.storage import DATABASES  # imports optuna, which a plan does not need
 
     if out.is_dir():
         raise UserError(f"{out} is a folder: give the name of a file in it")
@@ -41,8 +40,10 @@ def check_out(out: Path, *, makes_folders: bool = False) -> None:
 
 
 def beside(out: Path, style: str, what: str) -> Path:
-    """A file beside `out`, of a name that no file of another `out` or format has: the winner's own are NAME.json and
-    NAME.meta.json, and stay what they are whatever is exported later."""
+    """Return a path next to `out` that no file of another `out` or format has.
+
+    The winner's own files are NAME.json and NAME.meta.json, and no later export overwrites them.
+    """
     name = next((out.name[: -len(end)] for end in _SUFFIXES if out.name.endswith(end) and out.name != end), out.name)
     if style in ("accelerate", "sbatch") and not name.endswith(f".{style}"):
         name = f"{name}.{style}"
@@ -50,7 +51,7 @@ def beside(out: Path, style: str, what: str) -> Path:
 
 
 def secrets_note(files: list[Path]) -> list[str]:
-    """Return a line that names the files in which a secret is masked; nothing where there is none."""
+    """Return a line that names the files with masked secrets; empty if there are none."""
     configs = [path for path in files if path.is_file() and not path.name.endswith((".meta.json", ".html"))]
     hidden = [str(path) for path in configs if MASK in path.read_text(encoding="utf-8", errors="replace")]
     return [f"put your own values in place of {MASK} in {', '.join(hidden)}: secrets are not written"] if hidden else []

@@ -1,4 +1,4 @@
-"""What is said of a winner: how fast it is, what it leaves free, how to train with it; or what came closest to one."""
+"""Text about a winner: its speed, its free memory, how to train with it; or the config that came closest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from autotune.results.sliced import slice_line
 from autotune.search.records import AS_IS, SEARCH, VERIFY, Record, resumed_peak_bytes
 from autotune.units import format_bytes, format_count, format_duration
 
-DOUBTFUL = 0.5  # of a step's seconds: what half of its 95 % interval is not to exceed
+DOUBTFUL = 0.5  # share of a step's seconds; half the 95 % interval above it makes a winner doubtful
 
 
 def speed(measured: Measurement) -> str:
@@ -36,7 +36,7 @@ def speed(measured: Measurement) -> str:
 
 
 def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hardware) -> list[str]:
-    """The winner, its margin over the next best, and what it leaves free."""
+    """Describe the winner, its margin over the next best, and its free memory."""
     assert record.outcome is not None
     assert record.outcome.measurement is not None
     measured = record.outcome.measurement
@@ -82,13 +82,13 @@ def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hard
 
 
 def unlike_steps(own: Candidate, winner: Candidate, job: Job) -> str:
-    """That the two take steps of unlike size, where they do."""
+    """Return a note if the two take steps of different size."""
     mine, theirs = (one.micro_batch * one.accumulation * job.ranks for one in (winner, own))
     return "" if mine == theirs else f" (in tokens/s: its steps are of {theirs} samples, the winner's of {mine})"
 
 
 def _times_others(winner: Record, records: list[Record]) -> dict[Candidate, float]:
-    """How many times the tokens a second of each other config the winner has."""
+    """Return the winner's tokens per second divided by those of each other config."""
     return {
         other: mine.tokens_per_second / theirs.tokens_per_second
         for other, (mine, theirs) in measured_alike(winner, records).items()
@@ -96,8 +96,8 @@ def _times_others(winner: Record, records: list[Record]) -> dict[Candidate, floa
 
 
 def measured_alike(winner: Record, records: list[Record]) -> dict[Candidate, tuple[Measurement, Measurement]]:
-    """Of each other config the winner's Measurement and its own: both as verified, or both as searched, since a machine's
-    pace may change between the two."""
+    """Return (the winner's Measurement, its own) for each other config. Both come from verification, or both from the search,
+    as a machine's pace may change in between."""
     measured: dict[str, dict[Candidate, Measurement]] = {VERIFY: {}, SEARCH: {}}
     for record in records:
         if record.outcome and record.outcome.measurement and record.role in measured:
@@ -113,11 +113,11 @@ def measured_alike(winner: Record, records: list[Record]) -> dict[Candidate, tup
 
 @dataclass(frozen=True)
 class HowToTrain:
-    """Commands that train a study's script with its winner, by name, and what they leave to do."""
+    """Commands that train a study's script with its winner, by name, and the steps left to the user."""
 
     commands: tuple[tuple[str, str], ...] = ()
-    instead: str = ""  # what can be done in place of them
-    hints: tuple[str, ...] = ()  # what the training must do besides
+    instead: str = ""  # alternative to the commands
+    hints: tuple[str, ...] = ()  # further changes that the training needs
 
     def lines(self) -> list[str]:
         besides = [self.instead] if self.instead else []
@@ -139,7 +139,7 @@ def train_with(
     hostfile: Path | None = None,
     python: str | None = None,
 ) -> HowToTrain:
-    """How to train the study's script with its winner, whose DeepSpeed config is in the file; nothing without a script.
+    """Return how to train the study's script with its winner, whose DeepSpeed config is in `config`; empty without a script.
 
     Args:
         threads: CPU threads a rank that it was measured with. The launchers hand on what the command's environment says,
@@ -183,8 +183,8 @@ def train_with(
 
 
 def _checkpointing(winner: Candidate, job: Job, script: Script) -> list[str]:
-    """What the script's code must do of activation checkpointing, where its command does not carry it. Where the script has it
-    on and the winner off that is always said: what its code switches on no flag switches off."""
+    """Return the change of activation checkpointing that the script's code needs, if its command does not carry it. If the
+    script has it on and the winner off, the change is always listed: no flag can switch off what the code switches on."""
     if winner.checkpointing:
         known = script.profile.get("checkpointed") or carries_knob(script, CHECKPOINTING)
         return [] if known else [with_checkpointing(job)]
@@ -193,7 +193,8 @@ def _checkpointing(winner: Candidate, job: Job, script: Script) -> list[str]:
 
 
 def _missing_bytes(outcome: Outcome, hardware: Hardware) -> int | None:
-    """Bytes by which a config missed the ceiling, at least; None where it did not, or failed of something else."""
+    """Return a lower bound of the bytes by which a config missed the ceiling; None if it did not, or failed for another
+    reason."""
     if outcome.measurement is not None:
         over = outcome.measurement.peak_bytes - hardware.ceiling_bytes
         return over if over > 0 else None
@@ -206,14 +207,14 @@ def _headroom_bytes(hardware: Hardware) -> int:
 
 
 def short_of(outcome: Outcome, hardware: Hardware) -> str:
-    """What a config was short of, in words; nothing where memory was not why it is no winner."""
+    """Describe the memory that a config lacked; empty if it failed for another reason."""
     missing = _missing_bytes(outcome, hardware)
     if missing is None:
         return ""
     if outcome.measurement is not None:
         return f"over the headroom, short of {format_bytes(missing)}"
     asked, headroom = outcome.missing_bytes or 0, _headroom_bytes(hardware)
-    if outcome.kind is Kind.OOM_HOST:  # of which no headroom is kept
+    if outcome.kind is Kind.OOM_HOST:  # host memory has no headroom
         lacked = f", short of at least {format_bytes(asked)}" if asked else ""
         return f"ran out of main memory in {outcome.phase.value}{lacked}"
     parts = [f"{format_bytes(asked)} beyond what there is" if asked else "how much an allocation lacked is not known"]
@@ -222,7 +223,7 @@ def short_of(outcome: Outcome, hardware: Hardware) -> str:
 
 
 def nearest(records: Sequence[Record], hardware: Hardware) -> Record | None:
-    """What came closest to fitting: the furthest in its life, then the least bytes missing. None: memory failed none."""
+    """Return the trial closest to fitting: the furthest phase, then the fewest missing bytes. None if memory failed none."""
     order = [phase.value for phase in Phase]
     over = [
         (-order.index(record.outcome.phase.value), missing, record)
@@ -233,7 +234,7 @@ def nearest(records: Sequence[Record], hardware: Hardware) -> Record | None:
 
 
 def closest_lines(records: list[Record], hardware: Hardware, untried: list[Candidate]) -> list[str]:
-    """What came closest where nothing fits: bytes missing, and the cheapest changes that would help."""
+    """Describe the config that came closest if nothing fits: bytes missing, and the cheapest changes that would help."""
     record = nearest(records, hardware)
     if record is None or record.outcome is None:
         reasons = Counter(

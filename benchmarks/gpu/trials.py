@@ -14,6 +14,7 @@ from contextlib import closing
 from ranks import LocalExecutor, opened
 
 from autotune.executors.base import Effort
+from autotune.predict.predictor import Predictor
 from autotune.predict.traced import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, named_hardware

@@ -15,7 +15,7 @@ from pathlib import Path
 from autotune.executors.base import SEARCH as SEARCH_EFFORT
 from autotune.executors.base import VERIFY as VERIFY_EFFORT
 from autotune.executors.replay import Landscape, ReplayExecutor, Row, load_landscape, write_landscape
-from autotune.predict.predictor import Predictor
+from autotune.predict.traced import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job
@@ -37,7 +37,7 @@ def write_table(folder: Path, rows: int, seed: int = 0) -> Landscape:
     job, hardware = Job(resolve_model("llama-3.2-1b"), 4, 2048), named_hardware("rtx4090", 4)
     chosen = random.Random(seed)
     candidates = chosen.sample(load_space("default").candidates(job), rows)
-    predictor = Predictor(job, hardware)
+    predictor = traced_predictor(job, hardware)
     table = predictor.prepared_table(predictor.prepare(candidates))
     found = {}
     for at, candidate in enumerate(candidates):

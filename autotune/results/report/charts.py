@@ -1,7 +1,7 @@
-"""Axes and marks as SVG that fits any width: places across are percentages, so that text keeps its size, and nothing needs a
-script or a network. Every text is escaped.
+"""Axes and marks as SVG of any width, without a script or network. Horizontal positions are percentages, so that text keeps
+its size. Every text is escaped.
 
-A mark is told by its shape as well as its colour; each chart has a title, a description and, on the page, a table beside it.
+Marks differ in shape as well as colour. Each chart has a title, a description and, on the page, a table with the same data.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from itertools import pairwise
 from markupsafe import Markup, escape
 
 _STEPS = (1, 2, 2.5, 5, 10)
-TOP, BOTTOM = 14, 42  # pixels around the plot: of the topmost label, and of ticks and the axis' name
+TOP, BOTTOM = 14, 42  # pixels around the plot: for the topmost label, and for ticks and the axis' name
 MOST_LABELLED = 6
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers between two others, about so many."""
+    """Return about `count` round numbers between `low` and `high`."""
     if not high > low:
         return [low]
     rough = (high - low) / count
@@ -30,7 +30,7 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2, 5, 10, … between two numbers above zero, thinned where there are many."""
+    """Return 1, 2, 5, 10, … between two numbers above zero, thinned if there are many."""
     every = [
         factor * 10.0**power
         for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -42,16 +42,16 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Axis:
-    """From numbers to a share of the plot's length."""
+    """Mapping from numbers to a share of the plot's length."""
 
     name: str
     low: float
     high: float
-    show: Callable[[float], str]  # a tick's label
+    show: Callable[[float], str]  # formats a tick's label
     log: bool = False
 
     def share(self, value: float) -> float:
-        """Clipped to the plot."""
+        """Return the share of the plot's length, clipped to the plot."""
         low, high, at = self.low, self.high, value
         if self.log:
             low, high, at = math.log(low), math.log(high), math.log(max(value, self.low))
@@ -64,13 +64,13 @@ class Axis:
 
 
 def _of(trial: int | None) -> Markup:
-    """The attribute by which the page's script finds the marks and the row of a trial."""
+    """Return the attribute by which the page's script finds the marks and the row of a trial."""
     return Markup("") if trial is None else Markup(' data-t="{}"').format(trial)
 
 
 @dataclass
 class Plot:
-    """A chart that is being drawn.
+    """A chart under construction.
 
     Args:
         height: of the plot itself in pixels; `lane` more are below it, for marks that have no value on the y axis.
@@ -78,7 +78,7 @@ class Plot:
 
     name: str  # unique on its page
     title: str
-    about: str  # what one would see, for those who do not
+    about: str  # description for readers who cannot see it
     x: Axis
     y: Axis
     height: int = 280
@@ -97,7 +97,7 @@ class Plot:
         return TOP + self.height + self.lane / 2 + 4
 
     def mark(self, shape: str, x: float, y: float | None, classes: str, trial: int | None = None) -> None:
-        """A mark at a place; without a y in the lane. Of a trial's mark the page's script says what its row says."""
+        """Add a mark at a position, or in the lane without a y. For a trial's mark, the page's script shows the trial's row."""
         down = self._lane_at if y is None else self._down(y)
         self._parts.append(
             Markup('<use href="#m-{}" x="{}" y="{:.0f}" class="{}"{}/>').format(
@@ -113,7 +113,7 @@ class Plot:
         )
 
     def upright(self, x: float, classes: str, label: str = "", *, left: bool = False) -> None:
-        """A line from top to bottom, named at one side, or at the other where there is no room."""
+        """Add a vertical line with a label at one side, or at the other if that one lacks space."""
         at, bottom = self._across(x), TOP + self.height + self.lane
         self._parts.append(
             Markup('<line x1="{}" y1="{}" x2="{}" y2="{}" class="{}"/>').format(at, TOP, at, bottom, classes)
@@ -127,7 +127,7 @@ class Plot:
             )
 
     def level(self, y: float, classes: str, label: str) -> None:
-        """A line across, named at its right end."""
+        """Add a horizontal line with a label at its right end."""
         down = self._down(y)
         self._parts.append(
             Markup('<line x1="0" y1="{0:.0f}" x2="100%" y2="{0:.0f}" class="{1}"/>').format(down, classes)
@@ -137,7 +137,7 @@ class Plot:
         )
 
     def steps(self, points: Sequence[tuple[float, float]], classes: str) -> None:
-        """A line that keeps each height until the next point."""
+        """Add a line that keeps each height until the next point."""
         for (x1, y1), (x2, y2) in pairwise(points):
             self.line(x1, y1, x2, y1, classes)
             if y1 != y2:
@@ -201,7 +201,8 @@ class Part:
 def stacked(
     name: str, title: str, about: str, parts: Sequence[Part], whole: float, lines: Sequence[tuple[float, str]]
 ) -> Markup:
-    """A bar of parts from left to right, with upright lines at some sizes; letters stand where there is room for them."""
+    """Draw a bar of parts from left to right, with vertical lines at some sizes. A letter appears in parts that are wide
+    enough."""
     drawn, at = [], 0.0
     for part in parts:
         width = 100 * part.size / whole

@@ -1,5 +1,7 @@
-"""Takes out of a page what names a model, a machine or a place: by leaving out what ranks and people wrote freely, and then
-by looking at every text that is left, wherever it stands."""
+"""Remove names of models, machines and places from a page.
+
+Free text from ranks and people is left out. Then every remaining text is searched for names.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ _SIZES = {"tiny", "small", "base", "large", "mini", "medium", "nano", "chat", "i
 
 
 def masker(job: Job, study: str, folder: Path | None = None) -> Callable[[str], str]:
-    """Replaces in a text what a study of the job may name."""
+    """Return a function that replaces names of the study's job in a text."""
     named = [(_any_of(words), stands_for) for words, stands_for in _names(job, study, folder) if words]
     shapes = [
         *((pattern, PATH) for pattern in (_URL, _ABSOLUTE, _FILE)),
@@ -58,8 +60,11 @@ def masker(job: Job, study: str, folder: Path | None = None) -> Callable[[str], 
 
 
 def _any_of(words: Iterable[str]) -> re.Pattern[str]:
-    """Any of the words, the longest first: of letters alone also within others, as `Gemma2DecoderLayer` has `gemma`, but for
-    those of which keys of a config are made: a model named `train` must not make `train_batch_size` unreadable."""
+    """Build a pattern for any of the words, the longest first.
+
+    Words of letters also match inside others, as `gemma` does in `Gemma2DecoderLayer`. Words that occur in config keys match
+    only alone: a model named `train` must not make `train_batch_size` unreadable.
+    """
     own = _vocabulary()
     parts = [
         rf"\w*{re.escape(word)}\w*"
@@ -72,7 +77,7 @@ def _any_of(words: Iterable[str]) -> re.Pattern[str]:
 
 @cache
 def _vocabulary() -> frozenset[str]:
-    """The words of knobs and of DeepSpeed's keys."""
+    """Return the words of knobs and of DeepSpeed's keys."""
     keys = (resources.files("autotune") / "data" / "deepspeed_keys.json").read_text(encoding="utf-8")
     return frozenset(re.findall(r"[a-z]{4,}", f"{keys} {' '.join(KNOBS)}".lower()))
 
@@ -105,7 +110,7 @@ _ORDINARY = {
 
 
 def _names_something(word: str) -> bool:
-    """Whether an argument of a script may name a thing, and is no flag, number or word that every page has."""
+    """Check that a script's argument may be a name: no flag, no number, and no word that occurs on every page."""
     plain = word.lower()
     return not (word.startswith("-") or re.fullmatch(r"[-+.\de]+", plain) or plain in _ORDINARY | _vocabulary())
 
@@ -119,7 +124,7 @@ def _names(job: Job, study: str, folder: Path | None) -> list[tuple[set[str], st
         places |= {job.script.cwd, job.script.ds_config or ""}
     if job.workload:
         script |= {job.workload, *job.workload.split(":")}
-    source = job.model.source if " " not in job.model.source.strip() else ""  # a sentence names nothing
+    source = job.model.source if " " not in job.model.source.strip() else ""  # a sentence is no name
     model = {job.model.name, *job.model.name.split("/"), source}
     model |= {str(job.model.config.get(key, "")) for key in ("_name_or_path", "name_or_path", "model_type")}
     model |= {str(one) for one in job.model.config.get("architectures") or ()}
@@ -136,7 +141,7 @@ def _names(job: Job, study: str, folder: Path | None) -> list[tuple[set[str], st
 
 
 def masked(data: Report, mask: Callable[[str], str]) -> Report:
-    """The data with every text in it masked, keys of mappings included. What only names one of our own kinds is kept."""
+    """Return the data with every text masked, keys of mappings included. Values of our own enums are kept."""
     return _masked(data, mask)  # type: ignore[no-any-return]
 
 
@@ -153,18 +158,18 @@ def _masked(data: Any, mask: Callable[[str], str]) -> Any:
 
 
 def without_secrets(report: StudyReport) -> StudyReport:
-    """Return the page without tokens and passwords that a command line, a config or a rank's text holds."""
+    """Return the page without tokens and passwords from a command line, a config or a rank's text."""
     job = report.fingerprint.get("job", {})
     if job.get("script"):
-        # an argument file's text and data may hold anything
+        # An argument file's text and data may hold anything.
         script = {name: value for name, value in job["script"].items() if name != "files"}
         report = dataclasses.replace(report, fingerprint={**report.fingerprint, "job": {**job, "script": script}})
     return masked(dataclasses.replace(report, fingerprint=masked_data(report.fingerprint)), masking.masked)
 
 
 def confidential(report: StudyReport, job: Job, folder: Path | None) -> StudyReport:
-    """The page of a study without paths, host names and the model's name: what ranks said is left out, since it may name
-    anything; kinds, phases and sizes stay."""
+    """Return a study's page without paths, host names and the model's name. Ranks' messages are left out, as they may hold
+    any name; kinds, phases and sizes stay."""
     mask = masker(job, report.study, folder)
     trials = tuple(dataclasses.replace(trial, log="", happened=_said(trial)) for trial in report.trials)
     winner = report.verdict.winner
@@ -212,11 +217,11 @@ _FREE = (
     "is not known: ",
     "There is no prediction: ",
     "not traced (",
-)  # what follows a rank has said
+)  # prefixes of text that a rank wrote
 
 
 def _own(text: str) -> str:
-    """The part of a line that is ours."""
+    """Return the part of a line that autotune wrote."""
     for head in _FREE:
         before, found, _ = text.partition(head)
         if found:

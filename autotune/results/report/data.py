@@ -1,4 +1,4 @@
-"""What a page says of a study: plain data, frozen, with nothing of how it is drawn."""
+"""Content of a study's page: plain, frozen data, without any drawing."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from autotune.versions import StrEnum
 
 
 class Status(StrEnum):
-    """How a trial is drawn: an Outcome's kind, and for a measurement whether it stays under the ceiling."""
+    """Status of a trial in charts: an Outcome's kind, split by the ceiling for measurements."""
 
     FITS = "fits"
     ABOVE = "above the ceiling"  # it ran, and leaves less than the headroom
     RAN_OUT = "ran out of memory"
-    FAILED = "failed"  # a timeout, a refusal, a crash: it would do so again
+    FAILED = "failed"  # a timeout, a refusal, a crash: a retry would fail again
     UNDECIDED = "inconclusive"  # interrupted, or the machine's fault
     RUNNING = "running"
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the predictor said of a candidate before it was measured; intervals hold 95 %."""
+    """Prediction of a candidate before its measurement; intervals hold 95 %."""
 
     peak_bytes: float
     peak_interval: tuple[float, float]
@@ -35,27 +35,27 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial as it is shown."""
+    """One trial on the page."""
 
     number: int
-    label: str  # of the candidate, like `z2 mb8 ga4 ckpt`
+    label: str  # candidate, like `z2 mb8 ga4 ckpt`
     knobs: dict[str, Value]
-    role: str  # of search/study.py
+    role: str  # a role of search/study.py
     status: Status
-    kind: str  # of the Outcome; "running" while there is none
+    kind: str  # kind of the Outcome; "running" before there is one
     phase: str = ""
-    rank: int | None = None  # that failed first
-    samples_per_second: float | None = None  # of all ranks
+    rank: int | None = None  # first rank that failed
+    samples_per_second: float | None = None  # all ranks together
     tokens_per_second: float | None = None
     step_seconds: float | None = None
     spread: float | None = None  # half the 95 % interval of the step, as a share of it
     peak_bytes: int | None = None
-    missing_bytes: int | None = None  # by how much an allocation failed
-    capacity_bytes: int | None = None  # of a rank, where it ran out; None: as today
-    retries: int = 0  # of the allocator
-    seconds: float = 0.0  # that the trial cost
-    why: str = ""  # why it was tried
-    happened: str = ""  # instead of a measurement
+    missing_bytes: int | None = None  # bytes by which an allocation failed
+    capacity_bytes: int | None = None  # bytes of a rank at an OOM; None: unchanged since
+    retries: int = 0  # retries of the allocator
+    seconds: float = 0.0  # cost of the trial
+    why: str = ""  # reason for trying it
+    happened: str = ""  # failure, if there is no measurement
     log: str = ""  # folder of its logs
     forecast: Forecast | None = None
 
@@ -64,15 +64,15 @@ class Trial:
         return self.samples_per_second is not None
 
     def lacks_memory_on(self, hardware: Hardware) -> bool:
-        """Whether it ran out of no clearly less memory than this machine's ranks have."""
+        """Check for an OOM on devices that had at least about the memory of this machine's."""
         return self.kind == Kind.OOM_DEVICE and not hardware.outgrew(Kind.OOM_DEVICE, self.capacity_bytes)
 
 
 @dataclass(frozen=True)
 class Gain:
-    """How many times the tokens a second of another config the winner has, both measured in the same way."""
+    """The winner's tokens per second divided by another config's, both measured in the same way."""
 
-    over: str  # what the other is
+    over: str  # description of the other config
     label: str
     times: float
     interval: tuple[float, float]
@@ -81,7 +81,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class Code:
-    """Something to copy."""
+    """A text to copy."""
 
     name: str
     text: str
@@ -89,23 +89,23 @@ class Code:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer, and what to do with it."""
+    """The answer, and how to use it."""
 
     winner: Trial | None
     head: str  # one line
     verified: bool = False
-    checks: tuple[str, ...] = ()  # what the winner has shown, and what it has not
+    checks: tuple[str, ...] = ()  # checks that the winner has passed, and open ones
     gains: tuple[Gain, ...] = ()
-    lines: tuple[str, ...] = ()  # what came closest where nothing fits, or how to begin
+    lines: tuple[str, ...] = ()  # the config that came closest if nothing fits, or how to begin
     run_now: tuple[Code, ...] = ()
-    instead: str = ""  # what can be done in place of the commands
-    needs: tuple[str, ...] = ()  # what the training must do besides
+    instead: str = ""  # alternative to the commands
+    needs: tuple[str, ...] = ()  # further changes that the training needs
     mfu: float | None = None
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Bytes of a rank by what holds them, in order."""
+    """Bytes of a rank by content, in order."""
 
     name: str  # `predicted` or `measured`
     parts: tuple[tuple[str, float], ...]
@@ -118,16 +118,16 @@ class Bar:
 
 @dataclass(frozen=True)
 class Bars:
-    """A config's memory, predicted beside measured."""
+    """Predicted and measured memory of a config."""
 
     name: str  # `winner`, `runner-up`, `the script as it is`
     label: str
     bars: tuple[Bar, ...]
-    limits: tuple[int, int] | None = None  # (capacity, ceiling) in bytes, where these are not the page's
+    limits: tuple[int, int] | None = None  # bytes: (capacity, ceiling), if they differ from the page's
 
 
 class Cell(StrEnum):
-    """What is known of a micro-batch under one kind of config. What is best known counts: the first of these that holds."""
+    """Knowledge about a micro-batch under one kind of config. The first that applies counts, since it is the most certain."""
 
     FITS = "fits"
     ABOVE = "above the ceiling"
@@ -142,45 +142,45 @@ class Cell(StrEnum):
 
 @dataclass(frozen=True)
 class Square:
-    """A place of the memory map."""
+    """One square of the memory map."""
 
     cell: Cell
-    bytes_low: float | None = None  # the least that any of its candidates was measured, or is predicted, to take
-    phases: tuple[str, ...] = ()  # in which trials ran out
-    told: str = ""  # for people who point at it
+    bytes_low: float | None = None  # smallest measured or predicted bytes of its candidates
+    phases: tuple[str, ...] = ()  # phases of the trials that ran out of memory
+    told: str = ""  # tooltip
     trials: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class MemoryMap:
-    """Micro-batch against stage, checkpointing and offload."""
+    """Micro-batches as columns; stage, checkpointing and offload as rows."""
 
     micro_batches: tuple[int, ...]
     rows: tuple[
         tuple[str, tuple[Square, ...]], ...
-    ]  # (stage, checkpointing and offload in words, a square a micro-batch)
+    ]  # (stage, checkpointing and offload in words; one square per micro-batch)
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Where the time of a study went; seconds."""
+    """Use of a study's time, in seconds."""
 
-    calls: tuple[tuple[str, float, float, str], ...]  # (started, used, budget, why it ended)
+    calls: tuple[tuple[str, float, float, str], ...]  # (started, used, budget, reason for its end)
     used_seconds: float
     spent: tuple[tuple[str, float], ...]  # by cause, in order
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What one change of one knob did, all else equal."""
+    """Effect of one change of one knob, all else equal."""
 
     knob: str
     change: str  # `1 → 2`
     pairs: int
-    speed: float  # median of the share that it adds
+    speed: float  # median of the relative change
     speed_range: tuple[float, float]
-    bytes: float  # median of what it adds to the peak
+    bytes: float  # median change of the peak
     bytes_range: tuple[float, float]
 
 
@@ -191,11 +191,11 @@ class Step:
     knob: str
     change: str
     label: str
-    status: Status | None  # None: it was not tried, and the figures are predicted
-    speed: float | None  # the share that it adds to the winner's; of what is not believed to fit there is none
-    bytes: float | None  # what it adds to the winner's peak
+    status: Status | None  # None: not tried, so the figures are predicted
+    speed: float | None  # relative to the winner's; None if it is not expected to fit
+    bytes: float | None  # difference to the winner's peak
     trial: int | None = None
-    cell: Cell | None = None  # of what was not tried: whether it is believed to fit, as the map says it
+    cell: Cell | None = None  # for untried candidates: expected fit, as in the map
 
     @property
     def fits(self) -> bool:
@@ -206,25 +206,25 @@ class Step:
 class Mattered:
     pairs: tuple[Pair, ...] = ()
     steps: tuple[Step, ...] = ()
-    basin: str = ""  # whether the winner is a sharp peak
+    basin: str = ""  # sentence about how the winner's neighbours compare
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The predictor's error on what it had not seen; shares."""
+    """The predictor's error on unseen trials; shares."""
 
     count: int
     memory: float  # median
     step: float
-    memory_inside: float  # of those within the 95 % interval
+    memory_inside: float  # share of trials within the 95 % interval
     step_inside: float
-    tried: int  # expected to fit when they were tried
-    ran_out: int  # of these
+    tried: int  # trials that were expected to fit
+    ran_out: int  # of these, those that ran out of memory
 
 
 @dataclass(frozen=True)
 class StudyReport:
-    """Everything that the page of a study says."""
+    """Full content of a study's page."""
 
     study: str
     model: str
@@ -238,18 +238,18 @@ class StudyReport:
     verdict: Verdict
     trials: tuple[Trial, ...]
     varying: tuple[str, ...]  # knobs that differ between trials
-    constant: tuple[tuple[str, str], ...]  # knobs that do not, and their value
+    constant: tuple[tuple[str, str], ...]  # other knobs, and their value
     memory: tuple[Bars, ...]
     map: MemoryMap | None
     clock: Clock
     mattered: Mattered
     accuracy: Accuracy | None
-    no_forecast: str  # why there is none, or what is to be known of them
+    no_forecast: str  # reason why there are none, or notes about them
     skips: tuple[tuple[str, int], ...]
     facts: tuple[tuple[str, str], ...]  # machine, versions, environment
     commands: tuple[str, ...]
     space: str  # its YAML
     fingerprint: dict[str, Any] = field(default_factory=dict)
-    forced: tuple[str, ...] = ()  # differences that --force went over
-    version: str = ""  # of autotune
+    forced: tuple[str, ...] = ()  # differences that --force accepted
+    version: str = ""  # version of autotune
     confidential: bool = False

@@ -1,8 +1,8 @@
-"""What the predictor knew before each trial, and how far it was off.
+"""Forecast of each trial from earlier trials, and the forecasts' errors.
 
-Predictions are not stored: they are made again from the trace, with a predictor that is shown the trials one after the other.
-It is fitted anew before the trials of `_refits` alone, since a fit costs as much as many predictions: a trial's forecast rests
-on trials before it, never on itself.
+Predictions are not stored. They are recomputed from the trace, with a predictor that observes the trials in order. The
+predictor is refitted only before the trials of `_refits`, as a fit costs as much as many predictions. A trial's forecast uses
+earlier trials only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autotune.search.records import RESUME, Record
 
 
 def _refits(count: int) -> list[int]:
-    """0, 1, 2, 3, 4, 6, 9, 13, …: half as many trials again each time."""
+    """Return 0, 1, 2, 3, 4, 6, 9, 13, …: each 1.5 times the one before."""
     at, found = 0, []
     while at < count:
         found.append(at)
@@ -32,9 +32,9 @@ def _refits(count: int) -> list[int]:
 def forecasts(
     records: Sequence[Record], predictor: Predictor, explained: Collection[Candidate]
 ) -> tuple[dict[int, Forecast], dict[Candidate, Prediction]]:
-    """(by a trial's number what was expected of it, of each of `explained` the breakdown as expected before its first trial).
+    """Return (forecast by trial number, breakdown before the first trial of each candidate in `explained`).
 
-    The predictor has seen all trials afterwards.
+    The predictor has observed all trials afterwards.
     """
     told = [
         record for record in records if record.outcome is not None and record.role != RESUME and record.candidate.knobs
@@ -67,7 +67,7 @@ def forecasts(
 
 
 def accuracy(trials: Sequence[Trial]) -> Accuracy | None:
-    """The error over each config's first trial: what is measured again has been seen. None where nothing was measured."""
+    """Return the error over each config's first trial, as later ones are no longer unseen. None without a measurement."""
     firsts: dict[str, Trial] = {}
     for trial in trials:
         if trial.forecast is not None:

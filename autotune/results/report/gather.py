@@ -1,4 +1,4 @@
-"""From a study to what its page says."""
+"""Build the content of a study's page."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from autotune.search.study import StudyStore
 from autotune.units import format_bytes
 from autotune.version import __version__
 
-MOST_TEXT = 400  # characters of what happened; the log has the rest
+MOST_TEXT = 400  # characters of a failure's message; the log has the rest
 
 
 @dataclass(frozen=True)
 class Searched:
-    """What of a study's space is still known; None where a later version cannot read it any more."""
+    """A study's space and its candidates. A later version may be unable to read it, and passes None instead."""
 
     space: SearchSpace
     candidates: tuple[Candidate, ...]
@@ -47,10 +47,11 @@ class Searched:
 def study_report(
     store: StudyStore, searched: Searched | None, predictor: Predictor | None, why_none: str
 ) -> StudyReport:
-    """Everything that the page of a study says.
+    """Return the full content of a study's page.
 
     Args:
-        predictor: fresh, of the study's job and hardware; None where there is none, and then `why_none` says why.
+        predictor: a fresh one for the study's job and hardware, or None.
+        why_none: reason for a missing predictor.
     """
     records, hardware, job = store.records(), store.hardware, store.job
     winner = store.winner
@@ -115,7 +116,7 @@ def _status(outcome: Outcome, hardware: Hardware) -> Status:
     if outcome.kind.is_oom:
         return Status.RAN_OUT
     if outcome.kind is Kind.OK:
-        return Status.FITS  # it went on from a checkpoint
+        return Status.FITS  # it resumed from a checkpoint
     return Status.FAILED if outcome.kind.says_something_of_the_candidate else Status.UNDECIDED
 
 
@@ -152,12 +153,12 @@ def _trial(record: Record, hardware: Hardware, expected: Forecast | None) -> Tri
 
 
 def _telling(found: Sequence[Trial]) -> Trial:
-    """Of a candidate's trials the one that says most of it: a measurement, or else a failure of its own; the latest."""
+    """Return the most informative trial of a candidate: a measurement, else an attributable failure; the latest of equals."""
     return max(found, key=lambda trial: (trial.measured, trial.status is not Status.UNDECIDED, trial.number))
 
 
 def _skips(store: StudyStore, known: AbstractSet[Candidate]) -> tuple[tuple[str, int], ...]:
-    """(why candidates were not tried, how many), the rest last: what is tried and these are together the whole space."""
+    """Return (reason for not trying candidates, count), the rest last. Together with the tried ones they are the whole space."""
     told = sorted(store.skips.items(), key=lambda item: -item[1])
     untried = len(known - {record.candidate for record in store.records()})
     rest = untried - sum(count for _, count in told)
@@ -171,7 +172,8 @@ def _skips(store: StudyStore, known: AbstractSet[Candidate]) -> tuple[tuple[str,
 
 
 def _searched_alike(records: Sequence[Record]) -> dict[Candidate, Measurement]:
-    """What the search measured: a verification is of another time and another care, and would favour who has one."""
+    """Return the measurements of the search. Verification runs later and more carefully, which would favour verified
+    candidates."""
     return {
         record.candidate: record.outcome.measurement
         for record in records
@@ -180,7 +182,7 @@ def _searched_alike(records: Sequence[Record]) -> dict[Candidate, Measurement]:
 
 
 def _knobs(candidates: Sequence[Candidate]) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """(the knobs that vary, those that do not with their value). One that only some have varies."""
+    """Return (varying knobs, constant knobs with their value). A knob that only some candidates have varies."""
     values: dict[str, set[Value | None]] = {}
     having = [candidate for candidate in candidates if candidate.knobs]
     for name in {name for candidate in having for name in candidate.as_dict}:
@@ -201,7 +203,8 @@ def _verdict(
     candidates: Sequence[Candidate],
 ) -> Verdict:
     measured = winner.outcome.measurement if winner is not None and winner.outcome is not None else None
-    if winner is None or measured is None or measured.peak_bytes > store.hardware.ceiling_bytes:  # of another headroom
+    # measured with another headroom
+    if winner is None or measured is None or measured.peak_bytes > store.hardware.ceiling_bytes:
         return _no_winner(store, records, candidates)
     job = store.job
     trial = next(trial for trial in trials if trial.number == winner.number)
@@ -241,7 +244,8 @@ def _verdict(
 
 
 def _no_winner(store: StudyStore, records: list[Record], candidates: Sequence[Candidate]) -> Verdict:
-    again = tuple(Code("go on", command) for command in store.commands[-1:] if MASK not in command)  # it would not run
+    # a masked command would not run
+    again = tuple(Code("go on", command) for command in store.commands[-1:] if MASK not in command)
     if not any(record.outcome for record in records):
         return Verdict(None, "Nothing was tried yet.", lines=("This study has no finished trial.",), run_now=again)
     tried = {record.candidate for record in records}
@@ -284,14 +288,14 @@ def _checks(winner: Record, records: Sequence[Record], hardware: Hardware, job: 
 
 
 def _gains(winner: Record, records: list[Record], job: Job, hardware: Hardware) -> tuple[Gain, ...]:
-    """Over the user's own config, the next best and the slowest that fits."""
+    """Return the gains over the user's own config, the next best and the slowest that fits."""
     alike = measured_alike(winner, records)
     own = next((record.candidate for record in records if record.note == AS_IS), None)
     found: list[Gain] = []
     if own is not None and own in alike:
         found.append(_gain(AS_IS, own, alike[own], unlike_steps(own, winner.candidate, job)))
     fitting = {c: pair for c, pair in alike.items() if pair[1].peak_bytes <= hardware.ceiling_bytes}
-    # by what the winner has of each, as verified or as searched, not by figures of unlike rounds
+    # The order uses ratios within one round, verified or searched, not figures of different rounds.
     ranked = sorted(fitting, key=lambda one: fitting[one][0].tokens_per_second / fitting[one][1].tokens_per_second)
     if ranked:
         found.append(_gain("the next best", ranked[0], alike[ranked[0]]))
@@ -301,7 +305,7 @@ def _gains(winner: Record, records: list[Record], job: Job, hardware: Hardware) 
 
 
 def _gain(over: str, other: Candidate, pair: tuple[Measurement, Measurement], detail: str = "") -> Gain:
-    """The interval holds 95 %: those of the two medians, taken as independent."""
+    """Return a gain with a 95 % interval, from those of the two medians, taken as independent."""
     times = pair[0].tokens_per_second / pair[1].tokens_per_second
     spread = sum((one.step_seconds_spread / one.step_seconds) ** 2 for one in pair) ** 0.5
     low, high = times / (1 + spread), times * (1 + spread)

@@ -1,4 +1,4 @@
-"""What follows for candidates that were not tried: from those that ran out of memory, and from the predictor."""
+"""Conclusions about untried candidates, from those that ran out of memory and from the predictor."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from autotune.search.dominance import Dominance, Rules
 
 @dataclass(frozen=True)
 class Judged:
-    """Candidates, in their order, and what is known of each without a trial of its own."""
+    """Candidates, in their order, with the conclusions about each."""
 
-    cells: tuple[Cell, ...]  # RULED_OUT, TOO_MUCH, PREDICTED or, where there is no predictor, UNKNOWN
-    culprits: Mapping[Candidate, Candidate]  # of what is ruled out: the one that ran out and needs no more
+    cells: tuple[Cell, ...]  # RULED_OUT, TOO_MUCH, PREDICTED or, without a predictor, UNKNOWN
+    culprits: Mapping[Candidate, Candidate]  # for each excluded candidate, one that ran out of memory and needs no more
     table: Table | None
-    over_host: tuple[bool, ...]  # whether it is main memory that would not do
+    over_host: tuple[bool, ...]  # main memory is too small
 
 
 def judged(
     candidates: Sequence[Candidate], ran_out: Collection[Candidate], hardware: Hardware, predictor: Predictor | None
 ) -> Judged:
-    """Judges candidates of which no trial tells.
+    """Judge candidates without a trial.
 
     Args:
-        ran_out: those that ran out of a device's memory.
+        ran_out: candidates that ran out of a device's memory.
         predictor: calibrated.
     """
     every = list(dict.fromkeys([*candidates, *ran_out]))

@@ -1,4 +1,4 @@
-"""What a knob changes with all else equal, and how the winner's neighbours do: pairs of trials, no model between."""
+"""Effects of a knob with all else equal, and of the winner's neighbours: pairs of trials, without a model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from autotune.problem.space import SearchSpace
 from autotune.results.report.data import Cell, Mattered, Pair, Status, Step, Trial
 from autotune.results.report.judged import judged
 
-BROAD = 0.05  # a neighbour that is slower by less is as good
+BROAD = 0.05  # share; a neighbour that is slower by less counts as equal
 TRADED = "micro-batch for accumulation, same batch"  # both change, and the global batch does not
 Measured = Mapping[Candidate, Measurement]
 
 
 def changed_knob(one: Candidate, other: Candidate) -> str | None:
-    """The only knob that differs between two candidates, besides those that only one of them reads because of it."""
+    """Return the only knob that differs between two candidates. Knobs that only one of them reads because of it are ignored."""
     mine, theirs = one.as_dict, other.as_dict
     different = {name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]}
     if different == set(RUNG_KNOBS) and one.micro_batch * one.accumulation == other.micro_batch * other.accumulation:
@@ -33,12 +33,12 @@ def changed_knob(one: Candidate, other: Candidate) -> str | None:
 
 
 def value_of(candidate: Candidate, knob: str) -> Value:
-    """The candidate's value of what `changed_knob` names."""
+    """Return the candidate's value for a name from `changed_knob`."""
     return candidate.micro_batch if knob == TRADED else candidate.as_dict[knob]
 
 
 def shown(value: Value) -> str:
-    """A knob's value as the tables have it."""
+    """Format a knob's value for tables."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, int | float) and abs(value) >= 100_000:
@@ -47,7 +47,7 @@ def shown(value: Value) -> str:
 
 
 def paired(measured: Measured) -> tuple[Pair, ...]:
-    """Every change of a knob of which there are pairs, those that move speed most first."""
+    """Return every change of a knob that pairs of trials show, largest effect on speed first."""
     found: dict[tuple[str, Value, Value], list[tuple[float, float]]] = defaultdict(list)
     for one, other, knob in _pairs(list(measured)):
         first, second = sorted((one, other), key=lambda c: _order(value_of(c, knob)))
@@ -72,7 +72,7 @@ def paired(measured: Measured) -> tuple[Pair, ...]:
 
 
 def _pairs(candidates: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate, str]]:
-    """Candidates that differ in one knob. Those that agree in all others share a key, so that few are compared."""
+    """Yield candidates that differ in one knob. Those that agree in all others share a key, so that few are compared."""
     names = {name for candidate in candidates for name in candidate.as_dict}
     for knob in (*sorted(names), TRADED):
         left_out = set(RUNG_KNOBS) if knob == TRADED else {knob}
@@ -86,16 +86,16 @@ def _pairs(candidates: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candida
                 yield from ((one, other, knob) for other in group[i + 1 :] if changed_knob(one, other) == knob)
 
 
-_GATES = ("zero_stage", "offload_optimizer", "offload_param")  # others are read or not because of them
+_GATES = ("zero_stage", "offload_optimizer", "offload_param")  # they decide whether other knobs are read
 
 
 def _in_all(candidates: Sequence[Candidate]) -> set[str]:
-    """The knobs that every one of the candidates has."""
+    """Return the knobs that every candidate has."""
     return set.intersection(*(set(candidate.as_dict) for candidate in candidates)) if candidates else set()
 
 
 def _order(value: Value) -> tuple[bool, float, str]:
-    """`none` before `cpu`, numbers by size."""
+    """Return a sort key: `none` before `cpu`, numbers by size."""
     number = float(value) if isinstance(value, int | float) else 0.0
     return isinstance(value, str) and value != "none", number, str(value)
 
@@ -108,10 +108,10 @@ def steps_around(
     allowed: Callable[[Candidate], bool],
     predictor: Predictor | None,
 ) -> tuple[Step, ...]:
-    """Every candidate one step of one knob from the winner: measured, failed or, where a predictor is given, predicted.
+    """Return every candidate one step of one knob from the winner: measured, failed or, with a predictor, predicted.
 
     Args:
-        allowed: whether the space has such a candidate for the job.
+        allowed: returns True if the space has such a candidate for the job.
     """
     if winner not in measured:
         return ()
@@ -134,14 +134,16 @@ def steps_around(
         elif known is not None and known.table is not None:
             at, table = 1 + untried.index(candidate), known.table
             fits = known.cells[at] is Cell.PREDICTED
-            speed = float(table.samples[at] / table.samples[0] - 1) if fits else None  # what does not fit gains nothing
+            # a config that does not fit gains nothing
+            speed = float(table.samples[at] / table.samples[0] - 1) if fits else None
             size = float(table.needed[at] - table.needed[0])
             found.append(Step(knob, change, str(candidate), None, speed, size, cell=known.cells[at]))
     return tuple(sorted(found, key=lambda step: (step.status is None, step.knob, step.change)))
 
 
 def _near(winner: Candidate, space: SearchSpace | None, allowed: Callable[[Candidate], bool]) -> dict[Candidate, str]:
-    """The neighbours in the space, and the knob of each: every other value of a choice, the next of an ordered one."""
+    """Return the neighbours in the space, with the knob of each: every other value of a choice, the next value of an ordered
+    knob."""
     found: dict[Candidate, str] = {}
     for name, domain in (space.knobs if space else {}).items():
         if name not in winner.as_dict:
@@ -159,7 +161,7 @@ def _near(winner: Candidate, space: SearchSpace | None, allowed: Callable[[Candi
 
 
 def _next(value: Value, values: Sequence[Value]) -> list[Value]:
-    """The values one step away."""
+    """Return the values one step away."""
     if not all(isinstance(one, int | float) and not isinstance(one, bool) for one in (value, *values)):
         return [one for one in values if one != value]
     ordered = sorted({value, *values}, key=float)
@@ -167,11 +169,11 @@ def _next(value: Value, values: Sequence[Value]) -> list[Value]:
     return [*ordered[max(0, at - 1) : at], *ordered[at + 1 : at + 2]]
 
 
-_TELLING = (Status.FITS, Status.ABOVE, Status.RAN_OUT)  # what was cut short, or failed, has no speed to compare
+_TELLING = (Status.FITS, Status.ABOVE, Status.RAN_OUT)  # other trials failed or were interrupted, so they have no speed
 
 
 def basin(steps: Sequence[Step]) -> str:
-    """Whether the winner is a sharp peak or lies in a broad basin, by its measured neighbours."""
+    """Describe the winner's measured neighbours: a sharp peak or a broad basin."""
     tried = [step for step in steps if step.status in _TELLING]
     if not tried:
         other = sum(step.status is not None for step in steps)

@@ -1,4 +1,4 @@
-"""Whose memory a page shows, and what holds it: as predicted, and as a trial could tell it apart."""
+"""Memory of a page's main configs by content: as predicted, and as a trial can separate it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autotune.units import format_bytes
 
 
 def of_interest(records: Sequence[Record], winner: Record | None, hardware: Hardware) -> dict[str, Candidate]:
-    """Whose memory is shown: the winner's, that of the next best that fits, and the script's as it is."""
+    """Return the configs whose memory is shown: the winner, the next best that fits, and the probe run's."""
     standings = Standings(hardware)
     for record in records:
         if record.outcome is not None and record.role != TRAINING:
@@ -57,20 +57,20 @@ def memory_bars(
 
 
 def predicted_bar(one: Prediction, hardware: Hardware) -> Bar:
-    """What a prediction says that memory holds at its highest."""
+    """Return the predicted memory at its peak by content."""
     notes = [f"highest in {one.moment}", given_back(one.peak_bytes, one.needed_bytes, hardware.ceiling_bytes)]
     return Bar("predicted", tuple((n, s) for n, s in one.memory.items() if s > 0), "; ".join(filter(None, notes)))
 
 
 def given_back(peak_bytes: float, needed_bytes: float, ceiling_bytes: int) -> str:
-    """Why a config fits though its peak is above the ceiling; nothing where that is not so."""
+    """Explain why a config fits although its peak is above the ceiling; empty otherwise."""
     if not needed_bytes <= ceiling_bytes < peak_bytes:
         return ""
     return f"{format_bytes(needed_bytes)} are needed: cached blocks are given back before memory runs out"
 
 
 def _measured_bar(measured: Measurement, hardware: Hardware) -> Bar:
-    """What a trial can tell apart: on GPUs by torch's allocator, of CPU ranks where tensors were counted."""
+    """Return a trial's memory by content: on GPUs from torch's allocator, on CPU ranks from counted tensors."""
     peak = float(measured.peak_bytes)
     if hardware.device == "cpu":
         tensors = float(max(measured.live_tensor_bytes.values(), default=0))

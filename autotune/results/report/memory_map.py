@@ -1,4 +1,4 @@
-"""The map of memory: every micro-batch under every stage, checkpointing and offload, and what is known of it."""
+"""The memory map: every micro-batch under every stage, checkpointing and offload, with the knowledge about it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from autotune.results.report.judged import judged
 from autotune.units import format_bytes
 
 MOST_COLUMNS = 16
-MOST_IN_A_SQUARE = 12  # candidates that are looked at where none was tried; a square may have thousands
-MOST_LOOKED_AT = 50_000  # of a space's candidates: one of two million would take a minute
-_FROM_TRIALS = {  # what is known best, first
+MOST_IN_A_SQUARE = 12  # candidates checked in an untried square, which may have thousands
+MOST_LOOKED_AT = 50_000  # candidates of the space; two million would take a minute
+_FROM_TRIALS = {  # most certain knowledge first
     Status.FITS: Cell.FITS,
     Status.ABOVE: Cell.ABOVE,
     Status.RAN_OUT: Cell.RAN_OUT,
@@ -44,12 +44,12 @@ def memory_map(
     hardware: Hardware,
     predictor: Predictor | None,
 ) -> MemoryMap | None:
-    """The map of a study; None where there is nothing to show.
+    """Return the map of a study; None if it would be empty.
 
     Args:
         trials: of each candidate that was tried.
-        candidates: all of the space; empty where it is not known any more.
-        predictor: calibrated; without one what was not tried is not judged.
+        candidates: the whole space; empty if it can no longer be read.
+        predictor: calibrated; without one, untried squares stay unknown.
     """
     tried: dict[_Place, list[tuple[Candidate, Trial]]] = defaultdict(list)
     for candidate, found in trials.items():
@@ -83,7 +83,7 @@ def memory_map(
 
 
 def _columns(tried: set[int], every: set[int]) -> list[int]:
-    """The micro-batches to show: all, or those tried and powers of two."""
+    """Return the micro-batches to show: all, or those tried and powers of two."""
     if len(every) <= MOST_COLUMNS:
         return sorted(every)
     powers = [size for size in sorted(every) if size & (size - 1) == 0 and size not in tried]
@@ -91,13 +91,13 @@ def _columns(tried: set[int], every: set[int]) -> list[int]:
 
 
 def _some(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """A few of them, evenly chosen."""
+    """Return a few of the candidates, evenly spaced."""
     step = max(1, -(-len(candidates) // MOST_IN_A_SQUARE))
     return list(candidates[::step])
 
 
 def _of_trials(found: Sequence[tuple[Candidate, Trial]]) -> Square | None:
-    """What trials say of a square; None where they say nothing."""
+    """Build a square from its trials; None if they give no information."""
     best = next((status for status in _FROM_TRIALS if any(trial.status is status for _, trial in found)), None)
     if best is None:
         return None
@@ -121,7 +121,7 @@ def _judged(
     hardware: Hardware,
     predictor: Predictor | None,
 ) -> dict[_Place, Square]:
-    """What follows for squares of which no trial tells: from those that ran out, and from the predictor."""
+    """Build squares without informative trials, from those that ran out of memory and from the predictor."""
     flat = [candidate for found in asked.values() for candidate in found]
     if not flat:
         return {}
@@ -141,7 +141,7 @@ def _judged(
             squares[place] = Square(Cell.UNKNOWN, told="not tried")
             continue
         fitting = [i for i in free if known.cells[i] is Cell.PREDICTED]
-        sizes = known.table.needed  # what is cached beyond it is given back before memory runs out
+        sizes = known.table.needed  # the allocator returns further cached blocks before an OOM
         least = min(fitting or free, key=lambda i: float(sizes[i]))
         size = float(sizes[least])
         what = "main memory" if not fitting and known.over_host[least] else f"{format_bytes(size)} needed at least"

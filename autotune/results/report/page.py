@@ -1,4 +1,4 @@
-"""Fills the templates: one HTML file with its style, its script and its data inside, which asks no network for anything."""
+"""Fill the templates: one HTML file with its style, script and data inside, which loads nothing from a network."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autotune.results.targets import check_out
 from autotune.streams import printable
 from autotune.units import format_bytes, format_duration
 
-_SYMBOLS = {  # of the memory map: told without colour
+_SYMBOLS = {  # marks of the memory map, readable without colour
     Cell.FITS: "✓",
     Cell.ABOVE: "▲",
     Cell.RAN_OUT: "✗",
@@ -48,7 +48,7 @@ _KNOBS = {
 
 
 def _knob(name: str) -> str:
-    """A knob's name for people: words that a narrow column may break between."""
+    """Return a knob's name for display, in words between which a narrow column may break."""
     return _KNOBS.get(name, name.rpartition(".")[2].replace("_", " "))
 
 
@@ -78,12 +78,12 @@ def _environment() -> jinja2.Environment:
 
 @cache
 def _part(name: str) -> str:
-    """A style or script that goes into the page as it is."""
+    """Read a style or script that is inserted unchanged."""
     return (resources.files("autotune.results.report") / "templates" / name).read_text(encoding="utf-8").strip()
 
 
 def _allowed(script: str) -> str:
-    """How a content security policy names a script: nothing else that looks like one is ever run."""
+    """Return the hash by which a content security policy permits a script. The browser runs no other script."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
@@ -98,13 +98,13 @@ def _fill(template: str, **values: Any) -> str:
 
 
 def as_data(data: Any) -> Markup:
-    """JSON that may stand in a page: nothing in it ends the element or begins a tag."""
+    """Return JSON that is safe inside HTML: it cannot end the element or begin a tag."""
     text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), default=str)
     return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
 
 
 def study_page(report: StudyReport) -> str:
-    """The HTML of a study's page."""
+    """Return the HTML of a study's page."""
     sizes = [bar.whole for bars in report.memory for bar in bars.bars]
     scale = 1.02 * max([float(report.capacity_bytes), *sizes])
     limits = (report.capacity_bytes, report.ceiling_bytes)
@@ -124,7 +124,7 @@ def study_page(report: StudyReport) -> str:
 
 
 def training_page(report: TrainingReport) -> str:
-    """The HTML of a training's page."""
+    """Return the HTML of a training's page."""
     data = {"code": report.code, "attempts": [dataclasses.asdict(one) for one in report.attempts]}
     return _fill(
         "training.html.j2",
@@ -136,7 +136,7 @@ def training_page(report: TrainingReport) -> str:
 
 
 def plan_page(report: PlanReport) -> str:
-    """The HTML of a plan's page."""
+    """Return the HTML of a plan's page."""
     capacities = [float(card.capacity_bytes) for card in report.cards]
     scale = 1.02 * max([*capacities, *(bar.whole for bars in report.memory for bar in bars.bars)])
     limits = {bars.limits for bars in report.memory if bars.limits}
@@ -162,7 +162,8 @@ _FORECAST = tuple(f.name for f in dataclasses.fields(Forecast))
 
 
 def study_data(report: StudyReport) -> dict[str, Any]:
-    """What the page offers as JSON and CSV: the trials by columns, exact, and what the study is of. Bytes and seconds."""
+    """Return the data that the page offers as JSON and CSV: the study's settings, and its trials by columns, exact. Bytes and
+    seconds."""
     knobs = sorted({name for trial in report.trials for name in trial.knobs})
     rows = [
         [
@@ -188,7 +189,7 @@ def study_data(report: StudyReport) -> dict[str, Any]:
 
 
 def _short(value: Any) -> Any:
-    """Five figures are more than is known, and half of the bytes."""
+    """Round to five digits, which exceeds the accuracy and halves the size."""
     if isinstance(value, tuple):
         return [_short(one) for one in value]
     if not isinstance(value, float):
@@ -202,7 +203,7 @@ def _short(value: Any) -> Any:
 
 
 def write_page(html: str, out: Path) -> None:
-    """Writes the file, whole or not at all.
+    """Write the file completely or not at all.
 
     Raises:
         UserError: it cannot be written.

@@ -1,4 +1,4 @@
-"""The charts of a page: what is where, in which shape and colour, and what is said of it."""
+"""The charts of a page: positions, shapes, colours and labels."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from autotune.results.report.data import Bars, Status, StudyReport, Trial
 from autotune.search.records import RESUME, TRAINING
 from autotune.units import GIB, MIB, format_bytes, format_count, format_duration
 
-SHAPES = ("0", "1", "2", "3")  # of ZeRO's stages: circle, square, triangle, diamond (base.html.j2)
-LETTERS = {  # of what memory holds; the classes `hold-…` of page.css have a colour and a texture for each
+SHAPES = ("0", "1", "2", "3")  # for ZeRO's stages: circle, square, triangle, diamond (base.html.j2)
+LETTERS = {  # for contents of memory; the classes `hold-…` of page.css have a colour and a texture for each
     "parameters": "P",
     "gradients": "G",
     "optimizer": "O",
@@ -31,16 +31,16 @@ LETTERS = {  # of what memory holds; the classes `hold-…` of page.css have a c
     "all there was": "M",
     "more that was asked for": "+",
 }
-_FAR = 1.6  # a peak or shortfall beyond so many times the capacity is drawn at the edge
+_FAR = 1.6  # multiple of the capacity; a larger peak or shortfall is drawn at the edge
 
 
 def tokens(value: float) -> str:
-    """Of tokens a second."""
+    """Format tokens per second."""
     return format_count(value) if value >= 1000 else f"{value:.3g}"
 
 
 def size_axis(name: str, low: float, high: float, log: bool = False) -> Axis:
-    """Of bytes: in GiB, or in MiB where all is small."""
+    """Return an axis of bytes: in GiB, or in MiB if all values are small."""
     unit, word = (GIB, "GiB") if high >= 2 * GIB else (MIB, "MiB")
     return Axis(f"{name} ({word})", low / unit, high / unit, lambda v: f"{v:.4g}", log)
 
@@ -50,7 +50,7 @@ def unit_of(axis: Axis) -> float:
 
 
 def look(trial: Trial) -> tuple[str, str]:
-    """(shape, classes): the shape and colour of a stage, hollow where something is offloaded, a cross for what failed."""
+    """Return (shape, classes): shape and colour show the stage, hollow marks offload, a cross marks a failure."""
     stage = min(3, int(trial.knobs.get("zero_stage", 0)))
     hollow = any(trial.knobs.get(name, "none") != "none" for name in ("offload_optimizer", "offload_param"))
     if trial.status in (Status.FAILED, Status.UNDECIDED, Status.RUNNING):
@@ -60,8 +60,8 @@ def look(trial: Trial) -> tuple[str, str]:
 
 
 def speed_against_memory(report: StudyReport) -> Markup | None:
-    """All trials: tokens a second over the peak; those that ran out in a lane, at what they would have needed at least. None
-    where no speed was measured: there is no axis then."""
+    """Draw tokens per second over the peak for all trials. OOM trials are in a lane, at the least memory they would have
+    needed. None if no speed was measured, as there is no axis."""
     ran = [t for t in report.trials if t.measured and t.peak_bytes]
     out = [t for t in report.trials if t.status is Status.RAN_OUT]
     if not ran:
@@ -102,14 +102,14 @@ def speed_against_memory(report: StudyReport) -> Markup | None:
 
 
 def why_no_speed(report: StudyReport) -> str:
-    """What stands in the place of charts of speed that cannot be drawn."""
+    """Return the text that replaces missing charts of speed."""
     out = sum(trial.status is Status.RAN_OUT for trial in report.trials)
     table = f"; {out} ran out of memory: what each lacked is told in All trials" if out else ""
     return f"No trial has measured a speed, so there is no chart of it{table}."
 
 
 def _front(trials: Sequence[Trial]) -> list[Trial]:
-    """Trials than which none is both faster and smaller, smallest first."""
+    """Return the trials that no other trial beats in both speed and memory, smallest first."""
     best, front = 0.0, []
     for trial in sorted(trials, key=lambda t: (t.peak_bytes or 0, -(t.tokens_per_second or 0))):
         if (trial.tokens_per_second or 0) > best:
@@ -119,8 +119,8 @@ def _front(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def over_time(report: StudyReport) -> Markup | None:
-    """Every trial as a line as long as it took, at its speed, and the best so far. Trials run one after the other; what passes
-    between them is not drawn. None where none has taken time or measured a speed."""
+    """Draw every trial as a line as long as its duration, at its speed, and the best so far. Trials are drawn in sequence,
+    without the time between them. None if no trial took time or measured a speed."""
     shown = [t for t in report.trials if t.role != TRAINING and t.status is not Status.RUNNING]
     whole = sum(t.seconds for t in shown)
     fastest = max((t.tokens_per_second or 0 for t in shown), default=0.0)
@@ -159,7 +159,7 @@ def over_time(report: StudyReport) -> Markup | None:
 
 
 def predicted_against_measured(report: StudyReport) -> list[Markup]:
-    """Two charts, memory and a step's time: a mark on the diagonal was predicted exactly."""
+    """Draw two charts, memory and step time. A mark on the diagonal was predicted exactly."""
     told = [t for t in report.trials if t.forecast and t.measured and t.peak_bytes and t.step_seconds]
     if not told:
         return []
@@ -197,15 +197,15 @@ def letter(part: str) -> str:
 
 
 def hold(part: str) -> str:
-    """The class of what memory holds."""
+    """Return the CSS class for a content of memory."""
     return f"hold hold-{letter(part) if letter(part) != '+' else 'more'}"
 
 
 def memory_bars(bars: Bars, at: int, scale: float, capacity_bytes: int, ceiling_bytes: int) -> list[tuple[str, Markup]]:
-    """(name, drawing) of each bar of a config, with a title on each part.
+    """Return (name, drawing) of each bar of a config, with a title on each part.
 
     Args:
-        at: which config of its page it is.
+        at: index of the config on its page.
         scale: bytes of the whole width.
     """
     made = []

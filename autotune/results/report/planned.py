@@ -1,4 +1,4 @@
-"""What the page of `autotune plan --html` says: a prediction, nothing of which was measured."""
+"""Content of the page of `autotune plan --html`: predictions only."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ WIDTH = 100  # columns of the plan's text
 
 @dataclass(frozen=True)
 class Card:
-    """What is predicted for one kind of device, beside what that device has."""
+    """Predictions for one kind of device, and its capacity."""
 
     machine: str
-    capacity_bytes: int  # of a rank
+    capacity_bytes: int  # of one rank
     head: str  # one line
     best: tuple[dict[str, Any], ...]  # `results.plan.prediction_json` of each
-    fits_though: str  # why the first of them fits, where its peak is above the ceiling
+    fits_though: str  # reason why the first of them fits if its peak is above the ceiling
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Everything that the page of a plan says."""
+    """Full content of a plan's page."""
 
     model: str
     job: str
     machine: str
     cards: tuple[Card, ...]  # one, or several side by side
-    memory: tuple[Bars, ...]  # of the fastest configs, each with the limits of its own card
-    text: str  # the whole plan, as the terminal has it
-    data: Any  # as `--json` says it
+    memory: tuple[Bars, ...]  # fastest configs, each with the limits of its own card
+    text: str  # the whole plan as in the terminal
+    data: Any  # the output of `--json`
     version: str = __version__
     confidential: bool = False
 
 
 def plan_report(plans: list[Plan]) -> PlanReport:
-    """Of one plan, or of several cards side by side."""
+    """Build the content from one plan, or from several cards side by side."""
     first, several = plans[0], len(plans) > 1
     out = Console(file=io.StringIO(), width=WIDTH, color_system=None, legacy_windows=False)
     if several:
@@ -71,7 +71,7 @@ def _card(plan: Plan) -> Card:
 
 
 def _memory(plan: Plan, several: bool) -> list[Bars]:
-    """Of the fastest configs; beside other cards of the fastest alone."""
+    """Return the bars of the fastest configs; if several cards are compared, of the fastest alone."""
     return [
         Bars(
             plan.hardware.name if several else f"{at + 1}",

@@ -1,4 +1,4 @@
-"""What the page of a training under `autotune launch` says."""
+"""Content of the page of a training under `autotune launch`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autotune.units import format_bytes, format_duration
 
 @dataclass(frozen=True)
 class AttemptShown:
-    """One start of the training: the fields of `recovery.supervisor.Attempt`."""
+    """One start of the training, with the fields of `recovery.supervisor.Attempt`."""
 
     rung: int
     candidate: str
@@ -29,22 +29,22 @@ class AttemptShown:
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """Everything that the page of a training says."""
+    """Full content of a training's page."""
 
     name: str
     job: str
     machine: str
     capacity_bytes: int
-    code: int  # that the training ended with
-    lines: tuple[str, ...]  # how it went, for people
+    code: int  # exit code of the training
+    lines: tuple[str, ...]  # summary for the user
     attempts: tuple[AttemptShown, ...]
-    ladder: tuple[tuple[str, bool, float], ...]  # (config, whether measured, bytes of a rank)
+    ladder: tuple[tuple[str, bool, float], ...]  # (config, measured, bytes of a rank)
     version: str = ""
     confidential: bool = False
 
     @property
     def points(self) -> list[list[tuple[float, int, int]]]:
-        """The courses of the attempts on one clock, with the steps of all counted on."""
+        """The courses of the attempts on one time axis, with their steps added up."""
         found, began, done = [], 0.0, 0
         for attempt in self.attempts:
             found.append([(began + seconds, done + steps, size) for seconds, steps, size in attempt.course])
@@ -60,7 +60,7 @@ def _clock(report: TrainingReport) -> tuple[Axis, float]:
 
 
 def over_time(report: TrainingReport) -> list[Markup]:
-    """Memory and steps over time; an upright line is where an attempt ended. Empty where no rank told its steps."""
+    """Draw memory and steps over time. A vertical line marks the end of an attempt. Empty if no rank reported steps."""
     courses = report.points
     if not any(courses):
         return []
