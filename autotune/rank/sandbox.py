@@ -37,7 +37,7 @@ _BIND, _RECURSIVE, _PRIVATE, _DETACH = 0x1000, 0x4000, 0x40000, 2  # mount(2), u
 _MOUNT_SETATTR, _AT_RECURSIVE, _ATTR_READ_ONLY = 442, 0x8000, 1  # mount_setattr(2)
 _SECCOMP, _DROP_BOUND, _NO_NEW_PRIVILEGES = 22, 24, 38  # prctl(2)
 _SYS_ADMIN = 21  # capabilities(7)
-_KERNEL_FOLDERS = ("/proc", "/sys", "/dev")  # hold no user's files, except for shared memory
+_KERNEL_FOLDERS = ("/proc", "/sys")  # hold no files
 _SHARED_MEMORY = "/dev/shm"
 _COPIED_BYTES = 1 << 20  # largest file that is copied if an overlay cannot take it
 _MOST_ENTRIES = 5000  # of a folder whose entries are looked at one by one
@@ -135,7 +135,7 @@ class Sandbox:
             _drop_mount_capability()
         elif self.protection is Protection.LANDLOCK:
             os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tmp-", dir=home)  # short: sockets
-            _restrict_writes([*writable, "/dev", "/proc"])
+            _restrict_writes([*writable, _SHARED_MEMORY], devices=["/dev", "/proc"])
             _ignore_attribute_changes()
         os.chdir(self.script_cwd)
 
@@ -240,7 +240,8 @@ class _Tree:
     def show(self, path: str) -> None:
         """Show a folder or file in the new root: writable where the kernel has an overlay for it, else read-only."""
         at = self._at(path)
-        if path in _KERNEL_FOLDERS or self._mounts.get(path):
+        devices = path.startswith("/dev/") or (path == "/dev" and self._ordinary)  # root could remove device files
+        if path in _KERNEL_FOLDERS or devices or self._mounts.get(path):
             _mount(path, at, _BIND | _RECURSIVE)
             return
         inside = sorted(one for one in self._mounts if one.startswith(f"{path.rstrip('/')}/"))
@@ -375,7 +376,7 @@ def _listening_sockets() -> list[str]:
     """Return Unix sockets of other processes, which cannot be reached through an overlay. proc_net_unix(5)."""
     lines = Path("/proc/net/unix").read_bytes().splitlines()
     paths = [os.fsdecode(line.split(None, 7)[7]) for line in lines if line.count(b"/")]
-    return [path for path in paths if path.startswith("/") and not path.startswith(_KERNEL_FOLDERS)]
+    return [path for path in paths if path.startswith("/") and not path.startswith((*_KERNEL_FOLDERS, "/dev"))]
 
 
 def _make_namespaces() -> None:
@@ -422,7 +423,7 @@ _WRITES_OF_FILES = 1 << 1 | 1 << 14  # write, truncate
 _TRUNCATE_ABI = 3  # covers truncation, and lets files be moved between folders: Linux 6.2
 
 
-def _restrict_writes(writable: list[str]) -> None:
+def _restrict_writes(writable: list[str], devices: Iterable[str] = ()) -> None:
     """Have the kernel refuse changes outside of these paths to this process and its children.
 
     Raises:
@@ -437,10 +438,11 @@ def _restrict_writes(writable: list[str]) -> None:
             return
         raise
     rules = _syscall(_LANDLOCK_CREATE, struct.pack("=Q", _WRITES), 8, 0)
-    for path in writable:
+    for path in (*writable, *devices):
         with suppress(FileNotFoundError):
             opened = os.open(path, os.O_PATH)
-            allowed = _WRITES if stat.S_ISDIR(os.fstat(opened).st_mode) else _WRITES_OF_FILES
+            folder = stat.S_ISDIR(os.fstat(opened).st_mode) and path not in devices
+            allowed = _WRITES if folder else _WRITES_OF_FILES
             _syscall(_LANDLOCK_ADD, rules, 1, struct.pack("=Qi", allowed, opened), 0)
             os.close(opened)
     _syscall(_LANDLOCK_RESTRICT, rules, 0)
