@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 from autotune.commands.python import check_versions, versions_of
 from autotune.errors import UserError
+from autotune.executors.scratch import UNPROTECTED, protection_of
 from autotune.file_systems import file_system_of
 from autotune.group.ending import end_marked
 from autotune.group.environment import trial_environment
@@ -35,6 +37,7 @@ from autotune.problem.gpus import (
 from autotune.problem.hardware import facts_for
 from autotune.problem.host import host_available_bytes, host_total_bytes
 from autotune.problem.unseen import unseen_gpu
+from autotune.rank.sandbox import Protection
 from autotune.units import GIB, MIB, format_bytes
 from autotune.versions import Versions, complaint, newer
 
@@ -56,7 +59,7 @@ class Finding:
 
 def examine(nvme_path: Path | None = None) -> list[Finding]:
     """Everything there is to find; builds DeepSpeed's CPU Adam where it is not built yet."""
-    return [*_gpus(), *_memory(), *_disk(nvme_path), *_python(), *_libraries()]
+    return [*_gpus(), *_memory(), *_disk(nvme_path), _protection(), *_python(), *_libraries()]
 
 
 def _gpus() -> Iterator[Finding]:
@@ -174,6 +177,22 @@ def _disk(nvme_path: Path | None) -> Iterator[Finding]:
         yield Finding("good", "disk", found)
     if nvme_path is not None:
         yield _nvme(nvme_path)
+
+
+def _protection() -> Finding:
+    """Return how a trial of a script keeps its writes from the user's files."""
+    with tempfile.TemporaryDirectory(dir="runs" if os.access("runs", os.W_OK) else None) as folder:
+        found = protection_of(Path.cwd(), Path(folder), unprotected=True)
+    if found is Protection.OVERLAY:
+        return Finding("good", "your files", "trials write into layers of an overlay, which vanish with them")
+    if found is Protection.LANDLOCK:
+        cost = "a script that changes a file of yours by an absolute path fails with PermissionError in trials"
+        fix = "allow user namespaces (sysctl kernel.unprivileged_userns_clone, user.max_user_namespaces) for an overlay"
+        return Finding(
+            "warn", "your files", "the kernel refuses changes outside of a trial's folder (Landlock)", cost, fix
+        )
+    fix = "a kernel with overlayfs and user namespaces, or with Landlock (Linux 6.2)"
+    return Finding("warn", "your files", "no protection", f"{UNPROTECTED}; scripts need --unprotected", fix)
 
 
 def _nvme(path: Path) -> Finding:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import islice
 from pathlib import Path
 
 from autotune.errors import UserError
 from autotune.interpreter import bound_command, current
-from autotune.problem.argument_files import OUTPUT_FOLDER
+from autotune.problem.argument_files import output_folder
 from autotune.problem.argument_texts import output_folders, write_trial_files
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job
 from autotune.rank.sandbox import Protection, Sandbox, available_protection, remove
 
 _SCRATCH = "scratch"
-_MOST_LINKS = 1000  # into an output folder
 UNPROTECTED = (
     "this machine cannot keep a script's writes from your files (neither overlayfs nor Landlock): a trial may overwrite or "
     "delete what your script overwrites or deletes"
@@ -67,20 +64,29 @@ def trial_sandbox(
     """
     cwd = Path(job.script.cwd if job.script else os.getcwd())
     protection = protection_of(cwd, folder, unprotected=unprotected)
+    kept = [*kept, *_swap_folders(job, candidate)]
     for one in kept:
         os.makedirs(one, exist_ok=True)
     sandbox = Sandbox(folder.resolve() / _SCRATCH, cwd, protection, tuple(kept))
     sandbox.create(study)
     if job.script is not None:
-        overlaid = protection is Protection.OVERLAY  # an output folder shows what the user's has
+        overlaid = protection is Protection.OVERLAY  # then output folders are the script's own
         write_trial_files(job, candidate, sandbox.files, quiet=not overlaid)
         for theirs in () if overlaid else output_folders(job.script):
-            if theirs.is_dir() and not (sandbox.files / OUTPUT_FOLDER).exists():
-                (sandbox.files / OUTPUT_FOLDER).mkdir()
-                with suppress(OSError):
-                    for entry in islice(os.scandir(theirs), _MOST_LINKS):
-                        os.symlink(entry.path, sandbox.files / OUTPUT_FOLDER / entry.name)
+            if theirs.is_dir():
+                output_folder(sandbox.files, theirs)
     return sandbox
+
+
+def _swap_folders(job: Job, candidate: Candidate) -> Iterator[str]:
+    """Yield where DeepSpeed swaps to NVMe: a layer would lie on another drive."""
+    own = job.script.profile.get("config", {}) if job.script else {}
+    for config in (own, candidate.ds_config(job)):
+        zero = config.get("zero_optimization")
+        for name in ("offload_optimizer", "offload_param"):
+            part = zero.get(name) if isinstance(zero, dict) else None
+            if isinstance(part, dict) and os.path.isdir(path := str(part.get("nvme_path", ""))):
+                yield os.path.join(os.path.abspath(path), "zero_stage_3")
 
 
 def clear(folder: Path) -> None:

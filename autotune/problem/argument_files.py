@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ _CONFIG_SUFFIXES = (".json", ".hjson", ".jsonc")
 OUTPUT = "output_dir"
 # In a trial's folder, which has links to all that the user's has: names that no link of theirs has.
 OUTPUT_FOLDER, COPIES_FOLDER = ".autotune-output", ".autotune-arguments"
+_MOST_LINKS = 1000  # into an output folder
 _TELLING = (CONFIG, OUTPUT, *(name for names in NAMES.values() for name in names))
 
 
@@ -130,6 +133,21 @@ def copies_folder(folder: Path, file: ArgumentFile) -> Path:
         folder: the group's.
     """
     return folder / COPIES_FOLDER / str(file.at)
+
+
+def output_folder(folder: Path, theirs: Path) -> Path:
+    """Return a trial's own output folder, with links to what the user's holds when it is made.
+
+    Args:
+        folder: the trial's files.
+    """
+    own = folder / OUTPUT_FOLDER
+    with suppress(FileExistsError):
+        own.mkdir()
+        with suppress(OSError):
+            for entry in islice(os.scandir(theirs), _MOST_LINKS):
+                os.symlink(entry.path, own / entry.name)
+    return own
 
 
 def with_copies(script: Script, folder: Path) -> list[str]:

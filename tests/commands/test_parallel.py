@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,6 +17,7 @@ from autotune.executors.local import LocalExecutor
 from autotune.problem.cpus import usable_cpus
 from autotune.problem.hardware import detect
 from autotune.problem.script import Script
+from autotune.rank.sandbox import Sandbox
 from autotune.search.crew import Crew
 from autotune.search.records import SEARCH
 from autotune.search.study import StudyStore
@@ -55,23 +55,21 @@ def test_two_at_once(tmp_path: Path) -> None:
     wait_until(lambda: not processes_in(tmp_path), "nothing is left")
 
 
-def test_slots_keep_one_record_of_what_a_script_makes_outside(tmp_path: Path) -> None:
-    """A script that writes the same file by an absolute path in every run: what one slot's trial has made is a trial's to all. And
-    the whole study is hidden from each."""
+def test_slots_have_sandboxes_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     study, hardware = tmp_path / "runs" / "s", detect("cpu", 1)
     job = replace(make_job(1), script=Script(("train.py",), str(tmp_path)))
     place: Any = SimpleNamespace(hardware=hardware, variables={})
-    about = {"candidates": (), "isolation": "fork", "seed": 0, "nodes": None, "landscape": None}
+    about = {"candidates": (), "isolation": "fork", "seed": 0, "nodes": None, "landscape": None, "unprotected": False}
     setup: Any = SimpleNamespace(job=job, hardware=hardware, folder=study, slots=(place, place), **about)
     first = first_executor(setup, study / "tuner-2", lambda: False)
     assert isinstance(first, LocalExecutor)
     (second,) = executors_beside(setup, study / "tuner-2", first, Crew(lambda candidate: False))
-    specs = [executor.session(make_candidate(), "1")._spec() for executor in (first, second)]
-    assert {spec["study"] for spec in specs} == {str(study.resolve())}
-    assert len({spec["by"] for spec in specs}) == 2
-    assert all(sorted(os.listdir(spec["scratch"])) == ["runs", "train.py"] for spec in specs)
-    assert not any(os.listdir(Path(spec["scratch"], "runs")) for spec in specs)
+    sandboxes = [
+        Sandbox.from_json(executor.session(make_candidate(), "1")._spec()["sandbox"]) for executor in (first, second)
+    ]
+    assert len({sandbox.folder for sandbox in sandboxes}) == 2
+    assert all(sandbox.cwd == tmp_path and sandbox.files.is_dir() for sandbox in sandboxes)
 
 
 @pytest.mark.parametrize(

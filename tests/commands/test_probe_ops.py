@@ -70,6 +70,9 @@ class Ground:
         self.asked.append(names)
         return True
 
+    def all_see(self, path: Path) -> bool:
+        return False
+
 
 def test_what_was_seen_is_loaded_by_every_later_call_too(hardware: Hardware, tmp_path: Path) -> None:
     ground: Any = Ground()

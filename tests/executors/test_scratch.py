@@ -1,199 +1,116 @@
-"""What a script that is measured sees of the folder it is called from."""
+"""Sandboxes that an executor creates for its trials."""
 
 import dataclasses
 import os
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from autotune.executors.scratch import clear, scratch_folder
+from autotune.errors import UserError
+from autotune.executors import scratch
+from autotune.executors.scratch import clear, protection_of, trial_sandbox
 from autotune.problem.candidate import Candidate
 from autotune.problem.script import Script
 from autotune.problem.typed import read_command
+from autotune.rank.sandbox import Protection, Sandbox
 from tests.conftest import make_job
 
 
-def shown(cwd: Path, study: Path) -> Path:
+@pytest.fixture
+def offer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Protection], None]:
+    """Has this machine offer one protection."""
+    return lambda protection: monkeypatch.setattr(scratch, "_available", lambda *_: protection)
+
+
+def sandbox_of(cwd: Path, study: Path, *words: str, unprotected: bool = False) -> Sandbox:
     (cwd / "train.py").write_text("")
-    script = Script(argv=(str(cwd / "train.py"),), cwd=str(cwd))
-    return scratch_folder(study, dataclasses.replace(make_job(), script=script), Candidate(()), study)
+    script = Script(argv=("train.py", *words), cwd=str(cwd))
+    job = dataclasses.replace(make_job(), script=script)
+    return trial_sandbox(study, job, Candidate(()), study, unprotected=unprotected)
 
 
-def seen(cwd: Path, study: Path) -> dict[str, str]:
-    """Every entry, and where it leads; what is no link is a folder."""
-    root = shown(cwd, study)
-    entries = [path for path in root.rglob("*") if path.is_symlink() or not any(path.iterdir())]
-    return {str(path.relative_to(root)): os.readlink(path) if path.is_symlink() else "" for path in entries}
+def test_a_view_shows_everything_but_the_study(tmp_path: Path, offer: Callable[[Protection], None]) -> None:
+    offer(Protection.LANDLOCK)
+    cwd = tmp_path / "home" / "project"
+    for name in ("data/x", "runs/sft/weights", "runs/mine/study.db", "../lib.py"):
+        (cwd / name).parent.mkdir(parents=True, exist_ok=True)
+        (cwd / name).write_text(name)
+    (cwd / "latest").symlink_to("data")
+    view = sandbox_of(cwd, cwd / "runs" / "mine").script_cwd
+    assert sorted(os.listdir(view)) == ["data", "latest", "runs", "train.py"]
+    assert os.listdir(view / "runs") == ["sft"], "no script sees the study"
+    for name in ("data/x", "latest/x", "runs/sft/weights", "../lib.py"):
+        assert (view / name).read_text().endswith(name.removeprefix("latest/"))
+    assert not (view / "data").is_symlink(), "new files can be written there"
 
 
-def linked(folder: Path, *names: str) -> dict[str, str]:
-    return {name: str(folder / name) for name in names}
+def test_an_overlay_needs_no_view(tmp_path: Path, offer: Callable[[Protection], None]) -> None:
+    offer(Protection.OVERLAY)
+    sandbox = sandbox_of(tmp_path, tmp_path / "study")
+    assert sandbox.script_cwd == tmp_path
+    assert os.listdir(sandbox.folder) == ["files"]
 
 
-def test_everything_but_the_study_and_what_holds_it_is_a_folder_of_links(tmp_path: Path) -> None:
-    """`runs/` is a usual place for people's own checkpoints too."""
-    (tmp_path / "data").mkdir()
-    (tmp_path / "runs" / "sft").mkdir(parents=True)
-    (tmp_path / "runs" / "mine").mkdir()
-    assert seen(tmp_path, tmp_path / "runs" / "mine") == linked(tmp_path, "data", "train.py", "runs/sft")
-
-
-def test_a_study_at_any_depth(tmp_path: Path) -> None:
-    study = tmp_path / "a" / "b" / "c" / "mine"
-    study.mkdir(parents=True)
-    for name in ("a/one", "a/b/two"):
-        (tmp_path / name).write_text("")
-    assert seen(tmp_path, study) == {**linked(tmp_path, "a/one", "a/b/two", "train.py"), "a/b/c": ""}
-
-
-def test_a_study_elsewhere_is_hidden_behind_a_link_too(tmp_path: Path) -> None:
-    cwd, far = tmp_path / "project", tmp_path / "far"
-    (far / "mine").mkdir(parents=True)
-    (far / "sft").mkdir()
-    cwd.mkdir()
-    (cwd / "runs").symlink_to(far)
-    (cwd / "weights").symlink_to(tmp_path / "gone")
-    (cwd / "study").symlink_to(far / "mine")
-    (cwd / "trials").symlink_to(far / "mine" / "trials")
-    assert seen(cwd, far / "mine") == linked(cwd, "train.py", "weights", "runs/sft")
-
-
-def test_links_that_lead_around_in_circles(tmp_path: Path) -> None:
-    (tmp_path / "runs" / "mine").mkdir(parents=True)
-    (tmp_path / "runs" / "up").symlink_to(tmp_path)
-    (tmp_path / "here").symlink_to(".")
-    (tmp_path / "also").symlink_to(tmp_path / "runs")
-    assert seen(tmp_path, tmp_path / "runs" / "mine") == {**linked(tmp_path, "train.py"), "runs": ""}
-
-
-def test_a_link_to_a_neighbour_is_one_again(tmp_path: Path) -> None:
-    (tmp_path / "step-5").mkdir()
-    (tmp_path / "latest").symlink_to("step-5")
-    (tmp_path / "runs" / "mine").mkdir(parents=True)
-    found = seen(tmp_path, tmp_path / "runs" / "mine")
-    assert (found["latest"], found["step-5"]) == ("step-5", str(tmp_path / "step-5"))
-
-
-def test_called_from_inside_the_study(tmp_path: Path) -> None:
-    (tmp_path / "trials" / "0").mkdir(parents=True)
-    assert set(seen(tmp_path, tmp_path)) == {"train.py", "trials"}
-
-
-def test_a_folder_that_is_a_link_itself(tmp_path: Path) -> None:
-    real, link = tmp_path / "real", tmp_path / "link"
-    (real / "runs" / "mine").mkdir(parents=True)
-    link.symlink_to(real)
-    assert seen(link, link / "runs" / "mine") == {**linked(link, "train.py"), "runs": ""}
-
-
-def test_the_output_folder_that_a_file_of_arguments_names_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("protection", [Protection.OVERLAY, Protection.LANDLOCK])
+def test_the_output_folder_that_an_argument_file_names_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offer: Callable[[Protection], None], protection: Protection
 ) -> None:
-    """A trial's copy of the file names another folder, which holds what the user's does."""
-    (tmp_path / "project").mkdir()
-    (tmp_path / "elsewhere").mkdir()
+    offer(protection)
+    for name in ("project", "elsewhere"):
+        (tmp_path / name).mkdir()
     (tmp_path / "elsewhere" / "vocab.json").write_text("{}")
     (tmp_path / "project" / "train.py").write_text("")
     monkeypatch.chdir(tmp_path / "project")
     for named in ("../elsewhere", str(tmp_path / "elsewhere"), "../nowhere"):
-        (tmp_path / "project" / "mine.yaml").write_text(f"output_dir: {named}\n")
-        found = read_command(["train.py", "mine.yaml"], [])
-        job = dataclasses.replace(make_job(), script=found.script)
-        scratch = scratch_folder(tmp_path / "study", job, Candidate(()), tmp_path / "study")
-        shown_there = scratch / ".autotune-output"
-        expected = [] if "nowhere" in named else [shown_there / "vocab.json"]
-        assert list(shown_there.glob("*")) == expected
+        Path("mine.yaml").write_text(f"output_dir: {named}\n")
+        job = dataclasses.replace(make_job(), script=read_command(["train.py", "mine.yaml"], []).script)
+        sandbox = trial_sandbox(tmp_path / "study", job, Candidate(()), tmp_path / "study", unprotected=False)
+        (copy,) = sandbox.files.glob(".autotune-arguments/*/mine.yaml")
+        if protection is Protection.OVERLAY:
+            assert copy.read_text() == f"output_dir: {named}\n", "its layers take what is written there"
+            continue
+        own = sandbox.files / ".autotune-output"
+        assert str(own) in copy.read_text()
+        assert list(own.glob("*")) == ([] if "nowhere" in named else [own / "vocab.json"])
 
 
-# -- the folders above -----------------------------------------------------------------------------------------------------
+def test_without_protection_a_trial_needs_consent(tmp_path: Path, offer: Callable[[Protection], None]) -> None:
+    offer(Protection.NONE)
+    with pytest.raises(UserError, match=r"^this machine cannot keep .* --unprotected"):
+        sandbox_of(tmp_path, tmp_path / "study")
+    assert sandbox_of(tmp_path, tmp_path / "study", unprotected=True).protection is Protection.NONE
 
 
-@pytest.fixture
-def examples(tmp_path: Path) -> Path:
-    """Where a user calls from, in a project, below a home folder."""
-    home = tmp_path.resolve() / "home"
-    for name in ("proj/data/train.json", "proj/out/log.txt", "proj/lib.py", "proj/examples/x", "elsewhere/y"):
-        (home / name).parent.mkdir(parents=True, exist_ok=True)
-        (home / name).write_text(name)
-    return home / "proj" / "examples"
-
-
-@pytest.mark.parametrize("study", ["proj/examples/runs/mine", "proj/runs/mine", "far/mine"])
-def test_the_folders_above_are_where_the_user_has_them(examples: Path, study: str) -> None:
-    home = examples.parents[1]
-    (home / study).mkdir(parents=True)
-    (home / study).with_name("sft").touch()
-    (home / "current").symlink_to("proj/examples")
-    found = shown(examples, home / study)
-    assert (found.name, found.parent.name, found.parents[1].name) == ("examples", "proj", "home")
-    for name in ("../data/train.json", "../lib.py", "../../elsewhere/y", "x"):
-        assert (found / name).read_text() == (examples / name).read_text()
-    assert not any((found.parent / name).is_symlink() for name in (".", "..", "examples"))
-    ours = found.parents[1] / study
-    assert not ours.exists(), "no script sees the study"
-    assert ours.with_name("sft").exists()
-
-
-def test_what_may_be_shown_of_the_folders_above_is_bounded(
-    examples: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_every_trial_has_the_same_path_and_finds_nothing_of_the_last(
+    tmp_path: Path, offer: Callable[[Protection], None]
 ) -> None:
-    monkeypatch.setattr("autotune.executors.scratch._MOST_BESIDE", 3)
-    monkeypatch.setattr("autotune.executors.scratch._MOST_PARENTS", 2)
-    found = shown(examples, tmp_path / "study")
-    assert sorted(os.listdir(found.parent)) == ["examples"], "the project has four entries"
-    assert sorted(os.listdir(found.parents[1])) == [".autotune-links", "elsewhere", "proj"]
-    assert found.parents[2] == (tmp_path / "study").resolve()
+    offer(Protection.LANDLOCK)
+    first = sandbox_of(tmp_path, tmp_path / "study")
+    (first.script_cwd / "left").touch()
+    os.chmod(first.script_cwd, 0o500)
+    second = sandbox_of(tmp_path, tmp_path / "study")
+    assert second.script_cwd == first.script_cwd
+    assert not (second.script_cwd / "left").exists()
+    clear(tmp_path / "study")
+    assert os.listdir(tmp_path / "study") == []
 
 
-def test_a_folder_above_that_cannot_be_read_is_passed_through(
-    examples: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def refuse(path: str) -> object:
-        if str(path) == str(examples.parent):
-            raise PermissionError(13, "Permission denied", path)
-        return scandir(path)
-
-    scandir = os.scandir
-    monkeypatch.setattr(os, "scandir", refuse)
-    found = shown(examples, tmp_path / "study")
-    assert os.listdir(found.parent) == ["examples"]
-    assert (found / "../../elsewhere/y").read_text() == "elsewhere/y"
+def test_kept_and_swap_folders_outlive_a_trial(tmp_path: Path, offer: Callable[[Protection], None]) -> None:
+    offer(Protection.OVERLAY)
+    (tmp_path / "nvme").mkdir()
+    swapped = {"device": "nvme", "nvme_path": str(tmp_path / "nvme")}
+    profile = {"config": {"zero_optimization": {"stage": 3, "offload_param": swapped}}}
+    job = dataclasses.replace(make_job(), script=Script(argv=("train.py",), cwd=str(tmp_path), profile=profile))
+    kept = str(tmp_path / "checkpoint")
+    made = trial_sandbox(tmp_path / "s", job, Candidate(()), tmp_path / "s", unprotected=False, kept=[kept])
+    assert made.writable == (kept, str(tmp_path / "nvme" / "zero_stage_3"))
+    assert all(map(os.path.isdir, made.writable))
 
 
-def test_the_root_folder_is_never_shown(tmp_path: Path) -> None:
-    job = dataclasses.replace(make_job(), script=Script(argv=("/train.py",), cwd="/tmp"))
-    found = scratch_folder(tmp_path / "study", job, Candidate(()), tmp_path / "study")
-    assert found == (tmp_path / "study" / "scratch").resolve()
-
-
-# -- one trial after another -----------------------------------------------------------------------------------------------
-
-
-def test_every_trial_has_the_same_path_and_finds_nothing_of_the_last(examples: Path, tmp_path: Path) -> None:
-    study = tmp_path / "study"
-    first = shown(examples, study)
-    (first / "mine").write_text("")
-    (first.parent / "out").unlink()
-    assert shown(examples, study) == first
-    assert not (first / "mine").exists()
-    assert (first / "../out/log.txt").exists()
-    clear(study)
-    assert list(study.iterdir()) == []
-    clear(study)
-    assert (examples / "../out/log.txt").exists()
-
-
-def test_what_cannot_be_removed_is_in_nobodys_way(
-    examples: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A trial was killed while it was cleaned away, or a network disk keeps a file that is open."""
-    study = tmp_path / "study"
-    (shown(examples, study) / "mine").write_text("")
-    with monkeypatch.context() as broken:
-        broken.setattr(shutil, "rmtree", lambda *_, **__: None)
-        clear(study)
-        assert len(list(study.glob("*/**/mine"))) == 1
-        assert not (shown(examples, study) / "mine").exists()
-    clear(study)
-    assert list(study.iterdir()) == []
+def test_this_machine_has_a_protection(tmp_path: Path) -> None:
+    """CI has overlayfs; a container without namespaces has Landlock or nothing, and says so."""
+    found = protection_of(tmp_path, tmp_path / "study", unprotected=True)
+    if os.getuid() == 0 and Path("/proc/filesystems").read_text().count("overlay"):
+        assert found is Protection.OVERLAY
+    assert os.listdir(tmp_path / "study") == []

@@ -54,9 +54,10 @@ LOOP = """
 
 
 def spec_of(folder: Path, job: Job, **more: Any) -> dict[str, Any]:
-    """With a study in the folder."""
-    (folder / "runs").mkdir()
-    sandbox = Sandbox(folder / "runs" / "scratch", folder, Protection.OVERLAY)
+    """With a study in the folder, and a folder whose files a test reads."""
+    for name in ("runs", "seen"):
+        (folder / name).mkdir()
+    sandbox = Sandbox(folder / "runs" / "scratch", folder, Protection.OVERLAY, (str(folder / "seen"),))
     sandbox.create(folder / "runs")
     return make_spec(folder, job, sandbox=sandbox.to_json(), **more)
 
@@ -678,7 +679,7 @@ OVERFLOWS = """
         rows = torch.ones(engine.train_micro_batch_size_per_gpu(), 16, device=engine.device).half()
         engine.backward(engine(rows).float().mean() * {times})
         engine.step()
-        open("skipped.txt", "a").write(str(engine.skipped_steps) + "\\n")
+        open("seen/skipped.txt", "a").write(str(engine.skipped_steps) + "\\n")
     """
 
 
@@ -700,7 +701,7 @@ def test_steps_that_deepspeed_skips_are_neither_warm_up_nor_measured(
     measured = rank.wait_for("measured")
     rank.channel.send("stop")
     rank.wait_for("bye")
-    counts = [int(line) for line in (tmp_path / "skipped.txt").read_text().split()]
+    counts = [int(line) for line in (tmp_path / "seen" / "skipped.txt").read_text().split()]
     assert max(counts) > 2 * WARMUP_STEPS
     counted = WARMUP_STEPS + len(measured["step_seconds"])
     assert len(counts) - max(counts) == counted - 1, "all but the last, in which the rank has answered"

@@ -247,16 +247,21 @@ class Agent:
         folder = self.folder / "logs"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
+        if "sandbox" in spec or "candidate" in spec:
+            self._make_files(spec, squad.home)
+        squad.brief(spec, folder if logs else None)
+        squad.begin(workers)
+
+    def _make_files(self, spec: Message, home: Path) -> None:
+        """Make what ranks need on this machine's disk, and say in their spec where it lies."""
         job, candidate = Job.from_json(spec["job"]), Candidate.of(spec.get("candidate") or {})
         if "sandbox" in spec:
             how = {"unprotected": spec["unprotected"], "kept": spec["kept"]}
             sandbox = trial_sandbox(self.folder, job, candidate, self.folder, **how)
             spec["sandbox"] = sandbox.to_json()
-        elif "candidate" in spec:
-            write_trial_files(job, candidate, squad.home, quiet=False)
-            spec["folder"] = str(squad.home)
-        squad.brief(spec, folder if logs else None)
-        squad.begin(workers)
+        else:
+            write_trial_files(job, candidate, home, quiet=False)
+            spec["folder"] = str(home)
 
     def _running(self) -> LocalSquad:
         if self.squad is None:

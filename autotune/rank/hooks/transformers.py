@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from autotune.problem.argument_files import OUTPUT_FOLDER
+from autotune.problem.argument_files import output_folder
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH
 from autotune.rank.hooks import resuming, saving
 from autotune.rank.hooks.context import Context
@@ -77,5 +78,7 @@ def _silence(context: Context, arguments: Any) -> None:
 def _output(context: Context, given: Any) -> str:
     """Return the output folder of a trial: the script's own if the sandbox keeps what is written there, else one in its files."""
     path = os.path.expanduser(os.fsdecode(given))
-    kept = context.sandbox is not None and context.sandbox.keeps(os.path.abspath(path))
-    return path if kept else os.path.join(context.folder, OUTPUT_FOLDER)
+    if context.sandbox is not None and context.sandbox.keeps(os.path.abspath(path)):
+        return os.fsdecode(given)
+    theirs = Path(context.script.cwd, path)  # `../out` means what it does in the user's folder
+    return str(output_folder(context.folder, theirs))

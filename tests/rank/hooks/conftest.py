@@ -14,6 +14,7 @@ from autotune.problem.job import Script
 from autotune.problem.outcome import Phase
 from autotune.rank.hooks.batches import Sizes
 from autotune.rank.hooks.context import Context
+from autotune.rank.sandbox import Protection, Sandbox
 from tests.conftest import make_job
 
 
@@ -68,7 +69,8 @@ def make_context(
     watcher = Recorder()
     given = Script(**{"argv": ("train.py",), "cwd": str(folder), **script})
     job = replace(make_job(1), script=given)
-    return Context(job, candidate, watcher, "cpu", Path(folder), quiet), watcher
+    sandbox = Sandbox(Path(folder), Path(given.cwd), Protection.LANDLOCK) if quiet else None
+    return Context(job, candidate, watcher, "cpu", Path(folder), quiet, sandbox=sandbox), watcher
 
 
 @pytest.fixture

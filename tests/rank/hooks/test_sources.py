@@ -9,6 +9,7 @@ import pytest
 
 from autotune.rank.hooks import sources
 from autotune.rank.hooks.context import Context
+from autotune.rank.sandbox import Protection, Sandbox
 
 SCRIPT = """
 import json, pathlib, own_model_of_mine
@@ -20,12 +21,14 @@ open("data.txt").read(), open("large.json").read(), open("mine/config.json").rea
 """
 
 
+@pytest.mark.parametrize("protection", [Protection.OVERLAY, Protection.LANDLOCK])
 @pytest.mark.parametrize("profile", [{}, {"counted": "rows"}], ids=["first run", "later"])
 def test_modules_and_configs_are_found(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     context: Callable[..., tuple[Context, object]],
     profile: dict[str, str],
+    protection: Protection,
 ) -> None:
     cwd, scratch, model = tmp_path / "project", tmp_path / "scratch", tmp_path / "model"
     texts = {"ds.json": "{}", "conf/model.yaml": "a: 1", "data.txt": "x", "large.json": " " * (2 << 20)}
@@ -33,15 +36,14 @@ def test_modules_and_configs_are_found(
     for name, text in texts.items():
         (cwd / name).parent.mkdir(parents=True, exist_ok=True)
         (cwd / name).write_text(text)
-    for folder in (scratch, model):
-        folder.mkdir()
+    model.mkdir()
     (model / "config.json").write_text("{}")
-    for entry in cwd.iterdir():  # as a trial sees it
-        (scratch / entry.name).symlink_to(entry)
-    monkeypatch.chdir(scratch)
+    sandbox = Sandbox(scratch, cwd, protection)
+    sandbox.create(tmp_path / "study")
+    monkeypatch.chdir(sandbox.script_cwd)
     monkeypatch.syspath_prepend(str(cwd))
     made, _ = context(scratch, argv=("train.py", f"--model={model}"), cwd=str(cwd), profile=profile)
-    made = Context(made.job, None, made.watcher, "cpu", scratch, True, made.patches)
+    made = Context(made.job, None, made.watcher, "cpu", sandbox.files, True, made.patches, sandbox=sandbox)
     sources.install(made)
     runpy.run_path(str(cwd / "train.py"))
     found = sources.found(made)

@@ -8,6 +8,7 @@ import pytest
 
 from autotune.problem.candidate import Candidate
 from autotune.rank.hooks import transformers
+from autotune.rank.sandbox import Protection, Sandbox
 from tests.conftest import make_candidate
 from tests.rank.hooks.conftest import make_context
 
@@ -68,7 +69,7 @@ def test_arguments_carry_the_candidate_and_leave_nothing_behind(in_rank: Callabl
     assert (found["per_device_train_batch_size"], found["gradient_accumulation_steps"]) == (8, 4)
     assert found["gradient_checkpointing"]
     assert found["use_cpu"]
-    assert found["output_dir"] == str(tmp_path / "mine")
+    assert found["output_dir"] == "mine"
     assert (found["save_strategy"], found["eval_strategy"]) == ("steps", "steps"), "callbacks ask for them"
     assert found["load_best_model_at_end"]
     assert found["report_to"] == []
@@ -119,13 +120,14 @@ def write_there(folder: str, output: str, below: str) -> dict[str, Any]:
     """A script that writes into its output folder before there is a Trainer, in a trial's folder that shows the user's."""
     from transformers import TrainingArguments
 
-    scratch, cwd = Path(folder, "scratch"), Path(folder, "project")
-    (scratch / below).mkdir(parents=True)
-    for entry in cwd.iterdir():
-        (scratch / entry.name).symlink_to(entry)
-    context, _ = make_context(scratch, make_candidate(1, 2), cwd=str(cwd))
+    cwd = Path(folder, "project")
+    sandbox = Sandbox(Path(folder, "trial"), cwd, Protection.LANDLOCK)
+    sandbox.create(Path(folder, "study"))
+    context, _ = make_context(sandbox.files, make_candidate(1, 2), cwd=str(cwd))
+    context.sandbox = sandbox
     transformers.install(context)
-    os.chdir(scratch / below)
+    os.makedirs(sandbox.script_cwd / below, exist_ok=True)
+    os.chdir(sandbox.script_cwd / below)
     found = TrainingArguments(output_dir=output, use_cpu=True).output_dir
     again = TrainingArguments(output_dir=output, use_cpu=True).output_dir
     assert found is not None
@@ -133,17 +135,12 @@ def write_there(folder: str, output: str, below: str) -> dict[str, Any]:
     if seen is not None:
         Path(found, "vocab.json").write_text("{}")
         assert Path(found, "old.json").read_text() == "old"
-    return {"at": os.path.relpath(found, scratch), "seen": seen, "same": found == again}
+    return {"at": os.path.relpath(found, sandbox.script_cwd), "seen": seen, "same": found == again}
 
 
 @pytest.mark.parametrize(
     ("output", "below", "at"),
-    [
-        ("out", "", "out"),
-        ("../out", "sub", "out"),
-        ("../elsewhere", "", ".autotune-output"),
-        ("/elsewhere", "", ".autotune-output"),
-    ],
+    [("out", "", "out"), ("../out", "sub", "out"), ("/elsewhere", "", "../../../../../files/.autotune-output")],
 )
 def test_the_output_folder_shows_what_it_holds(
     in_rank: Callable[..., Any], tmp_path: Path, output: str, below: str, at: str
