@@ -42,6 +42,7 @@ _SYSTEM_FOLDERS = ("/bin", "/boot", "/etc", "/lib", "/lib32", "/lib64", "/libx32
 _SHARED_MEMORY = "/dev/shm"
 _COPIED_BYTES = 1 << 20  # largest file that is copied if an overlay cannot take it
 _MOST_ENTRIES = 5000  # of a folder whose entries are looked at one by one
+_MOST_FOLDERS = 100  # in which something that can be written is looked for
 _VIEW_PARENTS, _VIEW_FOLDERS = 4, 2000  # shown parents of the current folder; real folders of a view
 
 
@@ -250,7 +251,7 @@ class _Tree:
             return
         below = [one for one in self._mounts if one.startswith(f"{path.rstrip('/')}/")]
         outermost = [one for one in below if not any(one.startswith(f"{other}/") for other in below)]
-        if self._mounts.get(path) or self._is_system(path) or not self._overlay(path, at):
+        if self._mounts.get(path) or self._is_fixed(path) or not self._overlay(path, at):
             if below and not self._mounts.get(path) and os.access(path, os.R_OK | os.X_OK):
                 self._show_entries(path, at)
                 return
@@ -260,10 +261,23 @@ class _Tree:
             with suppress(OSError):  # it lies below another mount
                 self.show(one)
 
-    def _is_system(self, path: str) -> bool:
-        """Return whether a folder holds nothing that its reader can write."""
-        unwritable = path in _SYSTEM_FOLDERS and not os.access(path, os.W_OK)
-        return unwritable and not self._is_known(path)
+    def _is_fixed(self, path: str) -> bool:
+        """Return whether an ordinary user cannot write anything in a folder."""
+        if not self._ordinary or self._is_known(path) or not os.path.isdir(path):
+            return False
+        if path in _SYSTEM_FOLDERS and not os.access(path, os.W_OK):
+            return True
+        waiting = [path]
+        for folder in waiting:  # grows
+            if os.access(folder, os.W_OK) or len(waiting) > _MOST_FOLDERS:
+                return False
+            with suppress(PermissionError):
+                for entry in os.scandir(folder):
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting += [entry.path] if os.access(entry.path, os.X_OK) else []
+                    elif not entry.is_symlink() and os.access(entry.path, os.W_OK):
+                        return False
+        return True
 
     def _is_known(self, path: str) -> bool:
         return any(one.startswith(f"{path}/") for one in self._known)
