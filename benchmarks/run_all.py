@@ -75,6 +75,7 @@ FULL: dict[str, list[str]] = {
     "vs-deepspeed-cpu": ["vs_deepspeed.py"],
     "parallel-cpu": ["parallel.py"],
     "nodes": ["nodes.py"],
+    "sandbox": ["sandbox.py"],
 }
 # The small form of each command, by the full result that it has the shape of.
 SMALL: dict[str, list[str]] = {

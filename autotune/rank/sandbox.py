@@ -129,7 +129,7 @@ class Sandbox:
         """
         if len(os.listdir("/proc/self/task")) > 1:
             raise OSError(errno.EBUSY, "A process with several threads cannot enter a sandbox")
-        writable = [home, str(self.files), *self.writable, *_caches(environment, os.path.realpath(self.cwd))]
+        writable = [home, *self.writable, *_caches(environment, os.path.realpath(self.cwd))]
         if self.protection is Protection.OVERLAY:
             self._enter_overlay(writable)
             _reopen_folders()
@@ -140,7 +140,7 @@ class Sandbox:
             _drop_capabilities()
         elif self.protection is Protection.LANDLOCK:
             os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tmp-", dir=home)  # short: sockets
-            _restrict_writes([*writable, str(self.folder / "view"), "/dev", "/proc", _SHARED_MEMORY])
+            _restrict_writes([*writable, str(self.folder), "/dev", "/proc", _SHARED_MEMORY])
             _ignore_attribute_changes()
         os.chdir(self.script_cwd)
 
@@ -334,9 +334,7 @@ class _Tree:
             self._overlay(_SHARED_MEMORY, self._at(_SHARED_MEMORY), layers)
 
     def pass_through(self, paths: Iterable[str]) -> None:
-        """Show these as they are: what is written there stays. The layers are hidden, so that no tree contains itself."""
-        if os.path.isdir(layers := self._at(str(self._base))):
-            _mount(str(self._base / "empty"), layers, _BIND)
+        """Show these as they are: what is written there stays."""
         for path in dict.fromkeys(paths):
             with suppress(OSError):
                 _mount(path, self._at(os.path.realpath(path)), _BIND | _RECURSIVE)
@@ -354,6 +352,7 @@ class _Tree:
             if self._ordinary:
                 with suppress(OSError):
                     self._adopt(path, f"{layers}/upper")
+            self._hide_layers(path, f"{layers}/upper")
             for folder in (path, f"{layers}/upper", f"{layers}/work"):
                 opened.append(os.open(folder, os.O_PATH | os.O_DIRECTORY))
             # by descriptor: a path's own commas and colons would end an option
@@ -366,6 +365,19 @@ class _Tree:
             for one in opened:
                 os.close(one)
         return True
+
+    def _hide_layers(self, path: str, upper: str) -> None:
+        """Make the layers' folder an opaque, empty one in a layer, so that no tree contains itself."""
+        if not str(self._base).startswith(f"{path.rstrip('/')}/"):
+            return
+        for name in self._base.relative_to(path).parts:
+            path, upper = os.path.join(path, name), os.path.join(upper, name)
+            os.makedirs(upper, exist_ok=True)
+            shutil.copystat(path, upper)
+            with suppress(OSError):
+                found = os.stat(path)
+                os.chown(upper, found.st_uid, found.st_gid)
+        os.setxattr(upper, "user.overlay.opaque" if self._ordinary else "trusted.overlay.opaque", b"y")
 
     def _layers(self) -> str:
         self._number += 1

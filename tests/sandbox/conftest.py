@@ -8,16 +8,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import autotune
 from tests.sandbox import runner
-from tests.sandbox.ways import WAYS, Way
+from tests.sandbox.ways import Way
 
 ORDINARY = 1234  # a user without files, rights and a name
 SYSTEM_PYTHON = "/usr/bin/python3"  # readable for every user

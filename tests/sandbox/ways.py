@@ -504,10 +504,49 @@ ctypes.CFUNCTYPE(ctypes.c_int)(base)()""",
     "signal_out": "os.kill(int(OUT), 0); open(f'/proc/{OUT}/cwd/keep.txt', 'w').write('x')",
 }
 
-_TOOLS = (
-    "bash git curl perl tar gzip gunzip sqlite3 make find sed awk rsync ed vim dd patch zip xz bzip2 zstd node gcc jq script cmake dash "
-    "setsid fallocate shred split csplit nsenter unshare chattr mkswap crontab sudo install truncate flock"
-).split()
+_TOOLS = [
+    "bash",
+    "git",
+    "curl",
+    "perl",
+    "tar",
+    "gzip",
+    "gunzip",
+    "sqlite3",
+    "make",
+    "find",
+    "sed",
+    "awk",
+    "rsync",
+    "ed",
+    "vim",
+    "dd",
+    "patch",
+    "zip",
+    "xz",
+    "bzip2",
+    "zstd",
+    "node",
+    "gcc",
+    "jq",
+    "script",
+    "cmake",
+    "dash",
+    "setsid",
+    "fallocate",
+    "shred",
+    "split",
+    "csplit",
+    "nsenter",
+    "unshare",
+    "chattr",
+    "mkswap",
+    "crontab",
+    "sudo",
+    "install",
+    "truncate",
+    "flock",
+]
 
 
 def _shell(name: str, text: str, *, breaks_out: bool = False) -> Way:
