@@ -80,6 +80,7 @@ FULL: dict[str, list[str]] = {
     "reliability-growth": ["reliability/growth.py"],
     "reliability-kills": ["reliability/kills.py"],
     "reliability-conditions": ["reliability/conditions.py"],
+    "sandbox": ["sandbox.py"],
 }
 # The small form of each command, by the full result that it has the shape of.
 SMALL: dict[str, list[str]] = {

@@ -36,13 +36,14 @@ _NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000  # unshare(2)
 _BIND, _RECURSIVE, _PRIVATE, _DETACH = 0x1000, 0x4000, 0x40000, 2  # mount(2), umount2(2)
 _MOUNT_SETATTR, _AT_RECURSIVE, _ATTR_READ_ONLY = 442, 0x8000, 1  # mount_setattr(2)
 _SECCOMP, _DROP_BOUND, _NO_NEW_PRIVILEGES = 22, 24, 38  # prctl(2)
-_SYS_ADMIN = 21  # capabilities(7)
+_DROPPED = (2, 17, 19, 21, 27)  # capabilities(7): open by handle, raw devices, other processes' files, mount, mknod
 _KERNEL_FOLDERS = ("/proc", "/sys", "/dev")  # hold no user's files, except for shared memory
+_SYSTEM_FOLDERS = ("/bin", "/boot", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/lost+found", "/sbin", "/usr")
 _SHARED_MEMORY = "/dev/shm"
 _COPIED_BYTES = 1 << 20  # largest file that is copied if an overlay cannot take it
 _MOST_ENTRIES = 5000  # of a folder whose entries are looked at one by one
+_MOST_FOLDERS = 100  # in which something that can be written is looked for
 _VIEW_PARENTS, _VIEW_FOLDERS = 4, 2000  # shown parents of the current folder; real folders of a view
-_OVERLAID = ["/"]  # writable paths of a process whose every folder is an overlay
 
 
 class Protection(StrEnum):
@@ -128,14 +129,18 @@ class Sandbox:
         """
         if len(os.listdir("/proc/self/task")) > 1:
             raise OSError(errno.EBUSY, "A process with several threads cannot enter a sandbox")
-        writable = [home, str(self.folder), *self.writable, *_caches(environment, os.path.realpath(self.cwd))]
+        writable = [home, *self.writable, *_caches(environment, os.path.realpath(self.cwd))]
         if self.protection is Protection.OVERLAY:
             self._enter_overlay(writable)
-            _restrict_writes(_OVERLAID)  # files that are reached past the new root, by /proc/PID/cwd
-            _drop_mount_capability()
+            _reopen_folders()
+            with suppress(OSError):  # a second wall: the first has no known way around it
+                _restrict_writes(["/"])
+            if _is_ordinary():
+                os.rename, os.replace = _copying_rename(os.rename), _copying_rename(os.replace)
+            _drop_capabilities()
         elif self.protection is Protection.LANDLOCK:
             os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tmp-", dir=home)  # short: sockets
-            _restrict_writes([*writable, "/dev", "/proc"])
+            _restrict_writes([*writable, str(self.folder), "/dev", "/proc", _SHARED_MEMORY])
             _ignore_attribute_changes()
         os.chdir(self.script_cwd)
 
@@ -226,34 +231,56 @@ class _Tree:
 
     def __init__(self, base: Path, cwd: str) -> None:
         self._base, self._root, self._number = base, str(base / "root"), 0
-        self._ordinary = Path("/proc/self/uid_map").read_text(encoding="utf-8").split() != ["0", "0", str(2**32 - 1)]
+        self._ordinary = _is_ordinary()
         self._options = "volatile,userxattr" if self._ordinary else "volatile,redirect_dir=on"
         self._mounts = _mount_points()
-        known = [cwd, os.path.expanduser("~"), tempfile.gettempdir()]
-        self._cwd, self._known = cwd, {str(one) for path in known for one in (Path(path), *Path(path).parents)}
-        for name in ("root", "tried"):
+        self._cwd, self._known = cwd, [f"{one}/" for one in (cwd, os.path.expanduser("~"), tempfile.gettempdir())]
+        for name in ("root", "empty"):
             (base / name).mkdir(parents=True, exist_ok=True)
-        if not self._overlay(str(base / "tried"), self._root):
+        if not self._overlay(str(base / "empty"), self._root):
             raise OSError(errno.EINVAL, "The file system takes no layers", str(base))
         _call("umount2", os.fsencode(self._root), _DETACH)
 
     def show(self, path: str) -> None:
         """Show a folder or file in the new root: writable where the kernel has an overlay for it, else read-only."""
         at = self._at(path)
-        if path in _KERNEL_FOLDERS or self._mounts.get(path):
+        if path in _KERNEL_FOLDERS:
             _mount(path, at, _BIND | _RECURSIVE)
+            if path != "/proc":  # devices can be written to, but not removed
+                _make_read_only(at, _AT_RECURSIVE if path == "/sys" else 0)
             return
-        inside = sorted(one for one in self._mounts if one.startswith(f"{path.rstrip('/')}/"))
-        if self._overlay(path, at):
-            for one in inside:
-                if not any(one.startswith(f"{other}/") for other in inside):
-                    with suppress(OSError):  # it lies below another mount
-                        self.show(one)
-        elif inside and os.access(path, os.R_OK | os.X_OK):
-            self._show_entries(path, at)
-        else:
+        below = [one for one in self._mounts if one.startswith(f"{path.rstrip('/')}/")]
+        outermost = [one for one in below if not any(one.startswith(f"{other}/") for other in below)]
+        if self._mounts.get(path) or self._is_fixed(path) or not self._overlay(path, at):
+            if below and not self._mounts.get(path) and os.access(path, os.R_OK | os.X_OK):
+                self._show_entries(path, at)
+                return
             _mount(path, at, _BIND | _RECURSIVE)
-            _make_read_only(at)
+            _make_read_only(at, _AT_RECURSIVE)
+        for one in outermost:
+            with suppress(OSError):  # it lies below another mount
+                self.show(one)
+
+    def _is_fixed(self, path: str) -> bool:
+        """Return whether an ordinary user cannot write anything in a folder."""
+        if not self._ordinary or self._is_known(path) or not os.path.isdir(path):
+            return False
+        if path in _SYSTEM_FOLDERS and not os.access(path, os.W_OK):
+            return True
+        waiting = [path]
+        for folder in waiting:  # grows
+            if os.access(folder, os.W_OK) or len(waiting) > _MOST_FOLDERS:
+                return False
+            with suppress(PermissionError):
+                for entry in os.scandir(folder):
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting += [entry.path] if os.access(entry.path, os.X_OK) else []
+                    elif not entry.is_symlink() and os.access(entry.path, os.W_OK):
+                        return False
+        return True
+
+    def _is_known(self, path: str) -> bool:
+        return any(one.startswith(f"{path}/") for one in self._known)
 
     def _show_entries(self, path: str, at: str) -> None:
         """Show a folder that holds mount points, of which an ordinary user can make no overlay, by its entries."""
@@ -271,22 +298,25 @@ class _Tree:
             else:
                 Path(there).touch()
                 _mount(entry.path, there, _BIND)
-                _make_read_only(there)
+                _make_read_only(there, 0)
         shutil.copystat(path, at)
 
     def _adopt(self, path: str, upper: str) -> None:
         """Make folders in a layer whose owner or group the user namespace lacks, and copy such files of the user's current
         folder: copy-up refuses these with EOVERFLOW since Linux 6.4."""
         inside = f"{path}/".startswith(f"{self._cwd}/")
+        shared = os.stat(path).st_mode & stat.S_ISVTX and not inside
         for entry in islice(os.scandir(path), _MOST_ENTRIES):
             with suppress(OSError):
                 found, there = entry.stat(follow_symlinks=False), os.path.join(upper, entry.name)
                 if (found.st_uid, found.st_gid) == (os.getuid(), os.getgid()):
                     continue
                 if entry.is_dir(follow_symlinks=False):
-                    os.mkdir(there, stat.S_IMODE(found.st_mode) | stat.S_IRWXU)
-                    if inside or entry.path in self._known:
-                        self._adopt(entry.path, there)
+                    known = inside or self._is_known(entry.path)
+                    if known or os.access(entry.path, os.W_OK) or not shared:  # in /tmp it is another user's
+                        os.mkdir(there, stat.S_IMODE(found.st_mode) | stat.S_IRWXU)
+                        if known:
+                            self._adopt(entry.path, there)
                 elif inside and self._is_copied(entry):
                     shutil.copy2(entry.path, there)
 
@@ -305,7 +335,7 @@ class _Tree:
 
     def pass_through(self, paths: Iterable[str]) -> None:
         """Show these as they are: what is written there stays."""
-        for path in paths:
+        for path in dict.fromkeys(paths):
             with suppress(OSError):
                 _mount(path, self._at(os.path.realpath(path)), _BIND | _RECURSIVE)
 
@@ -322,6 +352,7 @@ class _Tree:
             if self._ordinary:
                 with suppress(OSError):
                     self._adopt(path, f"{layers}/upper")
+            self._hide_layers(path, f"{layers}/upper")
             for folder in (path, f"{layers}/upper", f"{layers}/work"):
                 opened.append(os.open(folder, os.O_PATH | os.O_DIRECTORY))
             # by descriptor: a path's own commas and colons would end an option
@@ -334,6 +365,19 @@ class _Tree:
             for one in opened:
                 os.close(one)
         return True
+
+    def _hide_layers(self, path: str, upper: str) -> None:
+        """Make the layers' folder an opaque, empty one in a layer, so that no tree contains itself."""
+        if not str(self._base).startswith(f"{path.rstrip('/')}/"):
+            return
+        for name in self._base.relative_to(path).parts:
+            path, upper = os.path.join(path, name), os.path.join(upper, name)
+            os.makedirs(upper, exist_ok=True)
+            shutil.copystat(path, upper)
+            with suppress(OSError):
+                found = os.stat(path)
+                os.chown(upper, found.st_uid, found.st_gid)
+        os.setxattr(upper, "user.overlay.opaque" if self._ordinary else "trusted.overlay.opaque", b"y")
 
     def _layers(self) -> str:
         self._number += 1
@@ -365,7 +409,7 @@ def _spare_bases(folder: Path) -> list[Path]:
 
 def _mount_points() -> dict[str, bool]:
     """Return whether a mount is read-only, by its path without `/` itself. proc_pid_mountinfo(5)."""
-    lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    lines = Path("/proc/self/mountinfo").read_bytes().split(b"\n")[:-1]
     fields = [line.split(b" ")[4:6] for line in lines]  # a space in a path is \040
     paths = [os.fsdecode(path.decode("unicode_escape").encode("latin-1")) for path, _ in fields]
     return {path: b"ro" in options.split(b",") for path, (_, options) in zip(paths, fields, strict=True) if path != "/"}
@@ -373,8 +417,8 @@ def _mount_points() -> dict[str, bool]:
 
 def _listening_sockets() -> list[str]:
     """Return Unix sockets of other processes, which cannot be reached through an overlay. proc_net_unix(5)."""
-    lines = Path("/proc/net/unix").read_bytes().splitlines()
-    paths = [os.fsdecode(line.split(None, 7)[7]) for line in lines if line.count(b"/")]
+    rows = [line.split(None, 7) for line in Path("/proc/net/unix").read_bytes().split(b"\n")]
+    paths = [os.fsdecode(row[7]) for row in rows if len(row) == 8]
     return [path for path in paths if path.startswith("/") and not path.startswith(_KERNEL_FOLDERS)]
 
 
@@ -399,19 +443,56 @@ def _join_namespaces(pid: int) -> None:
     os.close(mounts)
 
 
-def _drop_mount_capability() -> None:
-    """Take the right to mount from this process; from an ordinary user's all rights that its namespace gave."""
-    with suppress(OSError):
-        _call("prctl", _DROP_BOUND, _SYS_ADMIN, 0, 0, 0)
+def _is_ordinary() -> bool:
+    """Return whether this process lives in a user namespace that knows its own user only."""
+    return Path("/proc/self/uid_map").read_text(encoding="utf-8").split() != ["0", "0", str(2**32 - 1)]
+
+
+def _drop_capabilities() -> None:
+    """Take rights that lead past an overlay from this process; from an ordinary user's all that its namespace gave."""
+    for one in _DROPPED:
+        with suppress(OSError):
+            _call("prctl", _DROP_BOUND, one, 0, 0, 0)
     header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))  # version 3, this process: capget(2)
     held = ctypes.create_string_buffer(24)
     _call("capget", header, held)
-    kept = (~(1 << _SYS_ADMIN),) * 3 + (~0,) * 3 if os.getuid() == 0 else (0,) * 6
-    _call(
-        "capset",
-        header,
-        struct.pack("=6I", *(a & b for a, b in zip(struct.unpack("=6I", held.raw), kept, strict=True))),
-    )
+    low, high = (0, 0) if _is_ordinary() else (~sum(1 << one for one in _DROPPED), ~0)
+    masks = (low,) * 3 + (high,) * 3
+    kept = (have & mask for have, mask in zip(struct.unpack("=6I", held.raw), masks, strict=True))
+    _call("capset", header, struct.pack("=6I", *kept))
+
+
+def _reopen_folders() -> None:
+    """Have descriptors of folders that were opened before lead to the same folders in the new root."""
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if stat.S_ISDIR(os.fstat(number).st_mode):
+                opened = os.open(os.readlink(f"/proc/self/fd/{number}"), os.O_RDONLY | os.O_DIRECTORY)
+                os.dup2(opened, number, inheritable=os.get_inheritable(number))
+                os.close(opened)
+
+
+def _copying_rename(rename: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `os.rename` so that it copies where an ordinary user's overlay cannot rename: folders of the layer below, and between
+    two overlays."""
+
+    def renamed(src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
+        try:
+            rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        except OSError as error:
+            if error.errno != errno.EXDEV or not src_dir_fd is dst_dir_fd is None:
+                raise
+            copied = f"{os.path.abspath(os.fsdecode(dst))}.{os.urandom(8).hex()}"
+            if os.path.isdir(src) and not os.path.islink(src):
+                shutil.copytree(src, copied, symlinks=True)
+                rename(copied, dst)
+                shutil.rmtree(src)
+            else:
+                shutil.copy2(src, copied, follow_symlinks=False)
+                rename(copied, dst)
+                os.unlink(src)
+
+    return renamed
 
 
 # -- Landlock ----------------------------------------------------------------------------------------------------------------
@@ -426,31 +507,29 @@ def _restrict_writes(writable: list[str]) -> None:
     """Have the kernel refuse changes outside of these paths to this process and its children.
 
     Raises:
-        OSError: the kernel has no Landlock that covers truncation, and no overlay protects either.
+        OSError: the kernel has no Landlock that covers truncation.
     """
     _call("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    try:
-        if _syscall(_LANDLOCK_CREATE, None, 0, 1) < _TRUNCATE_ABI:
-            raise OSError(errno.EOPNOTSUPP, "Landlock does not cover truncation")
-    except OSError:
-        if writable is _OVERLAID:
-            return
-        raise
+    if _syscall(_LANDLOCK_CREATE, None, 0, 1) < _TRUNCATE_ABI:
+        raise OSError(errno.EOPNOTSUPP, "Landlock does not cover truncation")
     rules = _syscall(_LANDLOCK_CREATE, struct.pack("=Q", _WRITES), 8, 0)
     for path in writable:
         with suppress(FileNotFoundError):
             opened = os.open(path, os.O_PATH)
-            allowed = _WRITES if stat.S_ISDIR(os.fstat(opened).st_mode) else _WRITES_OF_FILES
+            entire = stat.S_ISDIR(os.fstat(opened).st_mode) and path not in _KERNEL_FOLDERS
+            allowed = _WRITES if entire else _WRITES_OF_FILES
             _syscall(_LANDLOCK_ADD, rules, 1, struct.pack("=Qi", allowed, opened), 0)
             os.close(opened)
     _syscall(_LANDLOCK_RESTRICT, rules, 0)
     os.close(rules)
 
 
-# Architectures and their system calls that change modes, owners, times and extended attributes, which Landlock does not cover.
-_X86_CALLS = (90, 91, 92, 93, 94, 132, 188, 189, 190, 197, 198, 199, 235, 260, 261, 268, 280, 452, 463, 466)
-_ARM_CALLS = (5, 6, 7, 14, 15, 16, 52, 53, 54, 55, 88, 452, 463, 466)
-_ATTRIBUTE_CALLS = {"x86_64": (0xC000003E, _X86_CALLS), "aarch64": (0xC00000B7, _ARM_CALLS)}
+# Architectures, their ioctl, and calls that change modes, owners, times and attributes, which Landlock does not cover.
+_X86_CALLS = (90, 91, 92, 93, 94, 132, 188, 189, 190, 197, 198, 199, 235, 260, 261, 268, 280, 452, 463, 466, 469)
+_ARM_CALLS = (5, 6, 7, 14, 15, 16, 52, 53, 54, 55, 88, 452, 463, 466, 469)
+_ATTRIBUTE_CALLS = {"x86_64": (0xC000003E, 16, _X86_CALLS), "aarch64": (0xC00000B7, 29, _ARM_CALLS)}
+_WRITING_IOCTL, _FLAGS_IOCTLS = 0xC000FF00, (0x40006600, 0x40005800, 0x40007600)  # direction and type: ioctl_iflags(2)
+_IO_URING_SETUP, _X32_CALLS = 425, 0x40000000  # ways to the same calls
 
 
 def _ignore_attribute_changes() -> None:
@@ -462,13 +541,28 @@ def _ignore_attribute_changes() -> None:
     """
     if platform.machine() not in _ATTRIBUTE_CALLS:
         raise OSError(errno.EOPNOTSUPP, f"No system calls are known for {platform.machine()}")
-    architecture, calls = _ATTRIBUTE_CALLS[platform.machine()]
-    load, equals, end = 0x20, 0x15, 0x06  # BPF_LD | BPF_W | BPF_ABS, BPF_JMP | BPF_JEQ | BPF_K, BPF_RET | BPF_K
-    allow, pretend = 0x7FFF0000, 0x00050000  # SECCOMP_RET_ALLOW; SECCOMP_RET_ERRNO without an error
-    program = [(load, 0, 0, 4), (equals, 0, len(calls) + 1, architecture), (load, 0, 0, 0)]
-    program += [(equals, len(calls) - at, 0, number) for at, number in enumerate(calls)]
-    program += [(end, 0, 0, allow), (end, 0, 0, pretend)]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *one) for one in program))
+    architecture, ioctl, calls = _ATTRIBUTE_CALLS[platform.machine()]
+    load, equals, at_least, mask, end = 0x20, 0x15, 0x35, 0x54, 0x06  # BPF_LD, BPF_JEQ, BPF_JGE, BPF_AND, BPF_RET
+    ends = {"allow": 0x7FFF0000, "pretend": 0x00050000, "refuse": 0x00050000 | errno.ENOSYS}  # SECCOMP_RET_*
+    program = [  # code, value, where to go if it holds and if not
+        (load, 4, "", ""),
+        (equals, architecture, "", "refuse"),
+        (load, 0, "", ""),
+        (at_least, _X32_CALLS, "refuse", ""),
+        (equals, _IO_URING_SETUP, "refuse", ""),
+        *((equals, number, "pretend", "") for number in calls),
+        (equals, ioctl, "", "allow"),
+        (load, 24, "", ""),
+        (mask, _WRITING_IOCTL, "", ""),
+        *((equals, number, "pretend", "") for number in _FLAGS_IOCTLS),
+        *((end, value, "", "") for value in ends.values()),
+    ]
+    goals = {name: len(program) - len(ends) + at for at, name in enumerate(ends)}
+    steps = [
+        (code, *(goals.get(to, at + 1) - at - 1 for to in (yes, no)), value)
+        for at, (code, value, yes, no) in enumerate(program)
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *one) for one in steps))
     _call("prctl", _SECCOMP, 2, struct.pack("@HP", len(program), ctypes.addressof(code)), 0, 0)
 
 
@@ -548,9 +642,9 @@ def _mount(source: str | None, at: str, flags: int, kind: str | None = None, opt
     _call("mount", source_, at_, kind_, ctypes.c_ulong(flags), options_)
 
 
-def _make_read_only(at: str) -> None:
+def _make_read_only(at: str, flags: int) -> None:
     attributes = struct.pack("=4Q", _ATTR_READ_ONLY, 0, 0, 0)
-    _syscall(_MOUNT_SETATTR, -100, os.fsencode(at), _AT_RECURSIVE, attributes, ctypes.c_size_t(len(attributes)))
+    _syscall(_MOUNT_SETATTR, -100, os.fsencode(at), flags, attributes, ctypes.c_size_t(len(attributes)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,299 @@
+"""View, limits and traces of a sandbox on folders of every kind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autotune.rank.sandbox import Protection, Sandbox, remove
+
+CHILD = """
+import json, os, sys
+from autotune.rank.sandbox import Sandbox
+stored, home, text = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3]
+sandbox = Sandbox.from_json(stored)
+sandbox.enter(home, os.environ)
+exec(text)
+"""
+BOTH = pytest.mark.parametrize("protection", [Protection.OVERLAY, Protection.LANDLOCK])
+ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root mounts")
+NAMES = ["two words", "a,b", "a:b=c", "back\\slash", "new\nline", os.fsdecode(b"\xff\xfe"), "quote'\"", "ümlaut"]
+
+
+@pytest.fixture
+def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Folder that is not below the temporary one, with a home for the caches."""
+    made = Path(tempfile.mkdtemp(prefix="sandbox-", dir="/var/tmp"))
+    monkeypatch.setenv("HOME", str(made))
+    (made / "sockets").mkdir()
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+def start(sandbox: Sandbox, home: Path, text: str) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", CHILD, json.dumps(sandbox.to_json()), str(home), text]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.Popen(
+        words,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd="/",
+    )
+
+
+def run(sandbox: Sandbox, home: Path, text: str) -> str:
+    """Return what Python code prints in the sandbox."""
+    process = start(sandbox, home, text)
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    return printed.strip()
+
+
+def sandbox_in(project: Path, protection: Protection, folder: Path | None = None) -> Sandbox:
+    made = Sandbox(folder or project / "runs/study/scratch", project, protection)
+    made.create(project / "runs/study")
+    return made
+
+
+@BOTH
+@pytest.mark.parametrize("name", NAMES)
+def test_project_path_may_hold_any_character(base: Path, protection: Protection, name: str) -> None:
+    project = base / name
+    project.mkdir()
+    (project / "keep.txt").write_text("keep")
+    text = "print(open('keep.txt').read()); open('new.txt', 'w').write('new'); print(open('new.txt').read())"
+    assert run(sandbox_in(project, protection), base / "sockets", text).split() == ["keep", "new"]
+    assert sorted(os.listdir(project)) == ["keep.txt", "runs"]
+
+
+def test_ranks_and_their_children_share_one_view(base: Path) -> None:
+    project = base / "project"
+    project.mkdir()
+    (project / "keep.txt").write_text("keep")
+    sandbox = sandbox_in(project, Protection.OVERLAY)
+    first = start(sandbox, base / "sockets", "open('keep.txt', 'w').write('first'); print(1, flush=True); input()")
+    assert first.stdout is not None
+    assert first.stdout.readline() == "1\n"
+    text = "import subprocess; print(subprocess.check_output(['cat', 'keep.txt'], text=True)); open('/dev/shm/x', 'w')"
+    assert run(sandbox, base / "sockets", text) == "first"
+    assert run(sandbox, base / "sockets", "print(os.path.exists('/dev/shm/x'))") == "True"
+    first.kill()
+    first.communicate()
+    assert (project / "keep.txt").read_text() == "keep"
+    assert not os.path.exists("/dev/shm/x")
+
+
+@BOTH
+def test_device_files_cannot_be_removed(base: Path, protection: Protection) -> None:
+    text = """
+for path in ("/dev/full", "/dev/pts/ptmx", "/sys/kernel/new"):
+    for change in (os.unlink, os.mkdir):
+        try:
+            change(path)
+        except OSError:
+            continue
+        print("changed", path)
+open("/dev/null", "w").write("x")
+"""
+    assert run(sandbox_in(base, protection), base / "sockets", text) == ""
+
+
+def test_a_tree_in_an_overlay_never_contains_itself(base: Path) -> None:
+    """Regression: the trial's folder showed the new root, and `rm -rf runs` removed the machine's device files by it."""
+    (base / "keep.txt").write_text("keep")
+    text = "print(sum(len(files) for _, _, files in os.walk('.')), os.listdir('runs/study/scratch/layers'))"
+    assert run(sandbox_in(base, Protection.OVERLAY), base / "sockets", text) == "2 []"  # keep.txt, holder
+
+
+@BOTH
+def test_daemons_outside_can_be_reached(base: Path, protection: Protection) -> None:
+    with socket.socket(socket.AF_UNIX) as server, tempfile.TemporaryDirectory() as folder:
+        server.bind(f"{folder}/a daemon")
+        server.listen()
+        text = f"import socket; socket.socket(socket.AF_UNIX).connect({folder + '/a daemon'!r}); print('connected')"
+        assert run(sandbox_in(base, protection), base / "sockets", text) == "connected"
+
+
+def test_a_socket_path_with_a_newline_does_no_harm(base: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server, tempfile.TemporaryDirectory() as folder:
+        os.mkdir(f"{folder}/a\n")
+        server.bind(f"{folder}/a\n/b")
+        server.listen()
+        assert run(sandbox_in(base, Protection.OVERLAY), base / "sockets", "print(1)") == "1"
+
+
+def test_folders_opened_before_lead_into_the_overlay(base: Path) -> None:
+    (base / "keep.txt").write_text("keep")
+    sandbox = sandbox_in(base, Protection.OVERLAY)
+    child = os.fork()
+    if not child:
+        opened = os.open(base, os.O_RDONLY)
+        try:
+            sandbox.enter(str(base / "sockets"), os.environ)
+            os.chmod("keep.txt", 0o600, dir_fd=opened)
+            os.unlink("keep.txt", dir_fd=opened)
+            os._exit(os.path.exists(base / "keep.txt"))
+        except BaseException:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (base / "keep.txt").read_text() == "keep"
+
+
+@ROOT
+def test_a_read_only_mount_stays_so_and_mounts_below_it_are_protected(base: Path) -> None:
+    code = f"""
+import ctypes, subprocess, sys
+libc = ctypes.CDLL(None)
+assert libc.unshare(0x20000) == 0
+subprocess.check_call(["mount", "--make-rprivate", "/"])
+project = {str(base / "project")!r}
+subprocess.check_call(["mount", "-t", "tmpfs", "mine", project])
+open(project + "/keep.txt", "w").write("keep")
+import os
+os.makedirs(project + "/below/deep"); os.makedirs(project + "/runs")
+subprocess.check_call(["mount", "-t", "tmpfs", "mine", project + "/below"])
+open(project + "/below/keep.txt", "w").write("keep")
+subprocess.check_call(["mount", "-o", "remount,bind,ro", project])
+from autotune.rank.sandbox import *
+from pathlib import Path
+sandbox = Sandbox(Path({str(base / "trial")!r}), Path(project), Protection.OVERLAY)
+sandbox.create(Path(project) / "runs")
+if not os.fork():
+    sandbox.enter({str(base / "sockets")!r}, os.environ)
+    for path in ("keep.txt", "below/keep.txt"):
+        try:
+            os.unlink(path)
+        except OSError as error:
+            print(path, error.errno)
+    os._exit(0)
+os.wait()
+print(open(project + "/keep.txt").read(), open(project + "/below/keep.txt").read())
+"""
+    (base / "project").mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    printed = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert printed.splitlines()[-1] == "keep keep"
+    assert "keep.txt 30" in printed.splitlines()  # EROFS, as without a sandbox
+
+
+@BOTH
+@pytest.mark.parametrize("place", ["home", "shm", "tmp folder"])
+def test_project_may_lie_anywhere(
+    base: Path, protection: Protection, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if place == "shm" and protection is Protection.LANDLOCK:
+        pytest.skip("shared memory is not protected by Landlock")
+    parent = {"shm": "/dev/shm", "home": str(base), "tmp folder": tempfile.gettempdir()}[place]
+    with tempfile.TemporaryDirectory(dir=parent) as name:
+        project = Path(name)
+        if place == "home":
+            monkeypatch.setenv("HOME", name)
+        (project / "keep.txt").write_text("keep")
+        trial = base / "trial" if place == "shm" else None
+        text = f"print(open('keep.txt').read())\ntry: os.unlink({str(project / 'keep.txt')!r})\nexcept PermissionError: pass"
+        assert run(sandbox_in(project, protection, trial), base / "sockets", text) == "keep"
+        assert (project / "keep.txt").read_text() == "keep"
+
+
+@BOTH
+def test_umask_and_long_temporary_folder(base: Path, protection: Protection, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = base / ("t" * 120)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    before = os.umask(0o077)
+    try:
+        text = "import tempfile; open('new', 'w').write('x'); tempfile.NamedTemporaryFile().write(b'x'); print(oct(os.stat('new').st_mode))"
+        assert run(sandbox_in(base, protection), base / "sockets", text) == "0o100600"
+    finally:
+        os.umask(before)
+    assert [name for name in os.listdir(long) if not name.startswith("torchinductor")] == []
+
+
+def test_removing_touches_no_other_folder(base: Path) -> None:
+    """Regression: an early version changed the mode of /tmp."""
+    shared = [Path("/"), Path("/tmp"), Path("/var/tmp"), base, base.parent, Path("/dev/shm")]
+    outside = base / "outside"
+    outside.mkdir(mode=0o500)
+    before = [path.stat().st_mode for path in (*shared, outside)]
+    sandbox = sandbox_in(base, Protection.OVERLAY)
+    run(
+        sandbox,
+        base / "sockets",
+        f"os.makedirs('a/b'); os.symlink('/tmp', 'a/tmp'); os.symlink({str(outside)!r}, 'a/o'); os.chmod('a/b', 0)",
+    )
+    (sandbox.folder / "files/link").symlink_to(outside)
+    remove(sandbox.folder)
+    assert [path.stat().st_mode for path in (*shared, outside)] == before
+    assert not sandbox.folder.exists()
+
+
+@BOTH
+def test_nothing_is_left_after_sigkill(base: Path, protection: Protection) -> None:
+    mounts = Path("/proc/self/mountinfo").read_text()
+    shared = {path: set(os.listdir(path)) for path in ("/dev/shm", "/var/tmp", "/tmp")}
+    sandbox = sandbox_in(base, protection)
+    process = start(
+        sandbox,
+        base / "sockets",
+        "open('/dev/shm/left', 'w') if os.path.isdir('runs') else 0; print(1, flush=True); input()",
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    time.sleep(0.05)
+    sandbox.create(base / "runs/study")
+    assert os.listdir(sandbox.folder.parent) == ["scratch"]
+    assert Path("/proc/self/mountinfo").read_text() == mounts
+    remove(sandbox.folder)
+    for path in ("/var/tmp", "/tmp"):
+        assert not [name for name in set(os.listdir(path)) - shared[path] if name.startswith("autotune-layers")]
+    Path("/dev/shm/left").unlink(missing_ok=True)
+
+
+@ROOT
+def test_layers_go_to_a_spare_folder_if_the_trials_takes_none(base: Path) -> None:
+    """An overlay takes no layers on another overlay."""
+    code = f"""
+import ctypes, os, subprocess
+libc = ctypes.CDLL(None)
+assert libc.unshare(0x20000) == 0
+base = {str(base)!r}
+subprocess.check_call(["mount", "--make-rprivate", "/"])
+for name in ("lower", "upper", "work", "project"):
+    os.mkdir(f"{{base}}/{{name}}")
+open(base + "/lower/keep.txt", "w").write("keep")
+subprocess.check_call(["mount", "-t", "overlay", "o", "-o", f"lowerdir={{base}}/lower,upperdir={{base}}/upper,workdir={{base}}/work", base + "/project"])
+from autotune.rank.sandbox import *
+from autotune.rank.sandbox import _spare_bases
+from pathlib import Path
+project = Path(base + "/project")
+sandbox = Sandbox(project / "runs/scratch", project, Protection.OVERLAY)
+sandbox.create(project / "runs")
+if not os.fork():
+    sandbox.enter(base + "/sockets", os.environ)
+    open("keep.txt", "w").write("x"); print(open("keep.txt").read(), flush=True)
+    os._exit(0)
+os.wait()
+print(open(project / "keep.txt").read(), [one.exists() for one in _spare_bases(sandbox.folder)])
+remove(sandbox.folder)
+print([one.exists() for one in _spare_bases(sandbox.folder)])
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    printed = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).splitlines()
+    assert printed[:2] == ["x", "keep [True, False]"]
+    assert printed[2] == "[False, False]"
