@@ -93,7 +93,7 @@ else:
     Sandbox.from_json(sandbox).enter(sandbox["folder"] + "/files", os.environ)
 import torch
 torch.set_num_threads(1)
-net, data = torch.nn.Linear(512, 512), torch.ones(64, 512)
+net, data = torch.nn.Linear(1024, 1024), torch.ones(256, 1024)
 optimizer, seconds = torch.optim.SGD(net.parameters(), 0.01), []
 for _ in range(steps):
     began = time.perf_counter()

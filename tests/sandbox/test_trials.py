@@ -20,8 +20,8 @@ from tests.sandbox.ways import WAYS
 from tests.test_scripts import CONFIG
 
 TRIED = (
-    "sh_git_commit_am sh_curl_o sh_perl_pi sh_tar_x sh_sort_o sh_ln_latest sh_cd_echo sh_make py_os_symlink_absolute sh_rm_data "
-    "sh_rm_tmp sh_write_hard_link sh_tilde py_sqlite3_absolute py_spawn_process sh_rm_everything"
+    "sh_git_commit_am sh_curl_o sh_perl_pi sh_tar_x sh_sort_o sh_ln_latest sh_cd_echo py_os_symlink_absolute sh_make sh_rm_data "
+    "sh_rm_tmp sh_write_hard_link sh_tilde py_sqlite3_absolute py_subprocess_python sh_rm_everything"
 )
 TEXT = """
     import ctypes, json, os, shutil, subprocess, sys, deepspeed, torch
