@@ -40,11 +40,10 @@ class GpuLost(GpuError):
 
 @dataclass(frozen=True)
 class Gpu:
-    """A card, or a MIG slice of one, as it is at this moment. Sizes in bytes.
+    """State of a card, or of a MIG slice, at this moment. Sizes in bytes.
 
-    `free_bytes` is the one figure that means the same everywhere: NVML's version 1 counts what the driver keeps as used,
-    version 2 of some drivers does too and of others does not
-    (docs.nvidia.com/deploy/archive/R525/nvml-api/structnvmlMemory__v2__t.html against R590's).
+    Only `free_bytes` has the same meaning everywhere. NVML's version 1 counts the driver's share as used; version 2 does so on
+    some drivers only (docs.nvidia.com/deploy/archive/R525/nvml-api/structnvmlMemory__v2__t.html against R590's).
     """
 
     label: str  # for display: `GPU 0`, `GPU 0 slice 1`
@@ -61,8 +60,9 @@ class Gpu:
 
     @property
     def held_bytes(self) -> int:
-        """What processes hold of it, whether NVML shows them or not; of main memory what it shows, for the rest is not the
-        GPU's."""
+        """Bytes that processes hold, including those that NVML does not show. If the memory is main memory, only processes that
+        NVML shows count.
+        """
         if self.unified:
             return sum(self.holders.values())
         return max(0, self.total_bytes - self.reserved_bytes - self.free_bytes)
