@@ -28,7 +28,7 @@ class FileSystem:
 
     @property
     def on_network(self) -> bool:
-        """Whether several machines, or a host and its guests, may write to it."""
+        """True if several machines, or a host and its guests, may write to it."""
         return self.kind.removeprefix("fuse.") in _NETWORK_KINDS
 
     def __str__(self) -> str:

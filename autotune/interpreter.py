@@ -63,7 +63,7 @@ class Interpreter(Protocol):
 
     @property
     def beside(self) -> bool:
-        """Whether it differs from the tuner's own."""
+        """True if this Python differs from the tuner's own."""
 
     @property
     def cuda(self) -> str | None:
@@ -205,7 +205,7 @@ def which(command: str) -> str | None:
 def launched(words: Sequence[str], python: str | None) -> list[str]:
     """Return a launcher's command line that works without activating the ranks' environment.
 
-    It names the launcher by its path, or as a module if the environment has no such script.
+    The launcher is named by its path, or as a module if the environment has no such script.
 
     Args:
         python: of the ranks; None: the tuner's own.

@@ -99,7 +99,7 @@ def started_at(pid: int) -> int:
     """
     try:
         state, *fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-        return 0 if state in _DEAD else int(fields[18])  # the 22nd of all: proc_pid_stat(5)
+        return 0 if state in _DEAD else int(fields[18])  # field 22: proc_pid_stat(5)
     except (OSError, IndexError, ValueError):
         return 0
 

@@ -98,7 +98,7 @@ _OF_MODELS = frozenset(
 
 
 def names_secret(name: str) -> bool:
-    """Return whether an option, a variable or a key of this name holds a secret: `--wandb_key`, `HF_TOKEN`, `db.passwd`."""
+    """Check that an option, a variable or a key of this name holds a secret: `--wandb_key`, `HF_TOKEN`, `db.passwd`."""
     parts = [part.lower() for part in _PART.findall(name)]
     if any(_ANYWHERE.search(part) for part in parts) or _MORE.search("".join(parts)):
         return True
@@ -204,7 +204,7 @@ _LINE = re.compile(
 )
 _SHAPES = re.compile(r"\b(?:hf|gh[pousr]|sk|glpat|github_pat)[-_][A-Za-z0-9_-]{16,}|(?i:(?<=\bbearer )[\w.~+/=-]{8,})")
 _URLS = (
-    # a word that is the URL of a database: the password ends at its last @, whatever is in it
+    # A word that is a database's URL: the password ends at its last @, with any characters in it.
     re.compile(
         r"^((?:--storage=)?(?:postgres|mysql|mariadb)\w*(?:\+\w+)?://[^:/@\s]*:)(.*)(?=@)", re.IGNORECASE | re.DOTALL
     ),

@@ -39,7 +39,7 @@ class Lasting:
 
     @property
     def styled(self) -> Lasting:
-        """The same stream for rich."""
+        """This stream for rich, with its control characters."""
         return Lasting(self._stream, styled=True)
 
     def __getattr__(self, name: str) -> Any:

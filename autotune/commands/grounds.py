@@ -22,7 +22,7 @@ from autotune.search.lock import hold, hold_a_place
 def place(setup: Setup) -> Iterator[Path]:
     """Lock and return the folder where this call keeps logs, until the call ends.
 
-    It is the study's folder, or, if several calls share a study, a folder in it for this call.
+    The folder is the study's, or, if several calls share a study, a subfolder for this call.
 
     Raises:
         UserError: another run holds the study.

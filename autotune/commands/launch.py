@@ -200,7 +200,7 @@ def _folder_of(store: StudyStore) -> Path:
 def _config_beside(known: Script, script: Script) -> str | None:
     """Return the DeepSpeed config that no word of the script itself names.
 
-    It is the config that the launcher names now. If the study had its own by --ds-config, which took precedence over the
+    The launcher's present config is returned. If the study had its own by --ds-config, which took precedence over the
     launcher's, that is returned.
     """
     given = known.ds_config is not None and known.ds_config != launchers_config(line_of(known), known.files, known.cwd)

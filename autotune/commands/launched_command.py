@@ -142,7 +142,7 @@ class Launched:
     def _edited_config(self) -> dict[str, Any] | None:
         """Return the DeepSpeed config that the command holds or names now.
 
-        It is None if the config is in code, or is the same file as in the probe run. A script may change the config that it
+        None is returned if the config is in code, or is the same file as in the probe run. A script may change the config that it
         reads, so that comparing the two would show a difference without an edit.
         """
         path = config_path(self.script)

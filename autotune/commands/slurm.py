@@ -149,8 +149,9 @@ def submit(
 
 
 def batch_script(words: Sequence[str], code: Path, needs: Sequence[str] = ()) -> str:
-    """Return the script that Slurm runs on the first node, see `submit`. It refers to secrets by variables, since it is stored
-    in a file.
+    """Return the script that Slurm runs on the first node, see `submit`.
+
+    The script is stored in a file, so that it refers to secrets by variables.
     """
     secrets: dict[str, tuple[str, str]] = {}
     command = f"{shlex.join([sys.executable, str(PACKAGE)])} {shell_text(words, secrets, _PREFIX)}"

@@ -99,7 +99,7 @@ class CommandLine:
 
     @property
     def gives_local_rank(self) -> bool:
-        """Whether the launcher puts `--local_rank=N` before the script's arguments."""
+        """True if the launcher puts `--local_rank=N` before the script's arguments."""
         return self.kind == DEEPSPEED and "no_local_rank" not in self.options
 
 

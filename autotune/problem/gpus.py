@@ -283,7 +283,7 @@ def by_uuid(wanted: str, kind: str, uuids: Sequence[str]) -> list[int]:
 def order_is_unknown(count: int) -> bool:
     """Check that NVML cannot determine which `count` cards CUDA takes.
 
-    That is so if the user has CUDA count in another order and some of several unlike cards are used.
+    The case arises if the user sets another order for CUDA and only some of several unlike cards are used.
     """
     return os.environ.get(ORDER, BY_BUS) != BY_BUS and _order_matters() and count < len(all_cards())
 

@@ -159,7 +159,7 @@ class Script:
 
     @property
     def holds_batch(self) -> bool:
-        """Whether the script always trains on its own batch. Then no batch knobs are passed to it."""
+        """True if the script always trains on its own batch. Then no batch knobs are passed to it."""
         return bool(self.profile.get("batch_note"))
 
     @property
@@ -267,9 +267,9 @@ class Job:
 
     @property
     def plain(self) -> bool:
-        """Whether weights, gradients and states are all in 16 bits, without 32-bit masters.
+        """True if weights, gradients and states are all in 16 bits, without 32-bit masters.
 
-        That is so for plain torch, and for DeepSpeed if the precision's section is switched off.
+        Plain torch does this, and DeepSpeed if the precision's section is switched off.
         """
         section = self.base_config.get(self.precision)
         return isinstance(section, dict) and section.get("enabled") is False

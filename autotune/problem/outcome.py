@@ -29,12 +29,12 @@ class Kind(StrEnum):
 
     @property
     def says_something_of_the_candidate(self) -> bool:
-        """Whether a repeated trial would end the same way."""
+        """True if a repeated trial would end the same way."""
         return self not in (Kind.FOREIGN, Kind.INFRASTRUCTURE, Kind.INTERRUPTED)
 
     @property
     def may_be_mended(self) -> bool:
-        """Whether the machine or the job may be the cause, so that it can be fixed before the next call."""
+        """True if the machine or the job may be the cause, so that it can be fixed before the next call."""
         return self in (Kind.TIMEOUT, Kind.CRASH)
 
 
@@ -54,7 +54,7 @@ class Source(StrEnum):
     """Evidence that decided an Outcome's kind; `Outcome.evidence` has the details in words."""
 
     EXCEPTION = "exception"  # reported by a rank
-    SIGNAL = "signal"  # that killed a rank
+    SIGNAL = "signal"  # the signal that killed a rank
     EXIT = "exit"  # a rank's exit status
     SILENCE = "silence"  # a rank sent nothing for longer than its phase may take
     DEVICE = "device"  # the driver reports a lost GPU
@@ -141,7 +141,7 @@ class Outcome:
     rank: int | None = None  # the rank that failed first
     log: str | None = None
     seconds: float = 0.0  # s; wall time of the trial
-    outside_seconds: float = 0.0  # s of these outside measured steps
+    outside_seconds: float = 0.0  # s; the part outside measured steps
     started: bool = False  # a new engine was started; a rung of a living engine costs less
 
     @property
@@ -150,7 +150,7 @@ class Outcome:
 
     @property
     def may_end_otherwise(self) -> bool:
-        """Whether the outcome is not attributable to the candidate, so that a retry may end differently."""
+        """True if the outcome is not attributable to the candidate, so that a retry may end differently."""
         return self.kind in (Kind.INFRASTRUCTURE, Kind.FOREIGN) or (
             self.kind is Kind.INTERRUPTED and self.source in (Source.LIMIT, Source.SILENCE)
         )

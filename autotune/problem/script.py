@@ -89,8 +89,8 @@ def candidate_of_config(config: dict[str, Any]) -> Candidate:
 def command(script: Script, candidate: Candidate, config: str) -> list[str]:
     """Return the script's command line for a candidate.
 
-    It names `config` as the DeepSpeed config file, and the copies of the argument files next to it. Knobs without a known flag or
-    file are not in it; `carried` reports whether there are any.
+    The command names `config` as the DeepSpeed config file, and the copies of the argument files next to it. Knobs without a
+    known flag or file are not in it; `carried` reports whether there are any.
     """
     argv = with_configs(script.argv, Path(script.cwd), lambda path, at: config, script.profile.get("config"))
     flags = _flags(script)

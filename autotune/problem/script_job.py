@@ -95,7 +95,7 @@ def _known(facts: dict[str, Any]) -> dict[str, Any] | None:
             (count // (size * times), size, times) for size, times in pairs if count and count % (size * times) == 0
         ]
         if fits:
-            # of equally near ones the first, which is the config's
+            # min() takes the first of equally near values, which is the config's
             per_sample, size, times = min(fits, key=lambda fit: fit[0])
             return _counted(facts, size, times, unit, per_sample)
     # A loop that steps at every backward ignores the config's accumulation.

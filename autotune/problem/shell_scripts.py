@@ -55,8 +55,9 @@ def _names_a_shell(path: Path) -> bool:
 def training_line(path: Path) -> str:
     """Return the line of a shell script that starts its training; empty if none was found.
 
-    Commands of launchers and frameworks are preferred to plain Python, and then commands with a DeepSpeed config. Of equal ones,
-    the first of a launcher is taken, since later ones evaluate, and the last of plain Python, since earlier ones prepare data.
+    Commands of launchers and frameworks are preferred to plain Python, and then commands with a DeepSpeed config. If
+    several launcher commands are left, the first is returned, since later ones evaluate. If several plain Python commands are
+    left, the last is returned, since earlier ones prepare data.
     """
     try:
         text = path.read_text(errors="replace", encoding="utf-8") if path.stat().st_size <= _MOST_BYTES else ""

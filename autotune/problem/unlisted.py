@@ -181,7 +181,7 @@ def _as_told(name: str, memory_bytes: int, told: Told, unified: bool) -> GpuFact
 def _likened(name: str, memory_bytes: int) -> GpuFacts:
     """Return the row of a similar GPU: by the name (GH200 for h200), or else by class, then by memory.
 
-    Of several with similar memory, the one with median speed is returned.
+    If several have similar memory, the one with median speed is returned.
     """
     rows = list(gpu_table().values())
     words = re.findall(r"[a-z]+\d+", name.lower())
