@@ -12,7 +12,7 @@ from autotune.problem.prices import Price, price_table
 from autotune.results.plan import CardPlan, Outlook
 
 PER_NODE = 8  # GPUs in rented machines; smaller ones have 1, 2 or 4
-LONGEST_SECONDS = 30 * 24 * 3600.0  # longer trainings are no choice, at any price
+LONGEST_SECONDS = 30 * 24 * 3600.0  # longer trainings are rejected at any price
 _SIZES = ((1, 1), (2, 1), (4, 1), (PER_NODE, 1))  # (GPUs, nodes)
 _MORE = tuple((PER_NODE * nodes, nodes) for nodes in (2, 4, 8))  # tried only if one machine is not enough
 _EXACT = (*((gpus, 1) for gpus in range(1, PER_NODE + 1)), *((PER_NODE * nodes, nodes) for nodes in range(2, 33)))
@@ -87,7 +87,7 @@ class Machines:
             if place is not None:
                 samples = float(one.table.samples[place])
                 long = self.setup.tokens / (samples * one.job.tokens_per_sample) > LONGEST_SECONDS
-                # GPUs per sample a second, so that it is the cost of a token at any GPU price
+                # GPUs per (sample per second): proportional to the cost of a token at any GPU price
                 cost = long, one.hardware.count / samples
                 if best is None or cost < best[0]:
                     best = cost, one, place

@@ -102,7 +102,7 @@ class Knob:
     read: Read = Read()
     low: float = 0
     high: float = float("inf")
-    off: Value | None = None  # value that changes and needs nothing; None: every value is a choice
+    off: Value | None = None  # the value without effect or needs; None: every value is a choice
     follows_model: bool = False  # a dtype, for which the model's own dtype changes nothing
     needs: tuple[Need, ...] = ()  # requirements on the job and the machine for any value except `off`
     refused: Callable[[Knobs], str] = lambda knobs: ""  # reason why DeepSpeed refuses this knob together with others
