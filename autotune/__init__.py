@@ -1,7 +1,7 @@
 """autotune: finds the fastest DeepSpeed config that fits, by measuring it.
 
-The public door: `tune`, `open_study`, `export_study`, `launch`, `StudyCallback` and `__version__`. Importing this package
-imports neither torch nor deepspeed; docs/architecture.md shows the rooms behind it.
+Public names: `tune`, `open_study`, `export_study`, `launch`, `StudyCallback` and `__version__`. Importing this package imports
+neither torch nor deepspeed; docs/architecture.md describes its parts.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ install_finder()
 
 
 def tune(command: list[str] | None = None, *, quiet: bool = False, **options: Any) -> RunSummary:
-    """Tunes, verifies and exports, as `autotune run` does; the same study goes on where it stopped.
+    """Tune, verify and export, as `autotune run` does; an existing study resumes.
 
     Args:
-        command: a training script and its arguments, tuned as it is; without it `model` or `workload` says what is trained.
+        command: a training script and its arguments, tuned unmodified; without it set `model` or `workload`.
         quiet: print nothing.
-        options: what the command takes, by its names with underscores: `model`, `gpus`, `budget`, `study`, `space`,
-            `global_batch_size`, `max_trials` and the others; `attention` for `--attn`, `compiled` for `--compile`, `packed` for
-            `--packing`, `maps` for `--map`. Texts as the command takes them, or Python's own: `budget=600` is seconds,
-            `memory_cap=2**34` bytes, `headroom=0.1` a share, a path a `Path`.
+        options: the command's options by name with underscores: `model`, `gpus`, `budget`, `study`, `space`, `global_batch_size`,
+            `max_trials` and so on; `attention` for `--attn`, `compiled` for `--compile`, `packed` for `--packing`, `maps` for
+            `--map`. Values are texts as on the command line, or Python's: `budget=600` is in seconds, `memory_cap=2**34` in
+            bytes, `headroom=0.1` a share, a path a `Path`.
 
     Returns:
-        The winner with its measurement, the files written, and the lines for people.
+        The winner with its measurement, the files written, and the lines for display.
 
     Raises:
         autotune.errors.UserError: bad input, or a script that fails by itself.
         autotune.errors.NothingFits: no candidate is feasible.
-        autotune.errors.MachineTrouble: the machine fails, whatever the candidate.
+        autotune.errors.MachineTrouble: the machine fails, for any candidate.
     """
     from rich.console import Console
 
@@ -51,14 +51,14 @@ def tune(command: list[str] | None = None, *, quiet: bool = False, **options: An
 
 
 def open_study(study: str, storage: str | None = None) -> StudyStore:
-    """An existing study: its trials, calls and winner.
+    """Open an existing study: its trials, calls and winner.
 
     Args:
         study: its name, or its folder.
-        storage: its database, where it is not in the folder.
+        storage: its database, if that is not in the folder.
 
     Raises:
-        autotune.errors.UserError: there is none of that name.
+        autotune.errors.UserError: there is no study of that name.
     """
     from autotune.search.study import StudyStore
 
@@ -73,14 +73,14 @@ def export_study(
     trial: int | None = None,
     storage: str | None = None,
 ) -> list[Path]:
-    """Writes a study's winner as a config, as `autotune export` does, and returns the files.
+    """Write a study's winner as a config, as `autotune export` does, and return the files.
 
     Args:
         study: its name, or its folder.
         style: `deepspeed`, `accelerate` or `hf`.
         out: file to write; default: in the study's folder.
         trial: a trial's number instead of the winner.
-        storage: its database, where it is not in the folder.
+        storage: its database, if that is not in the folder.
 
     Raises:
         autotune.errors.UserError: no such study, trial or style, or a file that cannot be written.
@@ -91,16 +91,16 @@ def export_study(
 
 
 def launch(study: str, command: list[str], **options: Any) -> LaunchSummary:
-    """Trains a script under a study's winner and brings it back when memory runs out, as `autotune launch` does.
+    """Train a script under a study's winner and restart it after an OOM, as `autotune launch` does.
 
     Args:
         study: name of the study, or its folder.
         command: the script and its arguments.
         options: `max_restarts`, `hang_timeout`, `memory_cap`, `maps`, `storage`, `python`, `trust`, `convert` and
-            `global_batch_size`, as the command takes them; `say` takes a line for people (default: print).
+            `global_batch_size`, as on the command line; `say` receives lines for display (default: print).
 
     Raises:
-        autotune.errors.UserError: bad input, or a study that is not of this script.
+        autotune.errors.UserError: bad input, or a study of another script.
     """
     from autotune.commands.launch import launch_training
     from autotune.commands.python_options import request_of
@@ -110,7 +110,7 @@ def launch(study: str, command: list[str], **options: Any) -> LaunchSummary:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "StudyCallback":  # it is a class of transformers', whose import takes seconds
+    if name == "StudyCallback":  # a subclass of a transformers class, whose import takes seconds
         from autotune.recovery.callback import StudyCallback
 
         return StudyCallback

@@ -1,7 +1,7 @@
-"""Bounds of what enters from outside: whole numbers, numbers, texts and nested data, from options, files and calls.
+"""Bounds of outside data: whole numbers, numbers, texts and nested data, from options, files and calls.
 
 Every reader of outside data (options, spaces, DeepSpeed configs, model configurations, hostfiles, lengths, tables) checks it here
-before anything computes with it.
+before it is used.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 from autotune.errors import UserError
 
-MOST = 2**63 - 1  # DeepSpeed's and torch's largest; "no limit" in a config
-MOST_RANKS = 65_536  # of a training
+MOST = 2**63 - 1  # the largest integer of DeepSpeed and torch; "no limit" in a config
+MOST_RANKS = 65_536  # of one training
 MOST_TEXT = 65_536  # characters of one text
-MOST_BYTES = 64 * 2**20  # of a file of texts
+MOST_BYTES = 64 * 2**20  # of a text file
 _MOST_DEPTH = 200
 _SHOWN = 60  # characters of a value in a message
 
@@ -34,7 +34,7 @@ def whole_number(value: object, what: str, low: int = 0, high: int = MOST) -> in
     """Return a whole number, given as one or as text.
 
     Args:
-        what: names the value in the message, as `--gpus` or `FILE:3: slots`.
+        what: name of the value in the message, like `--gpus` or `FILE:3: slots`.
 
     Raises:
         UserError: the value is no whole number between `low` and `high`.
@@ -51,7 +51,7 @@ def whole_number(value: object, what: str, low: int = 0, high: int = MOST) -> in
 
 
 def trouble(value: object) -> str | None:
-    """Return why no value may be like this, or None: a number beyond 63 bits, a text with NUL, or one without end."""
+    """Return why a value is invalid, or None: a number beyond 63 bits, a text with NUL, or one that is too long."""
     if isinstance(value, int) and abs(value) > MOST:
         return f"expected a number of at most 63 bits, found {shown(value)}"
     if isinstance(value, str) and "\0" in value:
@@ -65,7 +65,7 @@ def check_data(data: Any, where: str) -> None:
     """Check every key, number and text in nested data.
 
     Raises:
-        UserError: one is out of bounds; the message has its dotted key.
+        UserError: a value is out of bounds; the message has its dotted key.
     """
     for path, value in _leaves(data, ()):
         if why := trouble(value):
@@ -87,11 +87,11 @@ def _leaves(data: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
 
 
 def read_text(path: Path, what: str, expected: str) -> str:
-    """Return a file's text, which is UTF-8 with or without a mark at its beginning.
+    """Return a file's text, which is UTF-8 with or without a byte order mark.
 
     Args:
-        what: names the file in the message, as `--lengths FILE`.
-        expected: ends the message.
+        what: name of the file in the message, like `--lengths FILE`.
+        expected: end of the message.
 
     Raises:
         UserError: the file cannot be read, is no text, or is too large.
@@ -111,10 +111,10 @@ def read_text(path: Path, what: str, expected: str) -> str:
 
 
 def parse_json(text: str, where: str, expected: str) -> Any:
-    """Return what a JSON text says, within bounds.
+    """Return the data of a JSON text, within bounds.
 
     Raises:
-        UserError: the text is no JSON, or holds what is out of bounds.
+        UserError: the text is no JSON, or a value is out of bounds.
     """
     try:
         data = json.loads(text)

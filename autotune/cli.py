@@ -1,4 +1,4 @@
-"""The command line: thin, and fast to start. Everything heavy is imported inside a command."""
+"""Command line: a thin layer that starts fast. Slow imports are inside the commands."""
 
 from __future__ import annotations
 
@@ -114,11 +114,13 @@ app.add_typer(gallery_app, name="gallery")
 
 
 def typed(parameters: dict[str, Any]) -> Request:
-    """The Request of a command's `locals()`: parameters are named as its fields; None keeps the field's own default."""
+    """Return the Request of a command's `locals()`, whose parameters have the names of its fields. None keeps a field's
+    default.
+    """
     load_numpy()
     from autotune.commands.request import Request
 
-    os.environ.pop(STORAGE_VARIABLE, None)  # it was read, and ranks need no password
+    os.environ.pop(STORAGE_VARIABLE, None)  # already read, and ranks need no password
     fields = {field.name for field in dataclasses.fields(Request)}
     return Request(**{name: value for name, value in parameters.items() if name in fields and value is not None})
 
@@ -191,13 +193,13 @@ def run(
 
 
 def _in_one_job(request: Request, **where: Any) -> None:
-    """Outside of an allocation of Slurm's: has it run this very command in one, and exits with its code."""
+    """Outside of a Slurm allocation, run this command in one and exit with its code."""
     from autotune.commands.slurm import options_of, outside, submit, words_without_password
 
     if outside():
         words, _ = words_without_password(sys.argv[1:])
         if request.storage:
-            os.environ[STORAGE_VARIABLE] = request.storage  # which sbatch hands on; the words lie in a file
+            os.environ[STORAGE_VARIABLE] = request.storage  # sbatch passes it on; the words are stored in a file
         options = options_of(nodes=request.nodes, gpus=request.gpus, device=request.device, **where)
         raise typer.Exit(
             submit(words, options, request.runs / "slurm", say, needs=[STORAGE_VARIABLE] if request.storage else [])
@@ -333,7 +335,7 @@ def top(version: Annotated[bool, option("Print the version.", "--version")] = Fa
 
 
 def main() -> None:
-    """Exit codes: 0 done, 2 bad input, 3 nothing feasible, 4 the machine fails, 130 interrupted."""
+    """Run the command line. Exit codes: 0 done, 2 bad input, 3 nothing feasible, 4 the machine fails, 130 interrupted."""
     learn_environment()
     with lasting_streams():
         _call()
@@ -343,7 +345,7 @@ def _call() -> None:
     try:
         code = app(standalone_mode=False)
         if sys.stdout is not None:
-            sys.stdout.flush()  # what it cannot hold is said here, and not by the interpreter at its end
+            sys.stdout.flush()  # a failed write is reported here, and not by the interpreter at its exit
         sys.exit(code if isinstance(code, int) else 0)
     except UserError as error:
         fail(str(error), 2)

@@ -1,4 +1,4 @@
-"""`autotune share` and `autotune gallery`: a study as an entry that anybody may see, and what others have sent."""
+"""`autotune share` and `autotune gallery`: writing a study as a public entry, and reading entries of other users."""
 
 from __future__ import annotations
 

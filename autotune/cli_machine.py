@@ -1,4 +1,4 @@
-"""`autotune models`, `autotune doctor` and `autotune agent`: what is here, without a study."""
+"""`autotune models`, `autotune doctor` and `autotune agent`: commands that need no study."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The options of the command line. Each stands here once; a command gives its default. The parameter of an option has the name of
-its field in Request.
+"""Options of the command line, each defined once; a command sets its default.
+
+An option's parameter has the name of its field in Request.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import typer
 
 from autotune.cli_parts import STORAGE_VARIABLE, Text, option
 
-# what is trained
+# the training
 Model = Annotated[Text, option("Shipped name (`autotune models`), folder or config.json, or Hub id.")]
 Workload = Annotated[Text, option("package.module:function that returns (model, batches) instead of a model.")]
 Task = Annotated[
@@ -45,7 +46,7 @@ ScriptWords = Annotated[
 Maps = Annotated[list[str] | None, option("KNOB=--FLAG: the script's flag that carries a knob; repeatable.", "--map")]
 WorstCase = Annotated[bool, option("Pad the script's batches to the longest that it allows.", "--worst-case")]
 
-# on what
+# the devices
 Gpus = Annotated[
     int | None, option("GPUs (or CPU ranks) to use, of each machine where there are several; default: all.")
 ]
@@ -62,7 +63,7 @@ Python = Annotated[
 ]
 Isolation = Annotated[str, option("fork (pre-imported server) or spawn (cold starts).")]
 
-# on which machines
+# the machines
 Hostfile = Annotated[
     Path | None, option("DeepSpeed's hostfile (`worker-1 slots=8` a line): several machines, over ssh.")
 ]
@@ -94,7 +95,7 @@ Account = Annotated[Text, option("Slurm's.")]
 SlurmTime = Annotated[Text, option("How long Slurm's allocation may last, as sbatch takes it.", "--time")]
 SlurmOptions = Annotated[list[str] | None, option("KEY=VALUE: another option of sbatch's; repeatable.", "--slurm")]
 
-# how it is searched, and where that is kept
+# the search, and its storage
 Space = Annotated[Text, option("Search space: a file, or a name of `autotune spaces list`.")]
 Budget = Annotated[str, option("Time for this call, verification included: 90s, 30m, 1h30m.")]
 MaxTrials = Annotated[int | None, option("Stop after this many trials of this call.")]
@@ -125,7 +126,7 @@ Trust = Annotated[
     option("Run what a study or table of another user names: Python, workload, remote code, variables.", "--trust"),
 ]
 
-# a plan, a launch
+# plan and launch
 Gpu = Annotated[Text, option("Name like rtx3090 or a100-80gb; default: the machine's own.")]
 GpuCount = Annotated[int, option("How many in each machine, as torchrun's --nproc-per-node.")]
 Nodes = Annotated[int, option("Machines, each with --gpus of them: 2 with --gpus 8 is 16 GPUs.")]
@@ -141,5 +142,5 @@ MaxRestarts = Annotated[int, option("Give up after this many without a newer che
 HangTimeout = Annotated[str, option("No rank computes, reads or writes for so long: it hangs.")]
 Convert = Annotated[bool, option("Step down to stage 3 too, converting checkpoints for it.", "--convert-checkpoints")]
 
-# what is said
+# output
 Yes = Annotated[bool, option("Ask nothing.", "--yes", "-y")]

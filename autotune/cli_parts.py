@@ -1,4 +1,4 @@
-"""What the commands of the command line share."""
+"""Helpers that the commands of the command line share."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 def load_numpy() -> None:
     """Import numpy with one BLAS thread in this process, unless the user has chosen a number.
 
-    The tuner's matrices are small: more threads only wait for cores that ranks and other programs use, which made resuming a
-    large study on a busy machine four times slower. Ranks, and whatever else this process starts, do not inherit it.
+    The tuner's matrices are small, so that more threads only wait for cores that ranks and other programs use. With many threads,
+    resuming a large study on a busy machine took four times as long. Ranks and other child processes do not inherit the setting.
     """
     if _BLAS_THREADS in os.environ or "numpy" in sys.modules:
         return
@@ -50,7 +50,7 @@ Json = Annotated[bool, option("One JSON object on stdout, nothing else.", "--jso
 
 
 def console(stderr: bool = False) -> Console:
-    """Return a console that shows data as it is: no markup, no emoji, and no control characters but rich's own."""
+    """Return a console that prints data unchanged: no markup, no emoji, and no control characters except rich's."""
     from autotune.results.tables import DataConsole
 
     stream = sys.stderr if stderr else sys.stdout
@@ -60,7 +60,7 @@ def console(stderr: bool = False) -> Console:
 
 
 def asking(as_json: bool = False) -> Callable[[str], bool] | None:
-    """Return a question to the reader whose answer is no unless typed otherwise; None without a terminal."""
+    """Return a function that asks the reader, with the default answer no; None without a terminal."""
     from autotune.streams import is_watched
 
     return None if as_json or not is_watched(sys.stdin) else lambda text: typer.confirm(text, err=True)
@@ -77,17 +77,17 @@ def typed_command() -> str:
 
 
 def say(text: str) -> None:
-    with suppress(OSError):  # where nothing can be written, the exit code still tells
+    with suppress(OSError):  # if nothing can be written, the exit code still reports the failure
         print(f"autotune: {text}", file=sys.stderr, flush=True)
 
 
 def fail(text: str, code: int) -> None:
-    say(" ".join(map(str.strip, text.splitlines())) if code == 2 else text)  # bad input is told in one line
+    say(" ".join(map(str.strip, text.splitlines())) if code == 2 else text)  # bad input is reported in one line
     sys.exit(code)
 
 
 def of_a_database(error: Exception) -> tuple[str, int]:
-    """The line and exit code of what a study's database, a disk or a file failed with; raises anything else."""
+    """Return the line and exit code of an error of a study's database, a disk or a file; raise any other error."""
     if "optuna" not in sys.modules and not isinstance(error, OSError):
         raise error
     from autotune.search.storage import failures_in_one_line

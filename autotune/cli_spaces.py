@@ -1,4 +1,4 @@
-"""`autotune spaces`: the search spaces, listed, shown and checked."""
+"""`autotune spaces`: listing, showing and validating search spaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`autotune show`, `report`, `export` and `record`: what a study is asked for once it has measured something."""
+"""`autotune show`, `report`, `export` and `record`: commands that read a study."""
 
 from __future__ import annotations
 

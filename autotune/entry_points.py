@@ -1,7 +1,7 @@
-"""Modules that autotune runs in processes of their own, by what the process does.
+"""Modules that autotune runs in their own processes, by purpose.
 
-Launchers take a module's name from here only. `python -m MODULE` starts each of them; the fork server also starts ranks,
-by the module's `become`.
+Launchers take a module's name from here only. `python -m MODULE` starts each of them; the fork server also starts ranks, by the
+module's `become`.
 """
 
 from __future__ import annotations

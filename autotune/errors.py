@@ -1,4 +1,4 @@
-"""What a person did wrong, or what the machine lacks, in one line."""
+"""Errors of the user and of the machine, each in one line."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from contextlib import contextmanager
 from autotune.masking import masked
 from autotune.versions import StrEnum
 
-_ENDLESS = re.compile(r"\S{500,}")  # no path, flag or number that a person has typed
+_ENDLESS = re.compile(r"\S{500,}")  # longer than any typed path, flag or number
 
 
 class Told(Exception):
-    """An error whose text people read. The text holds no secrets, whoever catches it."""
+    """Error with a text for display. The text holds no secrets."""
 
     def __init__(self, text: str = "") -> None:
         super().__init__(_ENDLESS.sub(lambda word: f"{word[0][:100]}…", masked(text)))
 
 
 class UserError(Told):
-    """Bad input: the message says what was wrong, what was expected and what to do next. The CLI exits with 2."""
+    """Bad input: the message names the problem, the expected input and the fix. The CLI exits with 2."""
 
 
 class Cause(StrEnum):
-    """Why a user's script cannot be tuned as it is."""
+    """Reason why a user's script cannot be tuned unmodified."""
 
-    SCRIPT = "script"  # it fails, or never reaches DeepSpeed
-    STEPS = "steps"  # it ends before enough optimizer steps
-    BATCH = "batch"  # it trains on another batch than it was told to
-    SHORT = "short"  # it obeys, and too many of its steps are the last of its data
+    SCRIPT = "script"  # the script fails, or never reaches DeepSpeed
+    STEPS = "steps"  # the script ends before enough optimizer steps
+    BATCH = "batch"  # the script trains on another batch than requested
+    SHORT = "short"  # the script honours the batch, but too many of its steps are the last of its data
 
 
 class Unusable(UserError):
-    """The user's script cannot be tuned as it is, whatever the candidate. Raised in a rank and again in the tuner.
+    """The user's script cannot be tuned unmodified, with any candidate. Raised in a rank and again in the tuner.
 
     Args:
-        cause: what a caller may decide by; the text is for people.
+        cause: for decisions of the caller; the text is for display.
     """
 
     def __init__(self, text: str, cause: Cause = Cause.SCRIPT) -> None:
@@ -46,32 +46,32 @@ class Unusable(UserError):
 
 
 class NothingFits(Told):
-    """The search ended without a feasible candidate. The CLI exits with 3."""
+    """Search without a feasible candidate. The CLI exits with 3."""
 
 
 class MachineTrouble(Told):
-    """The machine fails, whatever the candidate: a driver, a network interface, shared memory. The CLI exits with 4."""
+    """Failure of the machine for any candidate: a driver, a network interface, shared memory. The CLI exits with 4."""
 
 
 class Stopped(Told):
-    """A person stopped it before it came to anything. The CLI exits with 130."""
+    """Stop by the user before there was a result. The CLI exits with 130."""
 
 
 def near(word: str, known: Iterable[str]) -> str:
-    """`; did you mean A or B?` for a misspelt word, or an empty string."""
+    """Return `; did you mean A or B?` for a misspelt word, or an empty string."""
     matches = difflib.get_close_matches(word.lower(), list(known), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 
 @contextmanager
 def readable(what: str) -> Iterator[None]:
-    """Turn the failures that malformed stored values cause into one line. A study may be a stranger's, with any JSON in it.
+    """Convert errors from malformed stored values to one line. A study may come from another user, with any JSON in it.
 
     Args:
-        what: is read: "the study".
+        what: the object that is read: "the study".
 
     Raises:
-        UserError: a value has a type or size that nothing can be done with.
+        UserError: a value has an unusable type or size.
     """
     try:
         yield
@@ -89,5 +89,5 @@ def readable(what: str) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, whoever raised it, short and without line breaks; its type where it says nothing."""
+    """Return an error's text, short and without line breaks; its type if it has no text."""
     return " ".join(masked(str(error)).split())[:200] or type(error).__name__

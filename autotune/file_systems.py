@@ -1,4 +1,4 @@
-"""Which file system a path lies on, and whether other machines may write there too."""
+"""File system of a path, and a check for network file systems."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import psutil
 
-# As /proc/self/mounts names them, without `fuse.` in front. SQLite's locks cannot be trusted on any of these
-# (https://sqlite.org/faq.html#q5, https://sqlite.org/useovernet.html): they are missing, slow, or hold on one machine only.
+# Names in /proc/self/mounts, without the prefix `fuse.`. SQLite's locks are not reliable on any of these: they are missing, slow,
+# or hold on one machine only (https://sqlite.org/faq.html#q5, https://sqlite.org/useovernet.html).
 _NETWORK_KINDS = frozenset(
     {
         *("nfs", "nfs4", "lustre", "beegfs", "gpfs", "panfs", "wekafs", "pvfs2", "orangefs", "afs", "coda", "quobyte"),
@@ -23,12 +23,12 @@ _NETWORK_KINDS = frozenset(
 class FileSystem:
     """One mounted file system."""
 
-    kind: str  # as the kernel names it, like ext4, nfs4, fuse.sshfs; "unknown" where it tells nothing
+    kind: str  # the kernel's name, like ext4, nfs4, fuse.sshfs; "unknown" if it gives none
     mounted_at: Path
 
     @property
     def on_network(self) -> bool:
-        """Whether it is one that several machines, or a host and its guests, write to."""
+        """True if several machines, or a host and its guests, may write to it."""
         return self.kind.removeprefix("fuse.") in _NETWORK_KINDS
 
     def __str__(self) -> str:
@@ -36,12 +36,12 @@ class FileSystem:
 
 
 def file_system_of(path: Path) -> FileSystem:
-    """The file system that a path lies on, or would lie on once it is made; symbolic links are followed."""
+    """Return the file system of a path, which need not exist; symbolic links are followed."""
     real = path.resolve()
     try:
         mounted = [part for part in psutil.disk_partitions(all=True) if real.is_relative_to(part.mountpoint)]
     except OSError:
         mounted = []
-    # the innermost, and of several on one place (an automounter's and what it has mounted) the last
+    # The innermost mount counts, and of several at one place (an automounter's and the one that it mounted) the last.
     deepest = max(enumerate(mounted), key=lambda at: (len(Path(at[1].mountpoint).parts), at[0]), default=None)
     return FileSystem(deepest[1].fstype, Path(deepest[1].mountpoint)) if deepest else FileSystem("unknown", Path("/"))

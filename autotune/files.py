@@ -1,4 +1,4 @@
-"""Files that a reader never sees half of, and a folder for sockets."""
+"""Atomic file writes, and a folder for sockets."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from pathlib import Path
 from autotune.errors import MachineTrouble, UserError
 from autotune.masking import masked_values
 
-# A Unix socket's path has 108 bytes, the last of them zero (`man 7 unix`); of these a folder of `SocketFolder` and a
-# socket's name in it take at most 40.
+# A Unix socket's path has 108 bytes, the last of them zero (`man 7 unix`). A folder of `SocketFolder` and a socket's name in it
+# take at most 40 of these.
 _LONGEST_BASE_BYTES = 107 - 40
-# Errors of a disk or a file system that fails, whatever is written: never those of a name or a right.
+# Errors of a disk or a file system that fails for any file, not errors of a name or a permission.
 _FAILS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
-_HELD = "held"  # the file that is locked in a folder of sockets
+_HELD = "held"  # the locked file in a folder of sockets
 
 
 def cache_root() -> Path:
-    """Where what can be made again is kept, made or not."""
+    """Return the folder of the cache, which need not exist."""
     root = os.environ.get("AUTOTUNE_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(root).expanduser() / "autotune"
 
 
 def write_atomically(path: Path, content: str | bytes, *, private: bool = False) -> None:
-    """Write a file of which a reader never sees half, after a power cut neither. A link goes on pointing to its file; a pipe,
-    a terminal or a device is written to as it is. The umask decides who may read a new file; one that is replaced keeps its
-    mode. Text is UTF-8, and known secrets in it are masked.
+    """Write a file atomically, so that a reader never sees half of it, even after a power cut.
+
+    A link keeps pointing to its file; a pipe, a terminal or a device is written to directly. The umask sets the mode of a new
+    file; a replaced file keeps its mode. Text is UTF-8, and known secrets in it are masked.
 
     Args:
-        private: secrets are kept, since a later call starts the same command with them; nobody but the user may read the file.
+        private: keep secrets, since a later call starts the same command with them; only the user may read the file.
 
     Raises:
-        OSError: it cannot be written; what was there before is still there.
+        OSError: the file cannot be written; the previous contents are still there.
     """
     text = content if private or isinstance(content, bytes) else masked_values(content)
     data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
@@ -52,7 +53,7 @@ def write_atomically(path: Path, content: str | bytes, *, private: bool = False)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())  # else the new name may reach the disk before the content does
+            os.fsync(file.fileno())  # otherwise the new name may reach the disk before the contents
         os.chmod(name, 0o600 if private else _mode(path))
         os.replace(name, path)
     except BaseException:
@@ -62,10 +63,10 @@ def write_atomically(path: Path, content: str | bytes, *, private: bool = False)
 
 
 def _mode(path: Path) -> int:
-    """Return the mode of a file that is replaced, or the one that the umask gives a new file."""
+    """Return the mode of the file to replace, or the umask's mode for a new file."""
     with suppress(OSError):
         return path.stat().st_mode & 0o777
-    with suppress(OSError):  # os.umask() sets it for all threads in order to read it
+    with suppress(OSError):  # os.umask() must change the mask for all threads to read it
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("Umask:"):
                 return 0o666 & ~int(line.split()[1], 8)
@@ -73,12 +74,12 @@ def _mode(path: Path) -> int:
 
 
 def disk_fails(error: OSError) -> bool:
-    """Return whether the disk refuses, full or broken, as opposed to a file that cannot be had."""
+    """Check that the disk fails (full or broken), as opposed to a single file that is not available."""
     return error.errno in _FAILS
 
 
 def cannot_write(path: Path, error: OSError, remedy: str) -> UserError | MachineTrouble:
-    """Return the error of a file that was not written: the machine's where the disk refuses, else the user's."""
+    """Return the error of a file that was not written: the machine's if the disk fails, else the user's."""
     why = error.strerror or errno.errorcode.get(error.errno or 0, "unknown")
     if disk_fails(error):
         return MachineTrouble(f"{path} cannot be written ({why}): make room, or {remedy}")
@@ -86,18 +87,19 @@ def cannot_write(path: Path, error: OSError, remedy: str) -> UserError | Machine
 
 
 def remove_file(path: Path) -> None:
-    """Removes the file that a path leads to, where there is one: a link stays, for the next to be written to its place, and so
-    does a pipe, a terminal or a device.
+    """Remove the file that a path leads to, if it exists.
+
+    A link stays, so that the next file is written to its target. A pipe, a terminal or a device stays, too.
 
     Raises:
-        OSError: it cannot be removed.
+        OSError: the file cannot be removed.
     """
     if path.is_file():
         Path(os.path.realpath(path)).unlink()
 
 
 def _sync_folder(folder: Path) -> None:
-    """Has the names in a folder reach the disk; some file systems cannot be asked for that."""
+    """Flush the names in a folder to the disk; some file systems do not support that."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -107,12 +109,13 @@ def _sync_folder(folder: Path) -> None:
 
 
 class SocketFolder:
-    """A new temporary folder in which a Unix socket can be bound and a file locked: not under a TMPDIR whose path is too long
-    for that, as batch systems like to give, nor on a file system that refuses either (some FUSE, Lustre without `flock`).
-    Whoever makes the next one also removes those whose process was killed.
+    """New temporary folder in which a Unix socket can be bound and a file locked.
+
+    A TMPDIR whose path is too long, as on many batch systems, is skipped. So are file systems that refuse sockets or locks (some
+    FUSE, Lustre without `flock`). Creating a folder also removes those of killed processes.
 
     Args:
-        prefix: of its name; folders of one prefix have one sort of owner.
+        prefix: start of its name; folders with one prefix have one kind of owner.
 
     Raises:
         OSError: no temporary folder can be written to.
@@ -125,22 +128,23 @@ class SocketFolder:
             with suppress(OSError):
                 self._make(prefix, base)
                 return
-        self._make(prefix, usual, strict=False)  # what is missing is met, and said, where it is needed
+        self._make(prefix, usual, strict=False)  # a missing feature is reported by the code that needs it
 
     def _make(self, prefix: str, base: str, strict: bool = True) -> None:
-        """Makes it in a temporary folder; `strict`: or leaves nothing where no socket or no lock can be had."""
+        """Create the folder in a temporary folder. `strict`: raise and leave nothing if sockets or locks are refused."""
         for left in Path(base).glob(f"{prefix}*/{_HELD}"):
             with suppress(OSError):
                 _remove_if_left(left)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
         self._held = os.open(self.path / "new", os.O_CREAT | os.O_RDWR)  # locked as long as this process lives
-        # systemd-tmpfiles removes what is ten days old from /tmp, but for folders that are locked themselves: tmpfiles.d(5)
+        # systemd-tmpfiles removes entries older than ten days from /tmp, except folders that are locked themselves:
+        # tmpfiles.d(5).
         self._kept = os.open(self.path, os.O_RDONLY)
         with suppress(OSError):
             fcntl.flock(self._kept, fcntl.LOCK_SH)
         try:
             fcntl.flock(self._held, fcntl.LOCK_EX)
-            os.rename(self.path / "new", self.path / _HELD)  # whoever finds it by this name finds it locked
+            os.rename(self.path / "new", self.path / _HELD)  # a file with this name is always locked by its owner
             _try_socket(self.path / "try")
         except OSError:
             if strict:
@@ -160,7 +164,7 @@ def _try_socket(path: Path) -> None:
 
 
 def _remove_if_left(held: Path) -> None:
-    """Removes the folder of a process that is gone."""
+    """Remove the folder of a process that has ended."""
     descriptor = os.open(held, os.O_RDWR)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

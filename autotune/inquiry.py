@@ -1,7 +1,7 @@
-"""What a Python environment has, looked up without importing any of it.
+"""Facts about a Python environment, found without importing its packages.
 
-`interpreter.py` runs this file in the environment where ranks are to run, `PATH -c … inquiry.py`, and calls it in the tuner's
-own. It needs nothing but the standard library, not even the package that it lies in.
+`interpreter.py` runs this file in the ranks' environment, `PATH -c … inquiry.py`, and calls it in the tuner's own. The file needs
+only the standard library, not even its own package.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# The packages whose versions decide what can be done and how fast it is, where they are there.
+# Packages whose versions affect the available choices and speed.
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "liger_kernel", "ninja")
 
 
 def version(package: str) -> str | None:
-    """Of an installed distribution, or as torch's own text says it: one built from source need not be installed."""
+    """Return the version of an installed distribution, or torch's from its own text: torch built from source need not be
+    installed.
+    """
     found = _installed(package, tuple(sys.path), metadata.version)
     return _in_torchs_text("__version__") if found is None and package == "torch" else found
 
 
 @functools.cache
 def _installed(package: str, path: tuple[str, ...], look_up: Callable[[str], str]) -> str | None:
-    """Looked up once for a path: predictions ask hundreds of times, and each time a file would be parsed."""
+    """Look up a package once for each path: predictions call this hundreds of times, and each lookup parses a file."""
     try:
         return look_up(package)
     except metadata.PackageNotFoundError:
@@ -37,28 +39,28 @@ def _installed(package: str, path: tuple[str, ...], look_up: Callable[[str], str
 
 
 def cuda() -> str | None:
-    """`12.8`: for which CUDA torch is built; None where it is built for none."""
+    """Return the CUDA version for which torch is built, like `12.8`, or None."""
     return _in_torchs_text("cuda")
 
 
 def nccl() -> str | None:
-    """Version of the NCCL that was installed with torch."""
+    """Return the version of the NCCL that was installed with torch."""
     return version(f"nvidia-nccl-cu{major}") if (major := (cuda() or "").partition(".")[0]) else None
 
 
 def origin(module: str) -> str | None:
-    """The file of a module as `python -m` would find it, current folder included; None where there is none."""
+    """Return the file of a module as `python -m` would find it, current folder included, or None."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
         found = importlib.util.find_spec(module)
-    except Exception:  # the package that it lies in is imported, and may raise anything
+    except Exception:  # its parent package is imported, and may raise any error
         return None
     return os.path.abspath(found.origin) if found and found.origin and found.has_location else None
 
 
 def has(module: str) -> bool:
-    """Whether a top-level module can be imported, as far as can be told without importing it."""
+    """Check that a top-level module can be imported, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
@@ -66,7 +68,7 @@ def has(module: str) -> bool:
 
 
 def _in_torchs_text(name: str) -> str | None:
-    """What torch's `version.py` sets a name to, without importing torch."""
+    """Return the value of a name in torch's `version.py`, without importing torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -79,7 +81,7 @@ def _in_torchs_text(name: str) -> str | None:
 
 
 def facts() -> dict[str, Any]:
-    """All of it, as JSON."""
+    """Return all facts, as JSON data."""
     return {
         "executable": sys.executable,
         "prefix": sys.prefix,

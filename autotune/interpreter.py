@@ -1,8 +1,8 @@
-"""The Python that ranks, the fork server and the tracer run in: the tuner's own, or that of the environment that people train in.
+"""Python of ranks, the fork server and the tracer: the tuner's own, or that of the user's training environment.
 
-Which it is is decided once a call (`commands/python.py`), and holds for all of this process (`running_in`): whoever starts a
-process of ours, or asks for a version, asks `current()`. What the user's Python is given of the tuner's environment is this
-package alone, in a folder where nothing else lies: neither a rank nor what it starts sees optuna, or another torch.
+`commands/python.py` selects it once per call, and `running_in` sets it for this process. Code that starts a process or needs a
+version calls `current()`. The user's Python sees only this package from the tuner's environment, in a folder without any other:
+neither a rank nor its children see optuna, or another torch.
 """
 
 from __future__ import annotations
@@ -28,23 +28,22 @@ from autotune import inquiry
 from autotune.errors import UserError
 from autotune.files import cache_root
 
-ANSWER_SECONDS = 60.0  # for an interpreter to say what it has; a cold conda on a network takes ten
+ANSWER_SECONDS = 60.0  # for an interpreter to answer; a cold conda on a network takes ten
 LEAST_PYTHON = (3, 10)
 _LAUNCHERS = {
     "torchrun": "torch.distributed.run",
     "deepspeed": "deepspeed.launcher.runner",
     "accelerate": "accelerate.commands.accelerate_cli",
 }
-NVML_FILE = "AUTOTUNE_NVML"  # the variable that tells a rank of nvidia-ml-py's one file, see `problem.gpus`
+NVML_FILE = "AUTOTUNE_NVML"  # variable with the path of nvidia-ml-py's one file, for ranks; see `problem.gpus`
 _PACKAGE = Path(__file__).parent
 _INSTALLED = ("site-packages", "dist-packages")
-# A file of the user's own in the folder that autotune is called from, like random.py, must not stand in for a library's; -P is
-# of Python 3.11.
+# A user's file in the current folder, like random.py, must not replace a library's. Option -P needs Python 3.11.
 APART = "import sys; sys.path[:] = [p for p in sys.path if p not in ('', '.')]; "
 _RUN = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-# Before anything else is imported: that takes seconds, in which the tuner may be killed.
+# Runs before any other import: imports take seconds, in which the tuner may be killed.
 _BOUND = "from autotune.linux import die_with_parent; die_with_parent(int(sys.argv.pop(1))); "
-# Every Python since 2.4 can run this: the oldest say their version and no more.
+# Every Python since 2.4 can run this: the oldest only print their version.
 _ASK = (
     f"{APART}print('PYTHON %d.%d.%d' % sys.version_info[:3]); "
     f"sys.version_info >= {LEAST_PYTHON} and __import__('runpy').run_path(sys.argv.pop(1), run_name='__main__')"
@@ -52,7 +51,7 @@ _ASK = (
 
 
 class Interpreter(Protocol):
-    """A Python and the environment it belongs to."""
+    """A Python and its environment."""
 
     @property
     def path(self) -> str:
@@ -64,31 +63,31 @@ class Interpreter(Protocol):
 
     @property
     def beside(self) -> bool:
-        """Whether it is another than the tuner's own."""
+        """True if this Python differs from the tuner's own."""
 
     @property
     def cuda(self) -> str | None:
-        """For which CUDA its torch is built."""
+        """CUDA version for which its torch is built."""
 
     @property
     def nccl(self) -> str | None:
-        """The version of NCCL that came with its torch."""
+        """NCCL version that came with its torch."""
 
     def version(self, package: str) -> str | None:
-        """Of one of `inquiry.PACKAGES`; None where it is not there."""
+        """Return the version of one of `inquiry.PACKAGES`, or None if it is missing."""
 
     def has(self, module: str) -> bool:
-        """Whether a top-level module can be imported."""
+        """Check that a top-level module can be imported."""
 
     def origin(self, module: str) -> str | None:
-        """The file of a module, the current folder included; None where there is none."""
+        """Return the file of a module, the current folder included, or None."""
 
     def environment(self) -> dict[str, str]:
-        """This process's environment, in which its `python -m autotune.…` finds this package even where it is not installed."""
+        """Return this process's environment, in which `python -m autotune.…` finds this package even if it is not installed."""
 
 
 class Own:
-    """The tuner's."""
+    """The tuner's own Python."""
 
     beside = False
 
@@ -119,13 +118,14 @@ class Own:
 
     def environment(self) -> dict[str, str]:
         found = dict(os.environ)
-        # installed it is found anyway, and all of `site-packages` in PYTHONPATH would reach other Pythons that a script starts
+        # An installed package is found anyway. All of `site-packages` in PYTHONPATH would reach other Pythons that a script
+        # starts.
         return found if _PACKAGE.parent.name in _INSTALLED else _with_path(found, _PACKAGE.parent)
 
 
 @dataclass(frozen=True)
 class Beside:
-    """Another than the tuner's, as it has answered."""
+    """Another Python than the tuner's, as it answered."""
 
     path: str
     python: tuple[int, ...]
@@ -153,7 +153,7 @@ class Beside:
     def environment(self) -> dict[str, str]:
         found = _with_path(dict(os.environ), _package_alone())
         own = found.get("VIRTUAL_ENV")
-        if own and Path(own).resolve() == Path(sys.prefix).resolve():  # the tuner's: it is none of theirs
+        if own and Path(own).resolve() == Path(sys.prefix).resolve():  # the tuner's environment is not the ranks'
             del found["VIRTUAL_ENV"]
         if (nvml := inquiry.origin("pynvml")) is not None:
             found[NVML_FILE] = nvml
@@ -164,18 +164,18 @@ _current: Interpreter = Own()
 
 
 def current() -> Interpreter:
-    """The one that this process's ranks, tracers and look-ups are of."""
+    """Return the Python of this process's ranks, tracers and lookups."""
     return _current
 
 
 def other_python() -> str | None:
-    """The current one's path where it is not the tuner's own: what a study remembers, so that a later call takes it too."""
+    """Return the current Python's path if it is not the tuner's own. A study stores it, so that a later call uses it too."""
     return _current.path if _current.beside else None
 
 
 @contextmanager
 def running_in(interpreter: Interpreter) -> Iterator[Interpreter]:
-    """Makes it the current one for as long as the `with` lasts."""
+    """Make this interpreter the current one for the body of the `with`."""
     global _current
     before, _current = _current, interpreter
     try:
@@ -185,17 +185,17 @@ def running_in(interpreter: Interpreter) -> Iterator[Interpreter]:
 
 
 def module_command(python: str, module: str, *arguments: str) -> list[str]:
-    """The words that run a module of ours as `-m` does, but never look for anything in the folder that they are run in."""
+    """Return the words that run a module of this package like `-m`, but without searching the current folder."""
     return [python, "-c", APART + _RUN, module, *arguments]
 
 
 def bound_command(python: str, module: str, *arguments: str) -> list[str]:
-    """As `module_command`; that process dies with this one, from its first moment on."""
+    """Return `module_command` for a process that dies with this one, from its start."""
     return [python, "-c", APART + _BOUND + _RUN, str(os.getpid()), module, *arguments]
 
 
 def which(command: str) -> str | None:
-    """A console script as the user's environment has it: beside the current interpreter, else in PATH."""
+    """Return a console script of the user's environment: next to the current interpreter, else in PATH."""
     beside = Path(current().path).parent / command
     if os.sep not in command and os.path.isfile(beside) and os.access(beside, os.X_OK):
         return str(beside)
@@ -203,8 +203,9 @@ def which(command: str) -> str | None:
 
 
 def launched(words: Sequence[str], python: str | None) -> list[str]:
-    """Return a launcher's command line as a person types it who has not activated the environment of the ranks: the launcher by
-    its path, or as a module if the environment has no such script.
+    """Return a launcher's command line that works without activating the ranks' environment.
+
+    The launcher is named by its path, or as a module if the environment has no such script.
 
     Args:
         python: of the ranks; None: the tuner's own.
@@ -224,13 +225,13 @@ def launched(words: Sequence[str], python: str | None) -> list[str]:
 
 
 def interpreter_at(typed: str, said_by: str) -> Interpreter:
-    """The interpreter of a path, of a command in PATH, or of the folder of a virtual environment.
+    """Return the interpreter at a path, of a command in PATH, or in the folder of a virtual environment.
 
     Args:
-        said_by: what named it, for complaints: `--python`.
+        said_by: the option or variable that named it, for messages: `--python`.
 
     Raises:
-        UserError: there is none, it cannot be run, is no Python or too old, or does not answer.
+        UserError: it is missing, cannot be run, is no Python or too old, or does not answer.
     """
     executable, said = _executable(typed, f"{said_by} {typed}"), f"{said_by} {typed}"
     try:
@@ -241,7 +242,7 @@ def interpreter_at(typed: str, said_by: str) -> Interpreter:
         least = ".".join(map(str, LEAST_PYTHON))
         raise UserError(f"{said} is Python {version}: expected {least} or newer")
     python = tuple(int(part) for part in version.split("."))
-    # a shim of pyenv's or a script around it is left out from here on: it would stand between us and the process
+    # Later calls skip a shim of pyenv or a wrapper script, which would be an extra process in between.
     path = found["executable"] or executable
     if Path(found["prefix"]).resolve() == Path(sys.prefix).resolve() and python == Own().python:
         return Own()
@@ -249,7 +250,11 @@ def interpreter_at(typed: str, said_by: str) -> Interpreter:
 
 
 def _executable(typed: str, said: str) -> str:
-    """Raises UserError where there is nothing that could be run."""
+    """Return the path of an executable.
+
+    Raises:
+        UserError: there is nothing that can be run.
+    """
     path = Path(typed).expanduser()
     if path.is_dir():
         inside = path / "bin" / "python"
@@ -263,15 +268,15 @@ def _executable(typed: str, said: str) -> str:
         path = Path(found)
     if not os.access(path, os.X_OK):
         raise UserError(f"{said} cannot be run: it is not executable; expected a Python")
-    return os.path.abspath(path)  # not resolved: the link's place is what makes it its environment's
+    return os.path.abspath(path)  # not resolved: the link's location decides the environment
 
 
 class _NoAnswer(Exception):
-    """The message says how it behaved."""
+    """Failure of an interpreter to answer; the message describes it."""
 
 
 def _asked(executable: str, *question: str) -> tuple[str, Any]:
-    """(version, answer of `inquiry`); the answer is None where the Python is too old to be asked.
+    """Return (version, answer of `inquiry`); the answer is None if the Python is too old.
 
     Raises:
         _NoAnswer: it cannot be run, hangs or is no Python.
@@ -297,7 +302,7 @@ def _asked(executable: str, *question: str) -> tuple[str, Any]:
     finally:
         if process.poll() is None:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+                os.killpg(process.pid, signal.SIGKILL)  # and its children
             process.kill()
             process.wait()
     lines = out.splitlines()
@@ -321,13 +326,15 @@ def _with_path(env: dict[str, str], folder: Path) -> dict[str, str]:
 
 @functools.cache
 def _package_alone() -> Path:
-    """A folder that has a link to this package and nothing else: what lies beside the package, a whole `site-packages`, is
-    none of another environment's."""
+    """Return a folder with a link to this package and nothing else.
+
+    The package's neighbours, a whole `site-packages`, must not be visible in another environment.
+    """
     key = hashlib.sha256(os.fsencode(_PACKAGE)).hexdigest()[:12]
     folder = cache_root() / "package" / key
     try:
         _link(folder)
-    except OSError:  # a home that cannot be written
+    except OSError:  # a home folder that is not writable
         folder = Path(tempfile.mkdtemp(prefix="autotune-package-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         _link(folder)
@@ -339,6 +346,6 @@ def _link(folder: Path) -> None:
     if link.is_symlink() and Path(os.readlink(link)) == _PACKAGE:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    made = folder / f".{os.getpid()}"  # replaced at once: another call may be starting ranks
+    made = folder / f".{os.getpid()}"  # replaced atomically: another call may be starting ranks
     made.symlink_to(_PACKAGE, target_is_directory=True)
     os.replace(made, link)

@@ -1,7 +1,7 @@
-"""What the kernel itself tells of memory and processes, and what it is asked to do for ours.
+"""Kernel interface for memory and processes, in the standard library alone.
 
-The tuner asks psutil for more than this. Ranks, the fork server and the tracer run in the environment that people train in,
-which need not have psutil: they ask here.
+The tuner uses psutil for more than this. Ranks, the fork server and the tracer run in the user's training environment, which need
+not have psutil, and use this module.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # say something, and end whatever does not expect them
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # signals that give notice, and kill a process without a handler
 _SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36  # prctl(2)
 _POPULATE_WRITE = 23  # madvise(2), since Linux 5.14
 _DEAD = ("Z", "X")  # states of a process that has ended: proc_pid_stat(5)
 _MEMORY_BLOCKS = Path("/sys/devices/system/memory")
-_PAGE_TABLE_SHARE = 1 / 64  # of all memory: the kernel describes a page of 4096 bytes by 64
-_LEAST_GROWTH = 0.1  # share of the plugged memory; less is what the kernel and the firmware keep
+_PAGE_TABLE_SHARE = 1 / 64  # share of all memory: the kernel describes a page of 4096 bytes by 64
+_LEAST_GROWTH = 0.1  # share of the plugged memory; the kernel and the firmware keep up to this
 _LONGEST_NAME = 15  # bytes of a name that the kernel keeps
 
 
 class MainMemory(NamedTuple):
-    """The machine's, in bytes, whatever a cgroup leaves of it."""
+    """The machine's memory in bytes, regardless of cgroups."""
 
     total: int
-    available: int  # without swapping, page cache that would be given back included
+    available: int  # without swapping; includes page cache that the kernel can reclaim
 
 
 def main_memory() -> MainMemory:
-    """Return what /proc/meminfo shows, and what the kernel has not yet put to use of the memory that is plugged in.
+    """Return the sizes in /proc/meminfo, plus plugged memory that the kernel has not yet put to use.
 
-    MemTotal of some virtual machines starts small and grows: their kernel initialises pages when they are needed, or a
-    balloon gives them back. Memory blocks in sysfs show all of it from the start. Nothing is cached: a later call sees
-    memory that was plugged in meanwhile.
+    MemTotal of some virtual machines starts small and grows: their kernel initialises pages on demand, or a balloon returns them.
+    Memory blocks in sysfs show all of it from the start. Nothing is cached, so that a later call sees memory that was plugged in
+    since.
 
     Raises:
         OSError: /proc/meminfo cannot be read.
@@ -48,12 +48,14 @@ def main_memory() -> MainMemory:
 
 
 def _growth_bytes(total_bytes: int) -> int:
-    """Return by how much MemTotal can grow without new hardware; 0 if sysfs does not show more, or if /proc/meminfo is a
-    container's own file (lxcfs)."""
+    """Return the bytes by which MemTotal can grow without new hardware.
+
+    The result is 0 if sysfs does not show more, or if /proc/meminfo is a container's own file (lxcfs).
+    """
     plugged = 0
     with suppress(OSError, ValueError):
         if os.stat("/proc/meminfo").st_dev == os.stat("/proc").st_dev:
-            # the number of links of the folder changes with its blocks
+            # the folder's number of links changes with its blocks
             plugged = _plugged_bytes(_MEMORY_BLOCKS, os.stat(_MEMORY_BLOCKS).st_nlink)
     growth = int(plugged * (1 - _PAGE_TABLE_SHARE)) - total_bytes
     return growth if growth > _LEAST_GROWTH * plugged else 0
@@ -67,14 +69,14 @@ def _plugged_bytes(folder: Path, links: int) -> int:
 
 
 def boot_id() -> str:
-    """Names this boot of this machine, alike in all its containers; empty where the kernel does not say."""
+    """Return an id of this boot of this machine, equal in all its containers; empty if the kernel gives none."""
     with suppress(OSError):
         return _text("/proc/sys/kernel/random/boot_id").strip()
     return ""
 
 
 def runs(pid: int) -> bool:
-    """Whether a process is there and has not ended."""
+    """Check that a process exists and has not ended."""
     try:
         return _text(f"/proc/{pid}/stat").rpartition(")")[2].split()[0] not in _DEAD
     except (OSError, IndexError):
@@ -82,7 +84,7 @@ def runs(pid: int) -> bool:
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
-    """Whether a process that is there has a handler for the signal: proc_pid_status(5), `SigCgt`."""
+    """Check that a running process has a handler for the signal: proc_pid_status(5), `SigCgt`."""
     with suppress(OSError, ValueError):
         for line in _text(f"/proc/{pid}/status").splitlines():
             if line.startswith("SigCgt:"):
@@ -91,20 +93,22 @@ def catches(pid: int, number: signal.Signals) -> bool:
 
 
 def started_at(pid: int) -> int:
-    """When a process that is there began, in clock ticks since the machine did; 0 where it is gone. With its id it names a
-    process, since ids are given again."""
+    """Return the start time of a process, in clock ticks since boot; 0 if it is gone.
+
+    Together with the process id it identifies a process, since ids are reused.
+    """
     try:
         state, *fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-        return 0 if state in _DEAD else int(fields[18])  # the 22nd of all: proc_pid_stat(5)
+        return 0 if state in _DEAD else int(fields[18])  # field 22: proc_pid_stat(5)
     except (OSError, IndexError, ValueError):
         return 0
 
 
 def name_of(pid: int) -> str | None:
-    """A process's name, in full where its command line has it; None where it is gone or another's."""
+    """Return a process's name, in full if its command line has it; None if it is gone or another user's."""
     try:
         name = Path(f"/proc/{pid}/comm").read_bytes().rstrip(b"\n")
-        if len(name) >= _LONGEST_NAME:  # cut, perhaps in the middle of a character
+        if len(name) >= _LONGEST_NAME:  # cut by the kernel, perhaps in the middle of a character
             longer = os.path.basename(Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0])
             name = longer if longer.startswith(name) else name
     except OSError:
@@ -113,7 +117,7 @@ def name_of(pid: int) -> str | None:
 
 
 def is_open(file: Path) -> bool:
-    """Whether a process of this machine that we may look into has the file open."""
+    """Check that a visible process of this machine has the file open."""
     path = os.path.realpath(file)
     for folder in Path("/proc").glob("[0-9]*/fd"):
         with suppress(OSError):  # gone, or another user's
@@ -125,7 +129,7 @@ def is_open(file: Path) -> bool:
 
 
 def descendants(*pids: int) -> list[int]:
-    """The process ids of what these processes have started and that runs still, and of what these have; /proc is read once."""
+    """Return the ids of all running descendants of these processes; /proc is read once."""
     children: dict[int, list[int]] = {}
     for one in _pids():
         with suppress(OSError, IndexError, ValueError):
@@ -133,13 +137,13 @@ def descendants(*pids: int) -> list[int]:
             if state not in _DEAD:
                 children.setdefault(int(parent), []).append(one)
     found = [child for pid in dict.fromkeys(pids) for child in children.get(pid, ())]
-    for one in found:  # which grows meanwhile
+    for one in found:  # the list grows during the loop
         found += children.get(one, ())
     return found
 
 
 def working_in(folder: Path) -> list[int]:
-    """The process ids of what has the folder as its working directory, this process aside."""
+    """Return the ids of other processes whose working directory is the folder."""
     path, found = os.path.realpath(folder), []
     for pid in _pids():
         with suppress(OSError):  # gone, or another user's
@@ -149,7 +153,7 @@ def working_in(folder: Path) -> list[int]:
 
 
 def _text(file: str) -> str:
-    """A name of 15 bytes may end in the middle of a character."""
+    """Read a file whose 15-byte names may end in the middle of a character."""
     return Path(file).read_text(errors="replace", encoding="utf-8")
 
 
@@ -158,12 +162,13 @@ def _pids() -> list[int]:
 
 
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """The kernel sends this process a signal when its parent dies: a killed tuner leaves no orphan. It gets the signal now where
-    the parent is dead already, of which the kernel tells nobody: it was killed while this process began. To the kernel the thread
-    that has started this process is the parent (prctl(2)): one that starts ranks or a fork server has to outlive them.
+    """Have the kernel signal this process when its parent dies, so that a killed tuner leaves no orphan.
+
+    If the parent is already dead, the signal is sent now: the kernel does not report a death that precedes this call. The parent
+    is the thread that started this process (prctl(2)), so that a thread that starts ranks or a fork server has to outlive them.
 
     Args:
-        parent: the process id of what has started this process, directly or by a script that stands for an interpreter.
+        parent: the process id of the starter of this process, direct or through a wrapper script of an interpreter.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_SET_DEATH_SIGNAL, number)
     if os.getppid() != parent and not runs(parent):
@@ -171,11 +176,11 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
 
 
 def outlive_notices() -> None:
-    """SIGUSR1 and SIGUSR2 end this process no more, until it has a handler for them: Slurm's `--signal=USR1@600` and `scancel
-    --signal=USR1` may send them to every process of a step.
+    """Ignore SIGUSR1 and SIGUSR2 until this process has a handler for them.
 
-    The kernel is told, and Python is not: `signal.getsignal` goes on to say that nobody has taken the signal, by which Lightning
-    and others decide whether to set the handler that they save upon.
+    Slurm's `--signal=USR1@600` and `scancel --signal=USR1` may send them to every process of a step. The kernel's setting
+    changes, but not Python's: `signal.getsignal` still returns the default. Lightning and other libraries check that before they
+    install the handler that saves a checkpoint.
     """
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
@@ -184,14 +189,16 @@ def outlive_notices() -> None:
 
 
 def adopt_orphans() -> None:
-    """What a dead child leaves running becomes this process's child: a data loader's worker with a session of its own."""
+    """Adopt the running children of a dead child, such as a data loader's worker with its own session."""
     ctypes.CDLL(None, use_errno=True).prctl(_SET_SUBREAPER, 1)
 
 
 def own_memory() -> None:
-    """Copies, all at once and in order, what this process shares with the one that it was forked from. Copied page by page as it
-    happens to be written to, it lies scattered over the machine's memory, and training is 3 to 5 % slower than in a process that
-    has imported all itself (`docs/architecture.md`). Linux before 5.14 leaves it as it is."""
+    """Copy the memory shared with the fork's parent, all at once and in order.
+
+    Pages that are copied one by one, on write, end up scattered over physical memory. Training is then 3 to 5 % slower than in a
+    process that imported everything itself (`docs/architecture.md`). Linux before 5.14 does not support this.
+    """
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     with suppress(OSError, ValueError):
@@ -200,8 +207,10 @@ def own_memory() -> None:
 
 
 def _shared_with_parent() -> list[tuple[int, int]]:
-    """Addresses of private memory of which most is not yet this process's own: proc_pid_smaps(5). What was never touched stays
-    so, since it would count as memory that is used."""
+    """Return address ranges of private memory that is mostly still shared: proc_pid_smaps(5).
+
+    Untouched memory is left out, since copying it would count as used memory.
+    """
     found, low, high = [], 0, 0
     for line in _text("/proc/self/smaps").splitlines():
         first, second, *_ = line.split()

@@ -1,8 +1,8 @@
 """Secrets: recognized by the names of options, variables and keys, and masked in every text that leaves the tuner.
 
 Texts leave through few borders, and each masks: the standard streams (`streams.py`), files (`files.write_atomically`), errors
-(`errors.py`), JSON on stdout (`cli_parts.emit`) and a study's attributes (`search/attributes.py`). A value that was seen once
-under the name of a secret (`learn_words`, `learn_data`) is masked wherever it stands later, in a rank's traceback too.
+(`errors.py`), JSON on stdout (`cli_parts.emit`) and a study's attributes (`search/attributes.py`). A value seen once under the
+name of a secret (`learn_words`, `learn_data`) is masked in all later texts, including a rank's traceback.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOTE = f"{MASK} stands for a secret that was on the command line or in a file: p
 
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _ANYWHERE = re.compile(r"secret|passw(?:or)?d|passphrase|credential|auth(?!or(?!iz|is))")
-_MORE = re.compile(r"secret|passw(?:or)?d|passphrase|credential")  # also over the border of two words: passWord
+_MORE = re.compile(r"secret|passw(?:or)?d|passphrase|credential")  # also across two words: passWord
 _KEY = re.compile(r"token(?!iz|is|s$)|(?<!^mon)(?<!^don)(?<!^tur)(?<!^hoc)(?<!^joc)(?<!^whis)key$")
 _KEYS = re.compile(r"(?:token|key)s?$")
 _OF_SERVICES = frozenset(("api", "access", "private", "refresh", "ssh"))
@@ -98,7 +98,7 @@ _OF_MODELS = frozenset(
 
 
 def names_secret(name: str) -> bool:
-    """Return whether an option, a variable or a key of this name holds a secret: `--wandb_key`, `HF_TOKEN`, `db.passwd`."""
+    """Check that an option, a variable or a key of this name holds a secret: `--wandb_key`, `HF_TOKEN`, `db.passwd`."""
     parts = [part.lower() for part in _PART.findall(name)]
     if any(_ANYWHERE.search(part) for part in parts) or _MORE.search("".join(parts)):
         return True
@@ -120,19 +120,19 @@ _pattern: re.Pattern[str] | None = None
 
 
 def _is_value(value: str) -> bool:
-    """Return whether a text under a secret's name can be one: no switch, no placeholder, nothing masked already."""
+    """Check that a text under a secret's name can be a secret: no switch, no placeholder, not masked already."""
     return bool(value) and not _PLAIN.fullmatch(value) and not _PLACEHOLDER.fullmatch(value.rstrip(".,:;)"))
 
 
 def _telling(value: str) -> bool:
-    """Return whether a value is so special that it means the same wherever it stands: `step` and `2048` do not."""
+    """Check that a value is specific enough to be masked in any text: `step` and `2048` are not."""
     if value.isalpha() and value.isascii():
         return len(value) >= 8
     return len(value) >= (10 if re.fullmatch(r"[-+.\d]+", value) else 4) and not os.path.exists(value)
 
 
 def learn(value: str) -> None:
-    """Mask this value in every text from now on, however it is quoted there."""
+    """Mask this value in every later text, in any quoting."""
     global _pattern
     for line in {value, *value.splitlines()}:
         line = line.strip()
@@ -163,7 +163,7 @@ def learn_words(words: Sequence[str]) -> None:
 
 
 def learn_data(data: Any, name: str = "") -> None:
-    """Learn the secrets of nested data, by their keys; texts in it are read as `masked` reads them."""
+    """Learn the secrets of nested data by their keys; texts in it are read as `masked` reads them."""
     if isinstance(data, Mapping):
         for key, value in data.items():
             learn_data(value, str(key))
@@ -204,13 +204,13 @@ _LINE = re.compile(
 )
 _SHAPES = re.compile(r"\b(?:hf|gh[pousr]|sk|glpat|github_pat)[-_][A-Za-z0-9_-]{16,}|(?i:(?<=\bbearer )[\w.~+/=-]{8,})")
 _URLS = (
-    # a word that is the URL of a database: the password ends at its last @, whatever is in it
+    # A word that is a database's URL: the password ends at its last @, with any characters in it.
     re.compile(
         r"^((?:--storage=)?(?:postgres|mysql|mariadb)\w*(?:\+\w+)?://[^:/@\s]*:)(.*)(?=@)", re.IGNORECASE | re.DOTALL
     ),
-    re.compile(r"(//[^:/@\s]*:)(\S*)(?=@)"),  # a password with an @ of its own is hidden up to the last
+    re.compile(r"(//[^:/@\s]*:)(\S*)(?=@)"),  # a password that contains an @ is hidden up to the last one
     re.compile(r"([?&](?:\w*(?:pass|pwd|secret|token|key|auth)\w*)=)([^&\s\"'<>]*)", re.IGNORECASE),
-    # `//joe:secret/db`: a host was forgotten
+    # `//joe:secret/db`: the host is missing
     re.compile(r"(\b(?:postgres|mysql|mariadb)\w*(?:\+\w+)?://[^:/@\s]+:)((?!\d+(?:[/?\s]|$))[^@/?\s]+)(?=[/?\s]|$)"),
 )
 
@@ -223,7 +223,7 @@ def hide_password(text: str) -> str:
 
 
 def password_in(url: str) -> str:
-    """Return the password of a database's URL, as typed; empty where it has none."""
+    """Return the password of a database's URL as typed; empty if it has none."""
     found = _URLS[0].search(url.partition("?")[0])
     return found[2] if found else ""
 
@@ -237,7 +237,7 @@ def _in_urls(text: str) -> Iterator[str]:
 
 
 def without_secrets(text: str, url: str) -> str:
-    """Return a driver's message about a URL without the URL's passwords, however they are written there."""
+    """Return a driver's message about a URL without the URL's passwords, in any spelling."""
     for value in _in_urls(url):
         text = text.replace(value, MASK)
     return masked(text)
@@ -261,7 +261,7 @@ def _on_a_line(found: re.Match[str]) -> str:
 
 
 def masked_values(text: str) -> str:
-    """Return the text without the values that are known for secrets, and nothing else changed."""
+    """Return the text with known secret values masked, and nothing else changed."""
     global _pattern
     if not _learnt:
         return text
@@ -274,15 +274,18 @@ def masked_values(text: str) -> str:
 
 
 def _alone(value: str) -> str:
-    """Return the pattern of a value: one of letters or digits alone is no part of a longer word."""
+    """Return the pattern of a value. A value of letters or digits only must not be part of a longer word."""
     if value.isalpha() or value.isdigit():
         return rf"(?<![^\W_]){re.escape(value)}(?![^\W_])"
     return re.escape(value)
 
 
 def masked(text: str) -> str:
-    """Return a text for people without secrets: known values, `--name value`, `NAME=value`, `"name": "value"`, a line
-    `name: value`, passwords in URLs, and tokens of well-known forms."""
+    """Return a text for display without secrets.
+
+    Masked are known values, `--name value`, `NAME=value`, `"name": "value"`, a line `name: value`, passwords in URLs, and tokens
+    of well-known forms.
+    """
     text = _SHAPES.sub(MASK, masked_values(text))
     if "://" in text or "?" in text:
         text = hide_password(text)
@@ -294,8 +297,10 @@ def masked(text: str) -> str:
 
 
 def secret_parts(words: Sequence[str]) -> list[tuple[str, str, str | None]]:
-    """Return (what stays, the name of the secret, the secret) of each word; (word, "", None) where it has none. The name is
-    empty where a secret stands within a word: the whole word is then the secret."""
+    """Return (text to keep, name of the secret, secret) of each word; (word, "", None) if it has none.
+
+    The name is empty if a secret is inside a word: the whole word is then the secret.
+    """
     parts: list[tuple[str, str, str | None]] = []
     flag = ""
     for word in words:
@@ -323,7 +328,7 @@ def masked_words(words: Sequence[str]) -> list[str]:
 
 
 def masked_data(data: Any, name: str = "") -> Any:
-    """Return nested data without secrets; keys, numbers and the order stay. A list of texts is read as a command's words."""
+    """Return nested data without secrets; keys, numbers and order are kept. A list of texts is read as a command's words."""
     if isinstance(data, Mapping):
         return {key: masked_data(value, str(key)) for key, value in data.items()}
     if isinstance(data, list | tuple):
@@ -333,7 +338,7 @@ def masked_data(data: Any, name: str = "") -> Any:
             and names_secret(data[0])
             and _is_value(data[1])
         ):
-            return [data[0], MASK]  # (name, value) of an environment
+            return [data[0], MASK]  # (name, value) of a variable
         if data and all(isinstance(one, str) for one in data) and not names_secret(name):
             return masked_words(data)
         return [masked_data(one, name) for one in data]
@@ -343,11 +348,11 @@ def masked_data(data: Any, name: str = "") -> Any:
 
 
 def shell_text(words: Iterable[str], variables: dict[str, tuple[str, str]], prefix: str = "") -> str:
-    """Return words as a shell takes them, each secret as a variable that has to be set.
+    """Return words in shell syntax, with each secret replaced by a variable that has to be set.
 
     Args:
-        variables: takes (what the variable is for, the secret) by the variable's name.
-        prefix: begins the variables' names.
+        variables: receives (purpose, secret) by the variable's name.
+        prefix: start of the variables' names.
     """
     text, words = [], list(words)
     for before, word, (kept, name, value) in zip(["", *words], words, secret_parts(words), strict=False):

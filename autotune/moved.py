@@ -1,6 +1,6 @@
-"""Where modules of version 0.1 are now: whoever imports one by its old path is told the new one.
+"""New paths of version 0.1's modules: importing an old path fails with an error that names the new one.
 
-Nothing is re-exported: the import fails, and its error is one line that says what to import instead.
+Nothing is re-exported. The error is one line with the replacement.
 """
 
 from __future__ import annotations
@@ -37,29 +37,31 @@ MOVED = {
 
 
 def moved_line(name: str) -> str | None:
-    """The line for a module's old path, like `autotune.candidate` or `autotune.trial.rank`; None where nothing has moved
-    from there. A folder that has moved answers for what was in it, since its `__pycache__` may still make it a package."""
+    """Return the line for a module's old path, like `autotune.candidate` or `autotune.trial.rank`, or None.
+
+    A moved folder also covers its old submodules, since its `__pycache__` may still make it a package.
+    """
     package = name.rpartition(".")[0]
     old = next((old for old in (name, package) if old in MOVED), None)
     return f"{old} is now {MOVED[old]}" if old is not None else None
 
 
 class MovedFinder:
-    """The last of `sys.meta_path`: reached only by imports that no other finder could serve."""
+    """Last finder of `sys.meta_path`: reached only by imports that no other finder could serve."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        """Finds nothing.
+        """Find nothing.
 
         Raises:
-            ModuleNotFoundError: for a path of the table. Its `name` is left unset: with it, `from autotune import run`
-                would swallow this error and raise its own, without our line.
+            ModuleNotFoundError: for a path of the table. Its `name` is left unset: with it, `from autotune import run` would
+                replace this error by its own, without the line about the move.
         """
         if line := moved_line(name):
             raise ModuleNotFoundError(line)
 
 
 def install_finder() -> None:
-    """Puts the finder in place, once a process."""
+    """Install the finder, once per process."""
     if MovedFinder not in sys.meta_path:
         sys.meta_path.append(MovedFinder)

@@ -1,5 +1,7 @@
-"""Who reads what we say may go: `tee` that Ctrl-C ends too, a terminal whose connection is cut. What is said then is lost, and
-nothing else: a study still has its winner, a training goes on."""
+"""Output streams that survive the end of their reader, such as a `tee` killed by Ctrl-C or a terminal whose connection is cut.
+
+Later output is lost, but a study still has its winner, and a training continues.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +14,24 @@ from typing import Any, TextIO, cast
 
 from autotune.masking import masked
 
-# C0, DEL and C1 (ISO 6429), but for tab and newline, and the characters that reorder text (Unicode's property Bidi_Control).
+# C0, DEL and C1 (ISO 6429) except tab and newline, and the characters that reorder text (Unicode's property Bidi_Control).
 _HIDDEN = [*range(32), *range(127, 160), 0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
 _SHOWN = {one: f"\\u{one:04x}" for one in _HIDDEN if chr(one) not in "\t\n"}
 _GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)  # a pipe without reader, a terminal that hung up
 
 
 def printable(text: str) -> str:
-    """Return the text with each character that moves a cursor, recolours a terminal or reorders text as its escape, `\\u001b`."""
+    """Return the text with each character that moves a cursor, recolours a terminal or reorders text escaped, like `\\u001b`."""
     return text.replace("\r\n", "\n").translate(_SHOWN)
 
 
 class Lasting:
-    """A text stream of which a reader that has gone is no error: from then on it writes to nowhere. It passes no control
-    characters on: what is printed may come from a stranger's study.
+    """Text stream that ignores the end of its reader: later output is discarded.
+
+    Control characters are escaped, since printed text may come from another user's study.
 
     Args:
-        styled: pass them on; rich writes its own, into texts that it has made printable (`cli_parts.console`).
+        styled: do not escape them; rich writes its own into texts that are already printable (`cli_parts.console`).
     """
 
     def __init__(self, stream: TextIO, *, styled: bool = False) -> None:
@@ -36,7 +39,7 @@ class Lasting:
 
     @property
     def styled(self) -> Lasting:
-        """The same stream for rich."""
+        """This stream for rich, with its control characters."""
         return Lasting(self._stream, styled=True)
 
     def __getattr__(self, name: str) -> Any:
@@ -47,7 +50,7 @@ class Lasting:
         with self._outlasting():
             try:
                 self._stream.write(text)
-            except UnicodeEncodeError as error:  # `±` where only ASCII is written: the rest of the line counts
+            except UnicodeEncodeError as error:  # `±` on an ASCII stream: the rest of the line is kept
                 self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
         return len(text)
 
@@ -66,22 +69,23 @@ class Lasting:
         except OSError as error:
             with suppress(OSError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self._stream.fileno())  # what is buffered goes there, too, and what children write
+                os.dup2(nowhere, self._stream.fileno())  # buffered output and that of children goes there, too
                 os.close(nowhere)
-            if error.errno not in _GONE:  # a full disk is said, once
+            if error.errno not in _GONE:  # a full disk is reported, once
                 raise
 
 
 @contextmanager
 def lasting_streams() -> Iterator[None]:
-    """Standard output and standard error are such streams meanwhile."""
+    """Replace standard output and standard error by such streams for the body of the `with`."""
     before = sys.stdout, sys.stderr
-    # a process may have been started without them
+    # A process may have been started without them.
     sys.stdout, sys.stderr = (cast(TextIO, Lasting(stream)) if stream else stream for stream in before)
     try:
         yield
     finally:
-        for stream in (sys.stdout, sys.stderr):  # else the interpreter flushes the plain ones at its end, and complains
+        # otherwise the interpreter flushes the plain streams at exit, and complains
+        for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 with suppress(OSError, ValueError):
                     stream.flush()
@@ -89,6 +93,8 @@ def lasting_streams() -> Iterator[None]:
 
 
 def is_watched(stream: Any) -> bool:
-    """Whether somebody looks at the stream as it is written, at a terminal that moves its cursor: a notebook shows every
-    picture of a live view below the one before, and nobody can answer there."""
+    """Check that the stream is an interactive terminal that can move its cursor.
+
+    A notebook is not: it prints each update of a live view below the last, and offers no input.
+    """
     return bool(stream and stream.isatty()) and "JPY_PARENT_PID" not in os.environ

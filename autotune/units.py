@@ -18,7 +18,7 @@ _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of `90s`, `30m`, `1h30m`, `1h`, or a bare number of seconds.
+    """Return the seconds of `90s`, `30m`, `1h30m`, `1h`, or a bare number of seconds.
 
     Raises:
         UserError: the text is no duration, or not above zero.
@@ -34,7 +34,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of `24GiB`, `24GB` (decimal), `512MiB`, `24g` (binary), or a bare number of bytes.
+    """Return the bytes of `24GiB`, `24GB` (decimal), `512MiB`, `24g` (binary), or a bare number of bytes.
 
     Raises:
         UserError: the text is no size, or not above zero.
@@ -50,14 +50,17 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
-LEAST_MEMORY_BYTES = 64 * MIB  # of a device or a machine: a bare number below it was meant in GiB
+LEAST_MEMORY_BYTES = 64 * MIB  # of a device or a machine; a smaller bare number was probably meant in GiB
 
 
 def parse_memory(text: str, what: str) -> int:
-    """Bytes of a device's or a machine's memory (`what`, as `--memory-cap`), as `parse_bytes` reads them.
+    """Return the bytes of a device's or a machine's memory, parsed by `parse_bytes`.
+
+    Args:
+        what: name of the value in the message, like `--memory-cap`.
 
     Raises:
-        UserError: the text is no size, or a bare number that is no memory's.
+        UserError: the text is no size, or a bare number that is too small.
     """
     size = parse_bytes(text)
     number = text.strip().rstrip("bB").rstrip()
@@ -67,7 +70,10 @@ def parse_memory(text: str, what: str) -> int:
 
 
 def parse_count(text: str, what: str) -> float:
-    """A number of things (`what`, as `--tokens`), like `1e9`, `2B`, `1.5B`, `500M`, `1T` or `1_000_000`.
+    """Return a count like `1e9`, `2B`, `1.5B`, `500M`, `1T` or `1_000_000`.
+
+    Args:
+        what: name of the value in the message, like `--tokens`.
 
     Raises:
         UserError: the text is no count, or not between 1 and 1e18.
@@ -83,7 +89,7 @@ def parse_count(text: str, what: str) -> float:
 
 
 def parse_share(text: str) -> float:
-    """A share between 0 and 1 of `5%`, `5 %` or `0.05`.
+    """Return the share between 0 and 1 of `5%`, `5 %` or `0.05`.
 
     Raises:
         UserError: the text is no share of [0, 1).
@@ -99,7 +105,7 @@ def parse_share(text: str) -> float:
 
 
 def format_bytes(size: float) -> str:
-    """`1.50 GiB`, `12.0 MiB`, `512 B`."""
+    """Format bytes like `1.50 GiB`, `12.0 MiB`, `512 B`."""
     for unit, name, digits in ((GIB, "GiB", 2), (MIB, "MiB", 1), (KIB, "KiB", 1)):
         if abs(size) >= unit:
             return f"{size / unit:.{digits}f} {name}"
@@ -107,7 +113,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`1h30m`, `2m05s`, `12.3 s`, `45 ms`."""
+    """Format seconds like `1h30m`, `2m05s`, `12.3 s`, `45 ms`."""
     if not math.isfinite(seconds):
         return "—"
     if seconds >= 3600:
@@ -120,7 +126,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_hours(hours: float) -> str:
-    """`34 min`, `22.6 h`, `12 days`, `3.1 years`: as long as a training takes."""
+    """Format the hours of a training like `34 min`, `22.6 h`, `12 days`, `3.1 years`."""
     for size, unit in ((24 * 365, "years"), (48, "days"), (1, "h")):
         if hours >= size:
             number = hours / (24 if unit == "days" else size)
@@ -129,14 +135,14 @@ def format_hours(hours: float) -> str:
 
 
 def format_usd(dollars: float) -> str:
-    """`$0.42`, `$7.21`, `$721`, `$12,300`: rough, as prices are."""
+    """Format dollars like `$0.42`, `$7.21`, `$721`, `$12,300`: rounded, since prices are rough."""
     if dollars < 100:
         return f"${dollars:.2f}" if dollars < 10 else f"${dollars:.0f}"
     return f"${float(f'{dollars:.3g}'):,.0f}"
 
 
 def format_count(number: float) -> str:
-    """`2.61 B`, `494 M`, `1234`."""
+    """Format a count like `2.61 B`, `494 M`, `1234`."""
     for factor, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M")):
         if abs(number) >= factor:
             return f"{number / factor:.3g}{suffix}"

@@ -1,3 +1,3 @@
-"""The version, where `pyproject.toml` reads it too."""
+"""Version of this package; `pyproject.toml` reads it, too."""
 
 __version__ = "0.2.0"

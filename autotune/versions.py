@@ -1,11 +1,11 @@
-"""Which versions of Python and of the libraries under a training this package works with, and how versions are compared.
+"""Supported versions of Python and of the libraries under a training, and comparison of versions.
 
-What a rank does differently under older libraries is in `rank/versions.py`, what ZeRO keeps and allocates differently in
-`predict/versions.py`; each difference there names the version and the reason. docs/versions.md has what was run with what.
+`rank/versions.py` lists differences of a rank under older libraries, and `predict/versions.py` differences of ZeRO's memory. Each
+difference names the version and the reason. docs/versions.md lists the tested combinations.
 
-The contract: nothing is imported here but the standard library, and nothing of this package. `installed()` is what this
-interpreter has, by name as in RANGES, None for what is not there; versions that another interpreter has told, in the same form,
-can be given to `complaint` and `newer`, whose lines are for people. `release` makes a version comparable with a tuple.
+This module imports only the standard library, and nothing of this package. `installed()` returns this interpreter's versions by
+the names in RANGES, with None for missing packages. Another interpreter's versions in the same form can be passed to `complaint`
+and `newer`, which return lines for display. `release` converts a version to a tuple for comparison.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ else:
     from enum import Enum
 
     class StrEnum(str, Enum):
-        """Python 3.10 has none: its `class Kind(str, Enum)` prints as `Kind.OK` where enum.StrEnum prints the text."""
+        """Replacement for Python 3.10, where `class Kind(str, Enum)` prints `Kind.OK` and not the text as enum.StrEnum does."""
 
         __str__ = str.__str__
 
@@ -30,23 +30,23 @@ else:
 Versions = Mapping[str, "str | None"]
 
 PYTHON = "python"
-# name: (oldest that works, newest minor version that was tried)
+# name: (oldest version that works, newest minor version that was tested)
 RANGES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     PYTHON: ((3, 10), (3, 13)),
     "torch": ((2, 6), (2, 13)),
     "deepspeed": ((0, 16), (0, 19)),
     "transformers": ((4, 51), (5, 23)),
-    "accelerate": ((1, 3), (1, 15)),  # of scripts that use it
+    "accelerate": ((1, 3), (1, 15)),  # for scripts that use it
 }
 
 
 def installed() -> dict[str, str | None]:
-    """The versions that this interpreter has of everything in RANGES. Nothing of it is imported."""
+    """Return this interpreter's versions of everything in RANGES, without importing any of it."""
     return {name: platform.python_version() if name == PYTHON else version_of(name) for name in RANGES}
 
 
 def version_of(package: str) -> str | None:
-    """What this interpreter has of a package; None: nothing."""
+    """Return this interpreter's version of a package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -54,21 +54,23 @@ def version_of(package: str) -> str | None:
 
 
 def release(version: str | None) -> tuple[int, ...]:
-    """The numbers of a version: (0, 18, 2) of `0.18.2+cu128`; empty where there is none. What follows the numbers is left
-    out: a pre-release has what its release will have."""
+    """Return the numbers of a version, like (0, 18, 2) for `0.18.2+cu128`; empty for None.
+
+    A suffix is dropped, since a pre-release has the features of its release.
+    """
     numbers = re.match(r"\d+(\.\d+)*", version or "")
     return tuple(int(part) for part in numbers[0].split(".")) if numbers else ()
 
 
 def complaint(found: Versions) -> str:
-    """One line where something is too old: which, what was found, what is accepted. Empty where nothing is."""
+    """Return one line about packages that are too old, with the accepted versions; empty if there are none."""
     old = [name for name in RANGES if _is_too_old(name, found.get(name))]
     said = [f"{name} {found[name]} (expected {dotted(RANGES[name][0])} or newer)" for name in old]
     return f"too old: {', '.join(said)}" if said else ""
 
 
 def newer(found: Versions) -> list[str]:
-    """A line for each that is newer than what this package was tried with."""
+    """Return a line for each package that is newer than the newest tested version."""
     return [
         f"{name} {version} is newer than {dotted(RANGES[name][1])}, the newest that was tried"
         for name, version in found.items()
@@ -88,5 +90,5 @@ def _is_newer(name: str, version: str | None) -> bool:
 
 
 def dotted(numbers: tuple[int, ...]) -> str:
-    """A release as people write it: `0.18.2`."""
+    """Format a release like `0.18.2`."""
     return ".".join(map(str, numbers))

@@ -1,4 +1,4 @@
-"""What of this machine helps or hinders a study: each finding with what it costs and how to fix it."""
+"""Checks of this machine for `autotune doctor`: each finding with its cost and its fix."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from autotune.rank.sandbox import Protection
 from autotune.units import GIB, MIB, format_bytes
 from autotune.versions import Versions, complaint, newer
 
-_LEAST_SHM_BYTES = 64 * MIB  # NCCL's and gloo's shared segments, a data loader's batches
-_SPARE_SHM_BYTES = GIB  # Docker gives a container 64 MiB where nobody asks for more
+_LEAST_SHM_BYTES = 64 * MIB  # bytes for the shared segments of NCCL and gloo, and a data loader's batches
+_SPARE_SHM_BYTES = GIB  # Docker's default for a container is 64 MiB
 _BUILD_SECONDS = 1200
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at: `good`, `warn` (slower or fewer choices) or `bad` (a study cannot run)."""
+    """Result of one check: `good`, `warn` (slower or fewer choices) or `bad` (a study cannot run)."""
 
     level: str
     what: str
@@ -58,7 +58,7 @@ class Finding:
 
 
 def examine(nvme_path: Path | None = None) -> list[Finding]:
-    """Everything there is to find; builds DeepSpeed's CPU Adam where it is not built yet."""
+    """Run all checks; DeepSpeed's CPU Adam is built if it is not yet built."""
     return [*_gpus(), *_memory(), *_disk(nvme_path), _protection(), *_python(), *_libraries()]
 
 
@@ -207,7 +207,7 @@ def _nvme(path: Path) -> Finding:
     return Finding("good", "nvme path", found)
 
 
-# Runs apart: imports of seconds, a CUDA context, and builds that may hang stay out of this process.
+# A subprocess runs this: imports that take seconds, a CUDA context, and builds that may hang stay out of this process.
 _EXAMINATION = """
 import json, os, sys
 out = {"errors": {}}
@@ -255,8 +255,8 @@ print("FACTS" + json.dumps(out))
 """
 # DeepSpeed's CUDA ops include torch's ATen/cuda/CUDAContext.h, which includes the first three.
 _HEADERS = ("cusparse.h", "cusolverDn.h", "cublas_v2.h", "cuda_runtime_api.h")
-_HEADER_PATHS = ("CPATH", "CPLUS_INCLUDE_PATH")  # where gcc looks, too
-_OPS = {  # what is lost without it
+_HEADER_PATHS = ("CPATH", "CPLUS_INCLUDE_PATH")  # gcc searches these, too
+_OPS = {  # the consequence if the op is missing
     "CPUAdamBuilder": "optimizer offload to the CPU cannot be tried",
     "AsyncIOBuilder": "nvme offload cannot be tried",
     "FusedAdamBuilder": "--optimizer fused_adam cannot be tried",
@@ -267,7 +267,7 @@ _TRAIN_THERE = "--python PATH of the environment that you train in, or pip insta
 
 
 def _python() -> Iterator[Finding]:
-    """In what ranks run, and whether its packages are of versions that are supported."""
+    """Check the Python of the ranks, and that the versions of its packages are supported."""
     ranks = current()
     found = f"{'.'.join(map(str, ranks.python))} ({ranks.path})"
     if ranks.beside:
@@ -302,7 +302,7 @@ def _libraries() -> Iterator[Finding]:
         )
         return
     finally:
-        end_marked(MARK, mark)  # compilers, where it was killed
+        end_marked(MARK, mark)  # compilers that outlive a killed subprocess
     line = next((line for line in done.stdout.splitlines() if line.startswith("FACTS")), None)
     if line is None:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
@@ -312,7 +312,7 @@ def _libraries() -> Iterator[Finding]:
 
 
 def judge_versions(found: Versions, said: str) -> Finding:
-    """Whether these can be worked with."""
+    """Check that these versions are supported."""
     if too_old := complaint(found):
         return Finding("bad", "libraries", said, too_old, "pip install -U them, or use another environment")
     if unknown := newer(found):
@@ -327,10 +327,11 @@ def judge_versions(found: Versions, said: str) -> Finding:
 
 
 def judge_toolkit(facts: dict[str, Any]) -> Finding:
-    """Return which CUDA_HOME torch takes for builds, and what is missing in it.
+    """Check the CUDA_HOME that torch uses for builds, and report its missing files.
 
     Args:
-        facts: `cuda_home` as torch finds it (None: nowhere), and `packaged`, the folders of headers in NVIDIA's Python packages.
+        facts: `cuda_home` as torch finds it (None: not found), and `packaged`, the folders of headers in NVIDIA's Python
+            packages.
     """
     what, cost = "CUDA toolkit", "ops for GPUs cannot be built: no --optimizer fused_adam"
     if not (home := facts.get("cuda_home")):
@@ -355,7 +356,7 @@ def judge_toolkit(facts: dict[str, Any]) -> Finding:
 
 
 def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
-    """Findings from what the examination reported."""
+    """Yield findings from the facts that the examination reported."""
     errors = facts["errors"]
     torch = facts.get("torch")
     if torch is None:

@@ -1,4 +1,4 @@
-"""What a run would find out minutes into a search, or at its end, looked at before it begins."""
+"""Checks before a run, of errors that would otherwise appear minutes into a search or at its end."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from autotune.bounds import MOST, trouble, whole_number
 from autotune.errors import UserError
 from autotune.results.targets import check_out
 
-_SEEDS = 2**32  # numpy's generators, and so Optuna's samplers, take those below
+_SEEDS = 2**32  # numpy's generators, and so Optuna's samplers, take seeds below this
 
 
-_MOST_OF = {"gpus": 4096, "nodes": 4096, "parallel": 4096, "image_size": 65_536}  # of options that count things
+_MOST_OF = {"gpus": 4096, "nodes": 4096, "parallel": 4096, "image_size": 65_536}  # limits of options that count things
 
 
 def check_bounds(typed: Mapping[str, object]) -> None:
-    """Check every number and text of a request, wherever it comes from.
+    """Check every number and text of a request.
 
     Args:
         typed: values by the names of options, with underscores.
 
     Raises:
-        UserError: one is out of bounds.
+        UserError: a value is out of bounds.
     """
     for name, value in typed.items():
         option = f"--{name.replace('_', '-')}"
@@ -34,10 +34,10 @@ def check_bounds(typed: Mapping[str, object]) -> None:
 
 
 def check_early(seed: int, out: Path | None, max_trials: int | None) -> None:
-    """Checks the seed, the file that the winner is to be written to, and the number of trials.
+    """Check the seed, the winner's output file, and the number of trials.
 
     Raises:
-        UserError: one of them is not possible.
+        UserError: one of them is invalid.
     """
     if not 0 <= seed < _SEEDS:
         raise UserError(f"--seed {seed}: expected a whole number from 0 to {_SEEDS - 1}")

@@ -1,4 +1,4 @@
-"""`autotune share` and `autotune gallery check`, and how a run begins with what the gallery knows."""
+"""Commands `autotune share` and `autotune gallery check`, and the start of a run from the gallery."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from autotune.search.start import Start
 from autotune.search.storage import failures_in_one_line, output_file
 from autotune.search.study import StudyStore
 
-NOTE = "the gallery's nearest"  # why such a trial is made
+NOTE = "the gallery's nearest"  # reason of such a trial
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A study as it was written for the gallery."""
+    """A study as written for the gallery."""
 
     path: Path
     entry: Entry
-    left_out: int  # candidates that have no place in an entry
+    left_out: int  # candidates that an entry cannot hold
 
     @property
     def suggested(self) -> str:
-        """A name for its file in the gallery: what it is of, and a few letters that no other entry has."""
+        """Suggested name for its file in the gallery: model and machine, and a few characters of a hash that makes it unique."""
         job, machine = self.entry.job, self.entry.machine
         model = job.model or job.architecture or "model"
         key = hashlib.sha256(self.entry.text().encode()).hexdigest()[:6]
@@ -61,7 +61,7 @@ class Shared:
 
 
 def share_study(study: str, storage: str | None, out: Path | None) -> Shared:
-    """Writes a study as an entry to `out`, or as `share.json` into the study's folder.
+    """Write a study as an entry to `out`, or as `share.json` into the study's folder.
 
     Raises:
         UserError: there is no such study, it has measured nothing, or the file cannot be written.
@@ -87,29 +87,29 @@ def share_study(study: str, storage: str | None, out: Path | None) -> Shared:
 
 
 def check_entries(files: Sequence[Path]) -> dict[Path, int]:
-    """How many candidates each entry has.
+    """Return the number of candidates of each entry.
 
     Raises:
-        UserError: one breaks the schema, or a figure of it cannot be.
+        UserError: an entry breaks the schema, or has an impossible figure.
     """
     return {path: len(checked(path).candidates) for path in files}
 
 
 def begin_with_rates(setup: Setup, store: StudyStore, predictor: Predictor, say: Callable[[str], None]) -> None:
-    """Lets predictions begin with what the nearest entry on the same card has taught; of a new study it is said in one line."""
+    """Start predictions from the rates of the nearest entry on the same card. For a new study, log one line about it."""
     rates = rates_for(shipped_entries(), setup.job, setup.hardware) if setup.gallery else None
     if rates is None:
         return
     try:
         predictor.begin_with(rates.learnt)
-    except (ValueError, ArithmeticError):  # of another version's constants: it decides nothing
+    except (ValueError, ArithmeticError):  # rates for another version's constants are ignored
         return
     if all(record.note == AS_IS for record in store.records()):
         say(f"gallery: steps are predicted with what is known of {rates.why}, until yours are measured")
 
 
 def begin_with_gallery(setup: Setup, store: StudyStore, proposer: Proposer, say: Callable[[str], None]) -> None:
-    """Lets a new study begin with the nearest entry's winner, and says so in one line."""
+    """Start a new study from the nearest entry's winner, and log one line about it."""
     records = store.records()
     if not setup.gallery or any(record.note != AS_IS for record in records):
         return
@@ -119,7 +119,7 @@ def begin_with_gallery(setup: Setup, store: StudyStore, proposer: Proposer, say:
     whose = f"{start.candidate}, {start.why}"
     if not proposer.begin_with(Start(start.candidate, NOTE)):
         say(f"gallery: knows {whose}; it is not predicted to be among the best here, and waits its turn")
-    elif records:  # the script as it is: the search learns of it when it begins
+    elif records:  # only the probe run: its outcome informs the search's start
         say(
             f"gallery: proposes {whose}; it is tried if it promises more than the script as it is (--no-gallery: without)"
         )

@@ -1,4 +1,4 @@
-"""`--global-batch-size`: a number of sequences, or `free`; and what the user's own DeepSpeed config says of it."""
+"""`--global-batch-size`: a number of sequences, or `free`; and the batch in the user's own DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from autotune.errors import UserError
 from autotune.problem.job import Job
 from autotune.problem.own_config import global_batch_of
 
-FREE = "free"  # none is kept: whatever is fastest
+FREE = "free"  # no batch is kept: the fastest is chosen
 
 
 def parse_global_batch(asked: int | str | None) -> int | None:
-    """Sequences an optimizer step, as asked for; None where nothing is, or `free`.
+    """Return the requested sequences per optimizer step; None if none is requested, or `free`.
 
     Raises:
-        UserError: it is neither.
+        UserError: the value is neither a number nor `free`.
     """
     if asked is None or asked == FREE:
         return None
     try:
-        return whole_number(asked, "--global-batch-size", -MOST, MOST)  # a Job knows how many there may be
+        return whole_number(asked, "--global-batch-size", -MOST, MOST)  # Job checks the bounds
     except UserError:
         raise UserError(f"--global-batch-size {shown(asked)}: expected a number of sequences, or {FREE}") from None
 
 
 def kept_batch(asked: int | str | None, config: dict[str, Any], ranks: int, file: Path | None) -> int | None:
-    """Sequences an optimizer step of a named model: as asked for, else as the user's own config says; None: they are free.
+    """Return the sequences per optimizer step of a named model: as requested, or else from the user's own config; None: free.
 
     Raises:
-        UserError: it is no number, or what the config says cannot be split over the ranks.
+        UserError: the value is no number, or the config's batch cannot be split over the ranks.
     """
     if asked is not None:
         return parse_global_batch(asked)
@@ -46,7 +46,7 @@ def kept_batch(asked: int | str | None, config: dict[str, Any], ranks: int, file
 
 
 def batch_note(asked: int | str | None, job: Job, file: Path | None) -> list[str]:
-    """That a batch is kept which was not typed, and where it is from."""
+    """Return a note if a batch is kept that was not typed, with its origin."""
     if asked is not None or job.global_batch_size is None or file is None:
         return []
     _, words = global_batch_of(job.base_config, job.ranks)

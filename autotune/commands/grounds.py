@@ -1,4 +1,4 @@
-"""Where a `run` measures: its executors, and the folder for their logs."""
+"""Executors of a `run`, and the folder for their logs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from autotune.search.lock import hold, hold_a_place
 
 @contextmanager
 def place(setup: Setup) -> Iterator[Path]:
-    """Where this call keeps logs: in the study's folder, or where several share a study in a folder of this one's there. It is
-    held from before the first write to it until the call ends.
+    """Lock and return the folder where this call keeps logs, until the call ends.
+
+    The folder is the study's, or, if several calls share a study, a subfolder for this call.
 
     Raises:
         UserError: another run holds the study.
@@ -80,7 +81,7 @@ def _local(
 
 
 def executors_beside(setup: Setup, work: Path, first: LocalExecutor | None, crew: Crew) -> list[LocalExecutor]:
-    """What measures beside the first executor, each in a place of its own; when one fails, trials of all of them end."""
+    """Return the executors that measure in parallel to the first, each in its own folder. If one fails, the trials of all end."""
     if first is None or not setup.slots:
         return []
     stopped = first.cancelled

@@ -1,4 +1,4 @@
-"""`autotune launch`, without the command line: from a study or a plan to a supervised training."""
+"""`autotune launch` without the command line: from a study or a plan to a supervised training."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ from autotune.version import __version__
 
 @dataclasses.dataclass(frozen=True)
 class _Training:
-    """What is trained, where it was tuned or planned, and the configs that it may run under."""
+    """The job to train, the hardware for which it was tuned or planned, and the configs under which it may run."""
 
-    job: Job  # with the script
+    job: Job  # includes the script
     hardware: Hardware
     ladder: list[Rung]
     folder: Path
-    threads: int | None = None  # a rank was measured with; None where nothing was measured
+    threads: int | None = None  # CPU threads per rank during measurement; None: nothing was measured
 
 
 def launch_training(request: Request, say: Callable[[str], None] = print, *, ask: Ask | None = None) -> LaunchSummary:
-    """Trains a script to its end under a study's winner, or without a study under the best of a plan.
+    """Train a script to its end under a study's winner, or without a study under the best config of a plan.
 
     Args:
         request: its `study` or its `model`, and its `script`.
-        say: takes a line for people.
+        say: receives lines for display.
         ask: asks the reader a question; None without a terminal.
 
     Raises:
-        UserError: bad input, or a study that is not of this script.
+        UserError: bad input, or a study of another script.
         NothingFits: no config is predicted to fit.
     """
     if request.executor not in ("local", *SCHEDULERS):
@@ -69,7 +69,7 @@ def launch_training(request: Request, say: Callable[[str], None] = print, *, ask
 
 def _launch(setup: LaunchSetup, nodes: Nodes | None, accepted: Job | None, say: Callable[[str], None]) -> LaunchSummary:
     if setup.study is not None:
-        store = StudyStore.load(setup.study, setup.storage)  # complains here if there is none
+        store = StudyStore.load(setup.study, setup.storage)  # raises if there is none
         assert accepted is not None
         training = _from_study(setup, store, accepted, say)
     else:
@@ -97,17 +97,17 @@ def _launch(setup: LaunchSetup, nodes: Nodes | None, accepted: Job | None, say: 
     if ground is not None:
         ground.who = who
         ground.cancelled, ground.echo = lambda: supervisor.stopped, True
-    with held_gpus(found, who, say) if ground is None else nullcontext():  # agents hold their own
+    with held_gpus(found, who, say) if ground is None else nullcontext():  # agents lock their own GPUs
         summary = supervisor.run()
     _write_page(summary, training, found, say)
     return summary
 
 
 def _machines(tuned: Hardware, memory_cap_bytes: int | None, nodes: Nodes | None) -> Hardware:
-    """What there is to train on now: as much as the training was tuned or planned for.
+    """Return the hardware for the training, equal in size to the hardware for which it was tuned or planned.
 
     Raises:
-        UserError: there is less, or it is of another number of machines.
+        UserError: there are fewer devices, or another number of machines.
     """
     if nodes is None:
         if tuned.nodes > 1:
@@ -131,7 +131,7 @@ def _machines(tuned: Hardware, memory_cap_bytes: int | None, nodes: Nodes | None
 
 
 def _write_page(summary: LaunchSummary, training: _Training, hardware: Hardware, say: Callable[[str], None]) -> None:
-    """The page of the training, beside `launch.json`. Whatever is wrong with it costs one line, not the training's exit code."""
+    """Write the training's page next to `launch.json`. An error costs one line, and never changes the training's exit code."""
     path = training.folder / "launch.html"
     try:
         page = training_page(
@@ -155,7 +155,7 @@ def _write_page(summary: LaunchSummary, training: _Training, hardware: Hardware,
 
 
 def _from_study(setup: LaunchSetup, store: StudyStore, job: Job, say: Callable[[str], None]) -> _Training:
-    """Under a study's winner, with what the study knows of the script and the reader accepted (`job`)."""
+    """Return a training under a study's winner, with the study's findings about the script that the reader accepted (`job`)."""
     script, tuned = setup.script, job
     check_script(store.name, job, script.target)
     if setup.ranks not in (None, store.hardware.per_node):
@@ -185,7 +185,7 @@ def _from_study(setup: LaunchSetup, store: StudyStore, job: Job, say: Callable[[
 
 
 def _folder_of(store: StudyStore) -> Path:
-    """Return the folder that the training writes to: the study's, or if that is another user's one in the current folder.
+    """Return the folder that the training writes to: the study's, or if that is another user's, one in the current folder.
 
     Raises:
         UserError: it has links.
@@ -198,14 +198,17 @@ def _folder_of(store: StudyStore) -> Path:
 
 
 def _config_beside(known: Script, script: Script) -> str | None:
-    """The DeepSpeed config that no word of the script itself names: the one that the launcher names now, but where the study was
-    given its own by --ds-config, which went over the launcher's there as well."""
+    """Return the DeepSpeed config that no word of the script itself names.
+
+    The launcher's present config is returned. If the study had its own by --ds-config, which took precedence over the
+    launcher's, that is returned.
+    """
     given = known.ds_config is not None and known.ds_config != launchers_config(line_of(known), known.files, known.cwd)
     return known.ds_config if given else script.ds_config or known.ds_config
 
 
 def ladder_of(store: StudyStore, job: Job, top: Candidate, convert: bool) -> list[Rung]:
-    """The recovery ladder of a study's winner: as `run` wrote it, or made anew where it wrote none for this winner."""
+    """Return the recovery ladder of a study's winner: as `run` wrote it, or a new one if none was written for this winner."""
     path = ladder_path(store.folder, store.name) if store.folder else None
     if not convert and store.folder is not None:
         known = stored_ladder(store.folder, store.name)
@@ -218,7 +221,7 @@ def ladder_of(store: StudyStore, job: Job, top: Candidate, convert: bool) -> lis
 
 
 def make_ladder(store: StudyStore, job: Job, top: Candidate, convert: bool = False) -> list[Rung]:
-    """A ladder from what the study measured, and from predictions that its outcomes have calibrated."""
+    """Build a ladder from a study's measurements, and from predictions that its outcomes have calibrated."""
     predictor = traced_predictor(job, store.hardware)
     for record in store.records():
         if record.outcome is not None:
@@ -228,7 +231,7 @@ def make_ladder(store: StudyStore, job: Job, top: Candidate, convert: bool = Fal
 
 
 def _from_plan(setup: LaunchSetup) -> _Training:
-    """Under the best of a plan for this machine, and what is below it."""
+    """Return a training under the best config of a plan for this machine, with a ladder below it."""
     assert setup.plan is not None
     assert setup.folder is not None
     plan = setup.plan

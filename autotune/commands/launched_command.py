@@ -1,8 +1,7 @@
-"""What a command that is launched says otherwise than the one that was tuned: its batch, its optimizer, its precision, and the
-variables that it is launched under.
+"""Differences between a launched command and the tuned one: batch, optimizer, precision, and environment variables.
 
-The two commands are compared with each other, not with what was seen of the first: a script may count its batch by rules of its
-own, and what changes in the words changes by the same factor in its steps.
+The two commands are compared with each other, not with the observations of the first. A script may count its batch by its own
+rules, and a change of the words changes its steps by the same factor.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from autotune.problem.script_job import over_present, own_samples
 from autotune.problem.sources import digests
 from autotune.search.fingerprint import measured_under, other_variables, watched_variables
 
-_TRAINERS = {MICRO_BATCH: 8, ACCUMULATION: 1}  # of transformers' TrainingArguments, where nothing is said
+_TRAINERS = {MICRO_BATCH: 8, ACCUMULATION: 1}  # defaults of transformers' TrainingArguments
 _OFF = ("false", "False", "0", "no")
 
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """A command beside the study whose winner it is to train under.
+    """A launched command, and the study under whose winner it trains.
 
     Attributes:
         job: the study's.
-        script: as it is launched, with what the study knows of it.
+        script: the launched script, with the study's findings about it.
         sources: digests of the files that the study's script used, by path.
     """
 
@@ -48,13 +47,13 @@ class Launched:
     sources: Mapping[str, str]
 
     def checked(self, asked: int | str | None) -> tuple[Job, list[str]]:
-        """The job with the precision that the command says now, and lines for people about what is otherwise than measured.
+        """Return the job with the command's present precision, and lines about differences from the measured job.
 
         Args:
-            asked: samples an optimizer step that the caller wants, or `free`: whatever the study has; None: as the command says.
+            asked: samples per optimizer step that the caller wants, or `free`: the study's; None: the command's.
 
         Raises:
-            UserError: the command's steps are of another number of samples than the study's.
+            UserError: the command's steps have another number of samples than the study's.
         """
         config = self._edited_config()
         lines = self._about_batch(asked, config)
@@ -90,13 +89,15 @@ class Launched:
 
     @property
     def _first_samples(self) -> int | None:
-        """Of a step of the tuned script as it was; None where no script was tuned."""
+        """Samples per step of the tuned script in its probe run; None if no script was tuned."""
         first = self.job.script
         return own_samples(first, self.job.ranks) if first is not None and "micro_batch" in first.profile else None
 
     def _samples_now(self, config: dict[str, Any] | None) -> tuple[int | None, bool]:
-        """Samples of a step as the command says them, None where it does not; and whether something of them is no longer said
-        whose default only the script knows."""
+        """Return the samples per step by the command, or None, and whether a setting was dropped whose default is unknown.
+
+        Only the script knows such a default.
+        """
         first, before = self.job.script, self._first_samples
         if first is None or before is None:
             return self._samples_of_words(config or {}), False
@@ -116,7 +117,7 @@ class Launched:
         return round(before * share), untold
 
     def _samples_of_words(self, config: dict[str, Any]) -> int | None:
-        """Of a script that nobody has seen train: what its words leave open its config says, and else they that read it."""
+        """Return the samples per step of a script without a probe run: from its words, or else from its config."""
         words = {knob: size for knob in _TRAINERS if (size := _said(self.script, knob)) is not None}
         told = {**config, **words}
         if len(words) == len(_TRAINERS):
@@ -126,7 +127,7 @@ class Launched:
         return global_batch_of(told, self.job.ranks)[0]
 
     def _share_of(self, old: dict[str, Any], new: dict[str, Any], knobs: Sequence[str]) -> Fraction:
-        """By how much the steps of a config that was edited are larger, in these knobs."""
+        """Return the factor by which an edited config enlarges the steps, in these knobs."""
         then, now = (global_batch_of(one, self.job.ranks)[0] for one in (old, new))
         if len(knobs) == len(_TRAINERS) and then and now:
             return Fraction(now, then)
@@ -139,8 +140,11 @@ class Launched:
     # -- the config --------------------------------------------------------------------------------------------------
 
     def _edited_config(self) -> dict[str, Any] | None:
-        """The DeepSpeed config that the command holds or names now; None where it stands in code, or is the very file of the
-        first run: a script may change what it reads, and then the two would differ though nobody has edited anything."""
+        """Return the DeepSpeed config that the command holds or names now.
+
+        None is returned if the config is in code, or is the same file as in the probe run. A script may change the config that it
+        reads, so that comparing the two would show a difference without an edit.
+        """
         path = config_path(self.script)
         inside = own_config(self.script) if path is None else None
         if path is None:
@@ -148,7 +152,7 @@ class Launched:
         try:
             found = read_config(path)
         except (OSError, ValueError):
-            return None  # the training itself says so
+            return None  # the training itself reports it
         same = self.sources.items() & digests([path], self.script.cwd).items()
         return found if isinstance(found, dict) and not same else None
 
@@ -177,7 +181,7 @@ class Launched:
         return job, lines
 
     def _told_precision(self, first: Script) -> str:
-        """As the arguments of a Trainer say it, where they say it otherwise than in the study."""
+        """Return the precision of a Trainer's arguments if they differ from the study's; else the job's."""
         then, now = ([_is_on(one, name) for name in ("bf16", "fp16")] for one in (first, self.script))
         if then == now:
             return self.job.precision
@@ -185,11 +189,10 @@ class Launched:
 
 
 def about_variables(study: str, fingerprint: dict[str, Any], winner: Candidate) -> str:
-    """A line that says where the training's variables, which are this process's, are others than the study was measured under;
-    empty where they are not."""
+    """Return a line about variables of this process that differ from those of the study's measurement; empty if none do."""
     other = other_variables(fingerprint)
     allocators = (_allocator(own, winner) for own in (measured_under(fingerprint), watched_variables()))
-    if len({*allocators}) == 1:  # as where the winner's own knob was exported: `start it with …`
+    if len({*allocators}) == 1:  # for example, the winner's own knob was exported: `start it with …`
         other = {name: values for name, values in other.items() if name not in ALLOCATOR_VARIABLES}
     if not other:
         return ""
@@ -198,7 +201,7 @@ def about_variables(study: str, fingerprint: dict[str, Any], winner: Candidate) 
 
 
 def _allocator(own: Mapping[str, str], winner: Candidate) -> str:
-    """What torch's allocator reads of a rank of the winner's."""
+    """Return the setting that torch's allocator reads in a rank of the winner."""
     variables = {**own, **winner.environment(own)}
     return next((variables[name] for name in ALLOCATOR_VARIABLES if variables.get(name)), "")
 
@@ -208,7 +211,7 @@ def _shown(value: str | None) -> str:
 
 
 def _said(script: Script, knob: str) -> int | None:
-    """What the command says of a size of its batch: the last of its words, or else its files, or its launcher."""
+    """Return a batch size from the command: from its last matching word, or else from its files or its launcher."""
     words = dataclasses.replace(script, files=())
     flag = dict(script.flags).get(knob) or KNOWN_FLAGS[knob]
     found = [*said(script, knob), *said(dataclasses.replace(words, flags=((knob, flag),)), knob)]
@@ -221,14 +224,14 @@ def _said(script: Script, knob: str) -> int | None:
 
 
 def _said_to_trainer(script: Script, knob: str) -> bool:
-    """Whether a Trainer's own argument says it, whose default is known; that of a script's own flag only the script knows."""
+    """Check that a Trainer's own argument sets it, with a known default. Only the script knows the default of its own flag."""
     name = KNOWN_FLAGS[knob].removeprefix("--")
     flags = (word.removeprefix("--").replace("-", "_") for word in given(script.argv) if word.startswith("--"))
     return name in flags or any(find(file.data, (name,)) is not None for file in own_files(script))
 
 
 def _count(config: dict[str, Any], knob: str) -> int | None:
-    """What a config says of a size; None where it leaves it open, or to its caller by `"auto"`."""
+    """Return a size in a config; None if the config leaves it open, or to its caller by `"auto"`."""
     value = config.get(knob)
     return int(value) if isinstance(value, int | float) and value >= 1 else None
 
@@ -239,7 +242,10 @@ def _optimizer(config: dict[str, Any]) -> str:
 
 
 def _value(script: Script, name: str) -> str | None:
-    """What the command's words, or else its files, say of an argument of a Trainer; empty for a flag alone, None for nothing."""
+    """Return a Trainer's argument from the command's words, or else from its files.
+
+    The result is empty for a flag without a value, and None if the argument is missing.
+    """
     found = None
     for file in own_files(script):
         place = find(file.data, (name,))

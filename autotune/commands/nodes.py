@@ -1,4 +1,4 @@
-"""The nodes that a person has named, from a hostfile or a scheduler to machines that are reached and alike."""
+"""Nodes that the user has named, in a hostfile or by a scheduler: reached, and checked to be alike."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Script
 from autotune.units import parse_duration
 
-Placing = Callable[[int | None, int | None, str], Sequence[Host]]  # of nodes, of devices on each, and of which device
-SCHEDULERS = ("slurm", "ray")  # executors that have nodes of their own
+# arguments: number of nodes, devices on each, and kind of device
+Placing = Callable[[int | None, int | None, str], Sequence[Host]]
+SCHEDULERS = ("slurm", "ray")  # executors that bring their own nodes
 
 
 @dataclasses.dataclass
 class Nodes:
-    """What was asked for, and from `reach` on the cluster that it is.
+    """The requested nodes, and after `reach` the cluster of them.
 
     Args:
-        place: the hosts to use, of a number of nodes, of devices on each (None: whatever there is), and a device.
-        count: how many nodes to use; None: whatever `place` makes of it.
+        place: returns the hosts to use, given a number of nodes, of devices on each (None: all), and a device.
+        count: number of nodes to use; None: `place` decides.
     """
 
     place: Placing
@@ -45,18 +46,18 @@ class Nodes:
     variables: tuple[str, ...] = ()
     sync: bool = False
     lasting: bool = False  # see `Wishes`
-    folders: tuple[Path, ...] = ()  # of scripts that lie elsewhere than where they are called
+    folders: tuple[Path, ...] = ()  # folders of scripts that are outside of the folder of the call
     cluster: Cluster | None = None
 
     def also_send(self, variables: Iterable[str]) -> None:
-        """Has nodes be told these variables of this process, too: a typed command sets them."""
+        """Send the nodes these variables of this process, too, since a typed command sets them."""
         self.variables = tuple(dict.fromkeys([*self.variables, *variables]))
 
     def also_sync(self, script: Script) -> None:
-        """Has the folder of a script's file be sent, too, where it lies elsewhere than where it is called.
+        """Send the folder of a script's file, too, if it is outside of the folder of the call.
 
         Raises:
-            UserError: its name only leads there from here.
+            UserError: its name is a path that only works from this folder.
         """
         file = Path(os.path.normpath(Path(script.cwd) / script.target))
         if not self.sync or script.is_module or script.program is not None or file.is_relative_to(script.cwd):
@@ -77,14 +78,14 @@ class Nodes:
     def reach(
         self, device: str, per_node: int | None, memory_cap_bytes: int | None, headroom: float, path: str
     ) -> Hardware:
-        """The hardware of all nodes together, once all are reached and compared.
+        """Reach and compare all nodes, and return their joint hardware.
 
         Args:
-            per_node: devices of each; None: all that each has.
-            path: what must be there on each; empty: nothing.
+            per_node: devices of each; None: all.
+            path: folder that each must have; empty: none.
 
         Raises:
-            UserError: one cannot be reached, lacks something, or is not like the others.
+            UserError: a node cannot be reached, lacks something, or differs from the others.
         """
         sent = (self._parcels(path), preamble(PACKAGE) if self.sync else b"", self.lasting)
         hosts = self.place(self.count, per_node, device)
@@ -95,7 +96,7 @@ class Nodes:
 
 
 class Named(Protocol):
-    """What a person typed of nodes: fields of Request."""
+    """Options about nodes: fields of Request."""
 
     executor: str
     ray_address: str | None
@@ -111,10 +112,10 @@ class Named(Protocol):
 
 @contextmanager
 def named_nodes(named: Named, say: Callable[[str], None], budget: str | None = None) -> Iterator[Nodes | None]:
-    """The nodes that are named, none of them reached yet; at the end each agent is ended. None: this machine is meant.
+    """Yield the named nodes before any is reached, and end each agent at the end. None: this machine is used.
 
     Args:
-        budget: as typed: so long an allocation must last; None: nothing is measured, so that this machine cannot stand for
+        budget: as typed; an allocation must last as long. None: nothing is measured, so that this machine cannot stand for
             several.
 
     Raises:
@@ -153,7 +154,11 @@ def named_nodes(named: Named, say: Callable[[str], None], budget: str | None = N
 
 
 def _refuse_strays(named: Named, scheduled: bool, slices: bool) -> None:
-    """Raises UserError for options that have no meaning beside the others; whether `--nodes` alone means a slice."""
+    """Raise UserError for options without meaning in this combination.
+
+    Args:
+        slices: `--nodes` without a hostfile means a node slice.
+    """
     if named.ray_address is not None and named.executor != "ray":
         raise UserError("--ray-address is of --executor ray: give that too, or leave --ray-address out")
     if scheduled and named.hostfile is not None:
@@ -174,7 +179,7 @@ def _refuse_strays(named: Named, scheduled: bool, slices: bool) -> None:
 
 
 def _allocated(gpus: int | None) -> tuple[list[Host], str]:
-    """The hosts of Slurm's allocation, and what to call them."""
+    """Return the hosts of Slurm's allocation, and a name for them."""
     if not in_allocation():
         raise UserError("--executor slurm: this process is in no allocation; the command `autotune run` asks for one")
     return allocated_hosts(gpus), f"allocation {os.environ[JOB]}"

@@ -1,4 +1,4 @@
-"""Whether a user's script trains on the batch that it is told: it is told another one before the search."""
+"""Batch check: run a user's script with another batch before the search, to see that it honours a batch size."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from autotune.problem.outcome import Kind, Outcome, Source
 from autotune.problem.script_job import UNCOUNTED, UNCOUNTED_BESIDE, Counted, job_of, own_candidate
 
 _TWO_STEPS = Effort(min_steps=2, max_steps=2, min_seconds=0.0)
-_MOST_TRIES = 2  # batches that it may refuse, before its own is left as it is
-_MOST_TIMES = 4  # its own micro-batch: what memory may hold
+_MOST_TRIES = 2  # batches that the script may refuse before its own is kept
+_MOST_TIMES = 4  # multiple of its own micro-batch that is assumed to fit in memory
 
 
 def batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
-    """Why the script's batch cannot be changed: what it did when told others; empty where it took one.
+    """Return why the script's batch cannot be changed; empty if it honoured another batch.
 
     Raises:
-        UserError: it does not take its own global batch from the flag that is known for it.
-        Stopped: it was stopped.
+        UserError: it does not take its own global batch from its known flag.
+        Stopped: the user stopped the tuner.
     """
     if not Counted.of(script.profile).unit:
         return str(script.profile.get("uncounted", UNCOUNTED))
@@ -47,8 +47,11 @@ def batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
 
 
 def others(own: Candidate) -> list[Candidate]:
-    """What a script may be told instead of its own batch, the nearest to half or twice its micro-batch first: of its own global
-    batch, which a script may hold by a check or an accumulation of its own; of another only where there is no such."""
+    """Return other batches to pass to a script, those nearest to half or twice its micro-batch first.
+
+    They keep the script's global batch, which a script may enforce by a check or its own accumulation. If no other split exists,
+    the global batch is changed.
+    """
     total = _samples(own)
     most = min(total, _MOST_TIMES * own.micro_batch)
     micros = [size for size in range(1, most + 1) if total % size == 0 and size != own.micro_batch]
@@ -63,12 +66,12 @@ def others(own: Candidate) -> list[Candidate]:
 
 
 def _samples(candidate: Candidate) -> int:
-    """Of one rank's step."""
+    """Return the samples of one rank's step."""
     return candidate.micro_batch * candidate.accumulation
 
 
 def _told(executor: LocalExecutor, script: Script, other: Candidate, name: str, seconds: float) -> Outcome:
-    """How two steps of the script end, told this batch."""
+    """Return the outcome of two steps of the script with this batch."""
     before, executor.job = executor.job, job_of(script, executor.hardware, None)
     try:
         with closing(executor.session(other, name)) as session:

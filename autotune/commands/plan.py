@@ -1,4 +1,4 @@
-"""`autotune plan`: what fits and how fast it would be, without running anything."""
+"""`autotune plan`: configs that fit and their speed, without running anything."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from autotune.units import GIB, format_bytes
 
 
 def plans(request: Request, gpus: Sequence[str | None], say: Callable[[str], None] = lambda text: None) -> list[Plan]:
-    """A plan for each named GPU; None is the machine's own. One alone is told of other machines, too.
+    """Return a plan for each named GPU; None is the machine's own. A single plan also covers other machines.
 
     Args:
-        say: takes a line for people.
+        say: receives lines for display.
 
     Raises:
         UserError: bad input.
@@ -39,7 +39,7 @@ def plans(request: Request, gpus: Sequence[str | None], say: Callable[[str], Non
         raise UserError("--compare names no GPU: expected several, like rtx4090,a100-80gb,h100")
     made: list[Plan] = []
     traces: dict[str, Trace] = {}  # by precision: one trace serves all GPUs
-    with ranks_python(request.python, say, named=NAMED_MODEL):  # without torch the plan is a rougher one
+    with ranks_python(request.python, say, named=NAMED_MODEL):  # without torch the plan is less exact
         for setup in plan_setups(request, gpus):
             predictor = traced_predictor(setup.job, setup.hardware, traces.get(setup.job.precision))
             traces[setup.job.precision] = predictor.trace
@@ -48,11 +48,12 @@ def plans(request: Request, gpus: Sequence[str | None], say: Callable[[str], Non
 
 
 def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere: bool = False) -> Plan:
-    """Predicts every candidate of the space: the `top` fastest that surely fit, or the likeliest, and the largest micro-batch by
-    ZeRO stage.
+    """Predict every candidate of the space.
+
+    The plan has the `top` fastest that surely fit (or else the likeliest to fit), and the largest micro-batch by ZeRO stage.
 
     Args:
-        elsewhere: say, too, which other machines would do and what would help.
+        elsewhere: add other machines that would suffice, and changes that would help.
 
     Raises:
         UserError: the space has no candidate for the job.
@@ -87,7 +88,7 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere
 
 
 def _best(predictor: Predictor, candidates: list[Candidate], table: Table, top: int) -> list[Prediction]:
-    """Those that `ranked` puts first, of those that differ in little but the first."""
+    """Return the first candidates of `ranked`; of several with the same main settings only the first."""
     chosen: dict[tuple[Any, ...], int] = {}
     for i in predictor.ranked(table):
         c = candidates[i]
@@ -98,7 +99,7 @@ def _best(predictor: Predictor, candidates: list[Candidate], table: Table, top: 
 
 
 def _host_needs(setup: PlanSetup, predictor: Predictor, candidates: list[Candidate]) -> tuple[HostNeed, ...]:
-    """What each way of offloading takes of main memory, at the fewest sequences and with activations recomputed."""
+    """Return the main memory for each way of offloading, at the fewest sequences and with activations recomputed."""
     smallest: dict[tuple[int, bool], Candidate] = {}
     for c in candidates:
         if "cpu" in (c.offload_optimizer, c.offload_param) and c.offload_optimizer != "none":
@@ -122,13 +123,13 @@ def _host_needs(setup: PlanSetup, predictor: Predictor, candidates: list[Candida
 def _stage_plan(
     stage: int, candidates: list[Candidate], head: list[int], setup: PlanSetup, predictor: Predictor
 ) -> StagePlan:
-    """The plan of one ZeRO stage.
+    """Return the plan of one ZeRO stage.
 
     Args:
-        head: the place of the stage's best candidate, where any may fit.
+        head: the index of the stage's best candidate, if any may fit.
     """
     mine = [c for c in candidates if c.stage == stage]
-    # the family that changes least: neither checkpointing nor offload where the space allows it, defaults elsewhere
+    # The family with the fewest changes: no checkpointing or offload if the space allows it, and defaults elsewhere.
     plain = min(
         mine,
         key=lambda c: (
@@ -157,7 +158,7 @@ def _stage_plan(
 
 
 def _unlocks(wanted: Prediction, setup: PlanSetup, predictor: Predictor) -> list[str]:
-    """Single changes, each of which would make a candidate fit that does not."""
+    """Return single changes, each of which would make a candidate fit that does not."""
     job, hardware = setup.job, setup.hardware
     candidate, found = wanted.candidate, []
 

@@ -1,4 +1,4 @@
-"""What would make a job faster than it is on its machine, ranked by what is predicted."""
+"""Changes that would make a job faster on its machine, ranked by prediction."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from autotune.problem.job import Job
 from autotune.results.plan import CardPlan, Gain, Outlook
 from autotune.results.plan_view import short
 
-WORTH = 0.02  # a share of the speed; less is not said
+WORTH = 0.02  # share of the speed; smaller gains are not shown
 MOST = 6
-_NVLINK_GB_PER_S = 300.0  # of one A100, one direction (NVIDIA's data sheet)
+_NVLINK_GB_PER_S = 300.0  # GB/s of one A100, one direction (NVIDIA's data sheet)
 
 
 def gains(base: Outlook, machines: Machines, cards: tuple[CardPlan, ...]) -> tuple[Gain, ...]:
-    """Changes of the job or the machine that are predicted to give speed, best first: one of each kind, one at a time."""
+    """Return single changes of the job or the machine that are predicted to raise speed, best first, one of each kind."""
     found = [*_of_the_machine(base, machines), *_of_the_job(base, machines), *_of_other_cards(base, machines, cards)]
     worth = sorted((gain for gain in found if gain.share >= WORTH), key=lambda gain: -gain.share)
     return tuple(worth[:MOST])
@@ -57,12 +57,12 @@ def _of_the_job(base: Outlook, machines: Machines) -> list[Gain]:
 
 
 def _on(base: Outlook, machines: Machines, hardware: Hardware | None = None, job: Job | None = None) -> Outlook | None:
-    """The fastest on other hardware, or of another job, than `base`'s."""
+    """Return the fastest prediction on other hardware, or for another job, than `base`'s."""
     return machines.fastest(machines.elsewhere.on(hardware or base.hardware, job or base.job))
 
 
 def _of_other_cards(base: Outlook, machines: Machines, cards: tuple[CardPlan, ...]) -> list[Gain]:
-    """As many of another card: of the fastest one, and of the one that is faster and cheapest a token."""
+    """Return gains of the same number of another card: the fastest card, and the faster one with the lowest cost per token."""
     hardware, found = base.hardware, []
     for card in cards:
         if card.best is None or card.gpu == hardware.facts:
@@ -85,17 +85,17 @@ def _of_other_cards(base: Outlook, machines: Machines, cards: tuple[CardPlan, ..
 
 
 def _dollars(machines: Machines, tried: Tried) -> float:
-    """Of a GPU an hour; endless where nobody says."""
+    """Return dollars per GPU hour; infinite if no price is known."""
     price = machines.price(tried.hardware)
     return price.usd_per_hour if price else float("inf")
 
 
 def _gain(base: Outlook, new: Outlook | None, what: str, *, a_gpu: bool = False, config: bool = False) -> Gain | None:
-    """The gain of what is new, or None where nothing fits with it.
+    """Return the gain of a change, or None if nothing fits with it.
 
     Args:
-        a_gpu: say what is left of the speed of each GPU.
-        config: say the config that it makes possible, where that is another.
+        a_gpu: add the remaining speed of each GPU.
+        config: add the config that the change allows, if it differs.
     """
     if new is None:
         return None
@@ -111,7 +111,7 @@ def _gain(base: Outlook, new: Outlook | None, what: str, *, a_gpu: bool = False,
 
 
 def _twice(hardware: Hardware) -> Hardware:
-    """Twice as many, in machines of at most PER_NODE or, where they already have more, of as many as now."""
+    """Return hardware with twice the GPUs: in machines of at most PER_NODE, or of the present size if that is larger."""
     grows = hardware.nodes == 1 and 2 * hardware.count <= PER_NODE
     host = hardware.host_memory_bytes * (2 if grows else 1)
     nodes = hardware.nodes if grows else 2 * hardware.nodes

@@ -1,4 +1,4 @@
-"""The machines that a plan is for: named ones, or as many like this one."""
+"""Machines of a plan: named ones, or several like this one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autotune.predict.constants import overhead_prior
 from autotune.problem.hardware import Hardware, detect, named_hardware
 from autotune.units import GIB, format_bytes
 
-MOST_GPUS = 4096  # in all; two rates of links say too little of more
+MOST_GPUS = 4096  # over all nodes; two link rates describe larger clusters too poorly
 
 
 def planned_hardware(
@@ -20,14 +20,14 @@ def planned_hardware(
     host_memory_bytes: int | None = None,
     memory_cap_bytes: int | None = None,
 ) -> Hardware:
-    """`gpus_per_node` of the named GPU, or of the machine's own, in each of `nodes` machines.
+    """Return `gpus_per_node` of the named GPU, or of the machine's own, in each of `nodes` machines.
 
     Args:
         host_memory_bytes: of each machine; None: as measured, or 32 GiB a GPU.
-        memory_cap_bytes: what one rank may use of its GPU.
+        memory_cap_bytes: limit for one rank on its GPU.
 
     Raises:
-        UserError: counts that make no sense, or no such GPU.
+        UserError: impossible counts, or no such GPU.
     """
     if not 1 <= gpus_per_node <= 100_000:
         raise UserError(f"--gpus {gpus_per_node}: expected between 1 and 100000")
@@ -48,10 +48,10 @@ def planned_hardware(
 
 
 def slice_of(nodes: int | None, here: Hardware) -> Hardware:
-    """As many machines like this one, which stands for them all; None: this one itself.
+    """Return this many machines like this one, which stands for all of them; None: this one itself.
 
     Raises:
-        UserError: counts that make no sense.
+        UserError: impossible counts.
     """
     if nodes is None:
         return here
@@ -61,10 +61,10 @@ def slice_of(nodes: int | None, here: Hardware) -> Hardware:
 
 
 def roomy(hardware: Hardware) -> Hardware:
-    """The hardware, if one of its GPUs has memory for more than what every process takes of it.
+    """Return the hardware if a GPU has more memory than the fixed share of every process.
 
     Raises:
-        UserError: it has not.
+        UserError: the memory is too small.
     """
     if hardware.device != "cuda":
         return hardware

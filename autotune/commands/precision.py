@@ -1,4 +1,4 @@
-"""The arithmetic that a named model is trained in, of what was typed and of the user's DeepSpeed config."""
+"""Arithmetic of a named model's training, from the typed option and the user's DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from autotune.problem.hardware import Hardware
 
 
 def precision_of(typed: str | None, config: dict[str, Any], hardware: Hardware) -> tuple[str, dict[str, Any]]:
-    """(precision, the config without a word against it): what was typed, else what the config switches on, else the best that
-    the device has and the config does not switch off."""
+    """Return the precision, and the config without settings that contradict it.
+
+    The typed precision comes first, then the one that the config enables, then the best of the device that the config does not
+    disable.
+    """
     precision = typed or _precision(config, hardware)
     section = config.get(precision)
     if isinstance(section, dict):

@@ -1,4 +1,4 @@
-"""The probe: the first run of a user's script, as it is, to learn what it trains and how fast it is today."""
+"""Probe run: the first, unmodified run of a user's script, which shows what it trains and how fast."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from autotune.problem.space import SearchSpace
 from autotune.units import format_duration
 
 EFFORT = Effort(min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
-# What a script that does not fit as it is may still run under, so that something is learnt of it.
+# Settings for a script that runs out of memory unmodified, so that some of its facts can still be learnt.
 _THRIFTY: dict[str, Value] = {
     "zero_stage": 3,
     MICRO_BATCH: 1,
@@ -55,31 +55,32 @@ _THRIFTY: dict[str, Value] = {
     "reduce_bucket_size": 1_000_000,
     "sub_group_size": 10_000_000,
 }
-_ANY_OPTIMIZER = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}  # the script's, as it is
+# accept the script's own optimizer
+_ANY_OPTIMIZER = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
 
 _UNREACHED = re.compile(  # types of exceptions
     r"urllib\.error\.URLError|socket\.gaierror|builtins\.Connection\w+|(requests|httpx|httpcore)\.\S*Connect\w+"
 )
 
 
-_FIRST_RUN = "first run"  # kind of a grant: this user has written that memory of one
+_FIRST_RUN = "first run"  # kind of a grant: this user wrote the stored findings of a probe run
 
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """What a script showed."""
+    """Findings of a probe run."""
 
-    script: Script  # with its profile
-    baseline: Outcome | None  # its own config, measured; None where that ran out of memory
-    kept: str = ""  # what the study's folder is to remember of it; empty where it was remembered
+    script: Script  # includes its profile
+    baseline: Outcome | None  # measurement of its own config; None if that ran out of memory
+    kept: str = ""  # text to store in the study's folder; empty if it was loaded from there
 
 
 def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float, say: Callable[[str], None]) -> Probe:
-    """Runs the script unchanged for a few steps, or remembers what an earlier call saw of these very files (`remember`).
+    """Run the script unchanged for a few steps, or load the findings of an earlier call on the same files (`remember`).
 
     Raises:
         UserError: it never calls DeepSpeed, ends too early, or fails by itself; the message ends with its own traceback.
-        Stopped: it was stopped.
+        Stopped: the user stopped the tuner.
     """
     memory = folder / MEMORY
     key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.memory_cap_bytes}"
@@ -116,11 +117,11 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
         say("its activation checkpointing cannot be switched off: it stays on")
     note = batch_note(executor, dataclasses.replace(script, profile=profile), seconds)
     if note and facts.get("counted_by") and not facts["fed"]:
-        raise UserError(note)  # it changes from step to step, and nothing says that this is as it should be
+        raise UserError(note)  # The number of rows changes between steps, and no evidence shows that this is intended.
     if note:
         say(f"{note}; its batch is left as it is, and all else is tuned")
         profile = _profile(facts, _batch(facts, batch_held, own=own), own=own)
-        if not own:  # what its own steps have was not seen
+        if not own:  # the counts of its own steps were not observed
             profile |= {"held": {}, "beside": dict.fromkeys(profile.get("beside", {}), 0)}
     profile["batch_note"] = note
     used = facts.get(SOURCES, ())
@@ -132,15 +133,16 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
 
 
 def remember(probed: Probe, folder: Path) -> None:
-    """Has the folder of a study remember what a script showed: once the study has taken it, so that one that is refused
-    changes nothing."""
+    """Store a script's findings in a study's folder. This happens after the study accepted them, so that a refusal changes
+    nothing.
+    """
     if probed.kept:
         write_atomically(folder / MEMORY, probed.kept, private=True)
         grant([Named(_FIRST_RUN, probed.kept)])
 
 
 def _at_its_thriftiest(executor: LocalExecutor, script: Script, optimizer: str, seconds: float) -> dict[str, Any]:
-    """What a script shows that runs out of memory as it is.
+    """Return the facts of a script that runs out of memory unmodified, from a run with minimal memory.
 
     Raises:
         UserError: it runs out of memory there too.
@@ -156,20 +158,23 @@ def _at_its_thriftiest(executor: LocalExecutor, script: Script, optimizer: str, 
 
 
 def thrifty(optimizer: str, device: str) -> Candidate:
-    """What takes least memory of all that a script of such an optimizer runs with."""
+    """Return the candidate with the least memory under which a script with this optimizer can run."""
     stays = {"offload_optimizer"} if device == "cuda" and steps_on_gpu(optimizer) else set()
     return Candidate.of({name: value for name, value in _THRIFTY.items() if name not in stays})
 
 
 def _counted_otherwise(profile: dict[str, Any]) -> bool:
-    """Whether an earlier version has counted forwards without gradients as well, so that no trial would be found to obey, or
-    did not keep what the steps of a script have that holds its batch."""
+    """Check that an earlier version stored a profile that must be measured again.
+
+    Either it also counted forwards without gradients, so that every trial would fail the batch check. Or it did not keep the step
+    counts of a script that holds its batch.
+    """
     older = "counted" not in profile and profile.get("rows_per_sample", 1) != 1
     return older or bool(profile.get("batch_note") and "held" not in profile)
 
 
 def _all_said(script: Script, facts: dict[str, Any]) -> dict[str, list[int]]:
-    """By knob, what says the script's own batch beside its config: words, files, arguments and loaders."""
+    """Return by knob the script's own batch sizes outside its config: from words, files, arguments and loaders."""
     found = {}
     for knob in (MICRO_BATCH, ACCUMULATION):
         words = [int(word) for one in said(script, knob) if (word := str(one)).isdigit() and int(word) > 0]
@@ -178,10 +183,10 @@ def _all_said(script: Script, facts: dict[str, Any]) -> dict[str, list[int]]:
 
 
 def _batch(facts: dict[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]], *, own: bool) -> dict[str, Any]:
-    """The batch as `read` takes it from the facts.
+    """Return the batch that `read` finds in the facts.
 
     Args:
-        own: whether they are of the script as it is; else its steps were of one sample, and those of its own are not known.
+        own: the facts are from the unmodified script. Otherwise its steps had one sample, and its own are unknown.
     """
     if own:
         return read(facts)
@@ -189,7 +194,7 @@ def _batch(facts: dict[str, Any], read: Callable[[dict[str, Any]], dict[str, Any
 
 
 def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any]) -> Outcome:
-    """The script's own speed, in samples as those of trials are counted: it was measured in those of its config."""
+    """Return the script's own speed in samples as trials count them; it was measured in the config's samples."""
     if baseline.measurement is None:
         return baseline
     times = profile["micro_batch"] * profile["accumulation"] / (facts["micro_batch"] * facts["accumulation"])
@@ -209,7 +214,7 @@ def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: floa
             break
         building = executor.now()
         executor.load_ops([], session.unbuilt)
-        # builds cost the starts nothing, nor does the first start that ends in vain
+        # Builds do not use up the time of the starts, and neither does the first failed start.
         until += executor.now() - (building if ops else began)
         ops.append(session.unbuilt)
     if outcome.ok or outcome.kind.is_oom:
@@ -228,14 +233,15 @@ def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: floa
 
 
 def _in_one_line(outcome: Outcome, target: str, reached: bool) -> str:
-    """What is wrong and what to do, where it is known: then the script's own traceback says no more.
+    """Return the error and its fix in one line if the cause is known, so that the script's traceback is not needed; else
+    empty.
 
     Args:
-        reached: whether it has called `deepspeed.initialize`.
+        reached: it has called `deepspeed.initialize`.
     """
     raised = set(outcome.exceptions)
     log = f"log: {outcome.log}/rank{outcome.rank or 0}.log"
-    if "builtins.EOFError" in raised and "reading a line" in outcome.reason:  # as `input` says it
+    if "builtins.EOFError" in raised and "reading a line" in outcome.reason:  # the message of `input`
         return f"{target} asks for input, and ranks have nobody to ask: give the answer as an argument ({log})"
     if "bdb.BdbQuit" in raised:
         return f"{target} stops at a breakpoint, and ranks have nobody to ask: take it out ({log})"
@@ -261,11 +267,11 @@ def _in_one_line(outcome: Outcome, target: str, reached: bool) -> str:
 
 
 def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict[str, Any]:
-    """What is kept of the facts, for each sample (one of the micro-batch's) instead of each batch.
+    """Return the facts to store, per sample of the micro-batch instead of per batch.
 
     Args:
-        batch: of the steps that were seen.
-        own: whether these are the script's own.
+        batch: of the observed steps.
+        own: these are the script's own steps.
     """
     kept = {
         key: facts[key]
@@ -287,11 +293,11 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
             "flags",
         )
     }
-    # these only where there is any, so that studies of earlier versions are of the same job
+    # These are stored only if present, so that studies of earlier versions keep the same job.
     own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS)
     named = ("lightning", "optimizer", "spellings", "variables", "beside", *own_names)
     kept |= {key: facts[key] for key in named if facts.get(key)}
-    if facts.get("evaluating"):  # layers of transformers checkpoint nothing there
+    if facts.get("evaluating"):  # transformers' layers do not checkpoint in evaluation mode
         kept |= {"checkpointing": False, "checkpointed": False, "evaluating": True}
     samples = batch["micro_batch"] * batch["accumulation"]
     saved = facts.get("saved_bytes") if batch["counted"] else None
@@ -309,7 +315,7 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
 
 
 def after_probe(setup: Setup, probed: Probe) -> Setup:
-    """The setup of a script, now that it has run: its real job, and the space and candidates that are left for it."""
+    """Return the setup of a script after its probe run: its real job, and the remaining space and candidates."""
     job = job_of(probed.script, setup.hardware, setup.global_batch_size, free=setup.free_batch)
     space, notes = fitted(setup.space, job, setup.hardware)
     own, candidates = own_candidate(probed.script), tuple(space.candidates(job))
@@ -321,8 +327,10 @@ def after_probe(setup: Setup, probed: Probe) -> Setup:
 
 
 def _with_values(space: SearchSpace, own: Candidate) -> SearchSpace:
-    """The space with the script's own values among its knobs': Optuna takes no choice that a study has not had from its first
-    trial on."""
+    """Return the space with the script's own values added to its knobs.
+
+    Optuna rejects a choice that a study did not have from its first trial on.
+    """
     knobs = dict(space.knobs)
     for name, value in own.knobs:
         if name in knobs and value not in knobs[name].values:

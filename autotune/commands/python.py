@@ -1,4 +1,4 @@
-"""In which Python ranks run: what was typed, what a study was measured in, or the environment that is active."""
+"""Python in which ranks run: the typed one, the one of a study's measurements, or the active environment's."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from autotune.interpreter import Interpreter, Own, interpreter_at, running_in
 from autotune.versions import complaint
 
 OPTION, VARIABLE = "--python", "AUTOTUNE_PYTHON"
-ACTIVE = ("VIRTUAL_ENV", "CONDA_PREFIX")  # set by whoever activates an environment
-TRAINING = ("torch", "deepspeed")  # what every rank needs
+ACTIVE = ("VIRTUAL_ENV", "CONDA_PREFIX")  # set on activation of an environment
+TRAINING = ("torch", "deepspeed")  # required by every rank
 NAMED_MODEL = (*TRAINING, "transformers")
 
 
@@ -30,22 +30,22 @@ def ranks_python(
     remembered: str | None = None,
     judge: bool = True,
 ) -> Iterator[Interpreter]:
-    """Decides it for all that is done inside the `with`.
+    """Select the ranks' Python for the body of the `with`.
 
     Args:
         typed: `--python`; without it AUTOTUNE_PYTHON counts, then `remembered`, then the tuner's own, then an active one.
-        say: is told which one was taken, where nobody has named it.
-        needed: packages without which nothing can be done.
-        named: the same where a Python was named; None: `needed`.
-        remembered: what a study was measured in, where that was not the tuner's own.
-        judge: False leaves packages and versions to whoever asks, as `autotune doctor` does.
+        say: receives a line about the chosen Python if the user has not named it.
+        needed: packages that are required.
+        named: packages that are required if the user has named a Python; None: `needed`.
+        remembered: the Python of a study's measurements, if that was not the tuner's own.
+        judge: False leaves the checks of packages and versions to the caller, as `autotune doctor` does.
 
     Raises:
-        UserError: it is no Python, does not answer, or lacks a package; or a version is none that is supported.
+        UserError: it is no Python, does not answer, lacks a package, or has an unsupported version.
     """
     found, said = _found(typed, say, remembered)
     if said and named is not None and not needed and not _was_named(typed):
-        try:  # an active environment that nobody has named is a help, no condition
+        try:  # an unnamed active environment is optional: it is skipped if it does not suffice
             _check_packages(found, named, said)
             check_versions(versions_of(found))
         except UserError as error:
@@ -68,25 +68,25 @@ def _was_named(typed: str | None) -> bool:
 
 
 def versions_of(interpreter: Interpreter) -> dict[str, str]:
-    """Version by package, of those that are there and matter."""
+    """Return the version of each relevant package that is installed."""
     return {package: version for package in inquiry.PACKAGES if (version := interpreter.version(package))}
 
 
 def check_versions(found: Mapping[str, str]) -> None:
-    """Whether versions are of those that are supported.
+    """Check that versions are supported.
 
     Args:
-        found: version by package; one that is not installed is left out.
+        found: version by package, without missing packages.
 
     Raises:
-        UserError: one is not; the message names all that are not, and what was expected.
+        UserError: a version is not supported; the message names all such versions, and the expected ones.
     """
     if why := complaint(found):
         raise UserError(f"{why}: use another version there, or another environment")
 
 
 def _found(typed: str | None, say: Callable[[str], None], remembered: str | None) -> tuple[Interpreter, str]:
-    """(the interpreter, what named it, empty where nobody did)."""
+    """Return the interpreter and the option or variable that named it, empty if none did."""
     for given, name in ((typed, OPTION), (os.environ.get(VARIABLE), VARIABLE)):
         if given is not None and (given.strip() or given is typed):
             if not given.strip():
@@ -106,7 +106,7 @@ def _found(typed: str | None, say: Callable[[str], None], remembered: str | None
 
 
 def _active() -> Interpreter | None:
-    """The Python of an activated environment that is not the tuner's and has torch."""
+    """Return the Python of an activated environment that has torch and is not the tuner's, or None."""
     for variable in ACTIVE:
         folder = os.environ.get(variable)
         if not folder or Path(folder).resolve() == Path(sys.prefix).resolve():

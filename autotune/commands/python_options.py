@@ -1,4 +1,4 @@
-"""From the values that a Python call gives to a Request: each is taken by the type of its field."""
+"""Conversion of a Python call's values to a Request: each value is converted by the type of its field."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _WORDS = 'expected a list of words, like ["train.py", "--epochs", "1"]'
 
 
 def request_of(command: object, options: Mapping[str, object], beside: Iterable[str] = (), **known: object) -> Request:
-    """The Request of `autotune.tune` and `autotune.launch`; None keeps a field's default.
+    """Return the Request of `autotune.tune` and `autotune.launch`; None keeps a field's default.
 
     Args:
-        beside: the function's own options, which are no field.
+        beside: the function's own options, which are no fields.
         known: fields that the function takes under their own names.
 
     Raises:
@@ -37,10 +37,10 @@ def request_of(command: object, options: Mapping[str, object], beside: Iterable[
 
 
 def _taken(name: str, value: object, types: Sequence[str]) -> Any:
-    """The value as one of a field's types."""
+    """Return the value converted to one of a field's types."""
     if "list[str]" in types:
         return _list(name, value, "expected a list of texts")
-    if "int" in types and "str" in types:  # a number or a word; a text is read later
+    if "int" in types and "str" in types:  # a number or a word; texts are parsed later
         return _plain(name, value) if isinstance(value, str) else _whole(name, value)
     return next(take(name, value) for type_name, take in _TAKES.items() if type_name in types)
 
@@ -52,7 +52,7 @@ def _path(name: str, value: object) -> Path:
 
 
 def _text(name: str, value: object) -> str:
-    """A number is its text: seconds, bytes, a share or a count, as on the command line."""
+    """Return a text; a number becomes its text: seconds, bytes, a share or a count, as on the command line."""
     if isinstance(value, str | PurePath):
         return _plain(name, str(value))
     number = _number(name, value, "a text, a path or a number")
@@ -71,7 +71,7 @@ def _real(name: str, value: object) -> float:
 
 
 def _read(name: str, value: object, kind: type[int] | type[float], expected: str) -> object:
-    """What a text says; anything else as it is."""
+    """Return a parsed text; any other value is returned unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -96,7 +96,7 @@ _TAKES: dict[str, Callable[[str, object], object]] = {
 
 
 def _list(name: str, value: object, expected: str) -> list[str]:
-    """Of paths and numbers the texts; a text of its own would be taken letter by letter."""
+    """Return the texts of paths and numbers. A single text is refused: it would be split into letters."""
     if isinstance(value, str | bytes | bytearray | memoryview) or not isinstance(value, Sequence):
         raise UserError(f"{name}: {expected}, found {_shown(value)}")
     return [_word(f"{name}[{at}]", word) for at, word in enumerate(value)]
@@ -109,11 +109,11 @@ def _word(name: str, value: object) -> str:
 
 
 def _number(name: str, value: object, expected: str) -> int | float:
-    """Ours, of one of Python's or numpy's."""
+    """Return a plain number from one of Python's or numpy's types."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise _refused(name, expected, value)
     number: Any = value
-    if not abs(number) < MOST_NUMBER:  # nor NaN
+    if not abs(number) < MOST_NUMBER:  # also excludes NaN
         raise UserError(f"{name}: the number is not possible: expected less than 2**63")
     return int(number) if isinstance(value, numbers.Integral) else float(number)
 
@@ -129,7 +129,7 @@ def _refused(name: str, expected: str, value: object) -> UserError:
 
 
 def _shown(value: object) -> str:
-    """A short text itself, and of anything else what it is."""
+    """Return a short text quoted, and the type of any other value."""
     if isinstance(value, bool | int | float) and abs(value) < MOST_NUMBER:
         return repr(value)
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""`autotune record`: a study as a table that can be searched again without the machine."""
+"""`autotune record`: export of a study as a table that can be searched again without the machine."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from autotune.units import GIB
 
 
 def record_study(study: str, storage: str | None, out: Path | None) -> tuple[Path, Path, int]:
-    """Writes a study's measured candidates as a table that `--executor replay:TABLE` searches: to `out`, or into the
-    study's folder.
+    """Write a study's measured candidates as a table that `--executor replay:TABLE` searches: to `out`, or into the study's
+    folder.
 
-    The peak of a candidate that ran out of memory is unknown; the table says the least that it can be: the capacity and
-    the bytes missing.
+    The peak of a candidate with an OOM is unknown. The table has its lower bound: the capacity plus the missing bytes.
 
     Returns:
         The table, its file of facts, and the number of its rows.
 
     Raises:
-        UserError: there is no such study, it has measured nothing, or part of what it gives is predicted.
+        UserError: there is no such study, it has measured nothing, or part of its figures is predicted.
     """
     store = StudyStore.load(study, storage)
     if store.hardware.sliced:
@@ -71,7 +70,7 @@ def _facts(store: StudyStore) -> dict[str, Any]:
         "optimizer": job.optimizer,
         **({"task": job.task, "image_size": job.image_size} if job.task != CAUSAL else {}),
         "global_batch_size": job.global_batch_size,
-        "job": job.to_json(),  # whole: the words above are for people, and for who reads tables without autotune
+        "job": job.to_json(),  # complete; the fields above are for readers without autotune
         "device": hardware.device,
         "gpu": hardware.name,
         "gpu_memory_gib": hardware.capacity_bytes / GIB,

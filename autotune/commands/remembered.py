@@ -1,4 +1,6 @@
-"""Loads what a study keeps of the call that made it, and later calls need not say again. What would run is accepted here."""
+"""Loader of the facts that a study keeps from its first call, so that later calls need not repeat them. The reader accepts
+here what would run.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +24,22 @@ from autotune.search.study import StudyStore
 
 
 class Remembered(NamedTuple):
-    """What a study keeps and the reader accepted."""
+    """Facts that a study keeps and the reader accepted."""
 
-    python: str | None = None  # that it was measured in, if that was not the tuner's
-    maps: Sequence[str] = ()  # its own by `--map`
-    job: Job | None = None  # to launch; None for `run`, whose job is typed
+    python: str | None = None  # the Python of its measurements, if that was not the tuner's
+    maps: Sequence[str] = ()  # the study's own `--map` values
+    job: Job | None = None  # the job to launch; None for `run`, whose job is typed
 
     def maps_under(self, typed: Sequence[str]) -> list[str]:
-        """Return these and over them, knob by knob, what is typed now."""
+        """Return these values, overridden knob by knob by those typed now."""
         return list({text.partition("=")[0]: text for text in (*self.maps, *typed)}.values())
 
 
 def remembered_python(request: Request, ask: Ask | None) -> str | None:
-    """Return the Python in which `run` goes on with the study of a request. All else that `run` starts is typed.
+    """Return the Python in which `run` resumes the study of a request. All else that `run` starts is typed.
 
     Raises:
-        UserError: the reader does not accept the Python that the study names, its owner or its linked folders.
+        UserError: the reader does not accept the study's Python, its owner or its linked folders.
     """
     with readable("the study"):
         store = _store(request)
@@ -51,10 +53,10 @@ def remembered_python(request: Request, ask: Ask | None) -> str | None:
 
 @readable("the study")
 def remembered(request: Request, ask: Ask | None) -> Remembered:
-    """Return what `launch` takes of the study of a request.
+    """Return the facts that `launch` takes from the study of a request.
 
     Raises:
-        UserError: the study names what the reader does not accept.
+        UserError: the reader does not accept what the study names.
     """
     store = _store(request)
     if store is None:
@@ -82,7 +84,9 @@ def accepted_table(setup: Setup, request: Request, ask: Ask | None) -> Setup:
 
 
 def _store(request: Request) -> StudyStore | None:
-    """Return the study of a request. Another part of the command complains of one that is none, after what was typed."""
+    """Return the study of a request, or None. Another part of the command reports a missing study, after it has checked the
+    options.
+    """
     if request.study is not None:
         with suppress(UserError):
             return StudyStore.load(request.study, request.storage)

@@ -23,7 +23,7 @@ from autotune.search.study import StudyStore
 
 @uncollected()
 def report_study(study: str, storage: str | None, out: Path | None, *, hide: bool = False) -> Path:
-    """Writes the page of a study to `out`, or as `NAME.html` into the study's folder; returns its path.
+    """Write the page of a study to `out`, or as `NAME.html` into the study's folder, and return its path.
 
     Args:
         hide: leave out paths, host names and the model's name; the file is then `confidential.html`.
@@ -48,11 +48,11 @@ def write_study(
     searched: Searched | None = None,
     hide: bool = False,
 ) -> None:
-    """Writes the page of an open study.
+    """Write the page of an open study.
 
     Args:
-        trace_of: a predictor of the same job and hardware, whose trace is taken.
-        searched: the space as a call has it; None: as the study keeps it.
+        trace_of: a predictor of the same job and hardware, whose trace is used.
+        searched: the space of the present call; None: the study's.
         hide: leave out paths, host names and the model's name.
 
     Raises:
@@ -66,8 +66,10 @@ def write_study(
 
 
 def _predictor(store: StudyStore, trace_of: Predictor | None) -> tuple[Predictor | None, str]:
-    """Return a predictor that has seen nothing, or None and the reason. It runs no code of the study: there is no prediction
-    without a stored trace."""
+    """Return a predictor without observations, or None and the reason.
+
+    No code of the study runs, so that a prediction needs a stored trace.
+    """
     if not any(record.outcome for record in store.records()):
         return None, ""
     job, hardware = store.job, store.hardware
@@ -79,7 +81,7 @@ def _predictor(store: StudyStore, trace_of: Predictor | None) -> tuple[Predictor
 
 
 def _searched(store: StudyStore) -> Searched | None:
-    """The study's space as it was searched; None where this version cannot read it any more."""
+    """Return the study's space as searched; None if this version cannot read it."""
     with suppress(UserError):
         space = store.searched_space()
         return Searched(space, tuple(space.candidates(store.job)))
@@ -87,7 +89,7 @@ def _searched(store: StudyStore) -> Searched | None:
 
 
 def write_plan(plans: list[Plan], out: Path) -> None:
-    """Writes the page of a plan, or of several side by side.
+    """Write the page of a plan, or a comparison of several.
 
     Raises:
         UserError: the file cannot be written.
@@ -96,5 +98,5 @@ def write_plan(plans: list[Plan], out: Path) -> None:
 
 
 def open_in_browser(path: Path) -> bool:
-    """Whether a browser was found to open the file in."""
+    """Open the file in a browser; return whether one was found."""
     return webbrowser.open(path.resolve().as_uri())

@@ -1,4 +1,4 @@
-"""From what a person typed to a frozen setup: the only place that parses it. Nothing below reads the texts again."""
+"""Conversion of a typed request to a frozen setup. Only this module parses the texts of options."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ DEFAULT_HEADROOM = "5%"
 
 @dataclass
 class Request:
-    """What a person asked for, texts as typed. Every field is an option of `run`, `plan` or `launch`."""
+    """Options of `run`, `plan` or `launch`, one per field, with texts as typed."""
 
     model: str | None = None
     gpus: int | None = None
     budget: str = "30m"
     device: str = "auto"
-    seq_len: int | str | None = None  # `max`: the model's longest
+    seq_len: int | str | None = None  # tokens; `max`: the model's longest
     precision: str | None = None
     optimizer: str = "adamw"
-    global_batch_size: int | str | None = None  # `free`: whatever is fastest
+    global_batch_size: int | str | None = None  # sequences; `free`: the fastest
     ds_config: Path | None = None
     space: str | None = None
     memory_cap: str | None = None
     headroom: str | None = None
     study: str | None = None
     storage: str | None = None
-    parallel: int = 1  # jobs that are measured beside each other
-    parallel_offload: bool = False  # also those that the host's speed decides
+    parallel: int = 1  # jobs that are measured in parallel
+    parallel_offload: bool = False  # also jobs whose speed depends on the host
     seed: int = 0
     max_trials: int | None = None
     out: Path | None = None
@@ -64,12 +64,12 @@ class Request:
     unprotected: bool = False
     isolation: str = "fork"
     trust_remote_code: bool = False
-    trust: bool = False  # of what a study or a table names
+    trust: bool = False  # trust the things that a study or a table names
     tolerance: str = "1%"
     exhaustive: bool = False
     executor: str = "local"
     ray_address: str | None = None
-    script: list[str] = field(default_factory=list)  # what was typed after `--`
+    script: list[str] = field(default_factory=list)  # words typed after `--`
     maps: list[str] = field(default_factory=list)
     worst_case: bool = False
     lora: str | None = None
@@ -82,33 +82,33 @@ class Request:
     lengths: Path | None = None
     packed: bool = False
     workload: str | None = None
-    task: str | None = None  # None: what the model's configuration is for
+    task: str | None = None  # None: the task of the model's configuration
     image_size: int | None = None
     max_restarts: int = 10
     hang_timeout: str = "30m"
     convert: bool = False
-    python: str | None = None  # of the environment where ranks run
+    python: str | None = None  # the environment where ranks run
     hostfile: Path | None = None
     include: str | None = None
     exclude: str | None = None
-    interface: str | None = None  # by which nodes reach each other
+    interface: str | None = None  # network interface between nodes
     sync: bool = False
-    exports: list[str] = field(default_factory=list)  # variables that nodes are sent beside the usual ones
+    exports: list[str] = field(default_factory=list)  # variables that nodes are sent, besides the usual ones
     no_gallery: bool = False
     runs: Path = Path("runs")
-    command: str = ""  # all of it, as typed
+    command: str = ""  # the whole command as typed
 
     def __post_init__(self) -> None:
         check_bounds(vars(self))
 
 
 def run_setup(request: Request, nodes: Nodes | None = None) -> Setup:
-    """The Setup of `autotune run`, on this machine or on `nodes`, which are reached for it.
+    """Return the Setup of `autotune run`, on this machine or on `nodes`, which are reached first.
 
     Raises:
-        UserError: something in the request is wrong, or not possible here.
+        UserError: the request is wrong, or not possible here.
     """
-    from autotune.search.clock import too_short  # imports optuna, which a plan need not wait for
+    from autotune.search.clock import too_short  # imports optuna, which is slow and not needed for a plan
 
     budget_seconds = parse_duration(request.budget)
     if why := too_short(budget_seconds):
@@ -148,12 +148,12 @@ def run_setup(request: Request, nodes: Nodes | None = None) -> Setup:
         seed=request.seed,
         force=request.force,
         unprotected=request.unprotected,
-        gallery=not request.no_gallery and tuned.landscape is None,  # an entry may be of the very table
+        gallery=not request.no_gallery and tuned.landscape is None,  # an entry may be from the same table
     )
 
 
 def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]:
-    """The setup of `autotune plan` for each named GPU; None is the machine's own.
+    """Return the setup of `autotune plan` for each named GPU; None is the machine's own.
 
     Raises:
         UserError: bad input.
@@ -188,7 +188,7 @@ def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]
 
 
 def launch_setup(request: Request, nodes: Nodes | None = None) -> LaunchSetup:
-    """The setup of `autotune launch`: from `request.study`, or from a plan for `request.model` on `nodes`, reached for it.
+    """Return the setup of `autotune launch`: from `request.study`, or from a plan for `request.model` on `nodes`.
 
     Raises:
         UserError: bad input.
@@ -235,7 +235,7 @@ def launch_setup(request: Request, nodes: Nodes | None = None) -> LaunchSetup:
 
 
 class _Tuned(NamedTuple):
-    """What a `run` tunes, on what; the fields of Setup of these names."""
+    """Fields of Setup about the job and the machine."""
 
     job: Job
     hardware: Hardware
@@ -256,7 +256,7 @@ def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
         landscape = load_landscape(Path(table))
         if request.space:
             raise UserError("--executor replay brings its own space, the rows of its table: leave --space out")
-        # a table's rows end at the memory itself
+        # A table's rows end at the memory limit itself, so that no headroom is taken off.
         headroom = parse_share(request.headroom) if request.headroom else 0.0
         rows = sorted(landscape.rows, key=str)
         return _Tuned(landscape.job(), landscape.hardware(headroom), landscape.space(), rows, landscape=landscape)
@@ -284,7 +284,7 @@ def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
 
 
 def _slots(request: Request, nodes: Nodes | None) -> tuple[Slot, ...]:
-    """The places of `--parallel`; none where one candidate is measured at a time."""
+    """Return the slots of `--parallel`; empty if one candidate is measured at a time."""
     if request.parallel == 1:
         return ()
     if nodes is not None:
@@ -300,7 +300,7 @@ def _slots(request: Request, nodes: Nodes | None) -> tuple[Slot, ...]:
 
 
 def _limits(request: Request) -> tuple[int | None, float]:
-    """Of a device's memory: the bytes that a job may have of it at most, and the share that is kept free."""
+    """Return a job's limit of device memory in bytes (None: none), and the headroom as a share."""
     return _cap(request), parse_share(request.headroom or DEFAULT_HEADROOM)
 
 
@@ -309,7 +309,7 @@ def _cap(request: Request) -> int | None:
 
 
 def _machine(request: Request, nodes: Nodes | None = None) -> Hardware:
-    """This machine's devices, or those of nodes, which must have the folder of a script, or of a workload's module."""
+    """Return this machine's devices, or those of nodes, which must have the folder of a script or of a workload's module."""
     cap, headroom = _limits(request)
     if nodes is not None:
         path = str(Path.cwd()) if request.script or request.workload else ""
@@ -322,14 +322,14 @@ def _space(request: Request, hardware: Hardware) -> SearchSpace:
 
 
 def _refuse(options: Mapping[str, object], why: str) -> None:
-    """Raises UserError for the first option that was given."""
+    """Raise UserError for the first option that was given."""
     for name, given in options.items():
         if given:
             raise UserError(f"{name} {why}; leave {name} out")
 
 
 def _script_job(request: Request, script: Script, hardware: Hardware) -> Job:
-    """The stand-in for a script's Job; options that speak of a model are refused."""
+    """Return the stand-in for a script's Job; options about a model are refused."""
     options = {
         "--model": request.model,
         "--seq-len": request.seq_len,
@@ -354,7 +354,7 @@ def _script_job(request: Request, script: Script, hardware: Hardware) -> Job:
 
 
 def _named_job(request: Request, hardware: Hardware) -> Job:
-    """The Job of a model or a workload on this hardware."""
+    """Return the Job of a model or a workload on this hardware."""
     model = _model(request)
     own = load_ds_config(request.ds_config) if request.ds_config else {}
     precision, base = precision_of(request.precision, own, hardware)

@@ -1,4 +1,4 @@
-"""`autotune run`, without the command line: from a request to an exported winner."""
+"""`autotune run` without the command line: from a request to an exported winner."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ from autotune.units import format_bytes, format_duration
 
 @dataclass
 class RunSummary:
-    """What a call of `run` gave."""
+    """Result of a call of `run`."""
 
     study: str
     folder: Path
     winner: Record | None
     verified: bool
-    ended: str  # why it ended
+    ended: str  # reason for the end
     interrupted: bool
     files: list[Path]
-    lines: list[str]  # for people
+    lines: list[str]  # for display
     used_seconds: float
 
     def to_json(self) -> dict[str, Any]:
@@ -91,24 +91,25 @@ class RunSummary:
 def run_study(
     request: Request, console: Console, *, quiet: bool = False, confirm: Ask | None = None, ask: Ask | None = None
 ) -> RunSummary:
-    """Tunes, verifies and exports.
+    """Tune, verify and export.
 
     Args:
-        confirm: asks a person a question; None where nobody is there to answer.
-        ask: the same, before what a study or a table names is run.
+        confirm: asks the user a question; None without a terminal.
+        ask: asks the user before code that a study or a table names is run; None without a terminal.
 
     Raises:
         UserError: bad input, or a job that fails by itself.
-        MachineTrouble: the machine fails, whatever the candidate.
+        MachineTrouble: the machine fails, for any candidate.
         NothingFits: no candidate is feasible.
-        Stopped: it was stopped before the search began.
+        Stopped: the user stopped the tuner before the search began.
     """
     local = not request.executor.startswith("replay")
     needed = () if not local else TRAINING if request.script or request.workload else NAMED_MODEL
 
     def say(text: str) -> None:
         if not quiet:
-            console.print(text, soft_wrap=True, markup=False, emoji=False, highlight=False)  # a path is not cut in two
+            # soft_wrap keeps paths in one piece
+            console.print(text, soft_wrap=True, markup=False, emoji=False, highlight=False)
 
     known = remembered_python(request, ask) if local else None
     with (
@@ -127,10 +128,11 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
     who = f"study {setup.name}"
     all_gpus = tuple(uuid for slot in setup.slots for uuid in slot.hardware.gpus) or setup.hardware.gpus
     ours = dataclasses.replace(setup.hardware, gpus=all_gpus)
-    gpus = held_gpus(ours, who, observer.say) if setup.nodes is None else nullcontext()  # their agents hold theirs
+    # agents of the nodes lock their own GPUs
+    gpus = held_gpus(ours, who, observer.say) if setup.nodes is None else nullcontext()
     with failures_in_one_line() as failing, gpus, stop_on_signals() as stopped, ExitStack() as kept:
         if setup.storage is not None and is_server(setup.storage):
-            open_storage(setup.storage)  # one that refuses does so before anything is made or started
+            open_storage(setup.storage)  # a server that refuses does so before anything is built or started
         make_study_folder(setup.folder)
         work = kept.enter_context(place(setup))
         setup = with_agreed_protection(setup, work, confirm)
@@ -139,7 +141,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             setup.nodes.who, setup.nodes.say, setup.nodes.cancelled = who, observer.say, stopped.is_set
         opening = time.monotonic()
         with closing(first_executor(setup, work, stopped.is_set)) as executor:
-            executor.begin()  # it imports while the study is opened
+            executor.begin()  # its imports run while the study is opened
             local = executor if isinstance(executor, LocalExecutor) else None
             probed = None
             if local is not None:
@@ -170,7 +172,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
                 if probed is None:
                     _open(local, observer.say)
                 candidates = _with_ops(local, candidates, store, observer.say)
-                # All of the call counts, but for building DeepSpeed's ops: that happens once an environment.
+                # The whole call counts, except builds of DeepSpeed's ops, which happen once per environment.
                 spent_seconds = time.monotonic() - opening - local.ops.build_seconds
             setup = dataclasses.replace(setup, candidates=tuple(candidates))
             proposer = _proposer(setup, predictor)
@@ -183,7 +185,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
 
 @contextmanager
 def stop_on_signals() -> Iterator[threading.Event]:
-    """An event that Ctrl-C, SIGTERM and a terminal that closes set; a second Ctrl-C raises KeyboardInterrupt."""
+    """Yield an event that Ctrl-C, SIGTERM and a closed terminal set; a second Ctrl-C raises KeyboardInterrupt."""
     stopped = threading.Event()
 
     def handle(number: int, frame: object) -> None:
@@ -194,7 +196,7 @@ def stop_on_signals() -> Iterator[threading.Event]:
     before = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup's
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 before[number] = signal.signal(number, handle)
     try:
         yield stopped
@@ -211,7 +213,9 @@ def _open(executor: LocalExecutor, say: Callable[[str], None]) -> None:
 def _with_ops(
     executor: LocalExecutor, candidates: list[Candidate], store: StudyStore, say: Callable[[str], None]
 ) -> list[Candidate]:
-    """The candidates whose DeepSpeed ops can be loaded here, built now where they are not; the study knows where they lie."""
+    """Return the candidates whose DeepSpeed ops can be loaded here. Missing ops are built now, and the study stores their
+    folder.
+    """
     executor.load_ops(candidates)
     left, lines = executor.ops.left(candidates, executor.job, executor.hardware.device)
     for line in lines:
@@ -221,7 +225,7 @@ def _with_ops(
 
 
 def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, failing: Failing) -> StudyStore:
-    """The study, said; a script's own config is a trial of it where it was measured."""
+    """Open and announce the study. A script's own config becomes a trial if it was measured."""
     storage = setup.storage or default_storage(setup.folder)
     of, shared = (setup.name, storage, setup.folder, setup.job, setup.hardware, setup.space), setup.storage is not None
     with readable("the study"):
@@ -251,7 +255,7 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, fai
             if number is not None:
                 store.finish(number, probed.baseline)
     _announce(setup, store, observer, resumed, closed)
-    if not resumed:  # what is known before the search: a script's own config
+    if not resumed:  # trials known before the search: a script's own config
         for record in store.records():
             if record.outcome is not None:
                 observer.trial_finished(record.number, record.candidate, record.role, record.outcome)
@@ -330,10 +334,10 @@ def _summary(
     predictor: Predictor,
     say: Callable[[str], None],
 ) -> RunSummary:
-    """What a call has found, exported.
+    """Export a call's result and summarize it.
 
     Raises:
-        NothingFits: it has found nothing, and was not stopped before it could.
+        NothingFits: nothing was found, and the call was not stopped early.
     """
     files: list[Path] = []
     if found.winner is not None:
@@ -378,7 +382,7 @@ def _summary(
 
 
 def _export(setup: Setup, store: StudyStore, winner: Record, verified: bool, say: Callable[[str], None]) -> list[Path]:
-    """The winner's files: where they were asked for, or in the study's folder where they cannot be written there any more."""
+    """Write the winner's files to the requested path, or to the study's folder if that path is no longer writable."""
     if setup.out is not None:
         try:
             return export_record(store, winner, setup.out, "deepspeed", verified)
@@ -388,7 +392,7 @@ def _export(setup: Setup, store: StudyStore, winner: Record, verified: bool, say
 
 
 def _write_report(setup: Setup, store: StudyStore, predictor: Predictor, say: Callable[[str], None]) -> list[Path]:
-    """The page of the study beside its winner. Whatever is wrong with it costs one line, never the winner."""
+    """Write the study's page next to its winner. An error costs one line, and never the winner."""
     path = setup.folder / f"{setup.name}.html"
     try:
         write_study(store, path, trace_of=predictor, searched=Searched(setup.space, setup.candidates))
@@ -399,7 +403,7 @@ def _write_report(setup: Setup, store: StudyStore, predictor: Predictor, say: Ca
 
 
 def _write_ladder(setup: Setup, store: StudyStore, predictor: Predictor, top: Candidate, path: Path) -> Path:
-    """What `autotune launch` steps down to, beside the winner."""
+    """Write the recovery ladder of `autotune launch` next to the winner."""
     ladder = recovery_ladder(top, setup.space, store.job, predictor, store.measured(), store.failed())
     write_ladder(path, ladder, store.job)
     return path

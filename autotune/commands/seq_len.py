@@ -1,4 +1,4 @@
-"""`--seq-len`: as it was typed, or what the model and the device say."""
+"""`--seq-len`: the typed value, or the default from the model and the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT_SEQ_LEN = {"cuda": 2048, "cpu": 64}
 def seq_len_of(
     asked: int | str | None, packed: bool, model: ModelSpec, lengths: tuple[tuple[int, int], ...], hardware: Hardware
 ) -> int:
-    """Tokens a sequence: as asked for, else the longest of `--lengths`, else the device's default."""
+    """Return tokens per sequence: as requested, else the longest of `--lengths`, else the device's default."""
     longest = longest_sequence(model.config)
     seq_len = _typed_seq_len(asked, longest, model.name)
     if lengths:

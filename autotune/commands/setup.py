@@ -1,4 +1,4 @@
-"""What `commands/request.py` makes of a request: frozen and complete, with nothing left to parse."""
+"""Setups that `commands/request.py` makes from a request: frozen and complete, with nothing left to parse."""
 
 from __future__ import annotations
 
@@ -18,64 +18,64 @@ from autotune.results.plan import TOKENS
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSetup:
-    """What would be trained, on what, in which space."""
+    """Setup of a plan: the job, the hardware and the space."""
 
     job: Job
     hardware: Hardware
     space: SearchSpace
-    tokens: float = TOKENS  # of the whole training, to say hours and cost for
+    tokens: float = TOKENS  # tokens of the whole training, for its hours and cost
     price: Price | None = None  # of one of these GPUs
     host_assumed: bool = False  # main memory was neither measured nor typed
-    precision_typed: bool = False  # else each card has its own default
+    precision_typed: bool = False  # otherwise each card has its own default
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What `run` was asked, checked and complete.
+    """Setup of `run`, validated and complete.
 
-    A script's job and candidates are stand-ins until its first run; `commands.probe.after_probe` replaces them.
+    A script's job and candidates are stand-ins until the probe run; `commands.probe.after_probe` replaces them.
     """
 
     job: Job
     hardware: Hardware
     space: SearchSpace
     candidates: tuple[Candidate, ...]
-    notes: tuple[str, ...]  # for people, before it begins
-    landscape: Landscape | None  # the recorded table that is searched; None: machines are
+    notes: tuple[str, ...]  # for display, before the search
+    landscape: Landscape | None  # the recorded table to search; None: machines are used
     nodes: Cluster | None = None  # the machines, reached; None: this one
-    slots: tuple[Slot, ...] = ()  # for candidates beside each other, the first on `hardware`; none: one at a time
-    parallel_offload: bool = False  # also of what the host's speed decides
+    slots: tuple[Slot, ...] = ()  # for parallel candidates, the first on `hardware`; empty: one candidate at a time
+    parallel_offload: bool = False  # also candidates whose speed depends on the host
     name: str  # of the study
-    folder: Path  # `runs/NAME`, not made yet
+    folder: Path  # `runs/NAME`, not created yet
     storage: str | None  # the database's URL; None: a file in the folder
-    out: Path | None  # where the winner goes; None: into the folder
-    found_no_gpu: bool  # CPU ranks were not asked for
-    global_batch_size: int | None  # samples an optimizer step, as asked for
-    free_batch: bool  # a script's own is not kept either
+    out: Path | None  # the winner's path; None: in the folder
+    found_no_gpu: bool  # CPU ranks were not requested
+    global_batch_size: int | None  # samples per optimizer step, as requested
+    free_batch: bool  # a script's own batch is not kept either
     budget_seconds: float
     max_trials: int | None
-    tolerance: float  # a share of the speed
+    tolerance: float  # share of the speed
     exhaustive: bool
     isolation: str
     seed: int
     force: bool
     unprotected: bool = False  # user code runs without a sandbox on machines that offer none
-    gallery: bool = True  # whether the search may begin with what others found
-    command: str = ""  # as typed, for whoever does it again; empty where nothing was typed
+    gallery: bool = True  # the search may start from the gallery
+    command: str = ""  # as typed, to repeat the call; empty if nothing was typed
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSetup:
-    """A script to train, and where its configs come from: a study, or the plan for a model."""
+    """A script to train, and the source of its configs: a study, or the plan for a model."""
 
     script: Script
-    ranks: int | None  # as the script's command says
-    ranks_said: str  # where it says so
+    ranks: int | None  # from the script's command
+    ranks_said: str  # the origin of `ranks`
     study: str | None
     storage: str | None
-    plan: PlanSetup | None  # None where a study is named
-    global_batch_size: int | str | None  # samples an optimizer step, as asked for, or `free`
-    folder: Path | None  # of a launch without a study, not made yet
+    plan: PlanSetup | None  # None if a study is named
+    global_batch_size: int | str | None  # samples per optimizer step, as requested, or `free`
+    folder: Path | None  # of a launch without a study, not created yet
     memory_cap_bytes: int | None
     max_restarts: int
     silent_seconds: float

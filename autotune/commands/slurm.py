@@ -1,7 +1,7 @@
 """`--executor slurm` outside an allocation: one job for the whole call, in which the same command runs again.
 
-So the queue is waited in once. The job's time limit and a preemption reach the call as SIGTERM, upon which it ends as it does
-upon Ctrl-C: what was measured is kept, and the same command goes on.
+The call waits in the queue only once. The job's time limit and a preemption reach it as SIGTERM, on which it ends as on Ctrl-C:
+measurements are kept, and the same command resumes.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ from autotune.executors.nodes.transports import PACKAGE
 from autotune.files import write_atomically
 from autotune.masking import hide_password, shell_text
 
-_LEAST_SECONDS = (
-    180  # of a time limit: the warning may come a minute early (sbatch(1), --signal), and there is nothing before it
-)
-_ENDED = 128 + signal.SIGTERM  # a shell's status of a command that SIGTERM has ended, since it could not yet take it
-GRACE_SECONDS = 90  # between Slurm's warning and the end: a trial is ended and recorded within a few
+_LEAST_SECONDS = 180  # s; shortest time limit: the warning may come a minute early (sbatch(1), --signal)
+_ENDED = 128 + signal.SIGTERM  # a shell's status of a command that SIGTERM killed before it had set a handler
+GRACE_SECONDS = 90  # between Slurm's warning and the end; ending and recording a trial takes a few
 _LOOK_SECONDS = 1.0
-_PREFIX = "AUTOTUNE_"  # of variables that carry the secrets of a command
-_ASK_SECONDS = 5.0  # between questions to the controller
-# Reasons for which a job waits that no waiting mends: squeue(1), job reason codes.
+_PREFIX = "AUTOTUNE_"  # prefix of variables that carry a command's secrets
+_ASK_SECONDS = 5.0  # between queries to the controller
+# Reasons for waiting that never end: squeue(1), job reason codes.
 _NEVER = re.compile(
     r"Partition(Config|NodeLimit|TimeLimit)|BadConstraints|Invalid(Account|QOS)|.*PerJobLimit|.*WallDuration.*"
 )
@@ -48,13 +46,13 @@ def options_of(
     time: str | None,
     more: Sequence[str],
 ) -> list[str]:
-    """What sbatch is told, a word each.
+    """Return the options of sbatch, one word each.
 
     Args:
-        more: `KEY=VALUE` or `KEY`, options of sbatch's own.
+        more: `KEY=VALUE` or `KEY`, further options of sbatch.
 
     Raises:
-        UserError: one of these does not parse, or is one that is set here.
+        UserError: an option does not parse, or is set by autotune.
     """
     if time and (limit := limit_seconds(time)) is not None and 0 < limit < _LEAST_SECONDS:
         raise UserError(
@@ -67,7 +65,7 @@ def options_of(
         "--open-mode=append",
         f"--signal=B:TERM@{GRACE_SECONDS}",
         "--requeue",
-        "--export=ALL",  # whatever SBATCH_EXPORT says: the command is to run there as it was typed here
+        "--export=ALL",  # overrides SBATCH_EXPORT: the job needs the environment of this call
     ]
     if device != "cpu" and gpus is not None:
         found.append(f"--gpus-per-node={gpus}")
@@ -84,11 +82,11 @@ def options_of(
 
 
 def words_without_password(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """What was typed without a `--storage` that has a password, and that; None where there is none."""
+    """Return the typed words without a `--storage` that has a password, and that storage or None."""
     kept, storage, ours = list[str](), None, True
     following = iter(words)
     for word in following:
-        ours = ours and word != "--"  # then comes the script
+        ours = ours and word != "--"  # the script follows
         name, is_one, value = word.partition("=")
         if not ours or name != "--storage":
             kept.append(word)
@@ -102,8 +100,10 @@ def words_without_password(words: Sequence[str]) -> tuple[list[str], str | None]
 
 
 def limit_seconds(text: str) -> float | None:
-    """A time limit as sbatch takes it: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]. None for
-    what is none: Slurm says it itself."""
+    """Return a time limit in seconds, or None if the text is none; Slurm reports such errors itself.
+
+    Formats of sbatch: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
+    """
     days, dash, clock = text.rpartition("-")
     parts = clock.split(":")
     if not all(part.isdigit() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
@@ -121,13 +121,13 @@ def limit_seconds(text: str) -> float | None:
 def submit(
     words: Sequence[str], options: Sequence[str], folder: Path, say: Callable[[str], None], *, needs: Sequence[str] = ()
 ) -> int:
-    """Has Slurm run `autotune WORDS` in an allocation, shows what it writes, and returns its exit code.
+    """Run `autotune WORDS` in a Slurm allocation, show its output, and return its exit code.
 
     Args:
         options: see `options_of`.
         folder: for the job's files.
-        say: takes a line for people.
-        needs: variables of this environment without which the command would do something else there.
+        say: receives lines for display.
+        needs: variables of this environment that the command needs there.
 
     Raises:
         UserError: Slurm refuses the job, or loses it.
@@ -139,7 +139,7 @@ def submit(
     shell_text(words, secrets, _PREFIX)
     os.environ.update(
         {name: value for name, (_, value) in secrets.items()}
-    )  # sbatch hands them on; the script lies in a file
+    )  # sbatch passes them on; the script is stored in a file
     write_atomically(script, batch_script(words, code, needs))
     job = asked("sbatch", "--parsable", f"--output={output}", "--job-name=autotune", *options, str(script)).strip()
     job = job.partition(";")[0]
@@ -149,7 +149,10 @@ def submit(
 
 
 def batch_script(words: Sequence[str], code: Path, needs: Sequence[str] = ()) -> str:
-    """Return what Slurm runs on the first node, see `submit`: secrets are variables there, since the script lies in a file."""
+    """Return the script that Slurm runs on the first node, see `submit`.
+
+    The script is stored in a file, so that it refers to secrets by variables.
+    """
     secrets: dict[str, tuple[str, str]] = {}
     command = f"{shlex.join([sys.executable, str(PACKAGE)])} {shell_text(words, secrets, _PREFIX)}"
     needs = [*needs, *secrets]
@@ -183,10 +186,10 @@ exit $code
 
 @contextmanager
 def _cancelled_by_signals(job: str) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the job as Slurm's own warning does; its last words are still shown."""
+    """End the job on Ctrl-C and SIGTERM, as Slurm's own warning does; its last output is still shown."""
 
     def cancel(number: int, frame: object) -> None:
-        waits = _state(job)[0] == "PENDING"  # and hears no signal yet (scancel(1))
+        waits = _state(job)[0] == "PENDING"  # a pending job receives no signals (scancel(1))
         gently = ("--batch", "--signal=TERM") if number == signal.SIGINT and not waits else ()
         with suppress(UserError):
             asked("scancel", *gently, job)
@@ -225,7 +228,7 @@ def _follow(job: str, output: Path, code: Path, say: Callable[[str], None]) -> i
                 say(f"job {job} is {now.lower()}{f' ({why})' if now == 'PENDING' else ''}")
             state = now
             if not state:
-                time.sleep(_LOOK_SECONDS)  # its last file may be on its way over a network
+                time.sleep(_LOOK_SECONDS)  # its last file may arrive late over a network
                 if code.exists():
                     continue
                 raise UserError(
@@ -235,7 +238,7 @@ def _follow(job: str, output: Path, code: Path, say: Callable[[str], None]) -> i
 
 
 def _state(job: str) -> tuple[str, str]:
-    """The job's state and its reason as squeue says them; the state is empty once the job is over."""
+    """Return the job's state and its reason from squeue; the state is empty once the job is over."""
     try:
         state, _, why = asked("squeue", "-h", "-j", job, "-o", "%T %r").strip().partition(" ")
     except UserError as error:
@@ -246,7 +249,7 @@ def _state(job: str) -> tuple[str, str]:
 
 
 def _show(path: Path, shown: int, out: TextIO) -> int:
-    """Writes what is new in a file; returns how much of it has been shown."""
+    """Write the new part of a file, and return how much of it has been shown."""
     with suppress(OSError), path.open("rb") as file:
         file.seek(shown)
         data = file.read()
@@ -257,5 +260,5 @@ def _show(path: Path, shown: int, out: TextIO) -> int:
 
 
 def outside() -> bool:
-    """Whether an allocation must be asked for first."""
+    """Check that this process is outside of an allocation, which must then be requested."""
     return not in_allocation()

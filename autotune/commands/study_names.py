@@ -1,4 +1,4 @@
-"""What a study is called where nobody has named it, and where it lies."""
+"""Name of a study without a typed name, and its folder."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from autotune.problem.job import Job
 from autotune.problem.sources import MEMORY, SOURCES, digests, edited_since
 from autotune.search.fingerprint import identity
 
-_LONGEST = 120  # letters of a name
-_TAKEN = ("probe", "share", "launch", "confidential")  # NAME.json and NAME.html in a study's folder are the winner's
+_LONGEST = 120  # characters of a name
+# files of these names exist in a study's folder, besides the winner's NAME.json and NAME.html
+_TAKEN = ("probe", "share", "launch", "confidential")
 
 
 def study_name(job: Job, hardware: Hardware, global_batch_size: int | str | None = None) -> str:
-    """The same for the same job on the same machine, so that the same command resumes.
+    """Return a name that is stable for a job on a machine, so that the same command resumes.
 
     Args:
-        global_batch_size: as asked for, `free` included: of a script the job is not known yet.
+        global_batch_size: as requested, `free` included; a script's job is not known yet.
     """
     key = hashlib.sha256(json.dumps(identity(job, hardware), sort_keys=True).encode()).hexdigest()[:6]
     if job.script:
@@ -29,13 +30,15 @@ def study_name(job: Job, hardware: Hardware, global_batch_size: int | str | None
         key = hashlib.sha256(" ".join([job.script.key, *asked]).encode()).hexdigest() if asked else job.script.key
         key = key[:6]
     rest = f"-{hardware.count}x{hardware.facts or hardware.device}-{key}"
-    model = job.model.name.lstrip(".-") or "model"  # a folder may be called as no study may
+    model = job.model.name.lstrip(".-") or "model"  # a folder may have a name that a study may not
     return f"{model[: _LONGEST - len(rest)]}{rest}"
 
 
 def name_since_edits(name: str, runs: Path, job: Job) -> tuple[str, list[str]]:
-    """(the name of a study that nobody has named, lines for people): where files that the script uses were edited since that
-    study learnt which they are, another name, which the same texts find again; else the name, and nothing.
+    """Return the name of a study without a typed name, and lines for display.
+
+    If files that the script uses were edited since the study was made, another name is returned, which the same texts find again.
+    Otherwise the name is unchanged and there are no lines.
     """
     first, changed = name, list[str]()
     while job.script is not None:
@@ -53,10 +56,10 @@ def name_since_edits(name: str, runs: Path, job: Job) -> tuple[str, list[str]]:
 
 
 def study_folder(runs: Path, name: str) -> Path:
-    """`runs/NAME`, made or not.
+    """Return `runs/NAME`, which need not exist.
 
     Raises:
-        UserError: it is no plain name.
+        UserError: the name is not plain.
     """
     if not name or "/" in name or name[0] in ".-" or len(name) > _LONGEST or not name.isprintable():
         raise UserError(

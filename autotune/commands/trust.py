@@ -1,7 +1,7 @@
-"""Decides what of a study may run. The reader's command line grants it, or the reader is asked; a study grants nothing.
+"""Trust in what a study names. The reader's command line grants it, or the reader is asked; a study grants nothing.
 
-`run` stores a digest of each thing that its command line names, in the reader's own state folder: so the reader's own studies are
-launched without a question, on every machine with this home folder.
+`run` stores a digest of each thing that its command line names, in the reader's own state folder. The reader's own studies are
+therefore launched without a question, on every machine with this home folder.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from autotune.problem.job import Job
 from autotune.problem.recorded import Named, RecordedPython, code_of, training_names
 
 Ask = Callable[[str], bool]
-_SHOWN = 4  # of what is named, in an error's one line
+_SHOWN = 4  # shown in an error's one line
 
 
 def named_by(job: Job, python: str | RecordedPython | None) -> list[Named]:
-    """Return everything that a study of this job, measured in this Python, would have a `launch` run, load or write."""
+    """Return everything that a `launch` of a study of this job and Python would run, load or write."""
     beside = [Named("Python", str(python))] if python is not None else []
     return [*beside, *code_of(job), *training_names(job)]
 
 
 def owner_of(path: Path | None) -> list[Named]:
-    """Return the user to whom a study's file belongs, if that is another than the reader."""
+    """Return the owner of a study's file, if that is another user than the reader."""
     with suppress(OSError):
         if path is not None and (owner := path.stat().st_uid) != os.geteuid():
             return [Named("study of another user:", f"{path} (uid {owner})")]
@@ -37,15 +37,15 @@ def owner_of(path: Path | None) -> list[Named]:
 
 
 def accept(origin: str, named: Sequence[Named], *, trust: bool, ask: Ask | None) -> None:
-    """Accept what a study names: because an earlier command line of the reader named it, by `--trust`, or by an answer.
+    """Accept the things that a study names: by an earlier command line of the reader, by `--trust`, or by an answer.
 
     Args:
-        origin: for people: "study NAME", or "table FILE".
-        trust: whether the command line says `--trust`.
+        origin: for display: "study NAME", or "table FILE".
+        trust: `--trust` is on the command line.
         ask: asks the reader a question; None without a terminal.
 
     Raises:
-        UserError: it is not accepted.
+        UserError: they are not accepted.
     """
     unknown = [one for one in dict.fromkeys(named) if not is_granted(one)]
     if trust or not unknown:
@@ -62,14 +62,14 @@ def accept(origin: str, named: Sequence[Named], *, trust: bool, ask: Ask | None)
 
 
 def accept_job(origin: str, job: Job, *, trust: bool, ask: Ask | None, besides: Sequence[Named] = ()) -> Job:
-    """Return a recorded job as one that may run. No other function makes one of a RecordedJob.
+    """Return a recorded job as one that may run. No other function converts a RecordedJob.
 
     Args:
-        origin: for people: "study NAME", or "table FILE".
+        origin: for display: "study NAME", or "table FILE".
         besides: other things that come with it.
 
     Raises:
-        UserError: the reader does not accept what it names.
+        UserError: the reader does not accept what the job names.
     """
     accept(origin, [*besides, *code_of(job)], trust=trust, ask=ask)
     return Job(**{field.name: getattr(job, field.name) for field in dataclasses.fields(Job)})
@@ -79,7 +79,7 @@ def accept_job(origin: str, job: Job, *, trust: bool, ask: Ask | None, besides: 
 
 
 def grant(named: Iterable[Named]) -> None:
-    """Store that the reader named these; a home folder that cannot be written costs a question later."""
+    """Store that the reader named these. If the home folder is not writable, the reader is asked again later."""
     folder = _folder()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -88,7 +88,7 @@ def grant(named: Iterable[Named]) -> None:
 
 
 def is_granted(one: Named) -> bool:
-    """Check that the reader named it before, by a file that only the reader could have made."""
+    """Check that the reader named it before, by a file that only the reader can have created."""
     with suppress(OSError):
         folder, file = _folder().stat(), (_folder() / _digest(one)).lstat()
         alone = not folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

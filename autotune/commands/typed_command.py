@@ -1,4 +1,4 @@
-"""What a typed command says of this call: variables that hold from here on, and how many GPUs are meant."""
+"""Effects of a typed command on this call: variables set from now on, and the number of GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autotune.problem.typed import Typed, read_command
 def typed_command(
     words: Sequence[str], maps: Sequence[str], worst_case: bool = False, ds_config: Path | None = None
 ) -> Typed:
-    """What was typed after `--`; its variables are this process's from here on, as they are the command's in a shell.
+    """Parse the words typed after `--`, and set their variables in this process, as a shell sets them for the command.
 
     Raises:
         UserError: see `read_command`.
@@ -24,14 +24,14 @@ def typed_command(
 
 
 def ranks_asked_for(gpus: int | None, typed: Typed, device: str) -> int | None:
-    """How many GPUs are meant; None where neither the call nor the command says it.
+    """Return the requested number of GPUs; None if neither the call nor the command gives it.
 
     Args:
-        gpus: as `--gpus` says.
-        device: as `--device` says.
+        gpus: value of `--gpus`.
+        device: value of `--device`.
 
     Raises:
-        UserError: the two say different numbers, or the script shows its ranks fewer.
+        UserError: the two numbers differ, or the script shows its ranks fewer GPUs.
     """
     if typed.ranks is not None and gpus not in (None, typed.ranks):
         raise UserError(f"--gpus {gpus} beside `{typed.said}`: leave one of them out, or give the same number")
@@ -47,11 +47,11 @@ def ranks_asked_for(gpus: int | None, typed: Typed, device: str) -> int | None:
 
 
 def _shown(devices: str) -> int:
-    """How many GPUs a value of CUDA_VISIBLE_DEVICES names."""
+    """Return the number of GPUs in a value of CUDA_VISIBLE_DEVICES."""
     return sum(1 for one in devices.split(",") if one.strip()[:1].isdigit() or one.startswith(("GPU-", "MIG-")))
 
 
 def own_variables_note(typed: Typed) -> list[str]:
-    """A line that says which variables the script's code sets, and ranks have from their start; none where there are none."""
+    """Return a line about the variables that the script's code sets, which ranks have from their start; empty if it sets none."""
     names = ", ".join(sorted(typed.own))
     return [f"{typed.script.target} sets {names} itself: ranks have that from their start"] if names else []

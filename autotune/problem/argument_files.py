@@ -1,6 +1,6 @@
-"""Files of a training's arguments that its command names: where they say what a candidate changes. No parser is needed here.
+"""Files that a training command names and that hold its arguments: where each knob stands in them. No parser is needed here.
 
-`argument_texts.py` reads them and writes their copies.
+`argument_texts.py` reads these files and writes their copies.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from autotune.problem.frameworks import framework_of
 from autotune.problem.job import ArgumentFile, Script
 
 Place = tuple[str, ...]  # keys, from the top
-# What files call a knob: transformers' names, axolotl's, DeepSpeed's.
+# Names of each knob in such files: transformers' names, axolotl's, DeepSpeed's.
 NAMES = {
     MICRO_BATCH: ("per_device_train_batch_size", "micro_batch_size", MICRO_BATCH),
     ACCUMULATION: (ACCUMULATION,),
     CHECKPOINTING: ("gradient_checkpointing",),
 }
-CONFIG, CONFIG_FLAG = "deepspeed", "--deepspeed"  # of Hugging Face's arguments: the config's file
+CONFIG, CONFIG_FLAG = "deepspeed", "--deepspeed"  # key and flag of Hugging Face's arguments that name the config's file
 # One of these at the top makes a JSON object a DeepSpeed config.
 _DS_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
 _CONFIG_SUFFIXES = (".json", ".hjson", ".jsonc")
 OUTPUT = "output_dir"
-# In a trial's folder, which has links to all that the user's has: names that no link of theirs has.
+# A trial's folder links to all of the user's files. No file of theirs has these names.
 OUTPUT_FOLDER, COPIES_FOLDER = ".autotune-output", ".autotune-arguments"
-_MOST_LINKS = 1000  # into an output folder
+_MOST_LINKS = 1000  # links into one output folder
 _TELLING = (CONFIG, OUTPUT, *(name for names in NAMES.values() for name in names))
 
 
 def changes_for(script: Script, file: ArgumentFile, candidate: Candidate, config: str | None) -> dict[Place, Any]:
-    """What a file must say for a candidate.
+    """Return the values that a candidate changes in a file, by place.
 
     Args:
         config: the path of the DeepSpeed config with the candidate in it; None leaves the file's own.
@@ -56,7 +56,7 @@ def changes_for(script: Script, file: ArgumentFile, candidate: Candidate, config
     return found
 
 
-# Of a launcher's file: accelerate refuses them beside a DeepSpeed config's file (1.15, utils/dataclasses.py,
+# Keys of a launcher's file that accelerate refuses together with a DeepSpeed config's file (1.15, utils/dataclasses.py,
 # `DeepSpeedPlugin.deepspeed_config_process`).
 _IN_THE_CONFIG = (
     "gradient_accumulation_steps",
@@ -69,7 +69,7 @@ _IN_THE_CONFIG = (
 
 
 def launcher_changes(file: ArgumentFile, candidate: Candidate, config: str) -> dict[Place, Any]:
-    """What accelerate's own file must say for a candidate whose DeepSpeed config is at `config`."""
+    """Return the changes to accelerate's own file for a candidate whose DeepSpeed config is at `config`."""
     known = file.data.get("deepspeed_config") or {}
     return {
         ("distributed_type",): "DEEPSPEED",
@@ -81,13 +81,16 @@ def launcher_changes(file: ArgumentFile, candidate: Candidate, config: str) -> d
 
 
 def launcher_file(script: Script) -> ArgumentFile | None:
-    """accelerate's own file, where it is the one that says how DeepSpeed is used."""
+    """Return accelerate's own file if it configures DeepSpeed, else None."""
     files = [file for file in script.files if file.launcher]
     return next((one for one in files if one.data.get("distributed_type") == "DEEPSPEED"), None)
 
 
 def config_place(script: Script, data: dict[str, Any]) -> Place | None:
-    """Where the file holds or names the DeepSpeed config, or could where it is the place of Trainer's arguments."""
+    """Return the place in the file that holds or names the DeepSpeed config.
+
+    If there is none, return the place to add it, provided that the file holds Trainer's arguments.
+    """
     known = _find_config(script, data) or find(data, (CONFIG,))
     if known is not None or not _trainers(script, data):
         return known
@@ -96,7 +99,7 @@ def config_place(script: Script, data: dict[str, Any]) -> Place | None:
 
 
 def carries(script: Script, knob: str) -> bool:
-    """Whether one of the command's files says the knob, or could."""
+    """Check that one of the command's files sets the knob, or could."""
     return any(_place(script, file.data, knob)[0] for file in own_files(script))
 
 
@@ -105,7 +108,7 @@ def carries_config(script: Script) -> bool:
 
 
 def said(script: Script, knob: str) -> list[Any]:
-    """What the command's words, by a flag that the user declared, and its files say of a knob."""
+    """Return the values that the command gives a knob: by a flag that the user declared, and in its files."""
     flag, found = dict(script.flags).get(knob), []
     for at, word in enumerate(script.argv):
         name, equals, value = word.partition("=")
@@ -118,7 +121,7 @@ def said(script: Script, knob: str) -> list[Any]:
 
 
 def own_config(script: Script) -> dict[str, Any] | Path | None:
-    """The DeepSpeed config that one of the command's files holds, or names as a file."""
+    """Return the DeepSpeed config that one of the command's files holds, or the path of the config that it names."""
     for file in own_files(script):
         if (place := _find_config(script, file.data)) is not None:
             value = value_at(file.data, place)
@@ -127,7 +130,7 @@ def own_config(script: Script) -> dict[str, Any] | Path | None:
 
 
 def copies_folder(folder: Path, file: ArgumentFile) -> Path:
-    """Where a group of ranks finds its copy of a file, under the file's own name.
+    """Return the folder of a worker group's copy of a file. The copy keeps the file's name.
 
     Args:
         folder: the group's.
@@ -136,7 +139,7 @@ def copies_folder(folder: Path, file: ArgumentFile) -> Path:
 
 
 def output_folder(folder: Path, theirs: Path) -> Path:
-    """Return a trial's own output folder, with links to what the user's holds when it is made.
+    """Return a trial's own output folder. On creation it gets links to the contents of the user's folder.
 
     Args:
         folder: the trial's files.
@@ -151,7 +154,7 @@ def output_folder(folder: Path, theirs: Path) -> Path:
 
 
 def with_copies(script: Script, folder: Path) -> list[str]:
-    """The script's words with the copies that a group of ranks has in place of its files."""
+    """Return the script's words, with its files replaced by the worker group's copies."""
     words = list(script.argv)
     for file in own_files(script):
         copy = copies_folder(folder, file) / Path(file.path).name
@@ -160,30 +163,32 @@ def with_copies(script: Script, folder: Path) -> list[str]:
     return words
 
 
-# beside NAME.json as NAME.…
+# written next to NAME.json as NAME.…
 _WRITTEN = {"meta.json", "ladder.json", "table.json", "accelerate.yaml", "training_arguments.json"}
 _WRITTEN |= {f"{of}.{what}.json" for of in ("accelerate", "sbatch") for what in ("deepspeed", "meta")}
 _WRITTEN |= {"training_arguments.meta.json"}
 
 
 def winners_copy(config: Path, file: ArgumentFile) -> Path:
-    """Where the copy of a file is written that carries a winner whose DeepSpeed config is at `config`."""
-    # a launcher's file may be called as the script's is, and either as what is written beside a config
+    """Return the path of a file's copy that carries a winner whose DeepSpeed config is at `config`."""
+    # Launcher and script may name files alike, and a file's name may be one of those written next to a config.
     name = Path(file.path).name
     part = "launcher." if file.launcher else "argument." if name in _WRITTEN else ""
     return config.with_name(f"{config.name.removesuffix('.json')}.{part}{name}")
 
 
 def renamed(word: str, path: str) -> str:
-    """`path`, or `--config=path` where the word is written so."""
+    """Return `path`, or `--config=path` if the word has that form."""
     head, equals, _ = word.partition("=")
     return f"{head}={path}" if equals else path
 
 
 def is_ds_config(path: Path) -> bool:
-    """Whether the file is a DeepSpeed config. One that is too large for that is not read: every rank asks, and a data set would
-    cost it seconds and gigabytes."""
-    if path.suffix not in _CONFIG_SUFFIXES or not os.path.isfile(path):  # of a text of any length
+    """Check that the file is a DeepSpeed config.
+
+    A file above MOST_BYTES is not read: every rank calls this, and reading a data set would cost seconds and gigabytes.
+    """
+    if path.suffix not in _CONFIG_SUFFIXES or not os.path.isfile(path):  # `os.path.isfile` accepts a text of any length
         return False
     try:
         if path.stat().st_size > MOST_BYTES:
@@ -202,7 +207,7 @@ def own_files(script: Script) -> list[ArgumentFile]:
 
 
 def value_at(data: Any, place: Place) -> Any:
-    """The value at a place; None where there is none."""
+    """Return the value at a place, or None if there is none."""
     for key in place:
         if not isinstance(data, dict) or key not in data:
             return None
@@ -211,12 +216,12 @@ def value_at(data: Any, place: Place) -> Any:
 
 
 def given(words: Sequence[str]) -> set[str]:
-    """The flags and names that a command line gives."""
+    """Return the names of flags and arguments that a command line gives."""
     return {word.partition("=")[0].lstrip("+") for word in words}
 
 
 def _place(script: Script, data: dict[str, Any], knob: str) -> tuple[Place | None, bool]:
-    """Where a file says a knob, or could; and whether it says the opposite there."""
+    """Return the place of a knob in a file (existing, or where it could be added), and whether its value is negated there."""
     declared = dict(script.flags).get(knob)
     if declared is not None:
         place = tuple(declared.split("."))
@@ -234,7 +239,7 @@ def _place(script: Script, data: dict[str, Any], knob: str) -> tuple[Place | Non
 
 
 def _trainers(script: Script, data: dict[str, Any]) -> bool:
-    """Whether the file holds arguments of a Trainer, so that one that it lacks may be added."""
+    """Check that the file holds arguments of a Trainer, so that a missing argument may be added."""
     through = bool(script.profile.get("through_arguments")) or framework_of(script) is not None
     return through and telling(data)
 
@@ -244,12 +249,12 @@ def telling(data: dict[str, Any]) -> bool:
 
 
 def _beside(data: dict[str, Any]) -> Place:
-    """The mapping that holds the arguments: that of the first that is known."""
+    """Return the place of the mapping that holds the arguments: the parent of the first known one."""
     return next((place[:-1] for name in sorted(_TELLING) if (place := find(data, (name,))) is not None), ())
 
 
 def find(data: Any, names: Sequence[str], above: Place = ()) -> Place | None:
-    """The place of the first key of such a name; a DeepSpeed config inside the file is not looked into."""
+    """Return the place of the first key with one of the names. A DeepSpeed config inside the file is not searched."""
     if not isinstance(data, dict):
         return None
     for name in names:
@@ -263,7 +268,7 @@ def find(data: Any, names: Sequence[str], above: Place = ()) -> Place | None:
 
 
 def _find_config(script: Script, data: Any, above: Place = ()) -> Place | None:
-    """The place of the first DeepSpeed config, or of the name of a file that is one."""
+    """Return the place of the first DeepSpeed config, or of the first name of a config file."""
     if not isinstance(data, dict):
         return None
     for key, value in data.items():

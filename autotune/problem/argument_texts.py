@@ -1,4 +1,4 @@
-"""The texts of argument files: found among a command's words, read, and copied with a candidate in them."""
+"""Texts of argument files: finding them in a command, reading them, and writing copies with a candidate's values."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ SUFFIXES = (".yaml", ".yml", ".json")
 
 
 def argument_files(argv: Sequence[str], cwd: Path, *, named: Sequence[str] = ()) -> tuple[ArgumentFile, ...]:
-    """The files among the arguments, at their indices.
+    """Return the argument files that the command names, with the indices of the words that name them.
 
     Args:
-        named: dotted names that a person has declared to be a knob's.
+        named: dotted names that the user has declared as knobs.
 
     Raises:
-        UserError: one that can only be such a file does not parse.
+        UserError: a word that can only name an argument file names one that does not parse.
     """
     found = []
     for index, path in _mentioned(argv, cwd):
@@ -55,13 +55,13 @@ def argument_files(argv: Sequence[str], cwd: Path, *, named: Sequence[str] = ())
 
 
 def read_file(path: Path, index: int, *, strict: bool, launcher: bool = False) -> ArgumentFile | None:
-    """The file, where it can be read and parsed.
+    """Return the file, or None if it cannot be read or holds no mapping.
 
     Args:
-        strict: whether one that cannot is a mistake.
+        strict: treat an unreadable file as the user's mistake.
 
     Raises:
-        UserError: it is.
+        UserError: the file cannot be read and `strict` is set, or a YAML file does not parse.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -83,19 +83,19 @@ def read_file(path: Path, index: int, *, strict: bool, launcher: bool = False) -
         return None
     try:
         plain = json.loads(json.dumps(data, default=str))
-    except (TypeError, ValueError):  # keys that are dates: none of a training's arguments
+    except (TypeError, ValueError):  # keys that are dates; a training has no such arguments
         return None
     return ArgumentFile(index, str(path), text, plain, launcher)
 
 
 def write_trial_files(job: Job, candidate: Candidate | None, folder: Path, *, quiet: bool) -> None:
-    """Writes the copies that a group of ranks reads; beside each are links to what lies beside the original.
+    """Write the copies that a worker group reads, and next to each copy links to the original's neighbours.
 
     Args:
-        job: of a script.
-        candidate: None, or one without knobs, leaves the script's own values.
+        job: a job with a script.
+        candidate: None, or a candidate without knobs, keeps the script's own values.
         folder: the group's.
-        quiet: whether what the script writes must stay in the folder.
+        quiet: keep the script's output in the folder.
     """
     assert job.script is not None
     script = job.script
@@ -116,13 +116,13 @@ def write_trial_files(job: Job, candidate: Candidate | None, folder: Path, *, qu
 
 
 def output_folders(script: Script) -> list[Path]:
-    """The user's, as argument files name them: what a trial's copies name in their place shows the first that is there."""
+    """Return the user's output folders, as argument files name them. A trial's output folder shows the first that exists."""
     said = [value_at(file.data, place) for file in own_files(script) if (place := find(file.data, (OUTPUT,)))]
     return [Path(script.cwd, os.path.expanduser(one)) for one in said if isinstance(one, str)]
 
 
 def _merged_config(job: Job, candidate: Candidate, path: Path) -> str | None:
-    """Writes the config that the script's files hold or name, with the candidate's keys in it; returns its path."""
+    """Write the config that the script's files hold or name, with the candidate's keys in it, and return its path."""
     assert job.script is not None
     own = own_config(job.script)
     if own is None:
@@ -133,7 +133,7 @@ def _merged_config(job: Job, candidate: Candidate, path: Path) -> str | None:
 
 
 def winners_files(script: Script, candidate: Candidate, config: Path) -> dict[Path, str]:
-    """Copies of the user's files with a winner in them, by their paths.
+    """Return copies of the user's files with a winner in them, by their paths.
 
     Args:
         config: the winner's DeepSpeed config.
@@ -156,14 +156,15 @@ def winners_files(script: Script, candidate: Candidate, config: Path) -> dict[Pa
 def _mentioned(argv: Sequence[str], cwd: Path) -> Iterator[tuple[int, Path]]:
     for index, word in enumerate(argv):
         path = cwd / (word.partition("=")[2] or word)
-        if path.suffix not in SUFFIXES or not os.path.isfile(path):  # of a text of any length, which Path refuses
+        # `os.path.isfile` accepts a text of any length; Path refuses a long one
+        if path.suffix not in SUFFIXES or not os.path.isfile(path):
             continue
         if path.stat().st_size <= MOST_BYTES and not is_ds_config(path):
             yield index, path
 
 
 def _surely(argv: Sequence[str], index: int, path: Path) -> bool:
-    """Whether the word can only name a file of arguments: a YAML, or a JSON that is not the value of some other flag."""
+    """Check that the word can only name an argument file: a YAML, or a JSON that is not another flag's value."""
     if path.suffix != ".json":
         return True
     flag = argv[index].partition("=")[0] if "=" in argv[index] else argv[index - 1] if index else ""
@@ -171,7 +172,7 @@ def _surely(argv: Sequence[str], index: int, path: Path) -> bool:
 
 
 def _are_lines(text: str) -> bool:
-    """Whether the file is JSON lines: data."""
+    """Check that the file holds JSON lines, which are data."""
     try:
         json.loads(text.lstrip().partition("\n")[0])
     except ValueError:

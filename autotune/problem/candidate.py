@@ -1,6 +1,6 @@
-"""A Candidate: one setting of every knob, in canonical form, and the DeepSpeed config that it stands for.
+"""Candidate: one setting of every knob, in canonical form, and the DeepSpeed config that it stands for.
 
-Which knobs there are, and when each is read, stands in `knobs.py`.
+`knobs.py` lists the knobs and the conditions under which DeepSpeed reads each.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from autotune.problem.knobs import (
 from autotune.problem.needs import Value
 from autotune.problem.script_text import under_lightning
 
-__all__ = [  # the names of knobs that whoever has a candidate needs
+__all__ = [  # names of knobs are exported too: users of candidates need them
     "ACCUMULATION",
     "ALLOCATOR_VARIABLES",
     "ATTENTION",
@@ -70,10 +70,10 @@ __all__ = [  # the names of knobs that whoever has a candidate needs
     "under",
 ]
 
-BATCH_KEYS = ("train_batch_size", MICRO_BATCH, ACCUMULATION)  # of a DeepSpeed config
+BATCH_KEYS = ("train_batch_size", MICRO_BATCH, ACCUMULATION)  # keys of a DeepSpeed config
 GATHER_ON_SAVE = "stage3_gather_16bit_weights_on_model_save"
 
-# What DeepSpeed takes where a config is silent (deepspeed 0.19.8, runtime/zero/config.py).
+# DeepSpeed's defaults for keys that a config leaves out (deepspeed 0.19.8, runtime/zero/config.py).
 ZERO_DEFAULTS: dict[str, float] = {
     "reduce_bucket_size": 5e8,
     "allgather_bucket_size": 5e8,
@@ -87,7 +87,7 @@ ZERO_DEFAULTS: dict[str, float] = {
 
 
 def _settings(text: str) -> list[str]:
-    """The settings in such a variable: commas part them, but not those in brackets (`roundup_power2_divisions:[256:1,>:4]`)."""
+    """Split an allocator variable at its commas, except those in brackets (`roundup_power2_divisions:[256:1,>:4]`)."""
     return [one.strip() for one in re.split(r",(?![^\[]*\])", text) if one.strip()]
 
 
@@ -99,7 +99,7 @@ class Candidate:
 
     @classmethod
     def of(cls, knobs: Knobs) -> Candidate:
-        """The canonical candidate: knobs that DeepSpeed would ignore or force are dropped, the rest sorted by name."""
+        """Return the canonical candidate: knobs that DeepSpeed would ignore or force are dropped, the rest is sorted by name."""
         named = {short_name(name): value for name, value in knobs.items()}
         return cls(tuple(sorted((name, value) for name, value in named.items() if is_read(name, named))))
 
@@ -111,7 +111,7 @@ class Candidate:
         return self.as_dict.get(name, default)
 
     def but(self, **changes: Value) -> Candidate:
-        """This candidate with some knobs changed, canonical again."""
+        """Return this candidate with some knobs changed, in canonical form."""
         return Candidate.of({**self.as_dict, **changes})
 
     @property
@@ -140,35 +140,35 @@ class Candidate:
 
     @property
     def offloaded(self) -> tuple[str, ...]:
-        """Of `OFFLOADING` what is kept elsewhere than on the device."""
+        """The sections of `OFFLOADING` whose tensors are kept off the device."""
         return tuple(name for name in OFFLOADING if self.get(name, "none") != "none")
 
     @functools.cached_property
     def family(self) -> tuple[tuple[str, Value], ...]:
-        """What needs an engine of its own: every knob but micro-batch and accumulation."""
+        """The knobs that need a new engine: all but micro-batch and accumulation."""
         return tuple(item for item in self.knobs if item[0] not in RUNG_KNOBS)
 
     def told(self, script: Script | None) -> tuple[tuple[str, Value], ...]:
-        """The knobs that a training is told: no batch where a script holds its own."""
+        """Return the knobs that are passed to a training. A script with a fixed batch gets no batch knobs."""
         return self.family if script is not None and script.holds_batch else self.knobs
 
     def __str__(self) -> str:
         return describe(self.as_dict)
 
     def ds_config(self, job: Job) -> dict[str, Any]:
-        """The DeepSpeed config: the user's own, with this candidate's keys and the job's precision on top."""
+        """Return the DeepSpeed config: the user's own, overlaid with this candidate's keys and the job's precision."""
         config = copy.deepcopy(in_new_names(job.base_config))
         for name, value in self.told(job.script):
             path = KNOBS[name].path if name in KNOBS else name
             if path is not None:
                 _put(config, path, value)
         _tidy_zero(config, self)
-        if self.stage == 3:  # else Trainer saves no model, and accelerate raises, when the training is over
+        if self.stage == 3:  # otherwise Trainer saves no model, and accelerate raises, at the end of the training
             config["zero_optimization"].setdefault(GATHER_ON_SAVE, True)
         if job.script is None or not job.script.holds_batch:
             config["train_batch_size"] = self.micro_batch * self.accumulation * job.ranks
         if job.script is not None and under_lightning(job.script):
-            config.pop(ACCUMULATION, None)  # Lightning ends where a config has it: its Trainer says it
+            config.pop(ACCUMULATION, None)  # Lightning raises if a config has this key; its Trainer passes the value
         for precision in ("bf16", "fp16"):
             section = config.get(precision)
             if precision == job.precision:
@@ -178,7 +178,7 @@ class Candidate:
         return config
 
     def environment(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Variables that a process must have before torch first asks its allocator for CUDA memory, given its `own`."""
+        """Return the variables that a process must have before torch first allocates CUDA memory, given its `own`."""
         if EXPANDABLE not in self.as_dict:
             return {}
         settings = _settings(next((own[name] for name in ALLOCATOR_VARIABLES if own.get(name)), ""))
@@ -190,14 +190,16 @@ class Candidate:
 
 
 def trial_environment(candidate: Candidate, job: Job, own: Mapping[str, str]) -> dict[str, str]:
-    """Variables of a rank that trains so, given the tuner's `own`: what the script's code was seen to set for the device, and
-    the candidate's."""
+    """Return a rank's variables for a candidate, given the tuner's `own`.
+
+    They are the device's variables that the script's code was seen to set, and the candidate's.
+    """
     seen = job.script.variables if job.script is not None else {}
     return {**seen, **candidate.environment({**own, **seen})}
 
 
 def under(job: Job, candidate: Candidate) -> Job:
-    """The job with the candidate's attention, compilation, LoRA, packing and kernels in place of its own."""
+    """Return the job with the candidate's attention, compilation, LoRA, packing and kernels in place of its own."""
     lora = candidate.get(LORA)
     return dataclasses.replace(
         job,
@@ -210,17 +212,17 @@ def under(job: Job, candidate: Candidate) -> Job:
 
 
 def samples(job: Job, candidate: Candidate) -> float:
-    """Sequences that one optimizer step trains on, over all ranks; packed ones are counted one by one."""
+    """Return the sequences of one optimizer step over all ranks. Packed sequences are counted individually."""
     return candidate.micro_batch * candidate.accumulation * job.ranks * under(job, candidate).samples_per_row
 
 
 def knobs_of(config: dict[str, Any]) -> dict[str, Value]:
-    """The knobs with short names that a DeepSpeed config sets; what is missing or `"auto"` is left out."""
+    """Return the knobs with short names that a DeepSpeed config sets. Missing keys and `"auto"` are left out."""
     return {name: value for name, value in settings_of(config).items() if name in SHORT_NAMED}
 
 
 def settings_of(config: dict[str, Any]) -> dict[str, Value]:
-    """Every knob that a DeepSpeed config sets, as `knobs_of`."""
+    """Return every knob that a DeepSpeed config sets, under the rules of `knobs_of`."""
     config = in_new_names(config)
     found: dict[str, Value] = {}
     for name, knob in KNOBS.items():
@@ -244,7 +246,7 @@ def _put(config: dict[str, Any], path: str, value: Value) -> None:
 
 
 def _tidy_zero(config: dict[str, Any], candidate: Candidate) -> None:
-    """Removes offload sections of the user's own config that the candidate turns off or that its stage refuses."""
+    """Remove offload sections of the user's own config that the candidate turns off or that its stage refuses."""
     zero = config.get("zero_optimization")
     if not isinstance(zero, dict):
         return
@@ -261,15 +263,17 @@ def _tidy_zero(config: dict[str, Any], candidate: Candidate) -> None:
         if not is_read(OFFLOAD_RATIO, candidate.as_dict):
             entry.pop("ratio", None)  # refused below stage 3
     if not is_read(ZERO + "compute_grad_norm", candidate.as_dict):
-        zero.pop("compute_grad_norm", None)  # refused elsewhere
+        zero.pop("compute_grad_norm", None)  # refused in other stages
 
 
 _FIRST = ["zero_stage", MICRO_BATCH, ACCUMULATION, CHECKPOINTING, "offload_optimizer", "offload_param"]
 
 
 def describe(knobs: Knobs) -> str:
-    """`z3 mb8 ga4 ckpt opt=cpu rbs=5e+08`: one line for tables and logs. Of knobs with long names, only those that change
-    something."""
+    """Describe knobs in one line for tables and logs, like `z3 mb8 ga4 ckpt opt=cpu rbs=5e+08`.
+
+    Knobs with long names are shown only if their value changes something.
+    """
     words = []
     told = [name for name in knobs if name in SHORT_NAMED or not is_off(name, knobs[name])]
     for name in [*(k for k in _FIRST if k in told), *(k for k in told if k not in _FIRST)]:

@@ -1,4 +1,4 @@
-"""The table of GPUs: what a card has and how fast it is, by NVML's name of it or by one that a person types."""
+"""Table of GPUs: capacity and speed of each card, by NVML's name or by a name that a user types."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from autotune.units import GIB
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """A row of `data/gpus.json`; rates are peaks, one direction, of one GPU."""
+    """Row of `data/gpus.json`; rates are peaks of one GPU, in one direction."""
 
     name: str
-    match: str  # a pattern found in NVML's name; a short one must be a word of it (H200 is no GH200)
+    match: str  # pattern to find in NVML's name; a short one must be a whole word (H200 is not GH200)
     memory_gib: float
     tflops: float  # dense 16-bit
     fp32_tflops: float
@@ -26,9 +26,9 @@ class GpuFacts:
     link: str
     pcie_gb_per_s: float
     bf16: bool
-    network_gb_per_s: float | None = None  # of a whole node, where it is known; else by the class of the card
-    doubt: float = 0.0  # standard deviation of the logarithms of its rates, where no row of the table says them
-    whence: str = ""  # where they are from then
+    network_gb_per_s: float | None = None  # of a whole node; None: estimated from the class of the card
+    doubt: float = 0.0  # standard deviation of the rates' logarithms, if the rates are no table row's
+    whence: str = ""  # source of such rates
 
 
 @cache
@@ -38,7 +38,10 @@ def gpu_table() -> dict[str, GpuFacts]:
 
 
 def facts_for(nvml_name: str, memory_bytes: int) -> GpuFacts | None:
-    """The row whose pattern matches NVML's name of the GPU; of several, the one nearest in memory. None: no row does."""
+    """Return the row whose pattern matches NVML's name of the GPU, or None.
+
+    If several rows match, the row nearest in memory is returned.
+    """
     words = set(nvml_name.replace("-", " ").split())
     rows = [
         row
@@ -51,7 +54,7 @@ def facts_for(nvml_name: str, memory_bytes: int) -> GpuFacts | None:
 
 
 def named_gpu(name: str) -> GpuFacts:
-    """The row of a name like `rtx3090`, `a100-80gb`, `H100`.
+    """Return the row of a name like `rtx3090`, `a100-80gb`, `H100`.
 
     Raises:
         UserError: no such row.

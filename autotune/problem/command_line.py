@@ -1,6 +1,7 @@
-"""A training's command line taken apart: variables in front, the launcher with its options, and what it starts.
+"""Parser of a training's command line: variables in front, the launcher with its options, and the launcher's target.
 
-Standard library alone: the parent reads so what was typed, and a rank what a framework starts itself again with.
+Only the standard library is imported: the parent parses the typed command, and a rank parses the command with which a framework
+restarts itself.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from autotune.bounds import MOST, MOST_RANKS, whole_number
 from autotune.errors import UserError
 
 TORCHRUN, DEEPSPEED, ACCELERATE = "torchrun", "deepspeed", "accelerate"
-_DEEPSPEED_NODE = "deepspeed.launcher.launch"  # what `deepspeed` starts on each machine
+_DEEPSPEED_NODE = "deepspeed.launcher.launch"  # module that `deepspeed` starts on each machine
 _PROGRAMS = {"torchrun": TORCHRUN, "deepspeed": DEEPSPEED, "ds": DEEPSPEED, "accelerate-launch": ACCELERATE}
 _MODULES = {
     "torch.distributed.run": TORCHRUN,
@@ -30,9 +31,9 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Options that take no value, `-` written as `_`: torch 2.13's distributed/run.py (and `use_env` of launch.py), deepspeed
-# 0.19's launcher/runner.py and launch.py, accelerate 1.15's commands/launch.py. `tests/problem/test_command_line.py` compares
-# them with the installed ones.
+# Options without a value, with `-` written as `_`: torch 2.13's distributed/run.py (and `use_env` of launch.py), deepspeed 0.19's
+# launcher/runner.py and launch.py, accelerate 1.15's commands/launch.py. `tests/problem/test_command_line.py` compares them with
+# the installed versions.
 _SWITCHES = {
     TORCHRUN: _names("standalone module no_python run_path virtual_local_rank use_env help version"),
     DEEPSPEED: _names(
@@ -44,7 +45,7 @@ _SWITCHES = {
         "no_python tpu_cluster no_tpu_cluster tpu_use_sudo downcast_bf16 fp8_use_autocast_during_eval debug help"
     ),
 }
-_READ = {  # options with a value that are read here
+_READ = {  # options with a value that this module reads
     TORCHRUN: ("nproc_per_node", "nnodes"),
     DEEPSPEED: ("num_gpus", "num_accelerators", "num_nodes", "include", "exclude", "hostfile", "world_info"),
     ACCELERATE: ("num_processes", "num_machines", "config_file", "deepspeed_config_file", "gpu_ids"),
@@ -64,22 +65,20 @@ _WHOLE_MACHINE = ("gpu", "cpu", "xpu", "auto", "all")
 class CommandLine:
     """One command that starts a training."""
 
-    environment: tuple[tuple[str, str], ...]  # NAME=value, typed before it
-    launcher: tuple[str, ...]  # the launcher and its options but for `-m`; empty where there is none
+    environment: tuple[tuple[str, str], ...]  # NAME=value, typed before the command
+    launcher: tuple[str, ...]  # the launcher and its options but for `-m`; empty if there is none
     kind: str  # TORCHRUN, DEEPSPEED, ACCELERATE, or empty
     target: tuple[str, ...]  # a file or `-m` and a module, then its arguments
-    options: Mapping[str, str] = field(
-        default_factory=dict
-    )  # the launcher's, `-` written as `_`, without dashes in front
-    python: bool = False  # the target is Python's to run, as its launcher was told or `python` in front of it says
+    options: Mapping[str, str] = field(default_factory=dict)  # of the launcher; `-` written as `_`, no dashes in front
+    python: bool = False  # Python runs the target: by an option of the launcher, or by `python` in front of it
     head: int = 0  # words of `launcher` before its options
 
     @property
     def ranks(self) -> int | None:
-        """Ranks on this machine, as the launcher was told; None where it was told none, or all there are.
+        """The launcher's ranks on this machine; None if it has no such option or takes all devices.
 
         Raises:
-            UserError: that is no number.
+            UserError: the option's value is not a number.
         """
         if "include" in self.options and self.kind == DEEPSPEED:
             slots = self.options["include"].partition(":")[2]
@@ -91,7 +90,7 @@ class CommandLine:
 
     @property
     def gpus(self) -> str | None:
-        """The GPUs that the launcher shows its ranks, as CUDA_VISIBLE_DEVICES names them; None: it leaves them as they are."""
+        """The GPUs that the launcher shows its ranks, as in CUDA_VISIBLE_DEVICES; None: the launcher does not change them."""
         if self.kind == DEEPSPEED and ":" in self.options.get("include", ""):
             return self.options["include"].partition(":")[2] or None
         if self.kind == ACCELERATE and self.options.get("gpu_ids", "all") != "all":
@@ -100,7 +99,7 @@ class CommandLine:
 
     @property
     def gives_local_rank(self) -> bool:
-        """Whether the launcher puts `--local_rank=N` before the script's arguments."""
+        """True if the launcher puts `--local_rank=N` before the script's arguments."""
         return self.kind == DEEPSPEED and "no_local_rank" not in self.options
 
 
@@ -108,10 +107,10 @@ _RANKS = {TORCHRUN: ("nproc_per_node",), DEEPSPEED: ("num_gpus", "num_accelerato
 
 
 def take_apart(words: Sequence[str]) -> CommandLine:
-    """A command line, as a shell would give it.
+    """Parse a command line, split into words as a shell does.
 
     Raises:
-        UserError: nothing is started by it, an option has no value, or it spans machines.
+        UserError: the command starts nothing, an option has no value, or it spans machines.
     """
     environment, rest = _assignments(list(words))
     rest, python = _without_python(rest)
@@ -134,10 +133,12 @@ def take_apart(words: Sequence[str]) -> CommandLine:
 
 
 def with_option(line: CommandLine, name: str, value: str) -> list[str]:
-    """The launcher's words with an option set: wherever it is given, of which it takes the last, else at their end.
+    """Return the launcher's words with an option set.
+
+    Every occurrence is replaced, since the launcher takes the last; a missing option is appended.
 
     Args:
-        name: as it is written, like `--nproc-per-node`.
+        name: as typed, like `--nproc-per-node`.
     """
     words, found = list(line.launcher), False
     wanted = _canonical(line.kind, name)
@@ -150,13 +151,13 @@ def with_option(line: CommandLine, name: str, value: str) -> list[str]:
 
 
 def options_without(line: CommandLine, *names: str) -> list[str]:
-    """The words of the launcher's options without those of these names, which are written like `--nproc-per-node`."""
+    """Return the words of the launcher's options except those named, which are written like `--nproc-per-node`."""
     left_out = {_canonical(line.kind, name) for name in names}
     return [word for key, at, end in _given(line) if key not in left_out for word in line.launcher[at:end]]
 
 
 def _given(line: CommandLine) -> Iterator[tuple[str, int, int]]:
-    """Each of the launcher's options: its name, and where its words begin and end."""
+    """Yield each of the launcher's options: its name, the index of its first word, and the index after its last word."""
     at = line.head
     while at < len(line.launcher):
         given, equals, _ = line.launcher[at].partition("=")
@@ -167,7 +168,7 @@ def _given(line: CommandLine) -> Iterator[tuple[str, int, int]]:
 
 
 def started(line: CommandLine, launcher: Sequence[str], target: Sequence[str]) -> list[str]:
-    """The whole command, from a launcher's words and a target (a file, or `-m` and a module, then its arguments)."""
+    """Return the whole command, from a launcher's words and a target (a file, or `-m` and a module, then its arguments)."""
     spelt_out = line.kind == DEEPSPEED and target[0] == "-m"
     return [*launcher, *(["--module", *target[1:]] if spelt_out else target)]
 
@@ -181,7 +182,7 @@ def _assignments(words: list[str]) -> tuple[tuple[tuple[str, str], ...], list[st
 
 
 def _without_python(words: list[str]) -> tuple[list[str], bool]:
-    """The words after `python` and its own options, and whether they began with it."""
+    """Return the words after `python` and its own options, and whether the command began with `python`."""
     if not words or not _PYTHON.fullmatch(Path(words[0]).name):
         return words, False
     at = 1
@@ -191,7 +192,7 @@ def _without_python(words: list[str]) -> tuple[list[str], bool]:
 
 
 def _launcher(words: list[str], python: bool) -> tuple[int, str]:
-    """How many words name the launcher, and which it is."""
+    """Return the number of words that name the launcher, and its kind."""
     if not words:
         return 0, ""
     if words[0] == "-m" and len(words) > 1 and python:
@@ -205,7 +206,7 @@ def _launcher(words: list[str], python: bool) -> tuple[int, str]:
 
 
 def _options(kind: str, words: list[str]) -> tuple[dict[str, str], list[str], list[str]]:
-    """The launcher's options, their words but for `-m`, and the words after them."""
+    """Return the launcher's options, their words but for `-m`, and the words after them."""
     found: dict[str, str] = {}
     given: list[str] = []
     at = 0
@@ -227,7 +228,7 @@ def _options(kind: str, words: list[str]) -> tuple[dict[str, str], list[str], li
 
 
 def _canonical(kind: str, name: str) -> str:
-    """`--nproc-per-node`, `--nproc_per_node` and `--nproc` (argparse takes beginnings) as `nproc_per_node`."""
+    """Return `nproc_per_node` for `--nproc-per-node`, `--nproc_per_node` and `--nproc` (argparse accepts prefixes)."""
     if not name.startswith("--"):
         return _SHORT[kind].get(name[1:], name[1:])
     key = name[2:].replace("-", "_")
@@ -237,7 +238,7 @@ def _canonical(kind: str, name: str) -> str:
 
 
 def _one_machine(kind: str, launcher: str, options: Mapping[str, str]) -> None:
-    """Raises UserError where the ranks are spread over machines."""
+    """Raise UserError if the ranks are spread over several machines."""
     nodes = {TORCHRUN: "nnodes", DEEPSPEED: "num_nodes", ACCELERATE: "num_machines"}[kind]
     most = options.get(nodes, "1").rpartition(":")[2]
     if most.lstrip("-").isdecimal() and whole_number(most, f"{launcher} --{nodes}", -MOST) > 1:

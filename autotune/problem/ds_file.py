@@ -1,5 +1,4 @@
-"""A DeepSpeed config's text, read as DeepSpeed reads it: JSON, or HJSON, which is JSON with comments and commas to spare; and
-what it says under names of before."""
+"""Reader of DeepSpeed configs: JSON or HJSON (JSON with comments and trailing commas), and deprecated names of keys."""
 
 from __future__ import annotations
 
@@ -10,31 +9,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MOST_BYTES = 1 << 20  # a larger file holds data
+MOST_BYTES = 1 << 20  # bytes; a larger file holds data
 
-# Of `zero_optimization`, what DeepSpeed still takes and what stands for it (0.19.8, runtime/zero/config.py). It refuses a config
-# that has both, so that a knob could not be set beside its old name.
+# Deprecated keys of `zero_optimization` and their replacements (0.19.8, runtime/zero/config.py). DeepSpeed refuses a config with
+# both, so that a knob could not be set next to its old name.
 _OLD_SECTIONS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 _OLD_KEYS = {"stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"}
-_UNHEEDED = "cpu_offload_use_pin_memory"  # taken, and read by nothing
-_YES = ("true", "1", "yes", "on", "t", "y")  # as pydantic reads a bool
+_UNHEEDED = "cpu_offload_use_pin_memory"  # accepted by DeepSpeed, but never read
+_YES = ("true", "1", "yes", "on", "t", "y")  # spellings of true that pydantic accepts
 
 
 def parsed_config(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
-    """What a config's text says.
+    """Return the parsed text of a config.
 
     Args:
-        pairs: makes an object of its keys and values.
+        pairs: builds an object from its keys and values.
 
     Raises:
-        json.JSONDecodeError: it is neither; of the text as JSON.
+        json.JSONDecodeError: the text is neither JSON nor HJSON; the error is JSON's.
     """
     try:
         return json.loads(text, object_pairs_hook=pairs)
     except json.JSONDecodeError:
         if len(text) > MOST_BYTES:
             raise
-        import hjson  # for few texts only, and in a rank DeepSpeed's own
+        import hjson  # imported late: few texts need it, and in a rank the package is DeepSpeed's dependency
 
         try:
             return hjson.loads(text, object_pairs_hook=pairs)
@@ -44,7 +43,7 @@ def parsed_config(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] = dic
 
 
 def read_config(path: Path) -> Any:
-    """What a config's file says.
+    """Return the parsed contents of a config's file.
 
     Raises:
         OSError, UnicodeDecodeError: it cannot be read.
@@ -54,7 +53,7 @@ def read_config(path: Path) -> Any:
 
 
 def in_new_names(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with the names of today for those that DeepSpeed calls deprecated; itself where it has none."""
+    """Return the config with DeepSpeed's deprecated names replaced by current ones; the same object if it has none."""
     zero = config.get("zero_optimization")
     if isinstance(zero, bool):
         size = {"allgather_bucket_size": config["allgather_size"]} if zero and "allgather_size" in config else {}
@@ -72,8 +71,9 @@ def in_new_names(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def named_config(name: str | Path) -> Any:
-    """A config as `deepspeed.initialize` is given it: the name of its file, or all of it in base64 (deepspeed 0.19.8,
-    runtime/config.py).
+    """Return a config in either form that `deepspeed.initialize` accepts: the name of its file, or its text in base64.
+
+    Source: deepspeed 0.19.8, runtime/config.py.
 
     Raises:
         OSError, ValueError: it is neither, or does not parse.

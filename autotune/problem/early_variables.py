@@ -1,8 +1,8 @@
-"""Variables that libraries read once, as they are imported or wake the device, and that scripts set in their code.
+"""Environment variables that libraries read once, on import or on the device's first use, and that scripts set in code.
 
-A rank has imported and woken these before it runs a script, so it must have such variables from its own start. What a script sets
-to literals at its top is read in its text; what else it has set is seen in its first run, and later ranks begin with what of
-that is the device's (axolotl sets its allocator so, in a function).
+A rank imports these libraries and initializes the device before it runs a script, so that it needs such variables from its start.
+Literals set at the top of a script are read from its text. Other settings are seen in the probe run; later ranks start with those
+that concern the device (axolotl sets its allocator this way, in a function).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-# Settings of torch's caching allocator, `key:value,…`. The first of these that is set is read and no other, when CUDA
-# memory is first asked for (torch 2.13, c10/core/AllocatorConfig.cpp: tried with two that contradict each other).
+# Settings of torch's caching allocator, `key:value,…`. torch reads only the first of these that is set, on the first allocation
+# of CUDA memory (torch 2.13, c10/core/AllocatorConfig.cpp; tested with two contradictory settings).
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
-# What reads a library's variables as it is imported: set after that, they mean nothing to a plain run either.
+# Modules that read a library's variables on import. Variables set later have no effect in a plain run either.
 _HUB_MODULES = {
     *("huggingface_hub", "transformers", "datasets", "accelerate", "peft", "trl", "diffusers", "evaluate"),
     *("sentence_transformers", "unsloth"),
@@ -28,12 +28,12 @@ _THREADED_MODULES = {
 }
 _OF_THE_HUB = ("HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_")
 _OF_THREADS = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_")
-# Read when the device or the process group is first used, or an op is built.
+# Variables read on the first use of the device or the process group, or when an op is built.
 _OF_THE_DEVICE = (
     *ALLOCATOR_VARIABLES,
     *("CUDA_", "NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "DS_"),
 )
-# Read at every use, written by torch, or about what is told: a rank has its own of these.
+# Variables that are read at every use, written by torch, or only control messages. A rank sets these itself.
 _NOT = (
     *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_TELEMETRY"),
     *("TRANSFORMERS_VERBOSITY", "TRANSFORMERS_NO_ADVISORY_WARNINGS", "NCCL_DEBUG"),
@@ -42,21 +42,23 @@ _NOT = (
 
 
 class Setting(NamedTuple):
-    """What one statement of a script does to a variable."""
+    """Change that one statement of a script makes to a variable."""
 
     name: str
     value: str
-    default: bool  # where nothing is set before (`setdefault`)
+    default: bool  # applies only if the variable is not set yet (`setdefault`)
 
 
 def settings_in(text: str) -> list[Setting]:
-    """Settings to literals among a script's outermost statements, `if __name__ == "__main__"` included, that come before what
-    reads them, in their order."""
+    """Return the literal settings in a script's top-level statements that precede the import that reads them, in order.
+
+    The block `if __name__ == "__main__"` counts as top level.
+    """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd escapes
+            warnings.simplefilter("ignore")  # warnings of odd escapes
             body = ast.parse(text).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the rank says so, or its Python is a newer one
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the rank reports the error, or its Python is newer
         return []
     found, imported = [], set[str]()
     for statement in _outermost(body):
@@ -66,7 +68,7 @@ def settings_in(text: str) -> list[Setting]:
 
 
 def after(settings: Sequence[Setting], known: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the settings leave, given those that are `known` before."""
+    """Return the variables that the settings leave, given those `known` before."""
     found: dict[str, str] = {}
     for name, value, default in settings:
         if not (default and (name in found or name in known)):
@@ -75,19 +77,21 @@ def after(settings: Sequence[Setting], known: Mapping[str, str]) -> dict[str, st
 
 
 def set_late(before: Mapping[str, str], now: Mapping[str, str] = os.environ) -> list[str]:
-    """Names of variables that were set to something else meanwhile, and that had been read by then. Those of threads are not
-    among them: launchers set them for ranks, which have their own."""
+    """Return the names of variables that changed since `before` and had already been read.
+
+    Thread variables are excluded: launchers set them for ranks, which have their own.
+    """
     names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
     return [name for name in names if name.startswith((*_OF_THE_HUB, *_OF_THE_DEVICE)) and not name.startswith(_NOT)]
 
 
 def of_the_device(names: Sequence[str]) -> list[str]:
-    """Those of them that the next rank can have in time: before it wakes the device, and imports nothing for them."""
+    """Return the names that the next rank can set in time: those read when it initializes the device, not on import."""
     return [name for name in names if name.startswith(_OF_THE_DEVICE) and name != "CUDA_VISIBLE_DEVICES"]
 
 
 def too_late(names: Sequence[str]) -> str:
-    """Says so of the names that `set_late` has found."""
+    """Return a warning about the names that `set_late` found; empty if there are none."""
     if not names:
         return ""
     return f"{', '.join(names)}: set by the script's code, after its ranks had begun to use it; export it instead"
@@ -112,7 +116,7 @@ def _outermost(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _imports(statement: ast.stmt) -> set[str]:
-    """The packages that a statement imports; a function's own imports come when it is called."""
+    """Return the packages that a statement imports. Imports inside a function are skipped: they run when it is called."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return set()
     found: set[str] = set()
@@ -163,5 +167,5 @@ def _of_a_dict(pairs: ast.Dict) -> Iterator[Setting]:
 
 
 def _is_environ(where: ast.expr) -> bool:
-    """`os.environ`, or `environ` alone."""
+    """Check for `os.environ`, or `environ` alone."""
     return getattr(where, "attr", getattr(where, "id", "")) == "environ"

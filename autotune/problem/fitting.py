@@ -1,4 +1,4 @@
-"""A search space narrowed to one job and one machine: without choices that this job has not or this machine cannot run."""
+"""Search space narrowed to one job and one machine: choices that the job lacks or the machine cannot run are removed."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from autotune.versions import dotted
 
 
 class Fitted(NamedTuple):
-    """A space narrowed to a job and a machine, and a line for each setting that was left out, with its reason."""
+    """Space narrowed to a job and a machine, and a line for each setting that was left out, with its reason."""
 
     space: SearchSpace
     notes: list[str]
 
 
 def fitted(space: SearchSpace, job: Job, hardware: Hardware, *, here: bool = True) -> Fitted:
-    """The space for this job on this machine, and what was left out.
+    """Return the space for this job on this machine, and the settings that were left out.
 
     Args:
-        here: whether ranks would run in the environment of this call; a study may be read where other packages are installed,
-            and by a version that knows more of what a knob needs: then what was fixed by hand is left out, too.
+        here: ranks would run in the environment of this call. If False, a study is read: other packages may be installed, or this
+            version may know more needs of a knob. Then knobs fixed by hand may be left out, too.
 
     Raises:
-        UserError: a knob that is fixed by hand, in the space or in the user's own config, cannot be had here; or one of a space
-            of the user's own that the installed DeepSpeed does not know.
+        UserError: a knob fixed by hand, in the space or in the user's own config, is not available here; or a space of the user's
+            has a knob that the installed DeepSpeed does not know.
     """
     own = for_job(space, job)
     compiles = COMPILED in own.knobs and True in own.knobs[COMPILED].values
@@ -53,7 +53,7 @@ def fitted(space: SearchSpace, job: Job, hardware: Hardware, *, here: bool = Tru
     else:
         around = dataclasses.replace(around, deepspeed=READ, packages=False)
     knobs: dict[str, Domain] = {}
-    lacking: dict[str, list[str]] = {}  # by what is missing
+    lacking: dict[str, list[str]] = {}  # missing requirement -> settings that lack it
     referred = {condition for domain in own.knobs.values() for condition, _ in domain.when}
     for name, domain in own.knobs.items():
         missing = {value: why for value in domain.values if (why := unmet(name, value, around))}
@@ -67,7 +67,8 @@ def fitted(space: SearchSpace, job: Job, hardware: Hardware, *, here: bool = Tru
     unread = narrowed.never_read() & KNOBS.keys() & space.knobs.keys()
     for name in sorted(unread):
         why = f"{name} is read by no candidate of space {space.name}: it needs {KNOBS[name].read.where}"
-        # what gains nothing without its conditions is said; buckets and offloading that a stage does not read are as usual
+        # An error is raised only for knobs that gain nothing without their conditions. Buckets and offloading that a stage does
+        # not read are common.
         if here and knobs[name].fixed and KNOBS[name].needs and name not in FIRST_ORDER:
             raise UserError(f"{why}; leave it out of `fixed`, or give it what it needs")
         notes.append(f"{why}: left out")
@@ -76,8 +77,10 @@ def fitted(space: SearchSpace, job: Job, hardware: Hardware, *, here: bool = Tru
 
 
 def _check_own(around: Circumstances) -> None:
-    """Raises UserError for a knob of the user's own config with which DeepSpeed fails here; others it may ignore, and a script
-    with them has been seen to start."""
+    """Raise UserError for a knob of the user's own config with which DeepSpeed fails here.
+
+    DeepSpeed may ignore other knobs, and a script with them was seen to start.
+    """
     around = dataclasses.replace(around, lossy=True, compiles=True)
     for name, value in settings_of(around.job.base_config).items():
         if name not in KNOBS or is_off(name, value, around.job.precision):
@@ -90,7 +93,7 @@ def _check_own(around: Circumstances) -> None:
 def _left(
     name: str, domain: Domain, missing: dict[Value, str], around: Circumstances, space: SearchSpace
 ) -> Domain | None:
-    """What is left of a knob without the values that lack something; None where nothing is."""
+    """Return the knob's domain without values that lack a requirement, or None if no value is left."""
     if not missing:
         return domain
     value, why = next(iter(missing.items()))
@@ -104,15 +107,17 @@ def _left(
 
 
 def _nothing_but_off(name: str, domain: Domain, around: Circumstances) -> bool:
-    """Whether a knob has no other value left than its absence, where a config need not have it: it was narrowed to that, or
-    this DeepSpeed refuses its very name."""
+    """Check that a knob's only remaining value is its absence, and that a config may leave it out.
+
+    Either the knob was narrowed to that value, or this DeepSpeed refuses its name.
+    """
     knob = KNOBS.get(name)
     off = knob is not None and all(is_off(name, one) for one in domain.values)
     return off and (not domain.fixed or bool(_unknown(name, around.deepspeed)))
 
 
 def unmet(name: str, value: Value, around: Circumstances) -> str:
-    """What a setting lacks here, in words that follow it; empty where it lacks nothing."""
+    """Return the requirement that a setting lacks here, as the predicate of a sentence; empty if it lacks none."""
     knob = KNOBS.get(name)
     if knob is None or is_off(name, value, around.job.precision):
         return ""
@@ -121,7 +126,7 @@ def unmet(name: str, value: Value, around: Circumstances) -> str:
 
 
 def _unknown(name: str, deepspeed: Release) -> str:
-    """Whether a DeepSpeed knows the knob, and else which does."""
+    """Return why a DeepSpeed does not know the knob, and which versions do; empty if it knows it."""
     knob = KNOBS[name]
     own, since, until = map(dotted, (deepspeed, knob.since, knob.until))
     if deepspeed < knob.since:
@@ -132,8 +137,11 @@ def _unknown(name: str, deepspeed: Release) -> str:
 
 
 def for_job(space: SearchSpace, job: Job) -> SearchSpace:
-    """The space for this job: knobs that the user's own config sets and the space does not tune are held at their values;
-    knobs that the job's script or workload cannot be told are left out."""
+    """Return the space for this job.
+
+    Knobs that the user's own config sets and the space does not tune are fixed at their values. Knobs that cannot be passed to
+    the job's script or workload are left out.
+    """
     knobs = dict(_with_base(space, job.base_config).knobs)
     if job.workload is not None:
         for knob in TRACED_KNOBS:
@@ -147,7 +155,7 @@ def for_job(space: SearchSpace, job: Job) -> SearchSpace:
         knobs.pop(knob, None)
     if not seen["checkpointing"]:
         knobs.pop(CHECKPOINTING, None)
-    if seen.get("checkpointed"):  # where nothing switches it, it stays on
+    if seen.get("checkpointed"):  # no switch for it was found, so that it stays on
         knobs.setdefault(CHECKPOINTING, Domain((True,)))
     if seen["batch_note"]:
         knobs |= {MICRO_BATCH: Domain((seen["micro_batch"],)), ACCUMULATION: Domain((seen["accumulation"],))}

@@ -1,4 +1,4 @@
-"""A flag's words on a command line: where it is given, how it is set, and how it says yes and no."""
+"""Words of a flag on a command line: where it is given, how it is set, and how it spells yes and no."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from autotune.problem.candidate import Value
 from autotune.problem.job import Script
 
-# no and yes, in the words in which parsers of truth values take them
+# pairs of no and yes that parsers of truth values accept
 _NO_AND_YES = (
     ("false", "true"),
     ("0", "1"),
@@ -21,15 +21,16 @@ _NO_AND_YES = (
 
 
 def no_and_yes(word: str) -> tuple[str, str] | None:
-    """A word for no or yes with its opposite, as it is spelt: of `Off` that is `Off` and `On`. None where it is neither."""
+    """Return a pair (no, yes) in the spelling of the word: `Off` gives `Off` and `On`. Return None if it is neither."""
     pair = next((pair for pair in _NO_AND_YES if word.lower() in pair), None)
     return pair if pair is None or word == word.lower() else (pair[0].title(), pair[1].title())
 
 
 def with_flag(argv: Sequence[str], flag: str, value: Value) -> list[str]:
-    """The arguments with the flag set to this value: wherever it is given, of which most parsers take the last, else at the end.
+    """Return the arguments with the flag set to this value.
 
-    A flag without dashes is an argument `name=value`, as Hydra and OmegaConf read it.
+    Every occurrence is replaced, since most parsers take the last; a missing flag is appended. A flag without dashes is an
+    argument `name=value`, as Hydra and OmegaConf read it.
     """
     dashed, given = flag.startswith("-"), False
     found: list[str] = []
@@ -58,17 +59,20 @@ def _in_kind(value: Value, typed: str) -> str:
     return str(value) if pair is None else pair[bool(value)]
 
 
-SPELLINGS = "spellings"  # of a profile: flag -> words for [no, yes], where these are not `flag False` and `flag True`
+SPELLINGS = "spellings"  # key of a profile: flag -> words for [no, yes], if these are not `flag False` and `flag True`
 
 
 def with_setting(script: Script, argv: list[str], flag: str, value: Value) -> list[str]:
-    """The arguments with the flag set, as the script's own parser takes it where it was seen to (`rank/hooks/arguments.py`)."""
+    """Return the arguments with the flag set in the spelling that the script's parser was seen to accept.
+
+    `rank/hooks/arguments.py` records the spellings.
+    """
     words: list[str | None] | None = script.profile.get(SPELLINGS, {}).get(flag)
     if words is None or not isinstance(value, bool):
         return with_flag(argv, flag, value)
     takes_value = f"{flag}=" in str(words[True])
     found: list[str] = []
-    place, follows = None, False  # where it stood; whether the word before was the flag, whose value comes
+    place, follows = None, False  # index of the flag; whether the word before was the flag, so that its value follows
     for word in argv:
         mine = word in (flag, *words) or word.startswith(f"{flag}=")
         if mine and place is None:

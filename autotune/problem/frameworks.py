@@ -1,7 +1,7 @@
-"""Frameworks whose own command starts the ranks: how each is told their number, and what its files call a knob.
+"""Frameworks whose own command starts the ranks: how each receives their number, and how its files name a knob.
 
-How a framework goes on inside its ranks is not listed: a rank runs the command itself, and takes over where it would start
-other processes (`rank/hooks/relaunch.py`).
+This table does not list what a framework does inside its ranks. A rank runs the framework's command and takes over at the point
+that would start other processes (`rank/hooks/relaunch.py`).
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from autotune.problem.job import Script
 
 @dataclass(frozen=True)
 class Framework:
-    """One framework's command."""
+    """Command of one framework."""
 
-    package: str  # as pip calls it
-    packages: tuple[str, ...]  # as Python imports it
+    package: str  # name on PyPI
+    packages: tuple[str, ...]  # names of its Python packages
     programs: tuple[str, ...]
-    modules: tuple[str, ...]  # worth importing once for all trials
-    variables: dict[str, str] = field(default_factory=dict)  # that make it start RANKS ranks
-    words: tuple[str, ...] = ()  # the same, at the end of its command
-    separated: bool = False  # by `--` before them
+    modules: tuple[str, ...]  # imported once for all trials, to save time
+    variables: dict[str, str] = field(default_factory=dict)  # variables that make it start RANKS ranks
+    words: tuple[str, ...] = ()  # words at the end of its command with the same effect
+    separated: bool = False  # put `--` before these words
     superseded: str = (
-        ""  # an argument that names a launcher's config with DeepSpeed in it, and would contradict the winner's
+        ""  # argument that names a launcher's config with DeepSpeed in it, which would contradict the winner's
     )
-    negated: dict[str, str] = field(default_factory=dict)  # knob -> the name by which its files switch it off
+    negated: dict[str, str] = field(default_factory=dict)  # knob -> name of the setting that switches it off
 
     def environment(self, ranks: int) -> dict[str, str]:
         return {name: value.replace("RANKS", str(ranks)) for name, value in self.variables.items()}
 
     def arguments(self, argv: Sequence[str], ranks: int) -> list[str]:
-        """The command's words, such that it starts so many ranks with DeepSpeed."""
+        """Return the command's words, changed so that it starts `ranks` ranks with DeepSpeed."""
         words = list(argv)
         if self.superseded and (flag := f"--{self.superseded}") in words:
             del words[words.index(flag) : words.index(flag) + 2]
@@ -46,7 +46,8 @@ class Framework:
 
 
 _SPELT = {"__num_processes", "__nproc_per_node"}
-_BY_ACCELERATE = ("--use_deepspeed", "--num_processes", "RANKS")  # its one launcher that starts CPU ranks, too
+# accelerate is the only launcher of these that also starts CPU ranks
+_BY_ACCELERATE = ("--use_deepspeed", "--num_processes", "RANKS")
 _TRAINER = ("transformers.trainer", "transformers.training_args", "accelerate", "datasets", "peft")
 
 # llamafactory 0.9.5 launcher.py, ms-swift 4.6.0 swift/cli/main.py, axolotl 0.19.0 axolotl/cli/utils/train.py, trl 1.16
@@ -67,7 +68,7 @@ FRAMEWORKS = (
 
 
 def framework_of(script: Script) -> Framework | None:
-    """The framework whose command or module it is."""
+    """Return the framework whose command or module the script is, or None."""
     if script.program is not None:
         return next((one for one in FRAMEWORKS if Path(script.program).name in one.programs), None)
     top = script.target.partition(".")[0] if script.is_module else ""

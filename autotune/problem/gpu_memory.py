@@ -1,7 +1,7 @@
-"""A GPU's memory: its own, or main memory where it has none.
+"""Memory of a GPU: its own, or main memory if it has none.
 
-Integrated GPUs (DGX Spark's GB10, Jetson) share the machine's memory. NVML says of their own that it is not supported, in both
-versions of the call (leptonai/gpud#1170, XuehaiPan/nvitop#208), or that there is none (Syllo/nvtop#411).
+Integrated GPUs (DGX Spark's GB10, Jetson) share the machine's memory. For these NVML reports that both versions of the call are
+not supported (leptonai/gpud#1170, XuehaiPan/nvitop#208), or a size of 0 (Syllo/nvtop#411).
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from typing import Any
 
 from autotune.problem.host import host_available_bytes, host_total_bytes
 
-Sizes = tuple[int, int, int]  # bytes: total, free, kept by the driver; the last is 0 where the driver does not say
+Sizes = tuple[int, int, int]  # bytes: total, free, kept by the driver (0 if the driver does not report it)
 
 
 def memory(lib: Any, handle: Any) -> Sizes:
-    """What a process can have of a device is part of the main memory that is left, where the device has none of its own."""
+    """Return a device's memory. For a device without its own, return main memory, of which a process gets its share."""
     return own_memory(lib, handle) or shared_memory()
 
 
 def shared_memory() -> Sizes:
-    """Of a device that has none of its own: main memory as this process can have it."""
+    """Return main memory as this process can have it, for a device without memory of its own."""
     return host_total_bytes(), host_available_bytes(), 0
 
 
 def own_memory(lib: Any, handle: Any) -> Sizes | None:
-    """None where the device has none."""
+    """Return the device's own memory, or None if it has none."""
     try:
         found = lib.nvmlDeviceGetMemoryInfo(handle, lib.nvmlMemory_v2)
         sizes = int(found.total), int(found.free), int(found.reserved)
-    except (lib.NVMLError_FunctionNotFound, lib.NVMLError_NotSupported):  # before R510
+    except (lib.NVMLError_FunctionNotFound, lib.NVMLError_NotSupported):  # drivers before R510
         try:
             found = lib.nvmlDeviceGetMemoryInfo(handle)
         except lib.NVMLError_NotSupported:

@@ -1,7 +1,7 @@
-"""Which GPUs CUDA shows a process of this environment, and what they have.
+"""GPUs that CUDA shows a process of this environment, and their memory.
 
-NVML is asked, which wakes no CUDA and starts nothing. It counts cards in the order of their PCI buses; CUDA does so only
-with CUDA_DEVICE_ORDER=PCI_BUS_ID, which `group/environment.py` therefore gives every rank unless the user has set it.
+NVML is queried, which creates no CUDA context and starts nothing. NVML numbers cards in the order of their PCI buses. CUDA does
+so only with CUDA_DEVICE_ORDER=PCI_BUS_ID, which `group/environment.py` therefore sets for every rank unless the user has set it.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ _TUNERS_NVML = "autotune_nvml"
 ORDER, BY_BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
 
 
-# A process that was killed gives its memory back over seconds: NVIDIA's driver unmaps it page by page while it exits.
+# A killed process frees its memory over seconds: NVIDIA's driver unmaps it page by page while the process exits.
 LOOK_AGAIN_SECONDS, _MOST_LOOKS = 1.0, 30
-_NOBODYS_BYTES = 512 * MIB  # held by no process that lives: less than that is a desktop's or the driver's
+_NOBODYS_BYTES = 512 * MIB  # bytes held by no living process; a desktop or the driver may hold less than that
 
 
 class GpuError(OSError):
-    """NVML does not answer for a GPU."""
+    """NVML returns an error for a GPU."""
 
 
 class GpuLost(GpuError):
-    """Nor will it: the GPU has fallen off the bus, needs a reset, or the driver is gone."""
+    """GPU lost for good: it has fallen off the bus, needs a reset, or the driver is gone."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A card, or a MIG slice of one, as it is at this moment. Sizes in bytes.
+    """State of a card, or of a MIG slice, at this moment. Sizes in bytes.
 
-    `free_bytes` is the one figure that means the same everywhere: NVML's version 1 counts what the driver keeps as used,
-    version 2 of some drivers does too and of others does not
-    (docs.nvidia.com/deploy/archive/R525/nvml-api/structnvmlMemory__v2__t.html against R590's).
+    Only `free_bytes` has the same meaning everywhere. NVML's version 1 counts the driver's share as used; version 2 does so on
+    some drivers only (docs.nvidia.com/deploy/archive/R525/nvml-api/structnvmlMemory__v2__t.html against R590's).
     """
 
-    label: str  # for people: `GPU 0`, `GPU 0 slice 1`
+    label: str  # for display: `GPU 0`, `GPU 0 slice 1`
     uuid: str
     name: str
     total_bytes: int
-    free_bytes: int  # what a new process can have of it, its CUDA context included
-    reserved_bytes: int  # what the driver keeps for itself; 0 where it does not say
+    free_bytes: int  # bytes that a new process can have, its CUDA context included
+    reserved_bytes: int  # bytes that the driver keeps for itself; 0 if not reported
     holders: dict[int, int]  # bytes by pid, of the processes that NVML shows
-    in_slices: bool = False  # a card in MIG mode: only its slices can be used, and only of them is the memory known
+    in_slices: bool = False  # a card in MIG mode: only its slices can be used, and only their memory is known
     is_slice: bool = False
-    trouble: str = ""  # why it cannot be used: NVML's error
+    trouble: str = ""  # NVML's error if the card cannot be used
     unified: bool = False  # its memory is main memory
 
     @property
     def held_bytes(self) -> int:
-        """What processes hold of it, whether NVML shows them or not; of main memory what it shows, for the rest is not the
-        GPU's."""
+        """Bytes that processes hold, including those that NVML does not show. If the memory is main memory, only processes that
+        NVML shows count.
+        """
         if self.unified:
             return sum(self.holders.values())
         return max(0, self.total_bytes - self.reserved_bytes - self.free_bytes)
@@ -77,17 +77,17 @@ _opened_by: int | None = None  # pid of the process that has initialised NVML; a
 def open_nvml() -> Any:
     """Return NVML's bindings, or None if no driver answers; `driver_trouble` gives the reason.
 
-    NVML is initialised once per process and never shut down: without persistence mode each new opening may wake every card
-    for seconds, and a shutdown by the garbage collector may wait for the bindings' own lock for ever.
+    NVML is initialised once per process and never shut down. Without persistence mode each new opening may wake every card for
+    seconds. A shutdown by the garbage collector may wait for the bindings' own lock for ever.
     """
     return None if driver_error() is not None else _bindings()
 
 
 def _bindings() -> Any:
-    """nvidia-ml-py, of this environment or else the tuner's, whose one file every Python can run.
+    """Return nvidia-ml-py from this environment, or else the tuner's copy, whose one file every Python can run.
 
     Raises:
-        ImportError: there is none.
+        ImportError: nvidia-ml-py is not installed.
     """
     with suppress(ImportError):
         return importlib.import_module("pynvml")
@@ -96,7 +96,7 @@ def _bindings() -> Any:
     spec = importlib.util.spec_from_file_location(_TUNERS_NVML, os.environ.get(NVML_FILE, ""))
     if spec is None or spec.loader is None:
         raise ImportError("nvidia-ml-py is not installed")
-    # under a name of ours: to the user's own code it stays uninstalled
+    # The name is private, so that `import pynvml` still fails in the user's own code.
     sys.modules[_TUNERS_NVML] = found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
@@ -115,7 +115,7 @@ def driver_error() -> Exception | None:
 
 
 def driver_trouble() -> str:
-    """Why the driver does not answer; an empty string where it does, or where this machine has none."""
+    """Return why the driver does not answer; empty if it answers, or if this machine has none."""
     error = driver_error()
     if error is None:
         return ""
@@ -128,7 +128,7 @@ def driver_trouble() -> str:
 
 @contextmanager
 def telling(label: str) -> Iterator[None]:
-    """NVML's errors as GpuError or GpuLost, with the GPU's name."""
+    """Convert NVML's errors to GpuError or GpuLost, with the GPU's name."""
     pynvml = _bindings()
     gone = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
     try:
@@ -139,7 +139,7 @@ def telling(label: str) -> Iterator[None]:
 
 
 def holders(lib: Any, handle: Any) -> dict[int, int]:
-    """Bytes by pid of the processes on a device that NVML shows. A container hides those outside of it, and often all."""
+    """Return bytes by pid of the processes on a device that NVML shows. A container hides those outside of it, and often all."""
     found: dict[int, int] = {}
     for listed in (lib.nvmlDeviceGetComputeRunningProcesses, lib.nvmlDeviceGetGraphicsRunningProcesses):
         with suppress(lib.NVMLError_FunctionNotFound, lib.NVMLError_NotSupported, lib.NVMLError_NoPermission):
@@ -149,13 +149,13 @@ def holders(lib: Any, handle: Any) -> dict[int, int]:
 
 
 def holders_text(by_pid: dict[int, int]) -> str:
-    """`python3 (pid 4711) 12.00 GiB, …`, the largest first."""
+    """Format the largest holders first, like `python3 (pid 4711) 12.00 GiB, …`."""
     largest = sorted(by_pid.items(), key=lambda item: -item[1])[:4]
     return ", ".join(f"{name_of(pid) or 'a process'} (pid {pid}) {format_bytes(held)}" for pid, held in largest)
 
 
 def free_by_uuid() -> dict[str, int]:
-    """Free bytes of every whole card and slice that this process may use; nothing where there is no driver."""
+    """Return free bytes of every whole card and slice that this process may use; empty without a driver."""
     lib = open_nvml()
     if lib is None:
         return {}
@@ -165,7 +165,7 @@ def free_by_uuid() -> dict[str, int]:
 
 
 def bytes_of(pid: int, uuid: str) -> int | None:
-    """What a process holds of a device; None where NVML does not show it, as in most containers."""
+    """Return the bytes that a process holds on a device; None if NVML does not show them, as in most containers."""
     lib = open_nvml()
     if lib is None:
         return None
@@ -178,16 +178,16 @@ def bytes_of(pid: int, uuid: str) -> int | None:
 
 
 def all_cards() -> list[Gpu]:
-    """The cards that this process may use, in the order of their PCI buses; nothing where there is no driver."""
+    """Return the cards that this process may use, in the order of their PCI buses; empty without a driver."""
     lib = open_nvml()
     return [gpu for _, gpu in _cards(lib)] if lib is not None else []
 
 
 def visible_gpus() -> list[Gpu]:
-    """What CUDA_VISIBLE_DEVICES leaves visible, in CUDA's order; nothing where there is no driver.
+    """Return the devices that CUDA_VISIBLE_DEVICES leaves visible, in CUDA's order; empty without a driver.
 
-    A process sees at most one MIG slice, the first of those that it could, and beside it no whole card (NVIDIA's MIG user
-    guide, "CUDA Device Enumeration").
+    A process sees at most one MIG slice, the first of the visible ones, and then no whole card (NVIDIA's MIG user guide, "CUDA
+    Device Enumeration").
 
     Raises:
         GpuError: the driver does not answer.
@@ -209,8 +209,9 @@ def visible_gpus() -> list[Gpu]:
 
 
 def settled_gpus(count: int | None) -> list[Gpu]:
-    """`visible_gpus`, once the first `count` of them (None: all) get no memory back from processes that have just ended:
-    a study that was killed and is started again must not take its own ranks' memory for a neighbour's.
+    """Return `visible_gpus` once the first `count` (None: all) regain no more memory from processes that have just ended.
+
+    A study that was killed and restarted must not mistake its own ranks' memory for GPU contention.
 
     Raises:
         GpuError: the driver does not answer.
@@ -227,18 +228,19 @@ def settled_gpus(count: int | None) -> list[Gpu]:
 
 
 def _nobodys(gpu: Gpu) -> bool:
-    """Whether much of its memory is held by no process that this one sees alive."""
+    """Check that much of the GPU's memory is held by no living process."""
     alive = sum(held for pid, held in gpu.holders.items() if runs(pid))
     return gpu.held_bytes - alive > _NOBODYS_BYTES
 
 
 def selected(wanted: str | None, uuids: Sequence[str]) -> list[int]:
-    """Places of the cards that a value of CUDA_VISIBLE_DEVICES leaves visible, by torch's reading of CUDA's rules
-    (`torch.cuda._parse_visible_devices`): numbers are read as far as they go (`1gpu` is 1), the first that is no card's ends
-    the list, and one that comes twice leaves nothing.
+    """Return the indices of the cards that a value of CUDA_VISIBLE_DEVICES leaves visible.
+
+    The rules are CUDA's as torch reads them (`torch.cuda._parse_visible_devices`). The leading digits of a word count (`1gpu` is
+    1). The first number without a card ends the list. A repeated number leaves no card.
 
     Args:
-        wanted: None where the variable is not set.
+        wanted: None if the variable is not set.
         uuids: of all cards, in CUDA's order.
     """
     if wanted is None:
@@ -259,7 +261,7 @@ def selected(wanted: str | None, uuids: Sequence[str]) -> list[int]:
 
 
 def by_uuid(wanted: str, kind: str, uuids: Sequence[str]) -> list[int]:
-    """Places of devices by the first characters of their UUIDs, as many as make them unique."""
+    """Return the indices of devices by unambiguous prefixes of their UUIDs."""
     texts: list[str] = []
     for part in wanted.split(","):
         if part in texts:
@@ -279,39 +281,43 @@ def by_uuid(wanted: str, kind: str, uuids: Sequence[str]) -> list[int]:
 
 
 def order_is_unknown(count: int) -> bool:
-    """Whether NVML cannot know which `count` cards CUDA takes: the user has it count in another order, by which it takes
-    some of several unlike cards."""
+    """Check that NVML cannot determine which `count` cards CUDA takes.
+
+    The case arises if the user sets another order for CUDA and only some of several unlike cards are used.
+    """
     return os.environ.get(ORDER, BY_BUS) != BY_BUS and _order_matters() and count < len(all_cards())
 
 
 def order_to_set() -> dict[str, str]:
-    """What a training needs in its environment for its GPUs to be those of this module."""
+    """Return the variables that make a training's GPU numbers match those of this module."""
     return {ORDER: BY_BUS} if ORDER not in os.environ and _order_matters() else {}
 
 
 def _order_matters() -> bool:
-    """Whether an index means one card by bus and may mean another by speed: cards are unlike, and not named by UUID."""
+    """Check that an index may mean different cards by bus and by speed: cards are unlike, and not named by UUID."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith(("GPU-", "MIG-"))
     return not named and len({card.name for card in all_cards()}) > 1
 
 
 def compute_capabilities() -> list[str]:
-    """`["8.0", "9.0"]` of the GPUs that CUDA shows, lowest first; empty where no driver answers."""
+    """Return the compute capabilities of the visible GPUs, like `["8.0", "9.0"]`, lowest first; empty without a driver."""
     found: set[tuple[int, int]] = set()
     visible = visible_gpus()
     lib = open_nvml()
     for gpu in visible if lib is not None else []:
         with suppress(lib.NVMLError):
             handle = lib.nvmlDeviceGetHandleByUUID(gpu.uuid)
-            with suppress(lib.NVMLError):  # a slice's card knows it
+            with suppress(lib.NVMLError):  # the slice's card has the capability
                 handle = lib.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
             found.add(tuple(lib.nvmlDeviceGetCudaComputeCapability(handle)))
     return [f"{major}.{minor}" for major, minor in sorted(found)]
 
 
 def _cards(lib: Any, with_holders: bool = True) -> list[tuple[Any, Gpu]]:
-    """Handles and cards; without those that this process may not open (a Slurm step's cgroup leaves them out): the count
-    includes them, and CUDA does not (nvmlDeviceGetCount_v2)."""
+    """Return handles and cards, without cards that this process may not open (a Slurm step's cgroup excludes them).
+
+    NVML's count includes such cards, and CUDA's does not (nvmlDeviceGetCount_v2).
+    """
     found: list[tuple[Any, Gpu]] = []
     with telling("NVIDIA's driver"):
         count = lib.nvmlDeviceGetCount()
@@ -331,7 +337,7 @@ def _cards(lib: Any, with_holders: bool = True) -> list[tuple[Any, Gpu]]:
 def _look(
     lib: Any, handle: Any, label: str, with_holders: bool = True, *, in_slices: bool = False, is_slice: bool = False
 ) -> Gpu:
-    # Of a card in MIG mode only an administrator may ask for memory and processes.
+    # Memory and processes of a card in MIG mode are visible to administrators only.
     own = (0, 0, 0) if in_slices else own_memory(lib, handle)
     total, free, reserved = own or shared_memory()
     return Gpu(
@@ -351,7 +357,7 @@ def _look(
 def _in_slices(lib: Any, handle: Any) -> bool:
     try:
         return bool(lib.nvmlDeviceGetMigMode(handle)[0])
-    except lib.NVMLError:  # no card that could be
+    except lib.NVMLError:  # the card does not support MIG
         return False
 
 
@@ -359,7 +365,7 @@ def _slices(lib: Any, handle: Any, card: Gpu) -> list[Gpu]:
     found: list[Gpu] = []
     if card.in_slices:
         for index in range(lib.nvmlDeviceGetMaxMigDeviceCount(handle)):
-            with suppress(lib.NVMLError):  # there are gaps
+            with suppress(lib.NVMLError):  # indices may have gaps
                 own = lib.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
                 found.append(_look(lib, own, f"{card.label} slice {len(found)}", is_slice=True))
     return found

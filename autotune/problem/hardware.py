@@ -1,4 +1,4 @@
-"""What a job is trained on: detected through NVML and psutil, or named (`--gpu rtx3090`). Creates no CUDA context."""
+"""Hardware of a job: detected through NVML and psutil, or named (`--gpu rtx3090`). No CUDA context is created."""
 
 from __future__ import annotations
 
@@ -30,39 +30,39 @@ from autotune.units import GIB, format_bytes
 __all__ = ["GpuFacts", "Hardware", "detect", "facts_for", "gpu_table", "named_gpu", "named_hardware"]
 
 
-# What a GPU's share of its node's network is, one direction: one adapter a GPU in NVIDIA's reference servers, 200 Gbit/s
-# with A100 and 400 Gbit/s from Hopper on (DGX A100 and H100 user guides), four of 100 Gbit/s for eight V100 (DGX-1).
-# Servers of PCIe cards have one 100 Gbit/s adapter (NVIDIA's EGX reference designs): that is of the whole node.
+# GB/s of each GPU's share of its node's network, one direction. NVIDIA's reference servers have one adapter a GPU: 200 Gbit/s
+# with A100, 400 Gbit/s from Hopper on (DGX A100 and H100 user guides). DGX-1 has four of 100 Gbit/s for eight V100. Servers of
+# PCIe cards have one 100 Gbit/s adapter for the whole node (NVIDIA's EGX reference designs).
 _NETWORK_GB_PER_S = {"v100": 6.25, "a100": 25.0, "h100": 50.0, "h200": 50.0, "b200": 50.0}
 _NETWORK_GB_PER_S |= {"gh200": 50.0, "gb200": 50.0}
 _PCIE_NODE_NETWORK_GB_PER_S = 12.5
 
-# How far two capacities may lie apart and count as alike, as a share of the larger: machines bought together, and one machine
-# from day to day, differ by what the driver and a desktop take of a card, and by what runs beside in main memory.
+# Largest difference of two capacities that count as alike, as a share of the larger. Machines bought together, and one machine
+# over time, differ by the memory that the driver, a desktop and other processes take.
 CARD_APART, MAIN_MEMORY_APART = 0.02, 0.25
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The devices that a study uses, of one machine or of several alike."""
+    """Devices that a study uses, on one machine or on several alike."""
 
     device: str  # "cuda" or "cpu"
-    name: str  # of the device model
-    count: int  # ranks' devices used, of all nodes together
-    memory_bytes: int  # of one device, all that it has
-    memory_cap_bytes: int | None  # what one rank may use of it, where the user said
-    host_memory_bytes: int  # what the study may take of one node's main memory, as it was when it was detected
+    name: str  # name of the device model
+    count: int  # devices used by ranks, over all nodes
+    memory_bytes: int  # bytes of one device, all of its memory
+    memory_cap_bytes: int | None  # bytes that one rank may use of it; None: no limit by the user
+    host_memory_bytes: int  # bytes of one node's main memory available to the study at detection
     facts: str | None = None  # name of the GpuFacts row
     headroom: float = 0.05  # share of the capacity that a winner leaves free
     bf16: bool = True
-    rates: dict[str, Any] | None = None  # GpuFacts given outright, where no row of the table is meant
-    taken_bytes: int = 0  # of one device's memory, by the driver and by other processes when the hardware was detected
-    gpus: tuple[str, ...] = ()  # UUIDs of the devices, by rank; of CPU ranks and named GPUs none
-    environment: dict[str, str] = field(default_factory=dict)  # what a training needs set to get these very devices
+    rates: dict[str, Any] | None = None  # GpuFacts given directly, if no row of the table applies
+    taken_bytes: int = 0  # bytes of one device that the driver and other processes held at detection
+    gpus: tuple[str, ...] = ()  # UUIDs of the devices, by rank; empty for CPU ranks and named GPUs
+    environment: dict[str, str] = field(default_factory=dict)  # variables that give a training exactly these devices
     nodes: int = 1
-    threads: int | None = None  # CPU threads a rank, as nodes have said; None: a share of this machine's
-    unified: bool = False  # the GPU has no memory of its own: it is main memory, and offloading to that frees nothing
-    sliced: bool = False  # one of the nodes is there, and stands for all of them
+    threads: int | None = None  # CPU threads per rank, as reported by the nodes; None: a share of this machine's
+    unified: bool = False  # GPU memory is main memory, so that offloading to the CPU frees nothing
+    sliced: bool = False  # node slice: only one of the nodes is present and stands for all
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.count % self.nodes:
@@ -72,17 +72,17 @@ class Hardware:
 
     @property
     def per_node(self) -> int:
-        """Devices in each node."""
+        """Number of devices in each node."""
         return self.count // self.nodes
 
     @property
     def processes(self) -> int:
-        """Ranks that are run: all, or those of the one node that is there."""
+        """Number of ranks that run: all, or those of the one node of a slice."""
         return self.per_node if self.sliced else self.count
 
     @property
     def network_gb_per_s(self) -> float:
-        """Of one node to the others, one direction; what the rates say, or by the class of the card."""
+        """GB/s from one node to the others, one direction: from the rates, or estimated from the class of the card."""
         facts = self.gpu_facts
         if facts is not None and facts.network_gb_per_s:
             return facts.network_gb_per_s
@@ -93,13 +93,15 @@ class Hardware:
 
     @property
     def capacity_bytes(self) -> int:
-        """Memory that one rank may use: what a new process could have of its device when the hardware was detected, its
-        CUDA context included, or the user's cap where that is less. Measured peaks are of the same quantity."""
+        """Bytes that one rank may use; measured peaks are compared with this.
+
+        They are the bytes that a new process could have at detection, its CUDA context included, or the user's cap if smaller.
+        """
         free = self.memory_bytes - self.taken_bytes
         return min(free, self.memory_cap_bytes or free)
 
     def capped(self, memory_cap_bytes: int | None) -> Hardware:
-        """The same, of which a rank may use no more than the cap; None: as it is.
+        """Return this hardware with a cap on each rank's memory; None keeps the present cap.
 
         Raises:
             UserError: the cap is above the capacity.
@@ -113,12 +115,14 @@ class Hardware:
 
     @property
     def ceiling_bytes(self) -> int:
-        """Memory that a winner may use: the capacity less the headroom."""
+        """Bytes that a winner may use: the capacity less the headroom."""
         return int(self.capacity_bytes * (1 - self.headroom))
 
     def outgrew(self, ran_out: Kind, capacity_bytes: int | None) -> bool:
-        """Whether there is clearly more now than that, of a rank's device or (OOM_HOST) of a node's main memory: what ran out
-        of it may fit. None: it was as much as now."""
+        """Check that the present capacity is clearly larger than `capacity_bytes`, so that a candidate with an OOM may fit now.
+
+        The capacity is a rank's device, or for OOM_HOST a node's main memory. None means the present capacity.
+        """
         of_host = ran_out is Kind.OOM_HOST
         apart = CARD_APART if self.device == "cuda" and not (self.unified or of_host) else MAIN_MEMORY_APART
         now = self.host_memory_bytes if of_host else self.capacity_bytes
@@ -126,7 +130,7 @@ class Hardware:
 
     @property
     def gpu_facts(self) -> GpuFacts | None:
-        """Of any GPU: of one that is no row of the table, and of a slice, they are estimated. None: CPU ranks."""
+        """Facts of the GPU, estimated for a slice or a GPU without a row in the table. None: CPU ranks."""
         if self.rates:
             return GpuFacts(**self.rates)
         if self.device != "cuda":
@@ -155,10 +159,10 @@ class Hardware:
 def named_hardware(
     name: str, count: int, *, host_memory_bytes: int | None = None, headroom: float = 0.05, nodes: int = 1
 ) -> Hardware:
-    """`count` GPUs of the named model in `nodes` machines, none of which need be this one; host memory is of one of them.
+    """Return `count` GPUs of the named model in `nodes` machines; this machine need not have any. Host memory is per machine.
 
     Raises:
-        UserError: no such GPU, or counts that make no sense.
+        UserError: no such GPU, or impossible counts.
     """
     if not 1 <= count <= 4096:
         raise UserError(f"--gpus {count}: expected 1 to 4096")
@@ -171,10 +175,10 @@ def named_hardware(
 
 
 def detect(device: str, gpus: int | None, *, memory_cap_bytes: int | None = None, headroom: float = 0.05) -> Hardware:
-    """The machine's own devices; `gpus=None` takes all GPUs, or two CPU ranks where there is none.
+    """Detect this machine's devices; `gpus=None` takes all GPUs, or two CPU ranks if there is no GPU.
 
     Raises:
-        UserError: fewer devices than asked for, a GPU that cannot be used where none is asked for, or a cap above the
+        UserError: there are fewer devices than requested, a GPU is unusable and none is requested, or the cap exceeds the
             capacity.
     """
     if gpus is not None and gpus < 1:
@@ -235,8 +239,8 @@ def _detect_cuda(visible: list[Gpu], gpus: int | None) -> Hardware:
             f"{ORDER}={os.environ[ORDER]} with unlike GPUs: only CUDA knows which {count} it puts first; "
             f"set {ORDER}={BY_BUS}, or name them by UUID in CUDA_VISIBLE_DEVICES"
         )
-    memory = min(one.total_bytes for one in used)  # the smallest decides what fits
-    facts = None if used[0].is_slice else facts_for(used[0].name, memory)  # the table's rates are whole cards'
+    memory = min(one.total_bytes for one in used)  # the smallest GPU decides whether a candidate fits
+    facts = None if used[0].is_slice else facts_for(used[0].name, memory)  # the table's rates are those of whole cards
     told = None if facts or used[0].is_slice else told_by_driver(used[0].uuid)
     rates = unlisted(used[0].name, memory, told, unified=used[0].unified) if told else None
     return Hardware(

@@ -1,8 +1,8 @@
-"""Main memory as this process can have it: the machine's, cut by every cgroup above the process.
+"""Main memory available to this process: the machine's, limited by every cgroup above the process.
 
-The limit that counts stands in the process's own cgroup or in any ancestor of it (Slurm's steps, systemd's slices, a
-container without a cgroup namespace), not at the root of `/sys/fs/cgroup`. Where nothing is limited the machine decides.
-Swap is never counted: pinned memory cannot be swapped, and a step that swaps is no step that anybody wants.
+The effective limit is set in the process's own cgroup or in any ancestor, not at the root of `/sys/fs/cgroup`. Examples are
+Slurm's steps, systemd's slices and containers without a cgroup namespace. Without a limit the machine's memory counts. Swap never
+counts: pinned memory cannot be swapped, and a step that swaps is too slow to be useful.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ PROC = Path("/proc/self")
 
 @dataclass(frozen=True)
 class _Controller:
-    """What one version of cgroups calls its files: Linux, Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst."""
+    """File names of one version of cgroups: Linux, Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst."""
 
     filesystem: str
     limits: tuple[str, ...]  # above `high` the kernel does not kill, but slows the group to a crawl
     used: str
-    reclaimable: tuple[str, str]  # lines of memory.stat: cached files, which the kernel gives back
-    inherited: str  # line of memory.stat: the tightest limit above, also of groups that a container does not see
-    events: str  # counts the kernel's kills
+    reclaimable: tuple[str, str]  # lines of memory.stat: cached files, which the kernel reclaims
+    inherited: str  # line of memory.stat: the tightest limit above, including groups that a container does not see
+    events: str  # file that counts the kernel's kills
 
 
 _V1 = _Controller(
@@ -45,20 +45,25 @@ _V2 = _Controller(
 
 
 def host_total_bytes() -> int:
-    """The machine's main memory, or the tightest limit of a cgroup above this process."""
+    """Return the bytes of the machine's main memory, or the tightest limit of a cgroup above this process."""
     machine = main_memory().total
     return min([machine, *(limit for limit, _ in _limited(machine))])
 
 
 def host_available_bytes() -> int:
-    """What may still be taken before the kernel kills: the machine's available memory, or the least that a limited cgroup
-    above this process has left. Cached files count as left, as they do in the machine's own figure."""
+    """Return the bytes that this process may still take before the kernel kills it.
+
+    They are the machine's available memory, or the least that a limited cgroup above this process has left. Cached files count as
+    free, as they do in the machine's own figure.
+    """
     machine = main_memory()
     return max(0, min([machine.available, *(limit - used for limit, used in _limited(machine.total))]))
 
 
 def kernel_oom_kills() -> int:
-    """How many processes the kernel has killed for want of memory: of this process's own cgroup, else of the machine."""
+    """Return the number of processes that the kernel killed for lack of memory, in this process's own cgroup or else on the
+    machine.
+    """
     for file in (*(folder / controller.events for folder, controller in _groups()), Path("/proc/vmstat")):
         for line in _lines(file):
             if line.startswith("oom_kill "):
@@ -67,13 +72,16 @@ def kernel_oom_kills() -> int:
 
 
 def _limited(machine_bytes: int) -> Iterator[tuple[int, int]]:
-    """(limit, used) in bytes of every cgroup above this process that has less than the machine. Cached files that the
-    kernel would simply give back are not used."""
+    """Yield (limit, used) in bytes of every cgroup above this process with less memory than the machine.
+
+    Cached files that the kernel would reclaim do not count as used.
+    """
     for folder, controller in _groups():
         limits = [_number(line) for file in controller.limits for line in _lines(folder / file)]
-        # version 1 says "no limit" by a number that no machine has, version 2 by a word
+        # Version 1 writes "no limit" as a number above any machine's memory, version 2 as a word.
         limit = min(limits, default=math.inf)
-        if controller.inherited or limit < machine_bytes:  # to read it has the kernel add up what all CPUs count
+        # Reading memory.stat makes the kernel sum the counts of all CPUs, so that it is read only if needed.
+        if controller.inherited or limit < machine_bytes:
             stat = dict(line.partition(" ")[::2] for line in _lines(folder / "memory.stat"))
             limit = min(limit, _number(stat.get(controller.inherited, "")))
         if limit < machine_bytes:
@@ -83,14 +91,15 @@ def _limited(machine_bytes: int) -> Iterator[tuple[int, int]]:
 
 @functools.cache
 def _groups() -> tuple[tuple[Path, _Controller], ...]:
-    """The folders of this process's memory cgroup and of all above it that can be seen; the same for all its life."""
+    """Return the folders of this process's memory cgroup and of all visible ancestors; they do not change during its life."""
     paths = _paths()
     found: list[tuple[Path, _Controller]] = []
     for controller, mount, root in _mounts():
         path = paths.get(controller.filesystem)
         if path is None:
             continue
-        # Inside a container the mount shows only what is below `root`; a path elsewhere is that of the namespace's root.
+        # Inside a container the mount shows only the hierarchy below `root`. A path outside of it is relative to the namespace's
+        # root.
         inner = path[len(root) :] if root != "/" and path.startswith(root) else path
         own = mount if inner.startswith("/..") else mount / inner.strip("/")
         own = own if own.is_dir() else mount
@@ -99,7 +108,7 @@ def _groups() -> tuple[tuple[Path, _Controller], ...]:
 
 
 def _paths() -> dict[str, str]:
-    """File system of a version of cgroups -> this process's path in its memory hierarchy."""
+    """Return a mapping from the file system of each cgroup version to this process's path in its memory hierarchy."""
     found = {}
     for line in _lines(PROC / "cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -111,7 +120,7 @@ def _paths() -> dict[str, str]:
 
 
 def _mounts() -> Iterator[tuple[_Controller, Path, str]]:
-    """(controller, where it is mounted, which part of the hierarchy is mounted there); proc(5), /proc/pid/mountinfo."""
+    """Yield (controller, mount point, mounted part of the hierarchy). Source: proc(5), /proc/pid/mountinfo."""
     for line in _lines(PROC / "mountinfo"):
         mounted, _, kind = line.partition(" - ")
         filesystem, _, options = kind.split(" ", 2)

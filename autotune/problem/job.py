@@ -1,4 +1,4 @@
-"""What is trained. A Job is frozen; every study belongs to exactly one."""
+"""Job: the training to tune. A Job is frozen, and every study belongs to exactly one Job."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from autotune.masking import learn_data, learn_words
 from autotune.problem.models import ModelSpec
 from autotune.problem.tasks import CAUSAL, SEQ2SEQ, TASKS
 
-MOST_BATCH = 2**31  # sequences an optimizer step
+MOST_BATCH = 2**31  # sequences per optimizer step
 PRECISIONS = ("bf16", "fp16", "fp32")
-# `adamw` is torch's, fused: what Hugging Face's Trainer uses by default; offloaded, DeepSpeed replaces it by its own.
+# `adamw` is torch's fused AdamW, the default of Hugging Face's Trainer. If it is offloaded, DeepSpeed replaces it by its own.
 OPTIMIZERS = ("adamw", "adam", "fused_adam", "lion", "sgd", "adagrad")
 
 
@@ -30,12 +30,13 @@ class Lora:
     """Low-rank adapters instead of full training."""
 
     rank: int
-    targets: tuple[str, ...] = ("all-linear",)  # names of modules, or that word
+    targets: tuple[str, ...] = ("all-linear",)  # names of modules, or `all-linear`
     alpha: int | None = None  # None: twice the rank
-    saved: tuple[str, ...] = ()  # names of modules that are trained whole beside the adapters (peft's modules_to_save)
-    dropout: float = 0.0  # of what each adapter reads: a copy of it and a mask are kept for backward
+    # names of modules that are trained in full, besides the adapters (peft's modules_to_save)
+    saved: tuple[str, ...] = ()
+    dropout: float = 0.0  # share of each adapter's input; backward keeps a copy of the input and a mask
     fp32: bool = (
-        False  # adapters in 32 bits on 16-bit weights, as peft makes them; DeepSpeed's engine makes all 16 bits again
+        False  # adapters in 32 bits on 16-bit weights, as peft makes them; DeepSpeed's engine casts all to 16 bits
     )
 
     @classmethod
@@ -50,12 +51,12 @@ class Lora:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What older studies do not know is left out where it is not used."""
+        """Return the fields as JSON; unused fields that older studies do not know are left out."""
         data = dataclasses.asdict(self)
         return {name: value for name, value in data.items() if value or name not in ("saved", "dropout", "fp32")}
 
     def __str__(self) -> str:
-        """As `parse_lora` reads it."""
+        """Return the text that `parse_lora` reads."""
         targets = "" if self.targets == ("all-linear",) else f",targets={'+'.join(self.targets)}"
         alpha = f",alpha={self.alpha}" if self.alpha is not None else ""
         saved = f",saved={'+'.join(self.saved)}" if self.saved else ""
@@ -64,10 +65,10 @@ class Lora:
 
 
 def parse_lora(text: str) -> Lora:
-    """`r=16,targets=all-linear,alpha=32,saved=lm_head,dropout=0.05,dtype=fp32`; several targets are joined by `+`.
+    """Parse adapters like `r=16,targets=all-linear,alpha=32,saved=lm_head,dropout=0.05,dtype=fp32`; `+` joins several targets.
 
     Raises:
-        UserError: the text is not written like that, or the rank or the dropout is out of range.
+        UserError: the text has another form, or the rank or the dropout is out of range.
     """
     values: dict[str, str] = {}
     for part in text.split(","):
@@ -91,32 +92,32 @@ def parse_lora(text: str) -> Lora:
 
 @dataclass(frozen=True)
 class ArgumentFile:
-    """A YAML or JSON file that a command names, and that holds arguments of its training."""
+    """YAML or JSON file that a command names and that holds arguments of its training."""
 
-    at: int  # index of the word that names it, in `Script.argv`, or in `Script.launcher`
+    at: int  # index of the word that names it, in `Script.argv` or in `Script.launcher`
     path: str
     text: str
-    data: dict[str, Any]  # as parsed, so that a rank needs no parser
-    launcher: bool = False  # whether its launcher reads it
+    data: dict[str, Any]  # parsed, so that a rank needs no parser
+    launcher: bool = False  # read by the launcher, not by the script
 
 
 @dataclass(frozen=True)
 class Script:
-    """A user's own training script: the command typed after `--`, its folder, and the flags that carry knobs."""
+    """User's own training script: the command typed after `--`, its folder, and the flags that carry knobs."""
 
     argv: tuple[str, ...]  # the script, `-m` and a module, or an installed command's name, then its arguments
     cwd: str
-    flags: tuple[tuple[str, str], ...] = ()  # (knob, flag) as the user declared them
-    worst_case: bool = False  # every batch is padded to the longest that the script allows
-    ds_config: str | None = None  # file for scripts that leave DeepSpeed to `accelerate launch`
-    profile: dict[str, Any] = field(default_factory=dict)  # what running it as it is showed
-    launcher: tuple[str, ...] = ()  # typed before it, with its options, see `command_line.CommandLine`
-    environment: tuple[tuple[str, str], ...] = ()  # (name, value) typed before that
-    program: str | None = None  # the file of an installed command
+    flags: tuple[tuple[str, str], ...] = ()  # (knob, flag) pairs that the user declared
+    worst_case: bool = False  # every batch is padded to the longest sequence that the script allows
+    ds_config: str | None = None  # config file for scripts that leave DeepSpeed to `accelerate launch`
+    profile: dict[str, Any] = field(default_factory=dict)  # findings of the probe run
+    launcher: tuple[str, ...] = ()  # launcher and its options, see `command_line.CommandLine`
+    environment: tuple[tuple[str, str], ...] = ()  # (name, value) typed before the launcher
+    program: str | None = None  # file of an installed command
     files: tuple[ArgumentFile, ...] = ()
 
     def __post_init__(self) -> None:
-        """Learn the secrets of the command, so that no text of this process shows them."""
+        """Register the command's secrets, so that this process masks them in every text."""
         learn_words([*self.launcher, *self.argv])
         learn_data(dict(self.environment))
         for one in self.files:
@@ -141,34 +142,34 @@ class Script:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """What is typed after it."""
+        """Words typed after the target."""
         return self.argv[2:] if self.is_module else self.argv[1:]
 
     @property
     def name(self) -> str:
-        """Short, for studies and tables."""
+        """Short name for studies and tables."""
         return self.target.split(".")[-1] if self.is_module else Path(self.target).stem
 
     @property
     def path(self) -> Path | None:
-        """The script's file; None for a module."""
+        """The script's file, or an installed command's; None for a module."""
         if self.program is not None:
             return Path(self.program)
         return None if self.is_module else Path(self.cwd) / self.target
 
     @property
     def holds_batch(self) -> bool:
-        """Whether its batch is its own, whatever it is told: then it is told none."""
+        """True if the script always trains on its own batch. Then no batch knobs are passed to it."""
         return bool(self.profile.get("batch_note"))
 
     @property
     def variables(self) -> dict[str, str]:
-        """What its code was seen to set of the device's variables, in time for a plain run and too late for a rank."""
+        """Device variables that the script's code was seen to set: in time for a plain run, too late for a rank."""
         return dict(self.profile.get("variables", {}))
 
     @property
     def key(self) -> str:
-        """A hash of the command and the texts of its files: what was learnt of one script is not used for another."""
+        """Hash of the command and the texts of its files. Findings of one script are not used for another."""
         text = self.path.read_bytes() if self.path and self.path.is_file() else b""
         known: list[Any] = [self.argv, self.cwd, self.flags, self.worst_case, self.ds_config]
         if self.launcher or self.environment or self.files:
@@ -178,26 +179,28 @@ class Script:
 
 @dataclass(frozen=True)
 class Job:
-    """Model, data shape and arithmetic of a training; everything a trial must keep as it is."""
+    """Model, data shape and arithmetic of a training: everything that all trials keep unchanged."""
 
     model: ModelSpec
     ranks: int
-    seq_len: int  # tokens a sequence, an image's included; of an encoder-decoder those of the source, and of the target
+    # tokens per sequence, an image's included; for an encoder-decoder, of the source and of the target each
+    seq_len: int
     precision: str = "bf16"
     optimizer: str = "adamw"
-    global_batch_size: int | None = None  # sequences an optimizer step, over all ranks
+    global_batch_size: int | None = None  # sequences per optimizer step, over all ranks
     base_config: dict[str, Any] = field(default_factory=dict)  # the user's own DeepSpeed config
-    script: Script | None = None  # what is trained, where it is not the model with synthetic batches
-    workload: str | None = None  # `package.module:function` that gives model and batches
+    script: Script | None = None  # script to train, if it is not the model with synthetic batches
+    workload: str | None = None  # `package.module:function` that returns model and batches
     lora: Lora | None = None
-    attention: str | None = None  # transformers' attn_implementation; None: its own choice
+    attention: str | None = None  # transformers' attn_implementation; None: its default
     compiled: bool = False  # DeepSpeed's engine.compile()
-    lengths: tuple[tuple[int, int], ...] = ()  # (tokens, how often) of a data set; `seq_len` is then the longest
-    packed: bool = False  # sequences of those lengths are laid end to end until a row of `seq_len` is full
+    lengths: tuple[tuple[int, int], ...] = ()  # (tokens, count) pairs of a data set; `seq_len` is then the longest
+    packed: bool = False  # sequences of those lengths are packed end to end into rows of `seq_len`
     task: str = CAUSAL  # one of `tasks.TASKS`: the head and its loss
     liger: bool = False  # Liger's fused kernels in place of the model's own
-    image_size: int | None = None  # pixels of an image's height and width, where the configuration does not tell
-    torch_alone: bool = False  # no DeepSpeed: stage 0 is DistributedDataParallel, stage 3 FullyShardedDataParallel
+    image_size: int | None = None  # pixels of an image's height and width, if the configuration does not give them
+    # plain torch without DeepSpeed: stage 0 is DistributedDataParallel, stage 3 FullyShardedDataParallel
+    torch_alone: bool = False
 
     def __post_init__(self) -> None:
         learn_data(self.base_config)
@@ -232,9 +235,9 @@ class Job:
         unused = "script workload lora attention compiled lengths packed liger image_size torch_alone"
         for name in unused.split():
             if not data[name]:
-                del data[name]  # what is not used does not make an older study another's
-        if script := data.get("script"):  # nor does what this one is started without
-            script["profile"].pop("sources", None)  # a fingerprint has them beside the job
+                del data[name]  # unused fields must not change an older study's key
+        if script := data.get("script"):  # the same holds for unused fields of the script
+            script["profile"].pop("sources", None)  # a fingerprint holds them outside the job
             for name in [one for one in ("launcher", "environment", "program", "files") if not script[one]]:
                 del script[name]
         if self.lora:
@@ -244,7 +247,7 @@ class Job:
         return data
 
     def order(self) -> dict[str, Any]:
-        """Return the job as a process receives it that builds its model. All such processes are started with this."""
+        """Return the job in the form that every process which builds its model receives."""
         return self.to_json()
 
     @classmethod
@@ -264,8 +267,10 @@ class Job:
 
     @property
     def plain(self) -> bool:
-        """Whether weights, gradients and states are all in 16 bits, without 32-bit masters: plain torch, or DeepSpeed with the
-        precision's section switched off."""
+        """True if weights, gradients and states are all in 16 bits, without 32-bit masters.
+
+        Plain torch does this, and DeepSpeed if the precision's section is switched off.
+        """
         section = self.base_config.get(self.precision)
         return isinstance(section, dict) and section.get("enabled") is False
 
@@ -276,7 +281,7 @@ class Job:
 
     @property
     def autocast(self) -> str | None:
-        """`bfloat16` or `float16` where forward runs under torch's autocast (DeepSpeed's section `torch_autocast`)."""
+        """`bfloat16` or `float16` if forward runs under torch's autocast (DeepSpeed's section `torch_autocast`), else None."""
         section = self.base_config.get("torch_autocast")
         if not isinstance(section, dict) or section.get("enabled") is not True:
             return None
@@ -288,19 +293,21 @@ class Job:
 
     @property
     def optimizer_kind(self) -> str:
-        """The type of the optimizer in lower case: the one in the user's own config, or else the job's."""
+        """Type of the optimizer in lower case: from the user's own config, or else the job's."""
         return str(self.own_optimizer.get("type", self.optimizer)).lower()
 
     @property
     def own_optimizer(self) -> dict[str, Any]:
-        """The `optimizer` section of the user's own config; empty where it has none, or a word."""
+        """The `optimizer` section of the user's own config; empty if it is missing or not an object."""
         section = self.base_config.get("optimizer")
         return section if isinstance(section, dict) else {}
 
     @property
     def tokens_per_sample(self) -> float:
-        """Mean tokens a sequence, without padding, of an encoder-decoder source and target together; for a script the mean of
-        its first steps, over all forwards of a sample."""
+        """Mean tokens per sequence without padding; source and target of an encoder-decoder together.
+
+        For a script it is the mean of its first steps, over all forwards of a sample.
+        """
         if self.script is not None and self.script.profile.get("tokens_per_sample"):
             return float(self.script.profile["tokens_per_sample"])
         sides = 2 if self.task == SEQ2SEQ else 1  # source and target
@@ -310,12 +317,12 @@ class Job:
 
     @property
     def samples_per_row(self) -> float:
-        """Mean number of sequences in one row of a batch: 1, or more where they are packed."""
+        """Mean number of sequences in one row of a batch: 1, or more if they are packed."""
         return self.seq_len / self.tokens_per_sample if self.packed else 1.0
 
     @property
     def summary(self) -> str:
-        """One line for people."""
+        """One line for display."""
         batch = f"global batch {self.global_batch_size}" if self.global_batch_size else "batch free"
         optimizer = "its own optimizer" if self.script else self.optimizer
         extras = [self.task] if self.task != CAUSAL else []
@@ -331,21 +338,21 @@ class Job:
 
     @property
     def key(self) -> str:
-        """A short stable name of everything in the Job."""
+        """Short stable hash of everything in the Job."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]
 
 
-MOST_TOKENS = 10_000_000  # of a sequence
-MOST_LENGTHS = 256  # different ones that are kept of a data set
+MOST_TOKENS = 10_000_000  # tokens per sequence
+MOST_LENGTHS = 256  # different lengths kept per data set
 
 
 def load_lengths(path: Path) -> tuple[tuple[int, int], ...]:
-    """A data set's lengths in tokens: a JSON object or CSV lines of `length: how often`, or one length a line.
+    """Read a data set's lengths in tokens: a JSON object or CSV lines of `length: count`, or one length per line.
 
-    Many different lengths are merged upwards, so that no batch is taken for shorter than it is.
+    If there are many different lengths, they are rounded up into groups, so that no batch is underestimated.
 
     Raises:
-        UserError: the file is none of these.
+        UserError: the file has none of these forms.
     """
     expected = 'expected {"512": 1000, …}, lines of `512,1000`, or one length a line'
     what = f"--lengths {path}"
@@ -377,8 +384,8 @@ def load_lengths(path: Path) -> tuple[tuple[int, int], ...]:
     return tuple(sorted((+merged).items()))
 
 
-# Positions that count from behind the padding token's id on (RoBERTa's), and those that are relative: T5's `n_positions` is
-# what it was pretrained with.
+# Models whose positions start after the padding token's id (RoBERTa's), and models with relative positions. T5's `n_positions` is
+# only the length used in pretraining.
 _FROM_PADDING = (
     "roberta",
     "xlm-roberta",
@@ -392,7 +399,7 @@ _RELATIVE = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
 
 
 def longest_sequence(config: dict[str, Any]) -> int | None:
-    """The model's longest sequence in tokens, as its configuration says."""
+    """Return the model's longest sequence in tokens by its configuration, or None if it sets no limit."""
     text = config.get("text_config") or config
     if config.get("model_type") in _RELATIVE:
         return None

@@ -1,4 +1,4 @@
-"""Whether a value is one that a knob can have: the same for a space's file and for the user's own DeepSpeed config."""
+"""Validation of knob values, shared by space files and the user's own DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from autotune.problem.needs import Value
 
 
 def knob_value(knob: Knob, value: Any) -> Value:
-    """The value as candidates have it: `5e8` is a whole number however it is written.
+    """Return the value in the form that candidates use: `5e8` becomes a whole number in any spelling.
 
     Raises:
-        ValueError: it is none of the knob's; the message says what was expected and found.
+        ValueError: the knob cannot have the value; the message names what was expected and found.
     """
     if why := trouble(value):
         raise ValueError(why)
@@ -58,7 +58,7 @@ def _whole(knob: Knob, value: Any) -> int:
 
 
 def _lora(value: Any) -> str:
-    """`none` for full training, or adapters in their shortest writing; a number is a rank."""
+    """Return `none` for full training, or adapters in their shortest spelling; a number is a rank."""
     if value in (None, "none"):
         return "none"
     if isinstance(value, bool) or not isinstance(value, int | str):

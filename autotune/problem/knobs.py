@@ -1,8 +1,7 @@
-"""Every knob that may be turned: its place in the DeepSpeed config, its values, when it is read, what it needs, and whether it
-changes what is computed.
+"""Table of all knobs: place in the DeepSpeed config, values, when DeepSpeed reads each, its needs, and effects on arithmetic.
 
-Read from deepspeed 0.19.8 (its config classes are the list; docs/deepspeed-facts.md has the places), `since` and `until` from
-the tags of its repository from 0.16.0 on.
+Source: the config classes of deepspeed 0.19.8 (docs/deepspeed-facts.md lists the places). `since` and `until` are from its
+repository's tags, beginning with 0.16.0.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ COMPILED = "compile"
 LORA = "lora"
 PACKING = "packing"
 LIGER = "liger_kernel"
-# how the model and its batches are made; a script makes its own
+# settings of the model and its batches; a script builds its own
 MODEL_KNOBS = (ATTENTION, COMPILED, LORA, PACKING, LIGER)
-TRACED_KNOBS = (ATTENTION, LORA, LIGER)  # those that change what a forward allocates for a row
+TRACED_KNOBS = (ATTENTION, LORA, LIGER)  # knobs that change the allocations of a forward for one row
 EXPANDABLE = "expandable_segments"
-# what decides much of memory or time whatever the others say; buckets, overlap and the like do not
+# knobs with a large effect on memory or time at any setting of the others; buckets, overlap and the like have none
 FIRST_ORDER = (
     "zero_stage",
     MICRO_BATCH,
@@ -39,7 +38,7 @@ FIRST_ORDER = (
     "offload_param",
     *MODEL_KNOBS,
 )
-RUNG_KNOBS = (MICRO_BATCH, ACCUMULATION)  # what may change while an engine lives
+RUNG_KNOBS = (MICRO_BATCH, ACCUMULATION)  # knobs that may change while an engine lives
 ZERO = "zero_optimization."
 OFFLOAD_RATIO = ZERO + "offload_optimizer.ratio"
 SUPER_OFFLOAD = ZERO + "offload_optimizer.super_offload"
@@ -54,11 +53,11 @@ TOP_K = ZERO + "zenflow.topk_ratio"
 
 @dataclass(frozen=True)
 class Read:
-    """Whether DeepSpeed reads a knob, given the others, and where it does in words."""
+    """Condition, on the other knobs, under which DeepSpeed reads a knob, with a description."""
 
     holds: Callable[[Knobs], bool] = lambda knobs: True
     where: str = "everywhere"
-    of: str | None = None  # the knob that it depends on, beside stage and offloading
+    of: str | None = None  # the knob that it depends on, besides stage and offloading
 
     def __call__(self, knobs: Knobs) -> bool:
         return self.holds(knobs)
@@ -81,14 +80,14 @@ def _at(*stages: int) -> Read:
 
 
 def _under(what: str, *devices: str, stages: tuple[int, ...] = (1, 2, 3)) -> Read:
-    """Read where `what` is offloaded to one of these devices; to any without them."""
+    """Return the condition that `what` is offloaded to one of these devices; without devices, to any."""
     places = devices or ("cpu", "nvme")
     where = f"{_at(*stages).where} with {what} {' or '.join(places)}"
     return Read(lambda knobs: stage_of(knobs) in stages and knobs.get(what, "none") in places, where)
 
 
 def _with(name: str, value: Value = True, stages: tuple[int, ...] = (0, 1, 2, 3), otherwise: Value = False) -> Read:
-    """Read where another knob has the value, at these stages."""
+    """Return the condition that another knob has the value, at these stages."""
     where = f"{name} {str(value).lower()}"
     where = where if len(stages) == 4 else f"{_at(*stages).where} with {where}"
     return Read(lambda knobs: stage_of(knobs) in stages and knobs.get(name, otherwise) == value, where, name)
@@ -96,32 +95,32 @@ def _with(name: str, value: Value = True, stages: tuple[int, ...] = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Knob:
-    """A knob: where it is written, its values, and what is known of it."""
+    """A knob: its place in the config, its values and its properties."""
 
     path: str | None  # dotted path in the DeepSpeed config; None: it belongs to the model or the environment
     kind: type | tuple[str, ...]
     read: Read = Read()
     low: float = 0
     high: float = float("inf")
-    off: Value | None = None  # the value that changes nothing, which needs nothing; None: every value is a choice
-    follows_model: bool = False  # a dtype; that of the model is the one that changes nothing
-    needs: tuple[Need, ...] = ()  # of the job and the machine, wherever it is not `off`
-    refused: Callable[[Knobs], str] = lambda knobs: ""  # why DeepSpeed refuses a setting of this and others
-    lossy: str = ""  # how it changes arithmetic; empty: it does not
-    since: Release = ()  # the first DeepSpeed that knows it; empty: all that are accepted do
-    until: Release = ()  # the last
-    short: str = ""  # in tables and logs
+    off: Value | None = None  # the value without effect or needs; None: every value is a choice
+    follows_model: bool = False  # a dtype, for which the model's own dtype changes nothing
+    needs: tuple[Need, ...] = ()  # requirements on the job and the machine for any value except `off`
+    refused: Callable[[Knobs], str] = lambda knobs: ""  # reason why DeepSpeed refuses this knob together with others
+    lossy: str = ""  # effect on arithmetic; empty: none
+    since: Release = ()  # first DeepSpeed that knows it; empty: all supported ones do
+    until: Release = ()  # last DeepSpeed that knows it
+    short: str = ""  # name in tables and logs
 
 
 def _low_masters_refused(knobs: Knobs) -> str:
-    """base_optimizer.py, `_configure_master_weights`."""
+    """Source: base_optimizer.py, `_configure_master_weights`."""
     if not knobs.get(LOW_MASTERS) or knobs.get(LOW_STATES) or offloads(knobs, "offload_optimizer"):
         return ""
     return f"{LOW_MASTERS} needs {LOW_STATES} or an offloaded optimizer"
 
 
 def _states_out_refused(knobs: Knobs) -> str:
-    """compile/init_z3.py, the first lines."""
+    """Source: compile/init_z3.py, the first lines."""
     if knobs.get(OFFLOADED_STATES) and offloads(knobs, "offload_optimizer"):
         return f"{OFFLOADED_STATES} cannot be combined with offload_optimizer"
     if knobs.get(OFFLOADED_STATES) and knobs.get(OFFLOADED_ACTIVATIONS):
@@ -130,7 +129,7 @@ def _states_out_refused(knobs: Knobs) -> str:
 
 
 def _norm_refused(knobs: Knobs) -> str:
-    """engine.py, `_do_optimizer_sanity_check`: BF16_Optimizer takes the norm whatever is said."""
+    """Source: engine.py, `_do_optimizer_sanity_check`; BF16_Optimizer always computes the norm."""
     bf16 = stage_of(knobs) == 1 and knobs.get(GRADIENT_SUMS) == "fp32" and not offloads(knobs, "offload_optimizer")
     return "compute_grad_norm: false is not for stage 1 with 32-bit sums" if _no_norm(knobs) and bf16 else ""
 
@@ -140,7 +139,7 @@ def _no_norm(knobs: Knobs) -> bool:
 
 
 def _ratio_refused(knobs: Knobs) -> str:
-    """superoffload_stage3.py takes the whole optimizer; zenflow has one of its own."""
+    """Source: superoffload_stage3.py offloads the whole optimizer; zenflow has its own."""
     return "a ratio below 1 is not for super_offload" if _split(knobs) and knobs.get(SUPER_OFFLOAD) else ""
 
 
@@ -157,7 +156,7 @@ _DEVICES = ("none", "cpu", "nvme")
 _OWN = (needs.memory_of_its_own,)
 _PLACE = (needs.memory_of_its_own, needs.place_of_its_optimizer)
 _DTYPES = ("fp32", "fp16", "bf16")
-# Read whatever else is said; the names are short ones.
+# Knobs that are always read; they are named by short names.
 _FIRST: dict[str, Knob] = {
     MICRO_BATCH: Knob(MICRO_BATCH, int, low=1, short="mb"),
     ACCUMULATION: Knob(ACCUMULATION, int, low=1, short="ga"),
@@ -174,7 +173,7 @@ _FIRST: dict[str, Knob] = {
     "reduce_bucket_size": Knob(ZERO + "reduce_bucket_size", int, _at(1, 2, 3), low=1, short="rbs"),
     "allgather_bucket_size": Knob(ZERO + "allgather_bucket_size", int, _at(1, 2), low=1, short="agbs"),
     "sub_group_size": Knob(ZERO + "sub_group_size", int, _at(3), low=1, short="sgs"),
-    # stage_1_and_2.py forces it on where the optimizer is offloaded
+    # stage_1_and_2.py forces it on if the optimizer is offloaded
     "contiguous_gradients": Knob(
         ZERO + "contiguous_gradients",
         bool,
@@ -186,7 +185,7 @@ _FIRST: dict[str, Knob] = {
     ),
     "overlap_comm": Knob(ZERO + "overlap_comm", bool, _at(1, 2, 3), short="overlap"),
 }
-# Under `zero_optimization`, by their leaves; studies name them by their paths.
+# Knobs under `zero_optimization`, by their leaves. Studies name them by their paths.
 _ZERO: dict[str, Knob] = {
     "stage3_prefetch_bucket_size": _stage3(off=50_000_000),
     "stage3_max_live_parameters": _stage3(off=10**9),
@@ -229,7 +228,8 @@ _ZERO: dict[str, Knob] = {
         off=1.0,
         needs=(needs.adam,),
         refused=_ratio_refused,
-        # stage3.py, `backup_optimizer`: a torch AdamW made once, whose first group nothing writes again and no state dict holds
+        # stage3.py, `backup_optimizer`: a torch AdamW that is built once. Later writes skip its first group, and no state dict
+        # holds it.
         lossy="what stays on the device keeps the learning rate of the start, whatever the schedule, and forgets on resume",
     ),
     "offload_optimizer.pin_memory": Knob("", bool, _under("offload_optimizer")),
@@ -259,7 +259,7 @@ _ZERO: dict[str, Knob] = {
     "zenflow.update_interval": Knob("", int, _ZENFLOW, low=1, since=(0, 17, 5)),
     "zenflow.overlap_step": Knob("", bool, _ZENFLOW, off=False, since=(0, 17, 5)),
 }
-# Beside `zero_optimization`.
+# Knobs outside `zero_optimization`.
 _ELSEWHERE: dict[str, Knob] = {
     SENT_AS: Knob(
         "", _DTYPES, follows_model=True, needs=(needs.several_ranks, needs.no_narrower_than_the_model), short="sent"
@@ -320,7 +320,7 @@ _ELSEWHERE: dict[str, Knob] = {
 
 
 def _placed(knobs: Mapping[str, Knob], prefix: str = "") -> dict[str, Knob]:
-    """Knobs that are named by their paths."""
+    """Return the knobs named by their paths."""
     return {prefix + leaf: Knob(**{**vars(knob), "path": prefix + leaf}) for leaf, knob in knobs.items()}
 
 
@@ -332,17 +332,19 @@ _BY_LEAF |= {name.rpartition(".")[2]: name for name in _ELSEWHERE}
 
 
 def short_name(key: str) -> str:
-    """`zero_optimization.stage` and `zero_stage` are one knob, `stage3_max_live_parameters` is that of `zero_optimization`: the
-    name that candidates know it by, or the key itself."""
+    """Return the name that candidates use for a key, or the key itself if it is no knob.
+
+    `zero_optimization.stage` and `zero_stage` are one knob; `stage3_max_live_parameters` is the key under `zero_optimization`.
+    """
     return _BY_PATH.get(key, _BY_LEAF.get(key, key))
 
 
-# Of keys under zero_optimization that are no knobs: read at stage 3 alone.
+# Keys under zero_optimization that are no knobs and are read at stage 3 only.
 _STAGE3_ONLY = ("offload_param", "use_all_reduce_for_fetch_params")
 
 
 def is_read(name: str, knobs: Knobs) -> bool:
-    """Whether DeepSpeed reads the knob at all, given the others."""
+    """Check that DeepSpeed reads the knob, given the others."""
     if name in KNOBS:
         return KNOBS[name].read(knobs)
     if not name.startswith(ZERO):
@@ -358,24 +360,24 @@ def is_read(name: str, knobs: Knobs) -> bool:
 
 
 def refusal(knobs: Knobs) -> str:
-    """Why DeepSpeed refuses this setting of all knobs together; empty where it does not."""
+    """Return why DeepSpeed refuses this combination of knobs; empty if it accepts it."""
     return next((why for name in knobs if name in KNOBS and (why := KNOBS[name].refused(knobs))), "")
 
 
 def is_off(name: str, value: Value, precision: str | None = None) -> bool:
-    """Whether the value changes nothing, for a model of this precision."""
+    """Check that the value changes nothing, for a model of this precision."""
     knob = KNOBS.get(name)
     return knob is not None and (value == knob.off or (knob.follows_model and value == precision))
 
 
 def lossy_of(knobs: Knobs, precision: str) -> dict[str, str]:
-    """The knobs that change arithmetic as they are set, and how."""
+    """Return the knobs whose values change arithmetic, and how."""
     changed = [name for name, value in knobs.items() if not is_off(name, value, precision)]
     return {name: KNOBS[name].lossy for name in changed if name in KNOBS and KNOBS[name].lossy}
 
 
 def facts(knob: Knob) -> dict[str, str]:
-    """What is known of a knob, in words; what there is nothing to say of is left out."""
+    """Describe a knob in words; empty facts are left out."""
     words = {
         int: "whole number",
         bool: "true or false",

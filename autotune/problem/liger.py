@@ -1,9 +1,11 @@
-"""Which parts of a model Liger's kernels replace, by its type and their version.
+"""Parts of a model that Liger's kernels replace, by model type and Liger's version.
 
-Source: liger-kernel 0.8.5, `transformers/monkey_patch.py`: what `_apply_liger_kernel_to_instance` does to each type of
-`MODEL_TYPE_TO_APPLY_LIGER_FN` when nothing else is asked for, as transformers' Trainer calls it; since when a type is among them,
-by the same file of versions 0.6.1 to 0.8.4. Left out are layer norms, which keep what torch's keep, the squared ReLU of Nemotron
-likewise, the rotation of Llama 4, and the towers of models with images.
+Source: liger-kernel 0.8.5, `transformers/monkey_patch.py`. The table lists the default effect of
+`_apply_liger_kernel_to_instance` on each type of `MODEL_TYPE_TO_APPLY_LIGER_FN`; transformers' Trainer calls it without options.
+The first version for each type is from the same file of versions 0.6.1 to 0.8.4.
+
+Left out are layer norms and Nemotron's squared ReLU, which keep the same tensors as torch's. Also left out are the rotation of
+Llama 4 and the towers of models with images.
 """
 
 from __future__ import annotations
@@ -13,35 +15,35 @@ from dataclasses import dataclass
 
 from autotune.versions import release
 
-LIGER_READ = "0.8.5"  # the version that this table was read of
-# Since when it needs transformers as new as this: with an older one it fails when it is imported
+LIGER_READ = "0.8.5"  # version from which this table was read
+# Liger's version -> oldest transformers that it needs; with an older one its import fails.
 NEEDS_TRANSFORMERS = {(0, 7, 0): (4, 52), (0, 8, 5): (5, 0)}
-_FIVE = (5,)  # of transformers
-# The first that can be imported beside it, and the first that finds the experts of these types there
+_FIVE = (5,)  # major version of transformers
+# The first version that can be imported with transformers 5, and the first that finds these types' experts there.
 _BESIDE_FIVE = (0, 6, 5)
 _EXPERTS_BESIDE_FIVE = {
     **dict.fromkeys(("mixtral", "qwen3_moe", "qwen3_next", "hunyuan_v1_moe"), (0, 7, 0)),
     "glm4v_moe": (0, 8, 0),
 }
-# Versions that make each chunk's part of the head's gradient in 32 bits before they add it (ops/fused_linear_cross_entropy.py);
-# to a sum in 32 bits the later ones do so where torch has no product of 16-bit operands into 32 bits
+# Versions that compute each chunk's part of the head's gradient in 32 bits and then add it (ops/fused_linear_cross_entropy.py).
+# If the sum has 32 bits, later versions do so only if torch has no product of 16-bit operands into 32 bits.
 _APART_FROM, _APART_UNTIL, _WIDE_UNTIL = (0, 6, 2), (0, 8, 3), (0, 8, 1)
 _TORCH_INTO_32_BITS = (2, 8)
-_CHUNKS_SINCE = (0, 8, 3)  # models may have a size of their own
+_CHUNKS_SINCE = (0, 8, 3)  # since then models may have their own chunk size
 _ROTATION = ("apply_rotary_pos_emb",)
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """What is replaced in a decoder."""
+    """Parts of a decoder that are replaced."""
 
-    norms: frozenset[str]  # names of RMS norms; all others stay
-    in_place: bool = True  # backward of a norm writes over the gradient that it is given
+    norms: frozenset[str]  # names of replaced RMS norms; all others stay
+    in_place: bool = True  # backward of a norm overwrites the gradient that it receives
     rotations: tuple[str, ...] = _ROTATION  # functions of the model's module
-    gates: bool = True  # of MLPs: activation and product
-    experts: bool = False  # all of a layer's at once, where the version can
+    gates: bool = True  # activation and product of MLPs
+    experts: bool = False  # all experts of a layer at once, in versions that support it
     loss: str = "chunked"  # one of `trace.LOSSES`
-    chunk: int = 1  # times as large as hidden states are logits of one chunk
+    chunk: int = 1  # size of one chunk's logits, as a multiple of the hidden states'
 
 
 _LAYER = frozenset(("norm", "input_layernorm", "post_attention_layernorm"))
@@ -66,7 +68,7 @@ _DECODERS = {
     "nemotron": Kernels(frozenset(), rotations=(), gates=False),
     "qwen3": Kernels(_LAYER | _HEADS),
     "qwen3_moe": Kernels(_LAYER | _HEADS, experts=True),
-    # what transformers 5 rotates by has another name than what Liger puts there
+    # transformers 5 calls another function for the rotation than the one that Liger replaces
     **dict.fromkeys(
         ("qwen2_vl_text", "qwen2_5_vl_text"), Kernels(_LAYER, rotations=("apply_multimodal_rotary_pos_emb",))
     ),
@@ -85,16 +87,16 @@ _DECODERS = {
     "deepseek_v4": Kernels(_LAYER, rotations=(), gates=False),
     "falcon_h1": Kernels(frozenset(("final_layernorm", "input_layernorm", "pre_ff_layernorm"))),
 }
-_ONLY_WITHIN = frozenset(("glm4v_text", "glm4v_moe_text"))  # a model with images
+_ONLY_WITHIN = frozenset(("glm4v_text", "glm4v_moe_text"))  # only inside a model with images
 _CHUNKED_WITH_IMAGES = """
     gemma3 gemma4 glm4v glm4v_moe internvl llava mllama paligemma
     qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm
 """
-_WITH_IMAGES = {  # how their loss is taken; within, the decoder's type says what is replaced
+_WITH_IMAGES = {  # kind of loss; the decoder's type decides which parts inside are replaced
     **dict.fromkeys(_CHUNKED_WITH_IMAGES.split(), "chunked"),
-    "llama4": "own",  # Liger has the forward of the decoder's own head alone
+    "llama4": "own",  # Liger replaces only the forward of the decoder's own head
 }
-# Whose forward with images looks for what transformers' models have no more, or does not hand on what they ask for
+# Types whose forward with images uses attributes that transformers' models no longer have, or drops arguments that they need.
 FAILS_WITH_IMAGES = frozenset(("paligemma", "mllama", "llama4"))
 _SINCE = {
     "glm4v": (0, 6, 2),
@@ -108,11 +110,11 @@ _SINCE = {
     "deepseek_v3": (0, 8, 4),
     "deepseek_v2": (0, 8, 5),
 }
-_EXPERTS_SINCE = (0, 8, 0)  # ops/fused_moe.py; before, a loop over experts
+_EXPERTS_SINCE = (0, 8, 0)  # ops/fused_moe.py; earlier versions loop over the experts
 
 
 def kernels_of(model_type: str | None, version: str | None = None) -> Kernels | None:
-    """What a version of Liger's kernels, or the newest, replaces in a decoder of this type; None: nothing."""
+    """Return the parts of a decoder of this type that a version of Liger's kernels, or the newest, replaces; None if none."""
     kernels = _DECODERS.get(model_type or "")
     if kernels is None or version is None:
         return kernels
@@ -122,8 +124,13 @@ def kernels_of(model_type: str | None, version: str | None = None) -> Kernels | 
 
 
 def since(model_type: str | None, transformers: str | None = None) -> tuple[int, ...] | None:
-    """The version of Liger's kernels that was the first to replace anything in a whole model of this type beside a version of
-    transformers, or any, as far as any before 0.6.1 did not; None: none does."""
+    """Return the first Liger version that replaces anything in a whole model of this type, or None if no version does.
+
+    Versions before 0.6.1 count as one, the empty tuple.
+
+    Args:
+        transformers: the installed version, with which Liger must work; None ignores it.
+    """
     known = model_type in _WITH_IMAGES or (model_type in _DECODERS and model_type not in _ONLY_WITHIN)
     if not known:
         return None
@@ -135,7 +142,7 @@ def since(model_type: str | None, transformers: str | None = None) -> tuple[int,
 
 
 def is_known(model_type: str | None, version: str | None = None) -> bool:
-    """Whether a version of Liger's kernels, or the newest, replaces anything in a whole model of this type."""
+    """Check that a version of Liger's kernels, or the newest, replaces anything in a whole model of this type."""
     first = since(model_type)
     return first is not None and (version is None or first <= release(version))
 
@@ -143,8 +150,14 @@ def is_known(model_type: str | None, version: str | None = None) -> bool:
 def loss_in_kernel(
     model_type: str | None, version: str | None = None, *, wide: bool = False, torch: str | None = None
 ) -> str:
-    """How the loss of a whole model of this type is taken with a version of Liger's kernels, or the newest: one of
-    `trace.LOSSES`. `wide`: of weights in 32 bits, by a version of torch."""
+    """Return how a whole model of this type computes its loss under a version of Liger's kernels, or the newest.
+
+    The result is one of `trace.LOSSES`.
+
+    Args:
+        wide: the weights have 32 bits.
+        torch: torch's version.
+    """
     if not is_known(model_type, version):
         return "own"
     kernels = kernels_of(model_type)

@@ -6,7 +6,7 @@ from typing import Any
 
 from autotune.bounds import shown
 
-# What a configuration says of a model's size; numbers, but for a few switches.
+# Keys of a configuration that set a model's size: numbers, and a few switches.
 SHAPE_KEYS = frozenset(
     (
         *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -20,27 +20,27 @@ SHAPE_KEYS = frozenset(
     )
 )
 SWITCHES = frozenset(("tie_word_embeddings",))
-# Of these a model may have none.
+# Keys that may be zero in a model.
 _OR_NONE = frozenset(
     (
         *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
         *("shared_expert_intermediate_size", "n_shared_experts", "first_k_dense_replace", "type_vocab_size"),
     )
 )
-# These count layers, one by one.
+# Keys that count layers.
 _LAYERS = frozenset(
     (
         *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"),
         *("encoder_layers", "decoder_layers", "depth", "first_k_dense_replace"),
     )
 )
-# Without these there is no model; a zero elsewhere switches something off.
+# Keys that no model can have as zero; other zeros switch a feature off.
 _NEVER_ZERO = _LAYERS | {"hidden_size", "num_attention_heads", "vocab_size", "n_embd", "n_head", "d_model"}
 MOST_LAYERS, MOST_SIZE = 10_000, 10**9
 
 
 def size_trouble(key: str, value: object) -> str | None:
-    """Why a size of a model has no place in an entry, or None."""
+    """Return why a value is not a valid size of a model, or None."""
     if key not in SHAPE_KEYS:
         return "is no size of a model; expected hidden_size, num_hidden_layers, …"
     if key in SWITCHES:
@@ -52,7 +52,7 @@ def size_trouble(key: str, value: object) -> str | None:
 
 
 def config_trouble(config: dict[str, Any]) -> str | None:
-    """Return why no model has a configuration's sizes, or None. Lists, nulls and words are left to transformers."""
+    """Return why the sizes in a configuration are impossible, or None. Lists, nulls and words are left to transformers."""
     for key, value in config.items():
         if isinstance(value, dict):
             if why := config_trouble(value):

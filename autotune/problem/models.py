@@ -1,4 +1,4 @@
-"""Models by name, folder, file or Hub id, as configurations; nothing here loads weights."""
+"""Models by name, folder, file or Hub id, as configurations; no weights are loaded."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from autotune.problem.model_sizes import config_trouble
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model as its transformers configuration."""
+    """Model as its transformers configuration."""
 
     name: str
     config: dict[str, Any]  # config.json, `model_type` included
-    source: str  # where the configuration comes from
-    parameters: int | None = None  # the published count, where there is one
+    source: str  # origin of the configuration
+    parameters: int | None = None  # published count, if there is one
     trust_remote_code: bool = False
 
 
 @cache
 def shipped_models() -> dict[str, ModelSpec]:
-    """The models that resolve offline, by name."""
+    """Return the models that resolve offline, by name."""
     found = {}
     for entry in (resources.files("autotune") / "data" / "models").iterdir():
         if entry.name.endswith(".json"):
@@ -43,7 +43,7 @@ def shipped_models() -> dict[str, ModelSpec]:
 
 
 def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelSpec:
-    """The model of a shipped name, a folder with `config.json`, a `config.json`, or a Hub id.
+    """Resolve a shipped name, a folder with `config.json`, a `config.json`, or a Hub id.
 
     Raises:
         UserError: there is no such model, or its configuration cannot be read.
@@ -59,7 +59,7 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelSpec:
     if name.startswith((".", "/", "~")) or name.endswith(".json"):
         raise UserError(f"no model at {name}: expected a folder with config.json, or that file")
     by_source = {spec.source.split("huggingface.co/")[-1].lower(): spec for spec in shipped.values()}
-    if name.lower() in by_source:  # its Hub id: the same facts without the network
+    if name.lower() in by_source:  # the Hub id of a shipped model: the same facts without the network
         return by_source[name.lower()]
     if "/" not in name:
         raise UserError(f"unknown model {name!r}{near(name, shipped)} (`autotune models` lists the names)")
@@ -68,7 +68,8 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelSpec:
 
 def _from_path(path: Path, trust_remote_code: bool) -> ModelSpec:
     file = path / "config.json" if path.is_dir() else path
-    name = (path if path.is_dir() else path.parent).resolve().name or "model"  # of `.` and `..`, too
+    # resolved, so that `.` and `..` have names
+    name = (path if path.is_dir() else path.parent).resolve().name or "model"
     if not file.exists():
         raise UserError(f"no config.json in {path}: expected the folder of a transformers model")
     expected = "expected a transformers config.json"
@@ -85,7 +86,7 @@ def _from_path(path: Path, trust_remote_code: bool) -> ModelSpec:
 
 
 def _from_hub(name: str, trust_remote_code: bool) -> ModelSpec:
-    """Reads the configuration in a process of its own: this one never imports transformers."""
+    """Read the configuration in a subprocess: this process never imports transformers."""
     flags = ["--trust-remote-code"] if trust_remote_code else []
     command = module_command(current().path, HUB_READER, *flags, name)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=current().environment(), encoding="utf-8")
@@ -102,7 +103,8 @@ def _from_hub(name: str, trust_remote_code: bool) -> ModelSpec:
 
 
 def workload_spec(reference: str) -> ModelSpec:
-    """A user's function `package.module:function` as a model. Its source holds a hash of the file: edited, it is another model.
+    """Return a user's function `package.module:function` as a model. Its source holds a hash of the file, so that an edit makes
+    another model.
 
     Raises:
         UserError: there is no such module, or it does not define the function.

@@ -1,4 +1,4 @@
-"""What a knob's setting needs of the job and the machine, each as a function that says in a few words what is missing."""
+"""Requirements of knobs' settings on the job and the machine. Each function returns a short text about what is missing."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from autotune.versions import dotted, release
 
 Value = bool | int | float | str
 Release = tuple[int, ...]
-READ: Release = (0, 19, 8)  # the DeepSpeed of which knobs, defaults and formulas were read
-KERNELS = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}  # attention: its package
-WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2}  # bytes of DeepSpeed's names of dtypes
+READ: Release = (0, 19, 8)  # the DeepSpeed from which knobs, defaults and formulas were read
+KERNELS = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}  # attention -> its package
+WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2}  # bytes of DeepSpeed's dtypes
 ADAMS = ("adamw", "adam", "fused_adam")
 
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What conditions are about, besides the other knobs of a candidate."""
+    """Inputs of the requirements, besides the other knobs of a candidate."""
 
     job: Job
     hardware: Hardware
-    lossy: bool = False  # whether the space may change arithmetic
-    compiles: bool = False  # whether the space has candidates that are compiled
+    lossy: bool = False  # the space may change arithmetic
+    compiles: bool = False  # the space has candidates that are compiled
     deepspeed: Release = READ
-    packages: bool = True  # whether those of the ranks' environment are those that count
+    packages: bool = True  # check the packages of the ranks' environment
 
     @classmethod
     def of(cls, job: Job, hardware: Hardware, lossy: bool = False, compiles: bool = False) -> Circumstances:
-        """With the DeepSpeed that ranks will have."""
+        """Return the circumstances with the DeepSpeed that ranks will have."""
         return cls(job, hardware, lossy, compiles, release(current().version("deepspeed")) or READ)
 
 
-Need = Callable[[Value, Circumstances], str]  # what is missing, or an empty text
+Need = Callable[[Value, Circumstances], str]  # returns what is missing, or an empty text
 
 
 def cuda(value: Value, c: Circumstances) -> str:
@@ -47,7 +47,7 @@ def cuda(value: Value, c: Circumstances) -> str:
 
 
 def own_allocator(value: Value, c: Circumstances) -> str:
-    """What a script's code sets stands in its training, whatever the command that starts it says."""
+    """A variable that the script's code sets stays set, whatever the command line sets."""
     set_by_it = settings_in(script_text(c.job.script) or "") if c.job.script is not None else []
     seen = c.job.script.variables if c.job.script is not None else {}
     names = [*(one.name for one in set_by_it if not one.default), *seen]
@@ -60,7 +60,7 @@ def several_ranks(value: Value, c: Circumstances) -> str:
 
 
 def several_nodes(value: Value, c: Circumstances) -> str:
-    """hpZ's second partition lies within a node; on one node it would hold what ZeRO-3 spares and gain nothing."""
+    """hpZ's second partition lies within a node. On a single node it would hold the memory that ZeRO-3 saves, without a gain."""
     if c.hardware.nodes < 2:
         return "needs more than one node"
     if not 1 <= int(value) <= c.hardware.per_node or c.hardware.per_node % int(value):
@@ -77,16 +77,19 @@ def fp16(value: Value, c: Circumstances) -> str:
 
 
 def adam(value: Value, c: Circumstances) -> str:
-    """DeepSpeed's CPU Adam, by its type (stage3.py, `Hybrid Optimizer Only Supports DeepSpeedCPUAdam`)."""
+    """DeepSpeed's CPU Adam, checked by type (stage3.py, `Hybrid Optimizer Only Supports DeepSpeedCPUAdam`)."""
     kind = c.job.optimizer_kind
     return "" if kind in ADAMS else f"needs DeepSpeed's Adam, not {kind}"
 
 
 def place_of_its_optimizer(value: Value, c: Circumstances) -> str:
-    """DeepSpeed's and apex's own optimizers that a script has made: kernels of the fused ones take tensors of a GPU alone
-    (`expected input to be on cuda`), those for the CPU of main memory alone (ops/adam/cpu_adam.py, `CPUAdam param is on`)."""
+    """Return why a script's own optimizer cannot step on this device.
+
+    Only DeepSpeed's and apex's optimizers are limited. Fused ones accept only GPU tensors (`expected input to be on cuda`), CPU
+    ones only tensors in main memory (ops/adam/cpu_adam.py, `CPUAdam param is on`).
+    """
     profile = c.job.script.profile if c.job.script is not None else {}
-    kind = "" if profile.get("through_arguments") else str(profile.get("optimizer", ""))  # Trainer goes by the config
+    kind = "" if profile.get("through_arguments") else str(profile.get("optimizer", ""))  # Trainer follows the config
     if c.hardware.device == "cuda" and steps_on_gpu(kind) and value != "none":
         return f"is not for the script's own {kind}, which steps on the GPU alone"
     if c.hardware.device == "cuda" and "CPU" in kind and value == "none":
@@ -100,37 +103,37 @@ def sharded_for_its_optimizer(value: Value, c: Circumstances) -> str:
 
 
 def steps_on_gpu(optimizer: str) -> bool:
-    """Whether the class of an optimizer, of DeepSpeed's or apex's own, has kernels for GPUs alone."""
+    """Check by the name of an optimizer's class, DeepSpeed's or apex's, that its kernels run on GPUs only."""
     return optimizer.startswith("Fused")
 
 
 def no_clipping(value: Value, c: Circumstances) -> str:
-    """DeepSpeed clips at 1.0 where a config is silent (runtime/constants.py, GRADIENT_CLIPPING_DEFAULT)."""
+    """DeepSpeed clips at 1.0 by default (runtime/constants.py, GRADIENT_CLIPPING_DEFAULT)."""
     own = c.job.base_config.get("gradient_clipping")
     return "" if own == 0 and not isinstance(own, bool) else "needs gradient_clipping: 0 in your own config"
 
 
 def no_narrower_than_the_model(value: Value, c: Circumstances) -> str:
-    """Sums of narrower numbers are other sums."""
+    """Sums in a narrower dtype give different results."""
     own = WIDTHS.get(c.job.precision, 4)
     narrower = WIDTHS.get(str(value), own) < own and not c.lossy
     return f"is narrower than {c.job.precision}, so that losses may differ: it needs a `lossy: true` space" * narrower
 
 
 def memory_of_its_own(value: Value, c: Circumstances) -> str:
-    """What main memory takes, a GPU that shares it has not."""
+    """On a GPU that shares main memory, offloading to the CPU frees nothing."""
     return "frees nothing here, where the GPU's memory is main memory" * (c.hardware.unified and value == "cpu")
 
 
 def a_compiler(value: Value, c: Circumstances) -> str:
-    """What torch.compile makes its kernels with."""
+    """Return what torch.compile lacks to build its kernels."""
     if c.hardware.device == "cuda":
         return "" if current().has("triton") else "needs the package triton, which is not installed"
     return "" if any(map(which, ("g++", "clang++", "c++"))) else "needs a C++ compiler (g++), which is not installed"
 
 
 def a_script(value: Value, c: Circumstances) -> str:
-    """ZenFlow decides itself when a step ends (runtime/zenflow/engine.py); a trial of a model sets that by hand."""
+    """ZenFlow decides itself when a step ends (runtime/zenflow/engine.py); a trial of a model sets that explicitly."""
     if c.job.script is not None:
         return ""
     return "needs a script's own loop: a trial of a model says itself where a step ends"
@@ -141,13 +144,13 @@ def mics_init(value: Value, c: Circumstances) -> str:
 
 
 def its_package(value: Value, c: Circumstances) -> str:
-    """The package of an attention's kernel or of adapters."""
+    """Return the missing package of an attention kernel or of adapters."""
     package = missing_package(value)
     return f"needs the package {package}, which is not installed" if package else ""
 
 
 def missing_package(choice: object) -> str | None:
-    """The package that an attention kernel or adapters (`r=16,…`) need, where the environment of the ranks lacks it."""
+    """Return the package that an attention kernel or adapters (`r=16,…`) need and the ranks' environment lacks, or None."""
     if choice in (None, "none"):
         return None
     package = "peft" if str(choice).startswith("r=") else KERNELS.get(str(choice))
@@ -155,7 +158,7 @@ def missing_package(choice: object) -> str | None:
 
 
 def liger_kernel(value: Value, c: Circumstances) -> str:
-    """The package, as new as the model's type asks for, beside a transformers that it can be imported with."""
+    """Check for the package in a version that supports the model's type, and a transformers with which it can be imported."""
     own, theirs = (current().version(package) for package in ("liger_kernel", "transformers"))
     if not current().has("liger_kernel"):
         return "needs the package liger_kernel, which is not installed"
@@ -171,7 +174,9 @@ def liger_kernel(value: Value, c: Circumstances) -> str:
 
 
 def liger_model(value: Value, c: Circumstances) -> str:
-    """A model that Liger knows, with a head for words: it replaces the forward of every other head by that of one."""
+    """Check that Liger knows the model and that the task has a language-model head: Liger replaces any head's forward by that
+    head's.
+    """
     kind = c.job.model.config.get("model_type")
     if since(kind) is None:
         return f"changes nothing in a model of type {kind}, as far as autotune knows Liger's kernels ({LIGER_READ})"
@@ -181,15 +186,11 @@ def liger_model(value: Value, c: Circumstances) -> str:
 
 
 def engine_compile(value: Value, c: Circumstances) -> str:
-    """Only `engine.compile()` reads it; whether a script calls that cannot be seen from outside."""
+    """Only `engine.compile()` reads it, and a script's call of that is not visible from outside."""
     if c.job.script is not None:
         return "needs a script that calls engine.compile(), which cannot be told from outside"
     return "" if c.compiles or c.job.compiled else "needs --compile, or the knob compile"
 
 
-FATAL: tuple[Need, ...] = (
-    cuda,
-    adam,
-    mics_init,
-)  # without which DeepSpeed itself fails; without others nothing is gained
+FATAL: tuple[Need, ...] = (cuda, adam, mics_init)  # without these DeepSpeed fails; without the others nothing is gained
 OF_PACKAGES: tuple[Need, ...] = (its_package, liger_kernel, a_compiler)

@@ -1,4 +1,4 @@
-"""The user's own DeepSpeed config: read once, and checked, so that nothing after it meets a section of another shape."""
+"""The user's own DeepSpeed config, read and validated once, so that later code can rely on the shape of its sections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autotune.problem.knob_values import knob_value
 from autotune.problem.knobs import ACCUMULATION, KNOBS, MICRO_BATCH, ZERO, Knob
 
 BATCH = "train_batch_size"
-# Sections, which DeepSpeed reads as objects (0.19.8, runtime/config.py and what it calls); these may be null as well.
+# Sections that DeepSpeed reads as objects (0.19.8, runtime/config.py and its callees); these may also be null.
 _NULLABLE = (
     *(ZERO + name for name in ("offload_optimizer", "offload_param", "zenflow")),
     "optimizer.params",
@@ -31,22 +31,22 @@ _CHECKED = {knob.path: knob for knob in KNOBS.values() if knob.path}
 _CHECKED |= {BATCH: Knob(BATCH, int, low=1), "gradient_clipping": Knob("gradient_clipping", float)}
 _CHECKED |= {f"{name}.enabled": Knob(f"{name}.enabled", bool) for name in ("bf16", "fp16", "bfloat16")}
 _MAY_BE_NULL = (ZERO + "overlap_comm", "communication_data_type", "data_types.grad_accum_dtype")
-# Where `"auto"` is documented: transformers 5.23, integrations/deepspeed.py, and accelerate 1.15, utils/deepspeed.py.
-# Anywhere else among these it reaches DeepSpeed, which refuses the word.
+# Keys for which `"auto"` is documented: transformers 5.23, integrations/deepspeed.py, and accelerate 1.15, utils/deepspeed.py. In
+# any other checked key the word reaches DeepSpeed, which refuses it.
 _AUTO = (
     *(BATCH, MICRO_BATCH, ACCUMULATION, "gradient_clipping", "bf16.enabled", "fp16.enabled", "bfloat16.enabled"),
     *(ZERO + name for name in ("stage", "offload_optimizer.device", "offload_param.device", "reduce_bucket_size")),
     *(ZERO + name for name in ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")),
-    ZERO + "zenflow.update_interval",  # DeepSpeed's own word there
+    ZERO + "zenflow.update_interval",  # DeepSpeed defines "auto" here itself
 )
 
 
 def load_ds_config(path: Path) -> dict[str, Any]:
-    """The user's own DeepSpeed config.
+    """Read and validate the user's own DeepSpeed config.
 
     Raises:
-        UserError: the file cannot be read, is no JSON object, or has a section or a value that DeepSpeed could not take; the
-            message names file and key.
+        UserError: the file cannot be read, is no JSON object, or has a section or a value that DeepSpeed refuses; the message
+            names file and key.
     """
     text = read_text(path, f"--ds-config {path}", "expected a DeepSpeed config JSON")
     try:
@@ -66,7 +66,7 @@ def load_ds_config(path: Path) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys are given once, as DeepSpeed insists (0.19.8, runtime/config_utils.py)."""
+    """Return an object without duplicate keys; DeepSpeed refuses duplicates (0.19.8, runtime/config_utils.py)."""
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = next(key for at, (key, _) in enumerate(pairs) if key in dict(pairs[:at]))
@@ -75,7 +75,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _troubles(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(dotted key, what is wrong with it), of all that is."""
+    """Yield (dotted key, problem) for every problem."""
     for key in _SECTIONS:
         there, section = _at(data, key)
         if there and not isinstance(section, dict) and not (section is None and key in _NULLABLE):
@@ -92,7 +92,7 @@ def _troubles(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if not there or (value == "auto" and key in _AUTO) or (value is None and key in _MAY_BE_NULL):
             continue
         if key in _MAY_BE_NULL and isinstance(knob.kind, tuple) and isinstance(value, str):
-            continue  # DeepSpeed has more names of a dtype
+            continue  # DeepSpeed accepts more names of a dtype
         if isinstance(value, str) and not isinstance(knob.kind, tuple):
             yield key, f"expected {'true or false' if knob.kind is bool else 'a number'}, found {value!r}"
             continue
@@ -106,7 +106,7 @@ def _troubles(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _at(data: Any, key: str) -> tuple[bool, Any]:
-    """Whether there is something at a dotted key, and what."""
+    """Return whether a dotted key exists, and its value."""
     for part in key.split("."):
         if not isinstance(data, dict) or part not in data:
             return False, None
@@ -123,11 +123,11 @@ def _leaves(data: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def global_batch_of(config: dict[str, Any], ranks: int) -> tuple[int | None, str]:
-    """(samples an optimizer step over all ranks that a checked config says, its words for that); (None, "") where it leaves them
-    open, or to its caller by `"auto"`.
+    """Return (samples per optimizer step over all ranks, their origin in words) from a checked config.
 
-    As DeepSpeed completes it (0.19.8, runtime/config.py, `_set_batch_related_parameters`): `train_batch_size`, or else the
-    product of micro-batch, accumulation, which is 1 unless said, and ranks.
+    The result is (None, "") if the config leaves the batch open, or to its caller by `"auto"`. DeepSpeed's rule (0.19.8,
+    runtime/config.py, `_set_batch_related_parameters`): `train_batch_size`, or else the product of micro-batch, accumulation
+    (default 1) and ranks.
     """
     total, micro, accumulation = config.get(BATCH), config.get(MICRO_BATCH), config.get(ACCUMULATION, 1)
     if isinstance(total, int | float):

@@ -1,4 +1,4 @@
-"""What a GPU costs to rent: `data/prices.json`, rough and dated."""
+"""Rental prices of GPUs from `data/prices.json`, rough and dated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib import resources
 
 @dataclass(frozen=True)
 class Price:
-    """What one GPU costs on demand; `date` is a month, or a year, in which somebody read the provider's list."""
+    """Price of one GPU on demand; `date` is the month or year in which the provider's list was read."""
 
     usd_per_hour: float
     provider: str
@@ -24,6 +24,6 @@ class Price:
 
 @cache
 def price_table() -> dict[str, Price]:
-    """Prices by the names of `data/gpus.json`; a card that nobody lists is missing."""
+    """Return prices by the names of `data/gpus.json`; a card without a listed price is missing."""
     rows = json.loads((resources.files("autotune") / "data" / "prices.json").read_text(encoding="utf-8"))["prices"]
     return {row["gpu"]: Price(**{key: value for key, value in row.items() if key != "gpu"}) for row in rows}

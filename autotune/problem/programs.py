@@ -1,4 +1,4 @@
-"""Commands that a package has installed (`trl`, `llamafactory-cli`): Python files in the folder of an environment's programs."""
+"""Commands installed by a package (`trl`, `llamafactory-cli`): Python files in an environment's folder of programs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from autotune.problem.frameworks import FRAMEWORKS
 
 
 def program_file(name: str) -> Path:
-    """The Python file of an installed command: what is installed beside the ranks' interpreter comes before what PATH finds.
+    """Return the Python file of an installed command. The ranks' environment takes precedence over PATH.
 
     Raises:
-        UserError: there is none, it is no Python program, or it is another environment's.
+        UserError: the command is missing, is no Python program, or belongs to another environment.
     """
     python, found = current().path, which(name)
     known = next((one for one in FRAMEWORKS if name in one.programs), None)
@@ -39,10 +39,10 @@ def program_file(name: str) -> Path:
 
 
 def no_script(name: str, started: str = "") -> str:
-    """Says that a command is none that Python runs, and what to give instead.
+    """Return an error for a command that Python cannot run, with a replacement.
 
     Args:
-        started: the command that it starts, where that is known.
+        started: the command that it starts, if known.
     """
     if not started:
         return f"`-- {name} …`: a command, no script: give what it starts, like `-- train.py …` or `-- -m trl.scripts.sft …`"
@@ -51,10 +51,10 @@ def no_script(name: str, started: str = "") -> str:
 
 
 def check_module(name: str) -> None:
-    """Checks that a module can be found from here, where the ranks' interpreter is this one; another's is not asked.
+    """Check that a module can be found, if the ranks' interpreter is this one. Another interpreter is not checked.
 
     Raises:
-        UserError: it cannot.
+        UserError: the module was not found.
     """
     top = name.partition(".")[0]
     if current().beside or os.path.isdir(top) or os.path.isfile(f"{top}.py"):
@@ -66,7 +66,7 @@ def check_module(name: str) -> None:
 
 
 def interpreter_of(program: Path) -> str | None:
-    """The Python that a program's first lines name; None where it is none of Python's."""
+    """Return the Python in a program's shebang, or None if the program is not a Python one."""
     try:
         with program.open("rb") as file:
             start = file.read(1024)
@@ -76,7 +76,7 @@ def interpreter_of(program: Path) -> str | None:
         return None
     lines = start.decode(errors="replace").splitlines()
     said = lines[0][2:].strip()
-    if said == "/bin/sh" and len(lines) > 1:  # pip's, where the path is too long for a kernel or has blanks
+    if said == "/bin/sh" and len(lines) > 1:  # pip's form if the path is too long for the kernel or has blanks
         long = re.match(r"'''exec' (\"[^\"]+\"|\S+) \"\$0\"", lines[1])
         said = long[1].strip('"') if long else said
     name = said.rpartition("/")[2].split()
@@ -88,7 +88,7 @@ def _environment(python: str) -> str:
 
 
 def _other(interpreter: str, python: str) -> bool:
-    """Whether two interpreters belong to different environments; `/usr/bin/env python` says of none."""
+    """Check that two interpreters belong to different environments; `/usr/bin/env python` matches any."""
     if interpreter.startswith("/usr/bin/env") or not Path(interpreter).exists():
         return False
     return os.path.realpath(os.path.dirname(interpreter)) != os.path.realpath(os.path.dirname(python))

@@ -18,14 +18,14 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job
 from autotune.problem.typed import declared
 
-_PLAIN = re.compile(r"\w*")  # an attention of transformers' own; a name with a slash is a kernel that the Hub sends
+_PLAIN = re.compile(r"\w*")  # transformers' own attention; a name with a slash is a kernel from the Hub
 
 
 @dataclass(frozen=True)
 class Named:
-    """One thing that a study would have this machine run, load or write."""
+    """A thing from a study that this machine would run, load or write."""
 
-    kind: str  # for people: "workload"
+    kind: str  # for display: "workload"
     what: str
 
     def __str__(self) -> str:
@@ -34,7 +34,7 @@ class Named:
 
 @dataclass(frozen=True)
 class RecordedPython:
-    """The Python that a study was measured in."""
+    """The Python in which a study was measured."""
 
     shown: str
 
@@ -43,7 +43,7 @@ class RecordedPython:
 
 
 class RecordedJob(Job):
-    """A job that names code, as a study or a table records it."""
+    """Job that names code, as recorded in a study or a table."""
 
     def order(self) -> dict[str, Any]:
         """Refuse to be run or traced.
@@ -74,7 +74,7 @@ def recorded_job(data: Mapping[str, Any]) -> Job:
 
 
 def code_of(job: Job) -> list[Named]:
-    """Return the code, beside libraries, that runs if the job's model is built: a workload and a model's remote code."""
+    """Return the code that runs when the job's model is built, except libraries: a workload and a model's remote code."""
     config = job.model.config
     found = []
     if job.workload is not None:
@@ -85,7 +85,7 @@ def code_of(job: Job) -> list[Named]:
 
 
 def training_names(job: Job) -> list[Named]:
-    """Return what a training under the job's config takes of it besides code: variables, words, files and paths."""
+    """Return what a training under the job's config takes from it, except code: variables, words, files and paths."""
     script = job.script
     found = _paths_in(job.base_config)
     if script is not None:
@@ -96,7 +96,7 @@ def training_names(job: Job) -> list[Named]:
 
 
 def profile_names(profile: Mapping[str, Any]) -> list[Named]:
-    """Return what a script's profile has ranks run with: variables, words of the command, kernels and paths."""
+    """Return what ranks take from a script's profile: variables, words of the command, kernels and paths."""
     variables, spellings = (dict(profile.get(name) or {}) for name in ("variables", "spellings"))
     return [
         *(Named("variable", f"{name}={value}") for name, value in variables.items()),
@@ -125,7 +125,7 @@ def _code_in(config: Any) -> list[Named]:
 
 
 def _paths_in(config: Any) -> list[Named]:
-    """Return the paths that a DeepSpeed config has DeepSpeed read or write."""
+    """Return the paths that DeepSpeed reads or writes under a DeepSpeed config."""
     return [
         Named("path of the DeepSpeed config", f"{path}={value}")
         for path, value in _leaves(config)
@@ -134,7 +134,7 @@ def _paths_in(config: Any) -> list[Named]:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) of everything in a JSON value that is no container; of `auto_map` the map."""
+    """Yield (dotted path, value) of every value in a JSON value that is no container; `auto_map` is yielded whole."""
     left = [(path, value)]
     while left:
         path, value = left.pop()

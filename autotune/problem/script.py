@@ -1,4 +1,4 @@
-"""A user's own training script: its command line, and the flags that carry a candidate into it."""
+"""User's own training script: its command line, and the flags that carry a candidate into it."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from autotune.problem.frameworks import FRAMEWORKS, framework_of
 from autotune.problem.job import Script
 from autotune.problem.script_text import script_text, under_lightning
 
-# Hugging Face's names, in Trainer's arguments and in its examples' own parsers.
+# Hugging Face's names, in Trainer's arguments and in the parsers of its examples.
 KNOWN_FLAGS = {
     MICRO_BATCH: "--per_device_train_batch_size",
     ACCUMULATION: "--gradient_accumulation_steps",
     CHECKPOINTING: "--gradient_checkpointing",
 }
-LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")  # what the `deepspeed` launcher gives every rank
+LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")  # flags that the `deepspeed` launcher passes to every rank
 _NEGATED_FLAGS = tuple(f"--{name}" for one in FRAMEWORKS for name in one.negated.values())
 FLAGS = frozenset(
     (*KNOWN_FLAGS.values(), *_NEGATED_FLAGS, CONFIG_FLAG, *LOCAL_RANK_FLAGS)
-)  # worth knowing whether a script has them
+)  # flags to look for in the script's parser
 
 
-# Imports of seconds that a fork server pays once for all trials, where a script's text speaks of them.
+# Slow imports (seconds) that the fork server does once for all trials, if the script's text mentions the package.
 _HEAVY = {
     "transformers": ("transformers.trainer", "transformers.training_args"),
     "trl": ("trl", "transformers.trainer"),
@@ -53,7 +53,7 @@ _HEAVY = {
 
 
 def heavy_imports(script: Script) -> list[str]:
-    """Modules that the script will import, of those that are worth importing beforehand."""
+    """Return the slow modules that the script will import, for the fork server."""
     framework = framework_of(script)
     if framework is not None:
         return sorted(framework.modules)
@@ -66,7 +66,7 @@ def heavy_imports(script: Script) -> list[str]:
 
 
 def settings(script: Script, candidate: Candidate) -> dict[str, Value]:
-    """Flag and value for every knob of the candidate that a flag is known for."""
+    """Return the flag and value of every knob of the candidate with a known flag."""
     found: dict[str, Value] = {}
     for knob, value in candidate.told(script):
         flag, negated = _flag_of(script, knob)
@@ -76,21 +76,21 @@ def settings(script: Script, candidate: Candidate) -> dict[str, Value]:
 
 
 def yes_or_no_flags(script: Script) -> set[str]:
-    """The flags of knobs that are on or off."""
+    """Return the flags of boolean knobs."""
     declared = (flag for knob, flag in script.flags if KNOBS[knob].kind is bool)
     return {KNOWN_FLAGS[CHECKPOINTING], *_NEGATED_FLAGS, *declared}
 
 
 def candidate_of_config(config: dict[str, Any]) -> Candidate:
-    """What a DeepSpeed config says, as a Candidate; without a stage it is stage 0."""
+    """Return a DeepSpeed config as a Candidate; without a stage it is stage 0."""
     return Candidate.of({"zero_stage": 0, **knobs_of(config)})
 
 
 def command(script: Script, candidate: Candidate, config: str) -> list[str]:
-    """The script's command line for a candidate, with `config` as its DeepSpeed config file, and beside it the copies of its
-    argument files.
+    """Return the script's command line for a candidate.
 
-    Knobs that neither a flag nor a file is known for are not in it; `carried` says whether there are any.
+    The command names `config` as the DeepSpeed config file, and the copies of the argument files next to it. Knobs without a
+    known flag or file are not in it; `carried` reports whether there are any.
     """
     argv = with_configs(script.argv, Path(script.cwd), lambda path, at: config, script.profile.get("config"))
     flags = _flags(script)
@@ -107,7 +107,7 @@ def command(script: Script, candidate: Candidate, config: str) -> list[str]:
 
 
 def _flag_of(script: Script, knob: str) -> tuple[str | None, bool]:
-    """The flag of a knob, and whether it says the opposite."""
+    """Return the flag of a knob, and whether its meaning is negated."""
     framework = framework_of(script)
     if framework is not None and knob in framework.negated and knob not in dict(script.flags):
         return f"--{framework.negated[knob]}", True
@@ -115,7 +115,7 @@ def _flag_of(script: Script, knob: str) -> tuple[str | None, bool]:
 
 
 def carried(script: Script) -> bool:
-    """Whether `command` carries every knob of a candidate, so that nothing need be changed in the script's code or files."""
+    """Check that `command` carries every knob of a candidate, so that the script's code and files need no change."""
     through = bool(script.profile.get("through_arguments"))
     if config_path(script) is None and not (through and CONFIG_FLAG in _flags(script)):
         launched = line_of(script).kind == ACCELERATE
@@ -123,19 +123,22 @@ def carried(script: Script) -> bool:
             return False
     if script.holds_batch:
         return True
-    # a loop of DeepSpeed's has its batch from the config, Trainer from its own arguments, Lightning's a half of it
+    # DeepSpeed's loop takes its batch from the config, Trainer from its own arguments, and Lightning only the accumulation.
     theirs = (MICRO_BATCH, ACCUMULATION) if through else (ACCUMULATION,) if under_lightning(script) else ()
     return all(carries_knob(script, knob) for knob in theirs)
 
 
 def carries_knob(script: Script, knob: str) -> bool:
-    """Whether a flag or a file of `command` carries a knob."""
+    """Check that a flag or a file of `command` carries a knob."""
     return _flag_of(script, knob)[0] in _flags(script) or carries(script, knob)
 
 
 def half_told(script: Script, candidate: Candidate) -> str:
-    """What a script computes wrongly of its batch before `prepare` (the length of a learning-rate schedule, as Hugging Face's
-    `no_trainer` examples do) where a flag carries the accumulation and its loader alone the micro-batch; empty otherwise."""
+    """Return a warning if a script computes from a wrong batch before `prepare`; empty otherwise.
+
+    An example is the length of a learning-rate schedule in Hugging Face's `no_trainer` examples. The case occurs if a flag
+    carries the accumulation, but only the loader carries the micro-batch.
+    """
     seen = script.profile
     if not seen.get("loader_prepared") or seen.get("through_arguments") or script.holds_batch:
         return ""
@@ -151,24 +154,24 @@ def half_told(script: Script, candidate: Candidate) -> str:
 
 
 def _flags(script: Script) -> set[str]:
-    """Flags that the script takes: given, declared, or seen in its parser."""
+    """Return the flags that the script accepts: given, declared, or seen in its parser."""
     return given(script.argv) | set(dict(script.flags).values()) | set(script.profile.get("flags", ()))
 
 
 def line_of(script: Script) -> CommandLine:
-    """The script's launcher, taken apart, with the script as its target."""
+    """Return the script's parsed launcher, with the script as its target."""
     line = take_apart([*script.launcher, "script"])
     return dataclasses.replace(line, environment=script.environment, target=script.argv)
 
 
 def typed(script: Script) -> list[str]:
-    """The whole command as it was typed."""
+    """Return the whole command as typed."""
     line = line_of(script)
     return [*(f"{name}={value}" for name, value in script.environment), *started(line, script.launcher, script.argv)]
 
 
 def training_command(script: Script, candidate: Candidate, ranks: int, config: str) -> list[str]:
-    """The command that trains with a candidate without autotune, as the user starts it: the same launcher, told the ranks.
+    """Return the command that trains with a candidate without autotune: the user's own launcher, with the number of ranks.
 
     Args:
         config: the path of the candidate's DeepSpeed config.
@@ -184,26 +187,26 @@ def training_command(script: Script, candidate: Candidate, ranks: int, config: s
     return started(line, _starter(script, ranks, config), words)
 
 
-RELAUNCHED = "relaunched"  # of a profile: the script starts its ranks itself
+RELAUNCHED = "relaunched"  # key of a profile: the script starts its ranks itself
 _TORCHRUN = ("torchrun", "--nproc-per-node")
 _RANKS_OPTION = {TORCHRUN: "--nproc-per-node", DEEPSPEED: "--num_gpus", ACCELERATE: "--num_processes"}
 
 
 def _starts_itself(script: Script) -> bool:
-    """Whether the command starts its ranks itself: it was seen to, or is known to where there are several."""
+    """Check that the command starts its ranks itself: the probe run showed it, or the framework is known to."""
     known = script.program is not None and framework_of(script) is not None
     return known or bool(script.profile.get(RELAUNCHED))
 
 
 def variables_for(script: Script, ranks: int) -> dict[str, str]:
-    """What stands before `training_command`: what was typed there, and by what a framework is told the ranks."""
+    """Return the variables in front of `training_command`: those typed, and those that pass the ranks to a framework."""
     framework = framework_of(script)
     own = framework.environment(ranks) if framework and not script.launcher and _starts_itself(script) else {}
     return {**own, **dict(script.environment)}
 
 
 def _launcher_words(script: Script, candidate: Candidate, line: CommandLine, ranks: int, config: str) -> list[str]:
-    """The typed launcher's words, with the number of ranks and the winner's config in them."""
+    """Return the launcher's words as typed, with the number of ranks and the winner's config inserted."""
     file = launcher_file(script)
     named = next((one.data.get("num_processes") for one in script.files if one.launcher), None)
     wanted: dict[str, str] = {}
@@ -228,8 +231,10 @@ def _launcher_words(script: Script, candidate: Candidate, line: CommandLine, ran
 
 
 def _deepspeed_ranks(ranks: int) -> tuple[str, str]:
-    """The option of DeepSpeed's launcher for so many ranks: with `--num_gpus` it would not look at CUDA_VISIBLE_DEVICES and take
-    the first (deepspeed 0.19.8, launcher/runner.py)."""
+    """Return the option of DeepSpeed's launcher for this number of ranks.
+
+    With `--num_gpus` the launcher ignores CUDA_VISIBLE_DEVICES and takes the first GPUs (deepspeed 0.19.8, launcher/runner.py).
+    """
     shown = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     if len(shown) >= ranks and all(one.isdigit() for one in shown):
         return "--include", f"localhost:{','.join(shown[:ranks])}"
@@ -237,7 +242,7 @@ def _deepspeed_ranks(ranks: int) -> tuple[str, str]:
 
 
 def _starter(script: Script, ranks: int, config: str) -> list[str]:
-    """The launcher for a script that was typed without one."""
+    """Return the launcher for a script that was typed without one."""
     if script.ds_config is None:
         if not script.profile.get("through_arguments") and set(LOCAL_RANK_FLAGS) & set(script.profile.get("flags", ())):
             return ["deepspeed", *_deepspeed_ranks(ranks)]
@@ -246,7 +251,7 @@ def _starter(script: Script, ranks: int, config: str) -> list[str]:
 
 
 def config_path(script: Script) -> Path | None:
-    """The DeepSpeed config file that the command names; None where the config stands elsewhere."""
+    """Return the DeepSpeed config file that the command names, or None if the config is elsewhere."""
     if script.ds_config is not None:
         return Path(script.ds_config)
     found = _config_files(script.argv, Path(script.cwd), script.profile.get("config"))
@@ -256,8 +261,11 @@ def config_path(script: Script) -> Path | None:
 
 
 def _config_files(argv: Sequence[str], cwd: Path, own: dict[str, Any] | None) -> list[tuple[int, str, Path]]:
-    """(index of the argument, prefix like `--config=` or nothing, path) of every DeepSpeed config file in the arguments; of
-    several files only the one that holds the script's `own` config, where that is known: others are of other engines."""
+    """Return (index, prefix, path) of every argument that names a DeepSpeed config file.
+
+    The prefix is like `--config=` or empty. If several files are named and the script's `own` config is known, only the file with
+    that config is returned: the others belong to other engines.
+    """
     found = []
     for at, word in enumerate(argv):
         head, equals, value = word.partition("=")
@@ -272,18 +280,19 @@ def _config_files(argv: Sequence[str], cwd: Path, own: dict[str, Any] | None) ->
 
 
 def several_configs(script: Script) -> bool:
-    """Whether the command names more than one DeepSpeed config file."""
+    """Check that the command names more than one DeepSpeed config file."""
     return len({path for _, _, path in _config_files(script.argv, Path(script.cwd), None)}) > 1
 
 
 def with_configs(
     argv: Sequence[str], cwd: Path, renamed: Callable[[Path, int], str], own: dict[str, Any] | None = None
 ) -> list[str]:
-    """The arguments with every DeepSpeed config file that the first engine reads replaced by `renamed(path, index of the
-    argument)`.
+    """Return the arguments with config files replaced by `renamed(path, index of the argument)`.
+
+    Only files that the first engine reads are replaced.
 
     Args:
-        own: what that file holds, where it is known; None takes every one.
+        own: the contents of that file if known; None replaces every file.
     """
     found = list(argv)
     for at, head, path in _config_files(argv, cwd, own):

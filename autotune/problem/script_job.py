@@ -1,4 +1,4 @@
-"""The Job that a user's script is: a stand-in before its first run, its profile's after it."""
+"""Job of a user's script: a stand-in before the probe run, and a Job from the profile after it."""
 
 from __future__ import annotations
 
@@ -15,48 +15,51 @@ from autotune.problem.models import ModelSpec
 from autotune.problem.script import candidate_of_config, config_path
 from autotune.problem.script_text import script_text
 
-SPLIT = "loader_split"  # of a profile: accelerate splits the batches of its loader over the ranks
-CALL = "checkpointing_call"  # of a profile: how its model is switched on, where not as transformers' are
-ZERO_INIT = "zero_init"  # of a profile: the script's own code makes its model under `deepspeed.zero.Init`
-TORCHS = "torch_optimizer"  # of a profile: class, `fused` and `foreach` of one of torch's that the script has made
-EARLIER = "earlier"  # of a profile: engines that have an optimizer, made before the one that trains
-KEPT = "kept_configs"  # of a profile: what accelerate's other plugins say of ZeRO, which no candidate changes
-OPS = "ops"  # of a profile: builders of ops of DeepSpeed's that its first run was the first to show
+SPLIT = "loader_split"  # key of a profile: accelerate splits its loader's batches over the ranks
+# key of a profile: call that switches on checkpointing in its model, unless it is transformers' call
+CALL = "checkpointing_call"
+ZERO_INIT = "zero_init"  # key of a profile: the script's own code builds its model under `deepspeed.zero.Init`
+# key of a profile: class, `fused` and `foreach` of torch's optimizer that the script has built
+TORCHS = "torch_optimizer"
+EARLIER = "earlier"  # key of a profile: engines with an optimizer, built before the one that trains
+KEPT = "kept_configs"  # key of a profile: ZeRO settings of accelerate's other plugins, which no candidate changes
+OPS = "ops"  # key of a profile: builders of DeepSpeed's ops that were first seen in the probe run
 UNCOUNTED = "the sequences of the script's batches cannot be counted: no tensor is among what its model is given"
 
 _END_TO_END = "its rows are packed end to end, so its micro-batch cannot be checked"
 UNCOUNTED_BESIDE = "a second engine trains, on rows that cannot be counted or that change from step to step"
 
 
-TOKENS = "tokens"  # of rows packed end to end: how many sequences are in them differs, how full they are does not
+TOKENS = "tokens"  # rows are packed end to end: their number of sequences varies, their tokens do not
 
 
 @dataclass(frozen=True)
 class Counted:
-    """How what is seen in a script's steps is counted, against the batch sizes that it was told."""
+    """How the batch of a script's steps is counted, to compare it with the requested batch sizes."""
 
-    unit: str  # `rows` of a forward's tensors, the `sequences` in them, their `tokens`, or empty where nothing can be counted
-    per_sample: float  # of these, for each sample of the micro-batch: 2 where a loss compares pairs
-    micros_per_accumulation: float  # forwards with a backward, for each step of accumulation
+    unit: str  # `rows` of a forward's tensors, `sequences` in them, their `tokens`, or empty if nothing can be counted
+    per_sample: float  # units per sample of the micro-batch: 2 if a loss compares pairs
+    micros_per_accumulation: float  # forwards with a backward, per accumulation step
 
     @classmethod
     def of(cls, profile: dict[str, Any]) -> Counted:
-        """Of a profile; one that an earlier version has stored knew rows alone."""
+        """Return the counting of a profile. A profile stored by an earlier version counts rows."""
         per_sample = profile.get("rows_per_sample", 1.0)
         return cls(profile.get("counted", "rows"), per_sample, profile.get("micros_per_accumulation", 1.0))
 
 
 def batch_seen(facts: dict[str, Any]) -> dict[str, Any]:
-    """The script's own micro-batch and accumulation, and how they are counted (the fields of `Counted`).
+    """Return the script's own micro-batch and accumulation, and how they are counted (the fields of `Counted`).
 
-    What its config says is believed where what was seen is a multiple of it, and what an argument or a loader of its own says
-    where that is nearer to what was seen: DeepSpeed never compares the two. A loop that takes its batch from elsewhere is
-    taken to have what was seen, until it is told another.
+    The config's values hold if the observed count is a multiple of them. The value of an argument or a loader holds if it is
+    nearer to the observed count: DeepSpeed never compares the two. A loop that takes its batch from elsewhere is assumed to have
+    the observed batch, until it is passed another.
 
     Args:
-        facts: `micro_batch` and `accumulation` of the config; `micros`, `rows` and `sequences` of a rank's step; `said`: by
-            knob, what its arguments and loaders say. Where rows are packed end to end, `packed_tokens` of a micro-batch, 0 if
-            they differ; `counted_by` which tensor they are counted, where it is not the first; `uncounted` why not.
+        facts: `micro_batch` and `accumulation` of the config; `micros`, `rows` and `sequences` of a rank's step; `said`: by knob,
+            the values of its arguments and loaders. If rows are packed end to end, also `packed_tokens` of a micro-batch (0 if
+            they differ). `counted_by` names the counted tensor, unless it is the first; `uncounted` gives the reason for no
+            count.
     """
     known = _known(facts)
     if known is not None:
@@ -68,14 +71,16 @@ def batch_seen(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def batch_held(facts: dict[str, Any]) -> dict[str, Any]:
-    """The same of a script that goes on with its own batch, whatever it is told: its config is believed where nothing that
-    it says was seen. `held` has what each of its steps has."""
+    """Return the batch of a script that always trains on its own, in the form of `batch_seen`.
+
+    The config's values hold if none of the declared values was observed. `held` gives the counts of each of its steps.
+    """
     found = _known(facts) or _counted(facts, facts["micro_batch"], facts["accumulation"], "rows", 1)
     return {**found, "held": {"micros": _micros(facts), "rows": facts.get("rows") or 0}}
 
 
 def _known(facts: dict[str, Any]) -> dict[str, Any] | None:
-    """The batch that something says and of which what was seen is a multiple, of all the nearest; None where there is none."""
+    """Return the declared batch of which the observed count is the smallest multiple, or None if there is none."""
     seen = {unit: facts.get(unit) or 0 for unit in ("rows", "sequences")}
     micros, said = _micros(facts), facts.get("said", {})
     sizes = [facts["micro_batch"], *said.get(MICRO_BATCH, ())]
@@ -90,16 +95,19 @@ def _known(facts: dict[str, Any]) -> dict[str, Any] | None:
             (count // (size * times), size, times) for size, times in pairs if count and count % (size * times) == 0
         ]
         if fits:
-            per_sample, size, times = min(fits, key=lambda fit: fit[0])  # the first of as near ones: the config's
+            # min() takes the first of equally near values, which is the config's
+            per_sample, size, times = min(fits, key=lambda fit: fit[0])
             return _counted(facts, size, times, unit, per_sample)
-    # a loop that steps at every backward, whatever accumulation the config says
+    # A loop that steps at every backward ignores the config's accumulation.
     unheeded = next((size for size in sizes if seen["rows"] == size * micros), None)
     return None if unheeded is None else _counted(facts, unheeded, micros, "rows", 1)
 
 
 def _packed(facts: dict[str, Any], sizes: list[int]) -> dict[str, Any] | None:
-    """Of rows that are packed end to end: what is said is all that tells how many there are in a forward. None where that may be
-    one, with positions that begin anew in its padding."""
+    """Return the batch of rows that are packed end to end: only declared values give the number of sequences in a forward.
+
+    Return None if a declared micro-batch of 1 may hold, a single row with positions that restart in its padding.
+    """
     tokens, micros, told = facts["packed_tokens"], _micros(facts), facts.get("said", {}).get(ACCUMULATION, ())
     accumulation = next((one for one in (facts["accumulation"], *told) if one == micros), facts["accumulation"])
     if tokens and len(set(sizes)) == 1:
@@ -127,8 +135,10 @@ def _counted(
 
 
 def first_candidates(script: Script) -> list[Candidate]:
-    """What the script's first run may be, as far as is known before it: its config where its command names one, else what
-    its text speaks of."""
+    """Return the candidates that the probe run may be, as far as known before it.
+
+    They are the config's candidate if the command names a config, or else guesses from the script's text.
+    """
     path = config_path(script)
     if path is not None:
         return [candidate_of_config(read_config(path))]
@@ -137,8 +147,11 @@ def first_candidates(script: Script) -> list[Candidate]:
 
 
 def unknown_job(script: Script, hardware: Hardware) -> Job:
-    """The stand-in: of the script only the command is known, and the optimizer if the command names a DeepSpeed config; else
-    it may be DeepSpeed's Adam wherever the script's text has the word."""
+    """Return the stand-in for a script of which only the command is known.
+
+    The optimizer is known if the command names a DeepSpeed config. Otherwise DeepSpeed's Adam is assumed if the script's text
+    contains the word `optimizer` in quotes, or cannot be read.
+    """
     model = ModelSpec(script.name, {}, " ".join(script.argv))
     path = config_path(script)
     if path is not None:
@@ -151,12 +164,15 @@ def unknown_job(script: Script, hardware: Hardware) -> Job:
 
 
 def job_of(script: Script, hardware: Hardware, global_batch_size: int | None, free: bool = False) -> Job:
-    """The Job of a script with a profile; its global batch is the script's own unless another is asked for, or it is free."""
+    """Return the Job of a script with a profile.
+
+    The global batch is the script's own, unless another is requested or it is free.
+    """
     seen = script.profile
     config = in_new_names(seen["config"])
     base = {key: value for key, value in config.items() if script.holds_batch or key not in BATCH_KEYS}
     if seen["client_optimizer"] and not seen["through_arguments"]:
-        base.setdefault("zero_force_ds_cpu_optimizer", False)  # offloaded or not, it stays the script's optimizer
+        base.setdefault("zero_force_ds_cpu_optimizer", False)  # even if offloaded, the optimizer stays the script's
     if seen["untested_optimizer"]:
         base.setdefault("zero_allow_untested_optimizer", True)
     own = own_samples(script, hardware.count)
@@ -175,8 +191,10 @@ def job_of(script: Script, hardware: Hardware, global_batch_size: int | None, fr
 
 
 def over_present(job: Job, present: dict[str, Any]) -> Job:
-    """The job over the config that its script has now, as its user may have edited it since its first run: a key that was taken
-    out stays out, and of the job's there is only what is no user's."""
+    """Return the job over the config that its script has now, since the user may have edited it after the probe run.
+
+    A key that was removed stays removed. Only keys that the user never set are kept from the job.
+    """
     first = job.script.profile.get("config") if job.script is not None else None
     mine = (*present, *BATCH_KEYS) if first is None else (*present, *BATCH_KEYS, *first)
     ours = {key: value for key, value in job.base_config.items() if key not in mine}
@@ -187,7 +205,10 @@ _SIXTEEN_BITS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}  # section 
 
 
 def _precision(job: Job, first: dict[str, Any] | None, present: dict[str, Any]) -> str:
-    """As the present config says it; the job's where that says nothing else than the first, or leaves it to its caller."""
+    """Return the precision of the present config.
+
+    The job's precision is kept if that config still agrees with the first one, or leaves the choice to its caller.
+    """
     if first is None or all(first.get(name) == present.get(name) for name in _SIXTEEN_BITS):
         return job.precision
     then, now = ([_enabled(config, name) for name in _SIXTEEN_BITS] for config in (first, present))
@@ -203,12 +224,12 @@ def _enabled(config: dict[str, Any], name: str) -> Any:
 
 
 def own_samples(script: Script, ranks: int) -> int:
-    """Samples of one optimizer step over all ranks, of the script as it is; with a profile."""
+    """Return the samples per optimizer step over all ranks of the unmodified script; requires a profile."""
     return int(script.profile["micro_batch"] * script.profile["accumulation"] * ranks)
 
 
 def own_candidate(script: Script) -> Candidate:
-    """The script's own config as a Candidate; what it leaves open is at DeepSpeed's defaults."""
+    """Return the script's own config as a Candidate; open settings have DeepSpeed's defaults."""
     seen = script.profile
     knobs: dict[str, Value] = {MICRO_BATCH: seen["micro_batch"], ACCUMULATION: seen["accumulation"]}
     if seen["checkpointing"] or seen.get("checkpointed"):
@@ -217,7 +238,7 @@ def own_candidate(script: Script) -> Candidate:
 
 
 def other_batch(candidate: Candidate, job: Job) -> str:
-    """What to see to where a script's steps are of another size than its own; empty where they are not."""
+    """Return a warning if a script's steps have another size than its own; empty otherwise."""
     if job.script is None or "micro_batch" not in job.script.profile:
         return ""
     own, now = own_samples(job.script, job.ranks), candidate.micro_batch * candidate.accumulation * job.ranks

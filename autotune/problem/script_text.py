@@ -1,4 +1,4 @@
-"""What a script's own text tells of it, whether it has run or not."""
+"""Facts from a script's own text, available before its first run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _LIGHTNING = re.compile(r"^\s*(?:from|import)\s+(?:pytorch_)?lightning\b", re.MU
 
 
 def script_text(script: Script) -> str | None:
-    """The script itself; None where it cannot be read."""
+    """Return the script's text, or None if it cannot be read."""
     if script.path is None or not script.path.is_file():
         return None
     return script.path.read_text(errors="replace", encoding="utf-8")
 
 
 def under_lightning(script: Script) -> bool:
-    """Whether Lightning trains: it was seen to, or the script's text imports it."""
+    """Check that Lightning trains: the probe run showed it, or the script's text imports it."""
     return bool(script.profile.get("lightning")) or _LIGHTNING.search(script_text(script) or "") is not None

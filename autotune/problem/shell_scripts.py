@@ -1,4 +1,4 @@
-"""Shell scripts that start a training: not Python's to run, but what they start could be given instead."""
+"""Shell scripts that start a training. Python cannot run them, but the command that they start could be given instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autotune.problem.programs import interpreter_of
 
 _SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish"}
 _MOST_BYTES = 1 << 20
-_LONGEST = 500  # characters of a line that is quoted
+_LONGEST = 500  # characters of a quoted line
 _BEFORE = {
     "exec",
     "nohup",
@@ -28,17 +28,17 @@ _BEFORE = {
     "uv",
     "conda",
     "{",
-}  # words before a command
+}  # words in front of a command
 _BETWEEN = re.compile(r"\s*(?:&&|\|\||;)\s*")
 _QUOTED = re.compile(r"\b(?:ba|da|z|k)?sh\s+-\w*c\s+(['\"])(.*)\1")
-_AFTER = re.compile(r"\s+(?:\||\d?>|&|#).*")  # of a command: pipes, redirections, comments
+_AFTER = re.compile(r"\s+(?:\||\d?>|&|#).*")  # pipes, redirections and comments after a command
 _PROGRAMS = {name for one in FRAMEWORKS for name in one.programs}
 
 
 def shell_script(words: Sequence[str]) -> Path | None:
-    """The shell script that these words start, by its own name or by a shell's (`bash train.sh`); None where they start none."""
+    """Return the shell script that these words start, directly or by a shell (`bash train.sh`); None if there is none."""
     path = Path(words[0])
-    if os.path.isfile(path):  # of a text of any length, which Path refuses
+    if os.path.isfile(path):  # `os.path.isfile` accepts a text of any length; Path refuses a long one
         return path if path.suffix[1:] in _SHELLS or _names_a_shell(path) else None
     named = (Path(word) for word in words[1:] if not word.startswith("-")) if path.name in _SHELLS else ()
     return next((one for one in named if os.path.isfile(one)), None)
@@ -47,15 +47,18 @@ def shell_script(words: Sequence[str]) -> Path | None:
 def _names_a_shell(path: Path) -> bool:
     with path.open("rb") as file:
         first = file.readline(256).decode(errors="replace")
-    if not first.startswith("#!") or interpreter_of(path) is not None:  # programs of pip's begin with a shell, too
+    if not first.startswith("#!") or interpreter_of(path) is not None:  # programs of pip may begin with a shell, too
         return False
     return not _SHELLS.isdisjoint(part.rpartition("/")[2] for part in first[2:].split())
 
 
 def training_line(path: Path) -> str:
-    """The command in a shell script that starts its training, in one line; empty where none is seen. A launcher's or a
-    framework's comes before one of Python alone. Of several alike that which is given a DeepSpeed config is taken; else the first
-    of a launcher's, which others evaluate, and the last of Python's, for which others prepare data."""
+    """Return the line of a shell script that starts its training; empty if none was found.
+
+    Commands of launchers and frameworks are preferred to plain Python, and then commands with a DeepSpeed config. If
+    several launcher commands are left, the first is returned, since later ones evaluate. If several plain Python commands are
+    left, the last is returned, since earlier ones prepare data.
+    """
     try:
         text = path.read_text(errors="replace", encoding="utf-8") if path.stat().st_size <= _MOST_BYTES else ""
     except OSError:
@@ -70,7 +73,7 @@ def training_line(path: Path) -> str:
 
 
 def _alone(part: str) -> str:
-    """A command without what stands around it: a subshell's parentheses, a quote of which the other is elsewhere."""
+    """Return a command without its surroundings: parentheses of a subshell, or an unmatched quote."""
     part = _AFTER.sub("", part).strip().lstrip("(")
     if part.count(")") > part.count("("):
         part = part.rstrip(") ")
@@ -78,17 +81,17 @@ def _alone(part: str) -> str:
 
 
 def _command(words: list[str]) -> list[str]:
-    """The words without those that only stand before a command (`srun --nodes 1 torchrun …`)."""
+    """Return the words without those in front of a command (`srun --nodes 1 torchrun …`)."""
     if not words or words[0] not in _BEFORE:
         return words
     return next((words[at:] for at in range(1, len(words)) if _likely(words[at:])), [])
 
 
 def _likely(words: Sequence[str]) -> int:
-    """How likely a command is a training's: 2 of a launcher or a framework, 1 of Python, 0 of anything else."""
+    """Rate how likely a command is a training: 2 for a launcher or a framework, 1 for Python, 0 for anything else."""
     try:
         line = take_apart(words)
-    except UserError:  # of a launcher, told of several nodes
+    except UserError:  # the launcher is configured for several nodes
         return 2
     if line.kind or not _PROGRAMS.isdisjoint(line.target[:1]):
         return 2

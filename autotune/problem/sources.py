@@ -1,4 +1,4 @@
-"""The user's own code and configs that decide what a training is: which files they are, and whether they were edited since."""
+"""User's own code and configs that define a training: the list of files, and a check for later edits."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from pathlib import Path
 
 from autotune.problem.job import Job
 
-MEMORY = "probe.json"  # in a study's folder: what its script's first run showed
+MEMORY = "probe.json"  # file in a study's folder: findings of its script's probe run
 SOURCES = (
-    "sources"  # of a profile and of a fingerprint: digests by path, below the folder of the call without that folder
+    # key of a profile and of a fingerprint: digests by path; paths below the call's folder are relative to it
+    "sources"
 )
-CONFIGS = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".py")  # what a script reads that decides what it trains
-MOST_BYTES = 1 << 20  # of such a file; larger ones are data
+# types of files that a script reads and that affect its training
+CONFIGS = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".py")
+MOST_BYTES = 1 << 20  # bytes of such a file; larger ones are data
 
 
 def digests(paths: Iterable[str | Path], cwd: str | Path) -> dict[str, str]:
-    """A digest of the text of each file that is there, by its path as it is shown.
+    """Return a digest of each existing file's text, by displayed path.
 
     Args:
-        cwd: whose own path is left out of those.
+        cwd: folder to which paths below it are made relative.
     """
     found = {}
     for path in paths:
@@ -35,18 +37,21 @@ def digests(paths: Iterable[str | Path], cwd: str | Path) -> dict[str, str]:
 
 
 def edited(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The files that both know and that differ."""
+    """Return the files that both have and that differ."""
     return sorted(path for path in before.keys() & now.keys() if before[path] != now[path])
 
 
 def edited_since(before: Mapping[str, str], cwd: str | Path) -> list[str]:
-    """Of files with their digests, those that are others now; one that is gone tells nothing."""
+    """Return the files whose digests have changed. Missing files are ignored."""
     return edited(before, digests(before, cwd))
 
 
 def sources_of(job: Job) -> dict[str, str]:
-    """Of a script those that its first run used, or where an earlier version saw that run what its text imports; of a workload
-    its module and what that imports; of a model's own code its files. Empty where that is not known."""
+    """Return the source files of a job with their digests; empty if they are unknown.
+
+    A script has the files that its probe run used, or, if an earlier version did that run, the files that its text imports. A
+    workload has its module and the module's imports. A model's own code has its files.
+    """
     if (script := job.script) is not None:
         if SOURCES in script.profile or script.path is None:
             return dict(script.profile.get(SOURCES, {}))
@@ -63,7 +68,7 @@ def sources_of(job: Job) -> dict[str, str]:
 
 
 def imported(file: Path, roots: Sequence[Path]) -> set[Path]:
-    """A module's file and those below the roots that it imports, and these, as far as their texts say."""
+    """Return a module's file and the files below the roots that it imports, recursively, by their texts."""
     found: set[Path] = set()
     left = [file]
     while left:

@@ -1,4 +1,4 @@
-"""A search space: the knobs of a study, their values, and the candidates they make for a Job."""
+"""Search space: the knobs of a study, their values, and the candidates that they make for a Job."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, RUNG_KNOBS, Ca
 from autotune.problem.job import Job
 from autotune.problem.knobs import FIRST_ORDER, KNOBS, refusal
 
-MAX_CANDIDATES = 2_000_000  # beyond it, enumerating takes minutes
+MAX_CANDIDATES = 2_000_000  # more would take minutes to enumerate
 
 
 @dataclass(frozen=True)
 class Domain:
-    """The values of one knob, and when it exists."""
+    """Values of one knob, and the conditions under which it exists."""
 
     values: tuple[Value, ...]
     when: tuple[tuple[str, tuple[Value, ...]], ...] = ()
     is_range: bool = False  # written as from/to: a global batch may use any whole number in it
-    fixed: bool = False  # by hand: whether it can be had is not for the tuner to decide
+    fixed: bool = False  # set by the user: the tuner must not drop it
 
     def applies(self, knobs: dict[str, Value]) -> bool:
         return all(knobs.get(name) in allowed for name, allowed in self.when)
@@ -30,20 +30,22 @@ class Domain:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The knobs that a study may turn, and the keys it holds fixed."""
+    """Knobs that a study may change, and keys that it fixes."""
 
     name: str
     about: str
     knobs: dict[str, Domain]
-    text: str  # the YAML as read: the study stores it
-    at_once: int | None = None  # of second-order knobs, how many may leave their first values together; None: all
-    lossy: bool = False  # whether it may change arithmetic, so that losses may differ
-    shipped: bool = False  # written for every DeepSpeed: what the installed one does not know is left out of it
+    text: str  # the YAML as read, stored in the study
+    at_once: int | None = None  # how many second-order knobs may differ from their first values together; None: all
+    lossy: bool = False  # may change arithmetic, so that losses may differ
+    shipped: bool = False  # written for every DeepSpeed: keys that the installed version does not know are left out
 
     @cached_property
     def order(self) -> tuple[str, ...]:
-        """The names of the knobs that need an engine of their own, each after those that its `when` names or that decide
-        whether it is read."""
+        """Names of the knobs that need a new engine, in dependency order.
+
+        Each follows the knobs that its `when` names and those that decide whether it is read.
+        """
         done: list[str] = [name for name in ("zero_stage", "offload_optimizer", "offload_param") if name in self.knobs]
         rest = [name for name in self.knobs if name not in done and name not in RUNG_KNOBS]
         while rest:
@@ -57,7 +59,7 @@ class SearchSpace:
         return [*(condition for condition, _ in self.knobs[name].when), *([decides] if decides else [])]
 
     def families(self) -> Iterator[dict[str, Value]]:
-        """Every distinct setting of the knobs that need an engine of their own, in canonical form."""
+        """Yield every distinct setting of the knobs that need a new engine, in canonical form."""
         seen = set()
         for knobs in self._grow({}, 0, self._most_at_once):
             key = tuple(sorted(knobs.items()))
@@ -66,11 +68,11 @@ class SearchSpace:
                 yield knobs
 
     def why_refused(self) -> str:
-        """Why DeepSpeed refuses a setting of this space: the first of its reasons; empty where it refuses none."""
+        """Return the first reason why DeepSpeed refuses a setting of this space; empty if it refuses none."""
         return next((why for knobs in self._grow({}, 0, self._most_at_once) if (why := refusal(knobs))), "")
 
     def never_read(self) -> set[str]:
-        """The knobs that no setting of the others makes DeepSpeed read."""
+        """Return the knobs that DeepSpeed reads under no setting of the others."""
         unread = set(self.order)
         for knobs in self.families():
             unread -= knobs.keys()
@@ -83,7 +85,7 @@ class SearchSpace:
         return len(self.knobs) if self.at_once is None else self.at_once
 
     def _grow(self, knobs: dict[str, Value], at: int, may_leave: int) -> Iterator[dict[str, Value]]:
-        """Settings that go on from these; of second-order knobs `may_leave` may still leave their first values."""
+        """Yield settings that extend these; `may_leave` second-order knobs may still leave their first values."""
         if at == len(self.order):
             yield knobs
             return
@@ -98,9 +100,9 @@ class SearchSpace:
                 yield from self._grow({**knobs, name: value}, at + 1, left)
 
     def rungs(self, job: Job) -> list[tuple[int, int]]:
-        """(micro-batch, accumulation) pairs that the job allows, ascending.
+        """Return the (micro-batch, accumulation) pairs that the job allows, ascending.
 
-        With a global batch only exact factorisations micro-batch x accumulation x ranks are among them.
+        With a global batch only exact factorisations micro-batch x accumulation x ranks are allowed.
 
         Raises:
             UserError: no pair meets the global batch.
@@ -125,7 +127,7 @@ class SearchSpace:
         return pairs
 
     def candidates(self, job: Job) -> list[Candidate]:
-        """Every distinct Candidate of the space for this job.
+        """Return every distinct Candidate of the space for this job.
 
         Raises:
             UserError: there is none, or there are too many to list.

@@ -1,4 +1,4 @@
-"""Search spaces as YAML files: found, read and validated. An error names the file, the line and the key."""
+"""Search spaces as YAML files: finding, reading and validating them. An error names the file, the line and the key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PARTS = ("name", "about", "lossy", "at_once", "knobs", "fixed")
 
 
 def spaces_folder() -> Path:
-    """Where the shipped spaces are: inside the package when installed, at the top of the repository otherwise."""
+    """Return the folder of the shipped spaces: in the installed package, or at the top of the repository."""
     package = Path(__file__).parents[1]
     inside = package / "search_spaces"
     return inside if inside.is_dir() else package.parent / "search_spaces"
@@ -37,10 +37,10 @@ def shipped_spaces() -> dict[str, Path]:
 
 
 def load_space(reference: str) -> SearchSpace:
-    """The shipped space of that name, or the space in that file.
+    """Return the shipped space of that name, or the space in that file.
 
     Raises:
-        UserError: there is none, or it is not valid; the message names file, line and key.
+        UserError: there is none, or it is invalid; the message names file, line and key.
     """
     shipped = shipped_spaces()
     path = shipped.get(reference, Path(reference).expanduser())
@@ -53,23 +53,23 @@ def load_space(reference: str) -> SearchSpace:
 
 
 def parse_space(text: str, file: str = "<space>") -> SearchSpace:
-    """A SearchSpace from YAML text.
+    """Parse a SearchSpace from YAML text.
 
     Raises:
-        UserError: `file:line: key: what was wrong and what was expected`.
+        UserError: `file:line: key: problem, and the expected form`.
     """
     return _Parser(text, file).parse()
 
 
 def _name_of(key: str) -> str:
-    """The knob that a key means; one of `zero_optimization` may be written without that."""
+    """Return the knob of a key. A key of `zero_optimization` may be written without that prefix."""
     name = short_name(key)
     bare = name not in KNOBS and not name.startswith(ZERO) and name.split(".")[0] in DS_ZERO_KEYS - DS_TOP_LEVEL
     return short_name(ZERO + name) if bare else name
 
 
 class _Parser:
-    """One file; keeps the line of every key so that errors can name it."""
+    """Parser of one file; it keeps the line of every key for errors."""
 
     def __init__(self, text: str, file: str) -> None:
         self.text, self.file = text, file
@@ -144,7 +144,7 @@ class _Parser:
                 self._collect(value, inner)
 
     def _add(self, domains: dict[str, Domain], path: tuple[str, ...], raw: Any) -> str:
-        """Adds the knob at this path of the file, and returns its name."""
+        """Add the knob at this path of the file, and return its name."""
         name = _name_of(path[1])
         if name not in KNOBS and "." not in name and name not in DS_TOP_LEVEL:
             known = {key.removeprefix(ZERO) for key in KNOBS} | DS_TOP_LEVEL
@@ -173,7 +173,7 @@ class _Parser:
         return name
 
     def _check_key(self, path: tuple[str, ...], name: str) -> None:
-        """Raises UserError where a dotted name is no key of DeepSpeed's."""
+        """Raise UserError if a dotted name is no key of DeepSpeed."""
         if "." not in name or name in KNOBS:
             return
         section, _, leaf = name.rpartition(".")
@@ -201,7 +201,7 @@ class _Parser:
         return self._range(path, raw), conditions, True
 
     def _condition(self, path: tuple[str, ...], raw: Any) -> tuple[str, tuple[Value, ...]]:
-        """A knob and its values, written as its own are."""
+        """Return a knob and its values, in the knob's own notation."""
         name = _name_of(path[-1])
         return name, tuple(self._check(path, name, value) for value in (raw if isinstance(raw, list) else [raw]))
 

@@ -1,7 +1,7 @@
-"""What a model can be trained for, and what its configuration says of images: plain facts, without transformers.
+"""Tasks for which a model can be trained, and the image size in its configuration: plain facts, without transformers.
 
-`data/tasks.json` lists for each task the `model_type`s of transformers' auto classes; a test holds it against the
-installed ones. Of a `model_type` that is not listed nothing is refused here: building the model shows what it can.
+`data/tasks.json` lists for each task the `model_type`s of transformers' auto classes; a test compares it with the installed ones.
+An unlisted `model_type` is never refused here: building the model shows its abilities.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CLASSIFICATION, TOKENS, ANSWERS = "classification", "token-classification", "que
 TASKS = (CAUSAL, MASKED, CLASSIFICATION, TOKENS, ANSWERS, SEQ2SEQ, IMAGE_TEXT)
 DECODED = (CAUSAL, IMAGE_TEXT)  # each token is predicted from those before it
 
-# What `architectures` end in; an encoder's pretraining head is the masked one and more.
+# Endings of `architectures`. An encoder's pretraining head includes the masked one.
 _ENDINGS = {
     "ForCausalLM": CAUSAL,
     "LMHeadModel": CAUSAL,
@@ -29,28 +29,28 @@ _ENDINGS = {
     "ForTokenClassification": TOKENS,
     "ForQuestionAnswering": ANSWERS,
 }
-# Where `architectures` do not say it (`…ForConditionalGeneration`, `BertModel`, nothing): the first that a model has. Encoders
-# also have a causal head, which hardly anybody trains.
+# Order of preference if `architectures` does not decide (`…ForConditionalGeneration`, `BertModel`, missing). Encoders also have a
+# causal head, which is rarely trained.
 _PREFERRED = (IMAGE_TEXT, SEQ2SEQ, MASKED, CAUSAL, CLASSIFICATION, TOKENS, ANSWERS)
 
-# Vision towers that take images of any size, in whole patches; what their configurations call a size is the largest.
+# Vision towers that accept images of any size, in whole patches. The size in their configurations is the largest.
 _ANY_SIZE = ("pixtral",)
 
 
 @cache
 def _model_types() -> dict[str, frozenset[str]]:
-    """The `model_type`s of each task."""
+    """Return the `model_type`s of each task."""
     data = json.loads((resources.files("autotune") / "data" / "tasks.json").read_text(encoding="utf-8"))
     return {task: frozenset(data[task]) for task in TASKS}
 
 
 def tasks_of(config: dict[str, Any]) -> tuple[str, ...]:
-    """The tasks that transformers has a head for; empty for a `model_type` that is not known here."""
+    """Return the tasks for which transformers has a head; empty for an unlisted `model_type`."""
     return tuple(task for task in TASKS if config.get("model_type") in _model_types()[task])
 
 
 def default_task(config: dict[str, Any]) -> str:
-    """The task that a configuration is published for, or else the usual one of its kind."""
+    """Return the task for which a configuration is published, or else the usual one of its kind."""
     possible = tasks_of(config)
     for architecture in config.get("architectures") or ():
         for ending, task in _ENDINGS.items():
@@ -62,7 +62,7 @@ def default_task(config: dict[str, Any]) -> str:
 
 
 def task_of(config: dict[str, Any], asked: str | None, name: str) -> str:
-    """The task to train a model for: as asked for, or the default.
+    """Return the task for training a model: the requested one, or the default.
 
     Raises:
         UserError: there is no such task, or the architecture has no head for it.
@@ -79,7 +79,7 @@ def task_of(config: dict[str, Any], asked: str | None, name: str) -> str:
 
 
 def told_image_size(config: dict[str, Any]) -> int | None:
-    """Height and width of an image in pixels, where the configuration tells; None where it does not."""
+    """Return height and width of an image in pixels, or None if the configuration does not give them."""
     vision = config.get("vision_config")
     size: Any = vision.get("image_size") if isinstance(vision, dict) else None
     size = config.get("image_size") if size is None else size
@@ -91,10 +91,10 @@ def told_image_size(config: dict[str, Any]) -> int | None:
 
 
 def image_size_of(config: dict[str, Any], task: str, asked: int | None, name: str) -> int | None:
-    """`asked`, where it says more than the configuration does: height and width of the job's images in pixels.
+    """Return `asked` if it differs from the configuration: height and width of the job's images in pixels.
 
     Raises:
-        UserError: nobody says how large images are, the configuration says otherwise, or there are none in the task.
+        UserError: no image size is known, the configuration has another, or the task has no images.
     """
     if asked is not None and asked < 1:
         raise UserError(f"--image-size {asked}: expected height and width in pixels")

@@ -1,4 +1,4 @@
-"""From the words typed after `--` to a Script: variables, launcher, target, and the files of arguments that it names."""
+"""Conversion of the words typed after `--` to a Script: variables, launcher, target, and the named argument files."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ from autotune.problem.shell_scripts import shell_script, training_line
 
 _MPI = {"mpirun", "mpiexec", "srun"}
 _RANKS_VARIABLES, _NODES_VARIABLE = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE"), "NNODES"
-_SPELT = ("--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node")  # of a framework's own command
-# Names under which an argument `name=value` or `--name value` is a knob's, beside those of Hugging Face's parsers.
+# options of a framework's own command
+_SPELT = ("--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node")
+# More names under which an argument `name=value` or `--name value` sets a knob, besides the flags of Hugging Face's parsers.
 _OTHER_NAMES = {"micro_batch_size": MICRO_BATCH, **{flag[2:]: knob for knob, flag in KNOWN_FLAGS.items()}}
 
 
 class Typed(NamedTuple):
-    """A script, and what its command says of the machine."""
+    """A script, and the command's settings of the machine."""
 
     script: Script
-    ranks: int | None  # as the launcher, a file of its or a variable says
-    said: str  # where they are said
+    ranks: int | None  # from the launcher, its file or a variable
+    said: str  # origin of `ranks`
     variables: dict[str, str]  # for this process and its ranks
-    own: dict[str, str]  # of these, those that the script's code sets
+    own: dict[str, str]  # those of `variables` that the script's code sets
 
 
 def read_command(
     words: Sequence[str], maps: Sequence[str], worst_case: bool = False, ds_config: Path | None = None
 ) -> Typed:
-    """What was typed after `--`.
+    """Parse the words typed after `--`.
 
     Raises:
-        UserError: nothing that can be started here, a file that does not parse, several machines, or a mapping that is none.
+        UserError: nothing that can be started here, a file that does not parse, several machines, or an invalid mapping.
     """
     line = take_apart(words)
     script = make_script(words, maps, worst_case, ds_config)
@@ -60,7 +61,7 @@ def read_command(
 def make_script(
     words: Sequence[str], maps: Sequence[str], worst_case: bool = False, ds_config: Path | None = None
 ) -> Script:
-    """The script of a command line; see `read_command`."""
+    """Return the script of a command line; see `read_command`."""
     line = take_apart(words)
     if line.kind == ACCELERATE:
         check_module("accelerate")
@@ -86,7 +87,7 @@ def make_script(
 
 
 def _target(line: CommandLine) -> tuple[tuple[str, ...], Path | None]:
-    """The words to run, and the file of an installed command among them."""
+    """Return the words to run, and the file of an installed command if they name one."""
     argv = line.target
     if not argv:
         raise UserError("no script after `--`: expected `autotune run … -- train.py its arguments`")
@@ -124,8 +125,10 @@ def _mapping(text: str) -> tuple[str, str]:
 
 
 def _known_names(argv: Sequence[str], mapped: set[str]) -> list[tuple[str, str]]:
-    """(knob, flag) of arguments whose names are known, and that no parser of Hugging Face's reads: `trainer.micro_batch_size=4`,
-    `--micro-batch-size 4`."""
+    """Return (knob, flag) of arguments with known names that Hugging Face's parsers do not read.
+
+    Examples are `trainer.micro_batch_size=4` and `--micro-batch-size 4`.
+    """
     found: dict[str, str] = {}
     for word in argv[1:]:
         name, equals, _ = word.partition("=")
@@ -141,12 +144,12 @@ def _knob_named(name: str) -> str | None:
 
 
 def declared(script: Script) -> list[str]:
-    """What a person said by `--map`, as it is typed; flags that are known by their names each command says anew."""
+    """Return the user's `--map` values as typed. Flags known by name are left out, since each command derives them again."""
     return [f"{knob}={flag}" for knob, flag in script.flags if _knob_named(flag) != knob]
 
 
 def _gpu_ids(file: ArgumentFile) -> object:
-    """Which GPUs accelerate's own file names, if any."""
+    """Return the GPUs in accelerate's own file, or None."""
     ids = file.data.get("gpu_ids") if file.launcher else None
     return None if ids == "all" else ids
 
@@ -155,7 +158,7 @@ def _gpu_ids(file: ArgumentFile) -> object:
 
 
 def _launcher_files(line: CommandLine) -> tuple[ArgumentFile, ...]:
-    """The file that accelerate's launcher reads: that of `--config_file`, or the user's default."""
+    """Return the file that accelerate's launcher reads: from `--config_file`, or the user's default."""
     if line.kind != ACCELERATE:
         return ()
     given = line.options.get("config_file")
@@ -172,14 +175,14 @@ def _launcher_files(line: CommandLine) -> tuple[ArgumentFile, ...]:
 
 
 def _default_config() -> Path:
-    """accelerate 1.15, commands/config/config_args.py."""
+    """Return the path in accelerate 1.15, commands/config/config_args.py."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
     folder = Path(home).expanduser() / "accelerate"
     return next((path for end in ("yaml", "json") if (path := folder / f"default_config.{end}").is_file()), folder)
 
 
 def launchers_config(line: CommandLine, files: Sequence[ArgumentFile], cwd: str) -> str | None:
-    """The DeepSpeed config that accelerate's launcher names, or its file; None where there is none."""
+    """Return the DeepSpeed config that accelerate's launcher or its file names, or None."""
     named = (line.options.get("deepspeed_config_file") or _named_by(files)) if line.kind == ACCELERATE else None
     path = Path(cwd) / (named or "")
     return str(path.resolve()) if is_ds_config(path) else None
@@ -194,7 +197,7 @@ def _named_by(files: Sequence[ArgumentFile]) -> str | None:
 
 
 def _ranks(line: CommandLine, script: Script) -> tuple[int | None, str]:
-    """How many ranks the command asks for, and where it says so."""
+    """Return the number of ranks in the command, and its origin."""
     if line.ranks is not None:
         return line.ranks, " ".join(line.launcher)
     for file in script.files:

@@ -1,7 +1,7 @@
-"""Rates of a GPU that is no row of the table: a slice or a virtual part of a card, or a card that nobody has entered.
+"""Rates of a GPU without a row in the table: a slice, a virtual part of a card, or an unlisted card.
 
-What its driver tells comes before a likeness of names, and that before the card nearest in memory. None of it is exact, so
-`GpuFacts.doubt` says how far it may be off, and `whence` where it is from.
+Figures from the driver are preferred to a card with a similar name, and that to the card nearest in memory. None is exact:
+`GpuFacts.doubt` gives the uncertainty and `whence` the source.
 """
 
 from __future__ import annotations
@@ -19,33 +19,31 @@ from autotune.problem.cards import GpuFacts, facts_for, gpu_table
 from autotune.problem.gpus import open_nvml
 from autotune.units import GIB
 
-# Standard deviations of a rate's logarithm. A slice has its share of multiprocessors and memory, but also its own clocks; the
-# driver tells of clocks at the most and of counts, from which the rates of the table follow within 30 %.
+# Standard deviations of a rate's logarithm. A slice has its share of multiprocessors and memory, but its own clocks. The driver
+# reports maximum clocks and counts, from which the table's rates follow within 30 %.
 _OF_A_SLICE, _AS_TOLD, _VIRTUAL, _LIKENED = 0.3, 0.35, 0.5, 1.0
 # `NVIDIA A100-SXM4-80GB MIG 1g.10gb`, `... MIG 1c.3g.40gb` (NVIDIA's MIG user guide, "Device Names")
 _SLICE = re.compile(r"(?P<card>.+?)\s+MIG\s+(?:(?P<compute>\d+)c\.)?(?P<slices>\d+)g\.(?P<gb>\d+)gb", re.IGNORECASE)
-_SLICES, _OF_FOUR = 7, re.compile(r"\bA30\b|RTX PRO")  # of a card, at most ("Supported MIG Profiles")
-# `GRID A100D-40C`, `NVIDIA H100XM-80C`, of a slice `GRID A100D-1-10C` (NVIDIA's vGPU user guide, "Virtual GPU Types"); a D is of
-# the card with twice the memory
+_SLICES, _OF_FOUR = 7, re.compile(r"\bA30\b|RTX PRO")  # slices per card, at most ("Supported MIG Profiles")
+# `GRID A100D-40C`, `NVIDIA H100XM-80C`, of a slice `GRID A100D-1-10C` (NVIDIA's vGPU user guide, "Virtual GPU Types"). A D marks
+# the card with twice the memory.
 _PART = re.compile(
     r"(?:GRID|NVIDIA|Tesla)\s+(?P<card>[A-Z]+\d+)(?P<kind>[A-Z]*)-(?:(?P<slices>\d)-)?(?P<gb>\d+)[ABCQ]\w*$"
 )
-# Products of 16 bits in tensor cores over those of 32 bits beside them, by compute capability (NVIDIA's architecture
-# whitepapers); GeForce has half from Ampere on, where sums are of 32 bits.
+# Ratio of 16-bit throughput in tensor cores to 32-bit throughput, by compute capability (NVIDIA's architecture whitepapers).
+# GeForce has half of it from Ampere on if sums have 32 bits.
 _TENSOR = {(6, 0): 2.0, (6, 1): 1.0, (7, 0): 8.0, (7, 5): 8.0, (8, 0): 16.0, (8, 6): 4.0, (8, 7): 4.0, (8, 9): 4.0}
 _TENSOR |= {(9, 0): 14.8, (10, 0): 30.0, (10, 3): 30.0, (11, 0): 16.0, (12, 0): 4.0, (12, 1): 4.0}
-_PCIE_GB_PER_S = {1: 3.0, 2: 6.0, 3: 12.0, 4: 24.0, 5: 50.0, 6: 100.0}  # of 16 lanes, as the table has it
+_PCIE_GB_PER_S = {1: 3.0, 2: 6.0, 3: 12.0, 4: 24.0, 5: 50.0, 6: 100.0}  # by generation, for 16 lanes, as in the table
 _MOST_LINKS = 18  # NVML_NVLINK_MAX_LINKS
-_MAIN_MEMORY_GB_PER_S = (
-    250.0  # of GPUs whose memory is main memory: DGX Spark and Jetson Thor 273, Orin 205 (data sheets)
-)
-_SHARED = "l4"  # nearest to those
+_MAIN_MEMORY_GB_PER_S = 250.0  # GPUs whose memory is main memory: DGX Spark and Jetson Thor 273, Orin 205 (data sheets)
+_SHARED = "l4"  # row nearest to those
 _DESKTOP = ("rtx", "gtx", "quadro", "titan")
 
 
 @dataclass(frozen=True)
 class Told:
-    """What NVML says of a card: peaks, one direction. None: it does not say."""
+    """Figures of a card from NVML: peaks, one direction. None: not reported."""
 
     capability: tuple[int, int]
     fp32_tflops: float | None = None
@@ -55,8 +53,8 @@ class Told:
 
 
 def told_by_driver(uuid: str) -> Told | None:
-    """What the driver says of a whole card; None where it does not answer. Starts nothing on the card."""
-    with suppress(Exception):  # an estimate is no reason for an error
+    """Return the driver's figures of a whole card, or None if it does not answer. Nothing is started on the card."""
+    with suppress(Exception):  # a failed estimate must not raise
         if (lib := open_nvml()) is not None:
             return _told(lib, lib.nvmlDeviceGetHandleByUUID(uuid))
     return None
@@ -64,7 +62,7 @@ def told_by_driver(uuid: str) -> Told | None:
 
 def _told(lib: Any, handle: Any) -> Told:
     def asked(name: str, *arguments: Any) -> float | None:
-        with suppress(lib.NVMLError, AttributeError):  # of an older driver, or of old bindings
+        with suppress(lib.NVMLError, AttributeError):  # an older driver, or old bindings
             return float(getattr(lib, name)(handle, *arguments)) or None
         return None
 
@@ -73,7 +71,7 @@ def _told(lib: Any, handle: Any) -> Told:
     width, rate = asked("nvmlDeviceGetMemoryBusWidth"), asked("nvmlDeviceGetMaxClockInfo", lib.NVML_CLOCK_MEM)
     generation, lanes = asked("nvmlDeviceGetMaxPcieLinkGeneration"), asked("nvmlDeviceGetMaxPcieLinkWidth")
     links = sum(bool(asked("nvmlDeviceGetNvLinkState", link)) for link in range(_MOST_LINKS))
-    a_link = 50.0 if capability >= (10, 0) else 25.0  # NVLink 5, and 2 to 4
+    a_link = 50.0 if capability >= (10, 0) else 25.0  # GB/s of NVLink 5, and of 2 to 4
     lane = _PCIE_GB_PER_S.get(int(generation), _PCIE_GB_PER_S[4]) / 16 if generation else None
     return Told(
         capability,
@@ -86,14 +84,14 @@ def _told(lib: Any, handle: Any) -> Told:
 
 @cache
 def unlisted(name: str, memory_bytes: int, told: Told | None = None, *, unified: bool = False) -> GpuFacts:
-    """Facts of a GPU by NVML's name of it, its memory and what its driver says.
+    """Return facts of a GPU from its NVML name, its memory and its driver's figures.
 
     Args:
-        memory_bytes: all that the device has.
-        told: of a whole card.
+        memory_bytes: of the whole device.
+        told: figures of a whole card.
         unified: its memory is main memory.
     """
-    if " + " in name:  # unlike cards: the slowest is waited for
+    if " + " in name:  # unlike cards: ranks wait for the slowest
         return min((unlisted(one, memory_bytes, told, unified=unified) for one in name.split(" + ")), key=_speed)
     if slice_ := _SLICE.match(name):
         whole = 4 if _OF_FOUR.search(slice_["card"]) else _SLICES
@@ -101,7 +99,7 @@ def unlisted(name: str, memory_bytes: int, told: Told | None = None, *, unified:
         card = unlisted(slice_["card"], int(memory_bytes / of_card))
         return _shared(card, memory_bytes, min(1.0, int(slice_["compute"] or slice_["slices"]) / whole))
     if row := facts_for(name, memory_bytes):
-        # a slice whose driver calls it by the name of its card
+        # The driver may give a slice the name of its card.
         return row if memory_bytes > 0.7 * row.memory_gib * GIB else _shared(row, memory_bytes)
     if (part := _PART.match(name)) and (row := _card_of(part)):
         if part["slices"]:
@@ -120,13 +118,13 @@ def _speed(facts: GpuFacts) -> float:
 
 
 def _but(row: GpuFacts, memory_bytes: int, whence: str, doubt: float, **changed: Any) -> GpuFacts:
-    """The row for another device, which keeps its name: adapters, link and context are those of its kind."""
+    """Return the row adapted to a similar device, under the row's name: network adapters, link and context are alike."""
     doubt = max(doubt, row.doubt)
     return dataclasses.replace(row, memory_gib=memory_bytes / GIB, whence=whence, doubt=doubt, **changed)
 
 
 def _shared(card: GpuFacts, memory_bytes: int, computing: float | None = None) -> GpuFacts:
-    """A slice: its share of the multiprocessors (None: that of the memory), and memory's rate by how much it has of it."""
+    """Return a slice's facts: its share of the multiprocessors (None: that of memory), and its share of memory's rate."""
     of_memory = min(1.0, memory_bytes / GIB / card.memory_gib)
     share = computing or of_memory
     return _but(
@@ -141,7 +139,7 @@ def _shared(card: GpuFacts, memory_bytes: int, computing: float | None = None) -
 
 
 def _card_of(part: re.Match[str]) -> GpuFacts | None:
-    """The card of a virtual part: of several of one name the first that has the memory; a D is the largest."""
+    """Return the card of a virtual part: the first of that name with enough memory; for a D the largest."""
     for stem in (f"{part['card']}{part['kind']}".lower(), part["card"].lower()):
         rows = [row for row in gpu_table().values() if row.name.removeprefix("quadro-").split("-")[0] == stem]
         if rows and part["kind"].startswith("D"):
@@ -181,7 +179,10 @@ def _as_told(name: str, memory_bytes: int, told: Told, unified: bool) -> GpuFact
 
 
 def _likened(name: str, memory_bytes: int) -> GpuFacts:
-    """A row by what the name has of its name (GH200 of h200), and its memory: of those alike in it the middle one in speed."""
+    """Return the row of a similar GPU: by the name (GH200 for h200), or else by class, then by memory.
+
+    If several have similar memory, the one with median speed is returned.
+    """
     rows = list(gpu_table().values())
     words = re.findall(r"[a-z]+\d+", name.lower())
     desktop = any(word in name.lower() for word in _DESKTOP)

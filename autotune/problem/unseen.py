@@ -1,4 +1,4 @@
-"""Why a machine that has a GPU shows none that can be used: a study there must not silently become one of CPU ranks."""
+"""Reasons why a machine with a GPU shows no usable one: its study must not silently run on CPU ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from autotune.problem.gpus import all_cards, driver_error, selected
 _ROOT = Path("/")
 _NVIDIA, _DISPLAY = "0x10de", ("0x0300", "0x0302")  # vendor and classes on the PCI bus: VGA and 3D controllers
 _MOST_CARDS = 4096
-# nvml.h's numbers. Neither says that there is a GPU: images and login nodes often have the library and no card.
+# Error codes of nvml.h. Neither proves a GPU: images and login nodes often have the library without a card.
 _DRIVER_NOT_LOADED, _LIBRARY_NOT_FOUND = 9, 12
 
 
 def unseen_gpu() -> str:
-    """What keeps a GPU of this machine from being used; an empty string where it has none, or where CUDA_VISIBLE_DEVICES
-    hides all of them, as `""` and `-1` do. To be asked where CUDA shows no GPU."""
+    """Return why a GPU of this machine cannot be used; called if CUDA shows no GPU.
+
+    The result is empty if there is no GPU, or if CUDA_VISIBLE_DEVICES hides all of them, as `""` and `-1` do.
+    """
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is not None and _hides_all(wanted):
         return ""
@@ -38,7 +40,7 @@ def unseen_gpu() -> str:
 
 
 def _hides_all(wanted: str) -> bool:
-    """Whether a value of CUDA_VISIBLE_DEVICES leaves nothing of any machine."""
+    """Check that a value of CUDA_VISIBLE_DEVICES hides all GPUs of any machine."""
     return not wanted.startswith(("GPU-", "MIG-")) and not selected(wanted, [""] * _MOST_CARDS)
 
 
@@ -52,11 +54,14 @@ def _not_for_cuda(wanted: str | None) -> str:
 
 
 def _nvidia_sign(with_bus: bool) -> str:
-    """A file that only a machine with NVIDIA's GPU has; with_bus: a card without a driver of NVIDIA's is one, too."""
+    """Return a file that exists only on machines with an NVIDIA GPU, or a card on the PCI bus if `with_bus`.
+
+    A card without NVIDIA's driver is found on the bus only.
+    """
     for name in ("nvidia0", "nvidiactl", "nvhost-gpu"):  # the last is a Jetson's
         if (_ROOT / "dev" / name).exists():
             return f"/dev/{name}"
-    # WSL has /dev/dxg for any maker's GPU; what lies beside it comes with the driver on Windows.
+    # WSL has /dev/dxg for any vendor's GPU; NVIDIA's driver on Windows adds the library.
     if (_ROOT / "dev/dxg").exists() and (_ROOT / "usr/lib/wsl/lib/libnvidia-ml.so.1").exists():
         return "/dev/dxg"
     for device in sorted((_ROOT / "sys/bus/pci/devices").glob("*")) if with_bus else ():
@@ -66,7 +71,7 @@ def _nvidia_sign(with_bus: bool) -> str:
 
 
 def _torch_is_for_rocm() -> bool:
-    """By what it is not: a Ryzen's own graphics have /dev/kfd as well, and its torch is for CPUs or CUDA."""
+    """Check that torch is neither for CPUs nor for CUDA: a Ryzen's integrated graphics have /dev/kfd, too."""
     version = current().version("torch")
     return version is not None and current().cuda is None and not version.endswith("+cpu")
 

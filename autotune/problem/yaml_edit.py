@@ -1,4 +1,4 @@
-"""Values changed in the text of a YAML or JSON file: its other lines, their order and its comments stay as they are."""
+"""Editing values in the text of a YAML or JSON file: other lines, their order and comments stay unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autotune.problem.argument_files import Place
 
 
 class _Loader(yaml.SafeLoader):
-    """Knows no tags but YAML's own: what another one is of is read as plain data."""
+    """Loader that knows only YAML's own tags: a value with another tag is read as plain data."""
 
 
 def _untagged(loader: _Loader, suffix: str, node: yaml.Node) -> Any:
@@ -28,13 +28,13 @@ _Loader.add_multi_constructor("", _untagged)
 
 
 def parsed(text: str, name: str) -> Any:
-    """The file's data.
+    """Parse the file's data.
 
     Args:
         name: the file's, for the error.
 
     Raises:
-        UserError: it is neither YAML nor JSON; with the line.
+        UserError: the text is neither YAML nor JSON; the message has the line.
     """
     try:
         return yaml.load(text, _Loader)  # a SafeLoader
@@ -47,9 +47,9 @@ def parsed(text: str, name: str) -> Any:
 
 
 def edited(text: str, changes: Mapping[Place, Any], *, is_json: bool = False) -> str:
-    """The text with the value at each place changed, or added where there is none; None takes the place out.
+    """Return the text with the value at each place changed or added; None removes the place.
 
-    Where the text cannot be changed in place (an alias, a merged key), it is written anew, without its comments.
+    If the text cannot be changed in place (an alias, a merged key), it is dumped again without its comments.
     """
     for place, value in changes.items():
         data = yaml.load(text, _Loader)
@@ -81,7 +81,7 @@ def _edit(text: str, place: Place, value: Any, is_json: bool) -> str:
     node: Any = yaml.compose(text, yaml.SafeLoader)
     for above, key in enumerate(place[:-1]):
         below = next((below for name, below in node.value if name.value == key), None)
-        if below is None:  # nor what is above it
+        if below is None:  # the parent is missing, too
             return _edit(text, place[: above + 1], _changed({}, place[above + 1 :], value), is_json)
         node = below
     key = place[-1]
@@ -125,7 +125,7 @@ def _added(text: str, node: yaml.MappingNode, key: str, value: Any, is_json: boo
 
 
 def _end(text: str, node: yaml.Node) -> int:
-    """Where a value's own text ends: the marks of blocks go on to the next one's."""
+    """Return the index at which a value's text ends. YAML's end marks of blocks reach to the next value."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         return _end(text, last[1] if isinstance(last, tuple) else last)
