@@ -148,8 +148,9 @@ class HostDominance:
         self._where = [np.array([str(c.get(name, "none")) for c in candidates]) for name in OFFLOADING]
 
     def needs_no_less(self, candidate: Candidate) -> Flags:
-        """Return whether each needs at least as much host memory as the candidate, (n,); all False if it offloads
-        nothing.
+        """Return whether each candidate needs at least as much host memory as the given one, (n,).
+
+        All values are False if the given candidate offloads nothing.
         """
         at = self._index.get(candidate)
         if at is None or self._host[at] <= 0:

@@ -17,8 +17,9 @@ SPREAD = 3  # levels of a size: small, middle and large
 
 
 def is_first_order(name: str) -> bool:
-    """Return True if the knob determines much of memory or time at any setting of the others, unlike buckets or
-    overlap.
+    """Return True if the knob determines much of memory or time at any setting of the others.
+
+    Buckets, overlap and similar knobs do not.
     """
     return name in FIRST_ORDER
 
@@ -65,16 +66,18 @@ class Kinds:
 
     @property
     def reach(self) -> float:
-        """Largest expected gain from second-order knobs, as a logarithm: twice the mean of the measured and prior
-        gains.
+        """Largest expected gain from second-order knobs, as a logarithm.
+
+        The value is twice the mean of the measured gains and the prior gain.
         """
         gained = float((self._best[self._again] - self._first[self._again]).sum())
         return max(LEAST_REACH, 2 * (2 * SECOND_ORDER_GAIN + gained) / (2 + int(self._again.sum())))
 
     @property
     def ceiling(self) -> Floats:
-        """Return the upper bound of each candidate's log speed with other second-order knobs, (n,); -inf for
-        unmeasured kinds.
+        """Return the upper bound of each candidate's log speed with other second-order knobs, (n,).
+
+        The bound of an unmeasured kind is -inf.
         """
         return np.asarray(self._best[self.of] + self.reach)
 

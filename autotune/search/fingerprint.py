@@ -1,7 +1,7 @@
-"""Fingerprint of a study: job, machine, packages and environment. Calls may share a study if their known values
-agree.
+"""Fingerprint of a study: job, machine, packages and environment.
 
-Version 0.1 stored only the job, the machine and the packages. A missing value is unknown, not different.
+Two calls may share a study if the values that both know agree. Version 0.1 stored only the job, the machine and the
+packages. A missing value is unknown, not different.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ _SECRET = re.compile(r"token|secret|passw|credential|api_?key", re.IGNORECASE)
 
 
 def identity(job: Job, hardware: Hardware) -> dict[str, Any]:
-    """Return job, machine and packages as JSON. Studies are named by it, so that the same command finds its study
-    again.
+    """Return job, machine and packages as JSON.
+
+    The identity names a study, so that the same command finds its study again.
     """
     machine = {key: hardware.to_json()[key] for key in ("device", "name", "count", "memory_bytes", "memory_cap_bytes")}
     if hardware.nodes > 1:
@@ -76,8 +77,9 @@ def fingerprint(job: Job, hardware: Hardware) -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """Return versions of the packages on which measurements depend, in the ranks' Python, and of the tuner's
-    package.
+    """Return versions of the packages on which measurements depend.
+
+    The ranks' Python provides them, except for the version of the tuner's package.
     """
     theirs = {package: current().version(package) or "missing" for package in ("torch", "deepspeed", "transformers")}
     return {**theirs, _TUNERS: inquiry.version(_TUNERS) or "missing"}
@@ -170,8 +172,9 @@ _PROFILE = ("job", "script", "profile")
 
 
 def _seen_ops(mark: dict[str, Any]) -> list[str]:
-    """Return DeepSpeed ops that the script's probe run needed and that were not built at the time; they are no part
-    of the job.
+    """Return the DeepSpeed ops that the script's probe run needed and that were not built at the time.
+
+    They are no part of the job.
     """
     return value_at(mark, (*_PROFILE, OPS)) or []
 
