@@ -148,8 +148,9 @@ class Openings:
             self.rule_out(blamed, f"first-order settings like those of {candidate} and others: {outcome.kind.value}")
 
     def _rule_out_larger_batches(self, candidate: Candidate) -> None:
-        """Exclude batches that are at least as large as one that left too few steps of data, unless one of them
-        worked.
+        """Exclude batches that are at least as large as one that left too few steps of data.
+
+        Nothing is excluded if such a batch has worked.
         """
 
         def no_smaller(other: Candidate) -> bool:

@@ -144,8 +144,9 @@ class Proposer:
         self.speed[candidate] = samples_per_second
 
     def drop(self, candidate: Candidate) -> None:
-        """Remove a candidate that cannot win, or is unlikely to. Gains are then computed against the best of the
-        rest.
+        """Remove a candidate that cannot win, or is unlikely to.
+
+        Gains are then computed against the best of the rest.
         """
         if self.speed.pop(candidate, None) is not None:
             self._improved_at, self._audited = self._proposed, 0
@@ -174,8 +175,9 @@ class Proposer:
         return {self.candidates[i] for i in np.flatnonzero(self._openings.needing_no_less(candidate, kind))}
 
     def expect(self, left: int) -> None:
-        """Predict before an outcome is replayed, so that the prediction is scored. Applies to the last RECALLED
-        outcomes.
+        """Predict before an outcome is replayed, so that the prediction is scored.
+
+        Only the last RECALLED outcomes are scored.
 
         Args:
             left: number of outcomes that remain to be replayed.
@@ -327,8 +329,9 @@ class Proposer:
         return Proposal(self.candidates[nearest], "predicted not to fit, and of a level not seen before")
 
     def _last_resort(self) -> Proposal | None:
-        """Return the candidate with the lowest memory, after many failures or if none has fitted or is predicted to
-        fit.
+        """Return the fallback candidate with the lowest memory.
+
+        The fallback applies after many failures, or if no candidate has fitted or is predicted to fit.
         """
         forecast = self._beliefs.forecast()
         need = np.maximum(forecast.share, forecast.held)
@@ -417,8 +420,10 @@ class Proposer:
         return Sampler(self.candidates, self.space, self._seed, self._answers)
 
     def _advised(self) -> Proposal:
-        """Return the sampler's choice among the open candidates, limited to predicted fits unless the predictor is
-        refuted.
+        """Return the sampler's choice among the open candidates.
+
+        Unless the predictor is refuted, the choice is limited to candidates that are predicted to fit, if there are
+        any.
         """
         allowed = self._open.copy()
         if not self._beliefs.refuted:

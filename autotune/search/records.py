@@ -35,9 +35,7 @@ class Record:
 
 
 def resumed_peak_bytes(records: list[Record], candidate: Candidate) -> int | None:
-    """Return the peak memory of the latest successful resume trial of the candidate, bytes of a rank; None without
-    one.
-    """
+    """Return the peak of a rank in the candidate's latest resume trial, in bytes; None unless that trial succeeded."""
     found = [r.outcome for r in records if r.role == RESUME and r.candidate == candidate and r.outcome]
     return found[-1].peak_bytes if found and found[-1].ok else None
 

@@ -1,6 +1,4 @@
-"""Failures that are retried once before they count against a candidate: time limits, and host OOM in parallel
-trials.
-"""
+"""Retry failures once before they count against a candidate: time limits, and host OOM in parallel trials."""
 
 from __future__ import annotations
 
