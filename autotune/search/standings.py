@@ -119,8 +119,9 @@ class Standings:
         return ""
 
     def feasible(self) -> list[Candidate]:
-        """Return measured candidates under the ceiling, fastest first, doubted ones last; allocator retries cost 2
-        %.
+        """Return measured candidates under the ceiling, fastest first, doubted ones last.
+
+        Allocator retries count as 2 % less speed.
         """
         good = [
             candidate
@@ -204,8 +205,9 @@ class Standings:
 
 
 def held_bytes(measured: Measurement) -> int:
-    """Return allocated bytes if known, because the NVML peak includes the allocator's cache and is similar for many
-    candidates.
+    """Return allocated bytes if known, else the peak.
+
+    The NVML peak includes the allocator's cache and is similar for many candidates.
     """
     return measured.torch_allocated_bytes or measured.peak_bytes
 

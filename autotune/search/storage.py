@@ -239,8 +239,9 @@ def _check_rollback_journal(path: Path) -> None:
 
 @contextmanager
 def failures_in_one_line() -> Iterator[Failing]:
-    """Turn a failing disk or database of a running study into MachineTrouble, which reports the measurements that
-    are kept.
+    """Turn a failing disk or database of a running study into MachineTrouble.
+
+    The message reports which measurements are kept.
     """
     failing = Failing()
     try:
