@@ -242,10 +242,11 @@ class Beliefs:
     def _held(self, kept: Floats) -> Floats:
         """Return the predicted host memory of each candidate, as a share of what a node has, (n,).
 
-        Two limits apply, and the larger share counts. The memory that ranks keep is compared with the host's memory
-        minus a reserve for their processes. While the first rank saves the weights in verification, the kept memory and
-        the saved weights are compared with all of the host's memory: the reserve of 2 GiB per rank is an estimate and
-        must not exclude a save.
+        Two limits apply, and the larger share counts:
+
+        - The memory that ranks keep is compared with the host's memory minus a reserve for their processes.
+        - While the first rank saves the weights in verification, kept and saved bytes are compared with all of the
+          host's memory. The reserve is an estimate (2 GiB per rank) and must not exclude a save.
 
         Args:
             kept: (n,) bytes that a node's ranks keep in host memory.

@@ -89,8 +89,9 @@ class Surrogate:
         return self._kernel(at, at, amplitude, share) + REPEAT**2 * np.eye(len(at))
 
     def _kernel(self, a: Places, b: Places, amplitude: float, share: float) -> Floats:
-        """Return covariances, (len(a), len(b)): similar candidates differ little, and each knob has an additive
-        effect.
+        """Return covariances, (len(a), len(b)).
+
+        Similar candidates differ little, and each knob has an additive effect.
         """
         products = self._first[a] @ self._first[b].T + share**2 * (self._second[a] @ self._second[b].T)
         squares = [(self._first[x] ** 2).sum(1) + share**2 * (self._second[x] ** 2).sum(1) for x in (a, b)]
