@@ -41,8 +41,9 @@ class Session(Protocol):
         """True if another candidate of the same family can be measured."""
 
     def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
-        """Return the candidate's outcome within the deadline plus one kill grace period. Never raises for a failed
-        trial.
+        """Return the candidate's outcome within the deadline plus one kill grace period.
+
+        A failed trial never raises.
         """
 
     def close(self) -> None: ...

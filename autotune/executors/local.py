@@ -178,7 +178,7 @@ class LocalExecutor:
 
     @property
     def resumes(self) -> bool:
-        # a slice saves only its own part of a checkpoint, so the full world cannot load it
+        # a slice saves only its own part of a checkpoint, and no other ranks exist to complete it
         return not self.hardware.sliced and self.ground.all_see(self.folder.resolve())
 
     def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> LocalSession:
@@ -265,12 +265,12 @@ class LocalSession:
         return stop
 
     def _ask_certify(self, candidate: Candidate, deadline: float) -> Stop:
-        """Has the ranks do what training does besides steps."""
+        """Have the ranks run the parts of training besides steps: evaluation and save."""
         self._running().enter(Phase.SAVE)
         return self._ask("certify", deadline, micro_batch=candidate.micro_batch)
 
     def _resume(self, candidate: Candidate, effort: Effort, deadline: float) -> Outcome:
-        """Ends the group after a checkpoint and has a fresh one go on from it."""
+        """Save a checkpoint, end the group, and have a new group resume from it."""
         group, folder = self._running(), self._folder.resolve() / CHECKPOINT
         group.enter(Phase.SAVE)
         try:
@@ -294,7 +294,7 @@ class LocalSession:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _measured(self, candidate: Candidate) -> Outcome:
-        """Of everything since `_ask_measure`: the peaks of a certification, too."""
+        """Return the outcome of everything since `_ask_measure`, including the peaks of a certification."""
         group = self._running()
         self.facts.update(self._results[0].get("facts", {}))
         job, hardware = self._executor.job, self._executor.hardware

@@ -164,8 +164,7 @@ def _peak_of(evidence: Evidence) -> int | None:
 
 
 def unusable(evidence: Evidence, phase: Phase, *, known: bool) -> Outcome | None:
-    """Return the outcome of a trial whose ranks report that the script cannot be tuned this way; None if they do
-    not.
+    """Return the outcome of a trial whose ranks report an untunable script; None if they do not.
 
     Args:
         evidence: the collected evidence.
