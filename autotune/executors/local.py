@@ -230,11 +230,11 @@ class LocalSession:
                 outcome = self._resume(candidate, effort, deadline)
             else:
                 outcome = self._measured(candidate) if stop is Stop.ARRIVED else self._failed(stop)
-        except Stopped:  # while a server was started anew
+        except Stopped:  # during a restart of the fork server
             outcome = interrupted(Phase.START)
-        except MachineTrouble as error:  # a node that was lost does not come back
+        except MachineTrouble as error:  # a lost node did not return
             outcome = machines_fault(Phase.START, error, Source.NODE)
-        except OSError as error:  # disk full, no descriptors left: the machine, not the candidate
+        except OSError as error:  # a full disk or a lack of descriptors is the machine's fault
             phase = self._group.phase if self._group is not None else Phase.START
             outcome = machines_fault(phase, error, Source.EXCEPTION)
         if not outcome.ok or self._executor.job.script:  # a script's data loader holds one batch size
@@ -245,7 +245,7 @@ class LocalSession:
         return dataclasses.replace(outcome, log=log, seconds=seconds, outside_seconds=outside, started=started)
 
     def _ask_measure(self, candidate: Candidate, effort: Effort, deadline: float, most_seconds: float) -> Stop:
-        """Has the ranks measure; their answers are then `_results`."""
+        """Have the ranks measure, and store their answers in `_results`."""
         group = self._running()
         group.reset_peaks()
         group.enter(Phase.FORWARD)

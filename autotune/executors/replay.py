@@ -88,8 +88,9 @@ class Landscape:
         )
 
     def hardware(self, headroom: float = 0.0) -> Hardware:
-        """Return the table's machine. The default headroom is 0, so that a row fits if it is within the whole
-        memory.
+        """Return the table's machine.
+
+        The default headroom is 0, so that a row fits if it is within the whole memory.
         """
         facts = self.facts
         known: GpuFacts | None = None
@@ -252,8 +253,9 @@ def read_value(name: str, word: str) -> Value:
 
 @dataclass
 class Ledger:
-    """Record of a replay. `trials` has one entry per measured candidate: (simulated end in seconds, candidate,
-    kind).
+    """Record of a replay.
+
+    One entry of `trials` per measured candidate: (simulated end in seconds, candidate, kind).
     """
 
     trials: list[tuple[float, Candidate, Kind]] = field(default_factory=list)

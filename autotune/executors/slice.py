@@ -1,8 +1,8 @@
-"""Node slice: `--nodes N` on one machine, with predictions for the parts that a slice cannot measure (see
-docs/nodes.md).
+"""Node slice: `--nodes N` on one machine, with predictions for the parts that are not measured.
 
 The ranks of a slice have a process group of the full world size that transfers nothing (`rank/base.py`). DeepSpeed
-therefore allocates and computes the slice's share of the full job. Communication time is predicted and added.
+therefore allocates and computes the slice's share of the full job. Communication time is predicted and added. See
+docs/nodes.md.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from autotune.units import GIB
 
 
 class Rest:
-    """Adds predicted communication to a slice's measurement. Its predictor does not learn, so that all trials are
-    treated alike.
+    """Adds predicted communication to a slice's measurement.
+
+    Its predictor does not learn, so that all trials are treated alike.
 
     Args:
         job: the job.

@@ -23,8 +23,9 @@ _PATIENCE_SECONDS = 1.0  # seconds; wait at the end for a reader that does not r
 
 
 class Echo:
-    """Buffer bytes and write them in a thread. The oldest are dropped if the buffer is full, with a note in the
-    output.
+    """Buffer bytes and write them in a thread.
+
+    A full buffer drops the oldest bytes, with a note in the output.
 
     Args:
         descriptor: destination.
