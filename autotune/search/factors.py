@@ -68,7 +68,7 @@ class Kinds:
     def reach(self) -> float:
         """Largest expected gain from second-order knobs, as a logarithm.
 
-        The value is twice the mean of the measured gains and the prior gain.
+        The value is twice the mean of the measured gains and the prior gain, which counts twice.
         """
         gained = float((self._best[self._again] - self._first[self._again]).sum())
         return max(LEAST_REACH, 2 * (2 * SECOND_ORDER_GAIN + gained) / (2 + int(self._again.sum())))

@@ -35,10 +35,9 @@ def found(study: optuna.Study, mark: dict[str, Any], hardware: Hardware, space: 
 
 
 def await_founding(study: optuna.Study) -> bool:
-    """Wait for the metadata of a new study, and return whether it is complete or the study has trials.
+    """Wait for the metadata of a new study, and return False if its creator ended before it wrote them.
 
-    Returns:
-        False if the creator ended before it wrote the metadata, so that any tuner may write them.
+    Any tuner may then write the metadata. A study with trials, or of another program, returns True.
     """
     until = time.monotonic() + _FOUNDING_SECONDS
     while _LAST not in study.user_attrs and not study.get_trials(deepcopy=False):

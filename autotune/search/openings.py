@@ -97,8 +97,7 @@ class Openings:
     def forgive(self, candidate: Candidate, outcome: Outcome) -> None:
         """Keep a candidate open whose failure is retryable.
 
-        After a second hang or crash the candidate is closed, but it excludes no others, so that repeated calls make
-        progress.
+        A second hang or crash closes the candidate without excluding any other, so that repeated calls make progress.
         """
         if outcome.kind.may_be_mended:
             if candidate in self._forgiven:

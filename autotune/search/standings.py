@@ -47,7 +47,7 @@ class Standings:
 
     def learn(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
         """Record a trial's outcome."""
-        # the probe run of a script, while --global-batch-size names another batch
+        # the probe run of a script, while the job sets another global batch size
         if self._is_of_another_batch(candidate):
             self.reject(candidate, "its steps are of another global batch")
         if self._candidates is not None and candidate not in self._candidates:

@@ -52,7 +52,7 @@ warnings.filterwarnings("ignore", module=r"optuna\.|autotune\.search", category=
 
 
 class StudyStore:
-    """One study in its database. All writes go to storage first; the process keeps no state of its own."""
+    """One study in its database. All writes go to storage first, so memory never holds the only copy."""
 
     def __init__(self, study: optuna.Study, folder: Path | None) -> None:
         self.study, self.folder = study, folder

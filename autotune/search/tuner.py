@@ -217,7 +217,7 @@ class Tuner:
             self._hear()
 
     def _climb(self, session: Session, proposal: Proposal | None) -> None:
-        """Measure ascending rungs in one engine until one fails or another engine is worth more."""
+        """Measure ascending rungs in one engine until a trial fails or another engine is worth more."""
         while proposal is not None:
             outcome = self._trial(session, proposal)
             if outcome is None or not outcome.ok or not session.alive or self._why_stop() is not None:

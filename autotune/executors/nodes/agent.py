@@ -1,6 +1,6 @@
 """`autotune agent`: a node's side of a study, at the end of a stream.
 
-The agent reads requests from standard input and answers on standard output (`talk.py`). It listens on no port. When its
+The agent reads requests from standard input, answers on standard output (`talk.py`) and listens on no port. When its
 input ends, its tuner is silent or a signal arrives, the agent ends with all that it has started.
 """
 

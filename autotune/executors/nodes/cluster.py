@@ -125,8 +125,9 @@ class Cluster:
         transport: starts the agents.
         wishes: requirements for the nodes.
         folder: for the standard error of transports and agents.
-        who: holder of the nodes' devices as shown to other users, such as `study NAME`.
+        who: holder of the nodes' devices in messages to other users, such as `study NAME`.
         say: receives lines for the user.
+        cancelled: True if the user cancelled.
     """
 
     hosts: Sequence[Host]
@@ -240,7 +241,7 @@ class Cluster:
         return [RemoteSquad(node.wire, gauged, say, (at, count)) for at, node in enumerate(self.nodes)]
 
     def begin(self, needs: Needs) -> None:
-        """Do nothing. Agents become ready at once and would hold their devices from then on."""
+        """Do nothing, because an agent holds the node's devices as soon as it is ready."""
 
     def open(self, needs: Needs) -> None:
         """Prepare every agent for starting ranks.
@@ -286,7 +287,7 @@ class Cluster:
 
     def _load(self, nodes: list[Node], names: list[str]) -> bool:
         answers = []
-        # The first node builds alone. The others find its result in a shared home, where locks may not work across
+        # The first node builds alone. The other nodes find its result in a shared home, where locks may not work across
         # machines.
         for some in (nodes[:1], nodes[1:]) if names else ():
             asked = [(node, node.wire.begin("ops", names=names)) for node in some]

@@ -1,8 +1,8 @@
 """Driver of a Ray job that reserves the nodes and carries the agents' streams.
 
 Run as `python -m autotune.executors.nodes.ray_driver`. Ray kills a driver process, including all threads, if the head
-node is lost, so the driver is separate from the tuner. It receives the placement request over standard input and
-answers over standard output (`ray_nodes.py`).
+node is lost, so the driver is separate from the tuner. The tuner sends the placement request over standard input, and
+the driver answers over standard output (`ray_nodes.py`).
 
 Each `ray_relay.py` that connects to the driver's socket gets an actor in a bundle. The actor starts an agent process
 and carries its pipes. When standard input ends, the job ends with all its actors; an agent ends with its pipes.

@@ -33,8 +33,9 @@ class Transport(Protocol):
 
 
 def agent_words(python: str = sys.executable, package: Path = PACKAGE, *, sync: bool = False) -> list[str]:
-    """Return the command that starts an agent on its machine; with `sync`, the package first arrives over the
-    stream.
+    """Return the command that starts an agent on its machine.
+
+    With `sync`, the package first arrives over the stream.
     """
     return [python, "-c", BOOT] if sync else [python, str(package), "agent"]
 
