@@ -91,8 +91,7 @@ class Crew:
             self._turn.notify_all()
 
     def set_apart(self, candidate: Candidate) -> bool:
-        """Return True if another trial ran in parallel with this worker's candidate, and then measure it alone from now
-        on.
+        """Return True if the candidate ran in parallel with another trial, and measure it alone from now on.
 
         The OOM killer may pick any process of a full machine, so a host OOM during parallel trials is not attributable.
         """
@@ -102,10 +101,9 @@ class Crew:
 
     @contextmanager
     def ending(self, candidate: Candidate) -> Iterator[None]:
-        """Close a session under the rules of `measuring`, with the lock released, because closing frees device and host
-        memory.
+        """Close a session under the rules of `measuring`, with the lock released.
 
-        Workers that wait to measure get the lock next.
+        Closing frees device and host memory. Workers that wait to measure get the lock next.
         """
         with self.measuring(candidate), self.aside():
             yield

@@ -134,8 +134,9 @@ class Dominance:
 class HostDominance:
     """Compare the host memory of candidates.
 
-    A candidate needs at least as much if three conditions hold: same stage, at least the same parts offloaded to the
-    same places, and no fewer bytes by the memory bill. Micro-batches and buckets are on the device and do not matter.
+    A candidate needs at least as much under three conditions. The stage is the same, at least the same parts are
+    offloaded to the same places, and the memory bill counts no fewer bytes. Micro-batches and buckets are on the device
+    and do not matter.
 
     Args:
         candidates: the candidates.

@@ -241,7 +241,7 @@ class Cluster:
         return [RemoteSquad(node.wire, gauged, say, (at, count)) for at, node in enumerate(self.nodes)]
 
     def begin(self, needs: Needs) -> None:
-        """Do nothing, because an agent holds the node's devices as soon as it is ready."""
+        """Do nothing, because a ready agent already holds the node's devices."""
 
     def open(self, needs: Needs) -> None:
         """Prepare every agent for starting ranks.

@@ -1,7 +1,7 @@
 """`--sync`: send a folder to nodes that lack it.
 
-Each node compares first: identical files at the same path are not sent. Otherwise the folder is unpacked into the
-agent's own folder, and references to the original path are translated (`moved.py`). The user's files are never
+Each node compares first. If all files are identical at the same path, nothing is sent. Otherwise the folder is unpacked
+into the agent's own folder, and references to the original path are translated (`moved.py`). The user's files are never
 overwritten.
 """
 
